@@ -170,10 +170,10 @@ ROWS = {
         shape="3b",
         batch=1,
         sequence=524_288,
-        what="free, one sequence",
-        tiers=FREE | {"gpu": 40 * GIB},
-        model={"saved_share": 0.0, "loss_chunk": 2048},
-        train={"activations": "offload", "kept_attention": False},
+        what="free, one sequence in tiles of tokens, attention kept",
+        tiers=FREE | {"gpu": 16 * GIB},
+        model={"saved_share": 0.0, "loss_chunk": 2048, "tile_tokens": 16_384},
+        train={"activations": "offload", "kept_attention": True},
     ),
 }
 """The rows by number. 9 is the second half of row 8, 11 to 16 have state on NVMe, and 19 to 22 have long sequences."""

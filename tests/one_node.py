@@ -37,8 +37,11 @@ class Shelf:
     def stash(self, unit: str, tensor: Tensor) -> None:
         self.stashed[unit] = tensor.clone()
 
-    def fetch(self, unit: str) -> Tensor:
-        return self.stashed.pop(unit)
+    def stash_beside(self, unit: str, tensor: Tensor) -> bool:
+        return False
+
+    def fetch(self, unit: str) -> list[Tensor]:
+        return [self.stashed.pop(unit)]
 
     def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
         self.shipped.append(torch.full((LAYOUT.num_elements,), float("nan")))

@@ -97,6 +97,5 @@ def taken(case: Case, placement: Placement, tier: Tier) -> int:
     total = homes_of(placement, units, tier)
     total += sum(round_up(plan.slot_bytes) * plan.num_slots for plan in placement.slots if plan.tier is tier)
     total += sum(grad_bytes(unit, policy) for unit in units if placement.grad_homes[unit.name] is tier)
-    if tier is Tier.RAM:
-        total += sum(round_up(unit.activation_bytes) for unit in units)
-    return total
+    homes = placement.activation_homes
+    return total + sum(round_up(unit.activation_bytes) for unit in units if homes.get(unit.name) is tier)

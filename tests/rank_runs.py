@@ -47,6 +47,7 @@ class RankRun:
     steps: int = 3
     clip: float | None = 0.5
     expert_parts: int = 1
+    activations: Literal["keep", "recompute", "offload"] = "keep"
     frozen: tuple[str, ...] = ()
     learning_rate: float = 1e-2
     device: Literal["cpu", "cuda"] = "cpu"
@@ -65,6 +66,7 @@ class RankRun:
             slices=self.slices,
             clip=self.clip,
             weight_decay=0.1,
+            activations=self.activations,
         )
 
 
@@ -75,7 +77,7 @@ def opened(
     """A session of this rank, with no weights yet."""
     size = 1 if ranks is None else ranks.size
     numerics = NumericsConfig(guard=True)
-    nvme = (f"{mount}:{size * 64}MiB",) if "nvme" in place.tiers else ()
+    nvme = (f"{mount}:{size * 64}MiB",) if "nvme" in place.tiers or place.activations is not None else ()
     tiers = TiersConfig(
         device=run.device,
         nvme=nvme,

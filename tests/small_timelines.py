@@ -40,6 +40,7 @@ def placement(
         homes=homes,
         slots=slots,
         chunk_elements=SIZE,
+        activation_homes={},
         grad_homes={unit: Tier.GPU if unit in gpu else grads for unit in units},
     )
 

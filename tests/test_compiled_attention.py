@@ -31,7 +31,8 @@ def test_compiled_run_that_keeps_attention_gives_the_same_bits_under_any_policy(
     expected = run(tmp_path)
     settings = [("keep", "ram"), ("recompute", "nvme"), ("offload", "ram_streamed")]
     found = [replace(run, kept_attention=True, activations=a, place=p)(tmp_path) for a, p in settings]
-    assert [result == expected for result in found] == [True, True, True]
+    found.append(replace(run, kept_attention=True, offload_attention=True, activations="offload")(tmp_path))
+    assert [result == expected for result in found] == [True] * 4
 
 
 @pytest.mark.gpu
@@ -40,9 +41,10 @@ def test_compiled_run_that_keeps_attention_gives_the_same_bits_under_any_policy(
 def test_compiled_run_on_cuda_that_keeps_attention_gives_the_same_bits(attention: str, tmp_path: Path) -> None:
     run = Run(model="flash", device="cuda", attention=attention, saved_share=0.0, fused_loss=True, loss_chunk=32)
     runs = [replace(run, kept_attention=kept, activations=a) for kept in (False, True) for a in ACTIVATIONS]
+    runs += [replace(runs[-1], offload_attention=True, place=place) for place in ("ram", "nvme_grads")]
     found = run_in_fresh_process(runs, tmp_path)
     assert all(np.isfinite(found[0].losses))
-    assert [result == found[0] for result in found] == [True] * 6
+    assert [result == found[0] for result in found] == [True] * 8
 
 
 @pytest.mark.gpu

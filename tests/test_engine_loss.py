@@ -69,7 +69,10 @@ class Head:
 
     def stash(self, unit: str, tensor: Tensor) -> None: ...
 
-    def fetch(self, unit: str) -> Tensor:
+    def stash_beside(self, unit: str, tensor: Tensor) -> bool:
+        raise AssertionError("nothing was stashed")
+
+    def fetch(self, unit: str) -> list[Tensor]:
         raise AssertionError("nothing was stashed")
 
     def __call__(self, hidden: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:

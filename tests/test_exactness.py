@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 
 from megatier.config.schema import TrainConfig
 from megatier.models.decoder import decays
-from megatier.schedule.moves import Moves, by_lane, stash, unstash
+from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.timeline import Timeline
 from megatier.session.session import Session
 from megatier.tier import Kind, Tier
@@ -369,8 +369,11 @@ def demanded(session: Session, timeline: Timeline) -> dict[str, int]:
     if not blocks.policy.deferred:
         parts += [moves.update(unit) for unit in blocks.units]
     moved = by_lane(move for part in parts for move in part)
-    offloaded = blocks.policy.groups * sum(unit.activation_bytes for unit in blocks.units.values())
-    return moved + by_lane([stash(offloaded), unstash(offloaded)])
+    for unit in blocks.units.values():
+        if size := unit.activation_bytes:
+            offloaded = by_lane([*moves.stash(unit.name, size), *moves.unstash(unit.name, size)])
+            moved += Counter({lane: blocks.policy.groups * moved for lane, moved in offloaded.items()})
+    return moved
 
 
 def test_player_state_on_nvme_is_read_and_written_once_a_step(tmp_path: Path) -> None:

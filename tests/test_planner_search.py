@@ -207,9 +207,9 @@ def test_search_of_126_layers_finds_units_once_and_simulates_few_trials(monkeypa
     choice = search(skeleton_of(config.model), config, rates, budgets, compiles=True)
     assert choice.settings["train.activations"] == "offload"
     assert done["cut_units"] == 1
-    assert done["forecast"] <= 4  # of 320 trials
-    assert done["floor"] <= 24
-    assert done["place"] <= 160
+    assert done["forecast"] <= 4  # of some 400 trials: those that offload attention are further ones
+    assert done["floor"] <= 48
+    assert done["place"] <= 240
 
 
 def long_config(tokens: int) -> RunConfig:

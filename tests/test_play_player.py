@@ -137,7 +137,7 @@ def test_activation_comes_back_as_it_was_stashed(start: Callable[..., Run]) -> N
     run = start("ram", units=[UnitSpec(name="u0", num_elements=4096, activation_bytes=4096), *UNITS[1:]])
     tensor = torch.randn(32, 32)
     run.player.weights.stash("u0", tensor)
-    found = run.player.weights.fetch("u0")
+    [found] = run.player.weights.fetch("u0")
     assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
     assert torch.equal(found, tensor)
 
@@ -155,7 +155,8 @@ def test_activations_come_back_in_any_order_each_once_and_the_next_one_ahead(
         run.player.weights.stash(f"u{number}", tensor.clone())
     before = run.store.moved_bytes["ram_to_gpu"]
     for count, number in enumerate(order, 1):
-        assert torch.equal(run.player.weights.fetch(f"u{number}"), tensors[number])
+        [found] = run.player.weights.fetch(f"u{number}")
+        assert torch.equal(found, tensors[number])
         if order[0] == 3:  # as in a backward
             assert run.store.moved_bytes["ram_to_gpu"] - before == 4096 * min(4, count + 1)
     assert run.store.moved_bytes["ram_to_gpu"] - before == 4 * 4096

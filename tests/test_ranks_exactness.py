@@ -36,8 +36,11 @@ PLACES = {
     "gpu, ram, nvme": Place(tiers=("gpu", "ram", "nvme"), gpu=2 * MIB, ram=512 * KIB),
 }
 """A shard has 65,536 elements at least, so these have more room than those of one process."""
-ALL_PLACES = PLACES | {"gpu, ram, streamed": Place(tiers=("gpu", "ram"), gpu=2 * MIB + 900 * KIB, streamed=1.0)}
-"""Of two ranks, the last one has two units at home on the GPU and streams one."""
+ALL_PLACES = PLACES | {
+    "gpu, ram, streamed": Place(tiers=("gpu", "ram"), gpu=2 * MIB + 900 * KIB, streamed=1.0),
+    "gpu, activations on nvme": Place(tiers=("gpu",), gpu=64 * MIB, activations=0),
+}
+"""Of two ranks, the one that streams has two units at home on the GPU and streams one."""
 
 
 @cache
@@ -131,6 +134,12 @@ def test_two_ranks_that_stream_beside_homes_on_the_gpu_have_the_bits_of_one_proc
 @pytest.mark.parametrize("name", ["tied", "frozen", "expert parts", "routers in fp32"])
 def test_two_ranks_that_spill_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
     check(RUNS[name], "nvme", 2, tmp_path)
+
+
+def test_two_ranks_whose_activations_spill_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    """Each rank takes its own to files of its own."""
+    for outcome in check(RankRun(model="tied", activations="offload"), "gpu, activations on nvme", 2, tmp_path):
+        assert outcome.moved["ram_to_nvme"] == outcome.moved["nvme_to_ram"] > 0
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])

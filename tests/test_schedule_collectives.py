@@ -51,6 +51,7 @@ def placement(
             SlotPlan(tier=Tier.GPU, kind=kind, slot_bytes=SIZE, num_slots=count) for kind, count in counts.items()
         ),
         chunk_elements=SIZE,
+        activation_homes={},
         grad_homes={unit: Tier.GPU if unit in updated_there else Tier.RAM for unit in sorted(trained)},
         ranks=ranks,
         streamed=tuple(unit for unit in units if unit in streamed),

@@ -216,6 +216,32 @@ def test_forecast_of_offloaded_activations_brings_each_back_while_the_unit_befor
     assert floor(accesses(1), SECONDS, units, placement, policy, link) <= made.seconds + 1e-9
 
 
+@pytest.mark.parametrize(("drive_s", "seconds"), [(0.004, 0.18), (0.03, 0.27)])
+def test_forecast_of_activations_on_nvme_waits_for_drives_only_if_they_are_slower_than_compute(
+    drive_s: float, seconds: float
+) -> None:
+    """A unit computes for 10 ms and then 20. Drives of 4 ms each way hide; those of 30 ms hold up every use."""
+    units = [replace(unit, activation_bytes=MIB) for unit in UNITS]
+    budgets, policy = PLACES["gpu"]
+    policy = replace(policy, align_elements=32 << 10)
+    placement = place(units, replace(budgets, ram=2 * MIB, nvme=64 * MIB), policy)
+    assert Tier.NVME in placement.activation_homes.values()
+    spilled = list(placement.activation_homes.values()).count(Tier.NVME)
+    drive = replace(FAST.drives[0], read_bytes_per_s=MIB / drive_s, write_bytes_per_s=MIB / drive_s)
+    rates = replace(FAST, drives=(drive,))
+    made = forecast(accesses(1), SECONDS, units, placement, policy, rates)
+    # The lowest unit's input needs no gradient: it stays.
+    moved = (spilled - 1) * MIB
+    assert made.moved_bytes == {
+        "gpu_to_ram": 5 * MIB,
+        "ram_to_nvme": moved,
+        "nvme_to_ram": moved,
+        "ram_to_gpu": 5 * MIB,
+    }
+    assert made.seconds == pytest.approx(seconds + HOST_SECONDS, rel=0.1)
+    assert floor(accesses(1), SECONDS, units, placement, policy, rates) <= made.seconds + 1e-9
+
+
 def test_forecast_of_ranks_loses_the_slowdown_of_what_comes_beside_compute() -> None:
     """One gather of each unit and one scatter: all but the first gather and the last scatter run beside compute."""
     rate = MIB * 2 / 0.002  # bytes of a shard: 2 ms of the 10 or 20 of a use

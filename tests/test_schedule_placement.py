@@ -204,7 +204,7 @@ def test_refusal_names_figures_and_a_minimum_that_works() -> None:
 
 def follow(error: PlanError, budgets: Budgets) -> Budgets:
     """What a user types who reads the message."""
-    if error.what == "state on NVMe":
+    if error.what in ("state on NVMe", "state and activations on NVMe"):
         return replace(budgets, nvme=error.needed_bytes)
     found = re.search(r"Raise tiers\.(gpu|ram) to at least ([\d.]+ \w+)", error.remedy)
     assert found, error.remedy
@@ -294,3 +294,45 @@ def test_gradient_bytes_follow_the_dtype_and_the_groups() -> None:
     assert grad_bytes(unit, Policy()) == 2 * 4096
     assert grad_bytes(unit, Policy(groups=2)) == 4 * 4096
     assert grad_bytes(replace(unit, schema=ADAMW_FP32), Policy()) == 4 * 4096
+
+
+# ---- activations ----
+
+OFFLOADED = [replace(unit, activation_bytes=1 << 20) for unit in LAYERS]
+ON_GPU = Policy(state=(Tier.GPU,))
+"""RAM is left to activations."""
+
+
+def activation_homes(ram: int, nvme: int = 1 << 30, policy: Policy = ON_GPU) -> list[str]:
+    placement = place(OFFLOADED, Budgets(1 << 30, ram, nvme), policy)
+    assert placement.other_bytes[Tier.RAM] <= ram
+    assert placement.other_bytes[Tier.NVME] == (1 << 20) * list(placement.activation_homes.values()).count(Tier.NVME)
+    return [str(home) for home in placement.activation_homes.values()]
+
+
+def test_activations_stay_in_ram_where_they_fit_and_else_the_fewest_first_ones_spill() -> None:
+    assert activation_homes(8 << 20) == ["ram"] * 8
+    slots = 2 * (64 << 10)
+    assert activation_homes((8 << 20) - 1) == ["nvme"] + ["ram"] * 7
+    assert activation_homes((3 << 20) + slots) == ["nvme"] * 5 + ["ram"] * 3
+    assert activation_homes((3 << 20) + slots - 1) == ["nvme"] * 6 + ["ram"] * 2
+    assert activation_homes(slots) == ["nvme"] * 8
+
+
+def test_activations_for_which_no_tier_has_room_are_refused_with_what_would_do() -> None:
+    for ram, nvme, what in ((4 << 20, 0, "gradients and activations in RAM"), (1 << 16, 1 << 30, "activations in RAM")):
+        with pytest.raises(PlanError, match=what) as caught:
+            activation_homes(ram, nvme)
+        assert activation_homes(caught.value.needed_bytes, nvme)
+    with pytest.raises(PlanError, match="state and activations on NVMe"):
+        activation_homes(1 << 20, 4 << 20)
+
+
+def test_activations_leave_room_for_update_chunks_that_drives_move_at_full_speed() -> None:
+    """If state spills as well. Chunks of the least size would fit with one activation more in RAM."""
+    policy = Policy(state=(Tier.NVME,))
+    units = [replace(unit, num_elements=8 << 20, activation_bytes=64 << 20) for unit in LAYERS]
+    placement = place(units, Budgets(1 << 30, 512 << 20, 1 << 40), policy)
+    assert placement.activation_homes["head"] is Tier.RAM
+    assert placement.activation_homes["embed"] is Tier.NVME
+    assert placement.chunk_elements >= 1 << 20

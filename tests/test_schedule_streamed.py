@@ -47,7 +47,8 @@ def test_streamed_state_has_a_gpu_slot_per_unit_and_kind_but_none_for_weights_an
         if policy.deferred:
             shipped = [unit for unit in units if placement.update_lane(unit.name) != "update_gpu"]
             held = sum(grad_bytes(unit, policy) for unit in shipped if placement.grad_homes[unit.name] is Tier.RAM)
-            held += sum(round_up(unit.activation_bytes) for unit in units)
+            homes = placement.activation_homes
+            held += sum(round_up(unit.activation_bytes) for unit in units if homes.get(unit.name) is Tier.RAM)
             slots = sum(round_up(plan.slot_bytes) * plan.num_slots for plan in placement.slots if plan.tier is Tier.RAM)
             assert placement.other_bytes[Tier.RAM] == held + slots
 

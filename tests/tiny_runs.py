@@ -36,7 +36,7 @@ from megatier.schedule.sizes import Budgets
 from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader
 from megatier.session.workload import Workload
-from megatier.tier import Kind, Tier
+from megatier.tier import Kind, Tier, round_up
 
 KIB, MIB = 1 << 10, 1 << 20
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 24, "head_dim": 8}
@@ -83,6 +83,8 @@ class Place:
     savepoints: bool = False
     spills_grads: bool = False
     """RAM has no room for all gradients."""
+    activations: int | None = None
+    """Offloaded activations for which RAM has room beyond the least; others go to NVMe. None: as the tiers say."""
 
 
 PLACES = {
@@ -153,7 +155,7 @@ def opened(
     model = ModelConfig(config={"model_type": config.model_type}, **options)
     tiers = TiersConfig(
         device=device,  # type: ignore[arg-type]
-        nvme=(f"{mount}:16MiB",) if "nvme" in place.tiers else (),
+        nvme=_mounts(mount, place),
         state=place.tiers,
         io_threads=2,
         update_threads=2,
@@ -171,6 +173,12 @@ def opened(
     ):
         session.load(source or Initialiser(session.model, 0))
         yield session
+
+
+def _mounts(mount: Path, place: Place) -> tuple[str, ...]:
+    if place.activations is not None:
+        return (f"{mount}:128MiB",)
+    return (f"{mount}:16MiB",) if "nvme" in place.tiers else ()
 
 
 def least_budgets(
@@ -195,7 +203,8 @@ def least_budgets(
     while True:
         try:
             if not _is_short_of_ram(placement.place(work.specs, budgets, work.policy), place):
-                return budgets
+                size = max(round_up(unit.activation_bytes) for unit in work.specs)
+                return replace(budgets, ram=budgets.ram + size * (place.activations or 0))
             budgets = replace(budgets, ram=budgets.ram + 16 * KIB)
         except PlanError as short:
             if short.what.startswith("GPU"):
@@ -269,6 +278,7 @@ class Run:
     place: str = "ram"
     activations: str = "keep"
     kept_attention: bool = False
+    offload_attention: bool = False
     attention: str = "sdpa"
     device: str = "cpu"
     seed: int = 5
@@ -302,6 +312,7 @@ class Run:
             slices=self.slices,
             activations=self.activations,  # type: ignore[arg-type]
             kept_attention=self.kept_attention,
+            offload_attention=self.offload_attention,
             clip=self.clip,
             weight_decay=0.1,
             eps=self.eps,

@@ -30,6 +30,7 @@ FREE = (
     "train.activations",
     "train.kept_layers",
     "train.kept_attention",
+    "train.offload_attention",
     "train.evaluate_every",
     "train.evaluate_batches",
     "train.stall_timeout",

@@ -319,6 +319,10 @@ def _sentences(plan: Plan, steps: int | None) -> Iterator[str]:
         yield f"{len(plan.placement.streamed)} units stream their state through the GPU."
     if count := list(plan.placement.grad_homes.values()).count(Tier.NVME):
         yield _spilled_gradients(count, plan)
+    offloaded = list(plan.placement.activation_homes.values())
+    if spilled := offloaded.count(Tier.NVME):
+        short = "because RAM is too short for them"
+        yield f"The activations of {spilled} of {len(offloaded)} units go on to NVMe, {short}."
     if plan.hidden_at is not None:
         yield f"From {format_count(plan.hidden_at)} tokens a step on all but compute is hidden, if activations fit."
 

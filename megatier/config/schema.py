@@ -183,6 +183,9 @@ class TrainConfig:
     """Keep what attention gave on the GPU until the backward where the rest of a layer is computed again: under
     recompute and offload, and at a model.saved_share of 0. In compiled layers only the latter. It takes about one
     hidden size a token and layer, and never changes a number. None: for sequences of 4,096 tokens and more."""
+    offload_attention: bool = False
+    """Under offload, take what attention gave and is kept off the GPU too, with the input of its layer, instead of
+    keeping it there. This never changes a number."""
     learning_rate: float = 3e-4
     """Peak learning rate, at least 0."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"

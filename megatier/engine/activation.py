@@ -6,10 +6,11 @@ once. They differ in what stays of it.
 keep: the graph stays. A saved tensor that lies in the unit's weight slot is packed as (offset, dtype, size, stride). At
 unpack it is bound again to wherever the unit's weights lie by then. So weights leave while activations stay.
 recompute: saved tensors are dropped at once. The backward runs the forward again, with the same random numbers.
-offload: recompute, with the unit's input in RAM in between.
+offload: recompute, with the unit's input in RAM or on NVMe in between.
 
 A compiled forward that saves its inputs alone (`Compilation.saved_share` 0) computes again inside its own backward. So
-recompute is keep then, and offload is keep with the input bound again as well.
+recompute is keep then, and offload is keep with the input bound again as well. What attention gave, if it is kept, may
+go with an offloaded input and come back with it (`Beside`).
 
 The policies themselves are `tier.Activations`.
 """
@@ -17,8 +18,9 @@ The policies themselves are `tier.Activations`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,18 +41,62 @@ class _InRegion:
     stride: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Away:
+    """A tensor that went off the GPU beside an offloaded input."""
+
+    number: int
+    """How many went before it."""
+
+
+class Beside:
+    """What one call sends off the GPU beside its offloaded input: what attention gave, and a backward needs."""
+
+    def __init__(self, stash: Callable[[Tensor], bool]) -> None:
+        """Nothing went yet.
+
+        Args:
+            stash: takes a tensor off the GPU; False: there is no room for it.
+        """
+        self._stash = stash
+        self._num_away = 0
+        self._back: Sequence[Tensor] = ()
+
+    def leave(self, value: Any) -> Any:  # noqa: ANN401 - whatever an operator gives
+        """Send a value away if it is a tensor of floats and there is room; returns what stands for it until `back`."""
+        # States of random numbers stay: they are integers, and small.
+        if not torch.is_tensor(value) or not value.is_floating_point() or not self._stash(value):
+            return value
+        self._num_away += 1
+        return _Away(self._num_away - 1)
+
+    def come(self, tensors: Sequence[Tensor]) -> None:
+        """Say where the tensors are in the backward, in the order in which they went."""
+        self._back = tensors
+
+    def back(self, value: Any) -> Any:  # noqa: ANN401
+        """Give back what `leave` was given."""
+        return self._back[value.number] if isinstance(value, _Away) else value
+
+
 class Rebinding:
     """Saved-tensor hooks of one slice: a tensor in memory that will leave is saved as an address."""
 
-    def __init__(self, module_name: str, *regions: Tensor) -> None:
+    def __init__(
+        self, module_name: str, *regions: Tensor, beside: Beside | None = None, given: Iterable[Any] = ()
+    ) -> None:
         """Say what will leave.
 
         Args:
             module_name: the module whose forward it is, for messages.
             regions: contiguous memory: the unit's weight slot and, if it is offloaded, the unit's input.
+            beside: takes what the forward has made itself and saves; None: that stays.
+            given: the arguments of the forward, which it has not made.
         """
         self._module_name = module_name
         self._regions = regions
+        self._beside = beside
+        self._given = {x.untyped_storage().data_ptr() for x in given if torch.is_tensor(x)} if beside else set()
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -63,16 +109,21 @@ class Rebinding:
         """Say where the same bytes lie in the backward."""
         self._regions = regions
 
-    def _pack(self, tensor: Tensor) -> Tensor | _InRegion:
+    def _pack(self, tensor: Tensor) -> Tensor | _InRegion | _Away:
         """Save a tensor, or its address."""
         assert self._regions
         for index, region in enumerate(self._regions):
             offset = tensor.data_ptr() - region.data_ptr()
             if 0 <= offset < region.nbytes:
                 return _InRegion(index, offset, tensor.dtype, tensor.size(), tensor.stride())
+
+        # Arguments that layers share, such as position embeddings, are in memory once, so they stay.
+        if self._beside is not None and tensor.untyped_storage().data_ptr() not in self._given:
+            away: Tensor | _Away = self._beside.leave(tensor)
+            return away
         return tensor
 
-    def _unpack(self, packed: Tensor | _InRegion) -> Tensor:
+    def _unpack(self, packed: Tensor | _InRegion | _Away) -> Tensor:
         """Give a saved tensor back, where its bytes lie now.
 
         Raises:
@@ -83,6 +134,11 @@ class Rebinding:
         # The node's own backward binds the regions first.
         if not self._regions:
             raise refused(self._module_name)
+
+        if isinstance(packed, _Away):
+            assert self._beside is not None
+            back: Tensor = self._beside.back(packed)
+            return back
 
         region = self._regions[packed.region].view(-1).view(torch.uint8)
         start = (int(region.storage_offset()) + packed.offset) // packed.dtype.itemsize

@@ -32,10 +32,13 @@ class WeightSource(Protocol):
         """Ask for a unit's weights, for one use in the forward or backward of a group."""
 
     def stash(self, unit: str, tensor: Tensor) -> None:
-        """Take a unit's contiguous activation to RAM."""
+        """Take a unit's input, which is contiguous, off the GPU."""
 
-    def fetch(self, unit: str) -> Tensor:
-        """Bring the activation back."""
+    def stash_beside(self, unit: str, tensor: Tensor) -> bool:
+        """Take another tensor off the GPU, after the unit's input; False: there is no room, so it stays."""
+
+    def fetch(self, unit: str) -> list[Tensor]:
+        """Bring back all that was taken, in that order."""
 
 
 class UnitPlayer(Protocol):
@@ -108,6 +111,8 @@ class Stage:
     """The most tokens on which norms, MLPs and experts of a layer work at once; None: on all of a slice."""
     keeps_attention: bool = False
     """Whether what attention gave stays until the backward where the rest of an uncompiled forward is made again."""
+    offloads_attention: bool = False
+    """Whether that goes off the GPU with an offloaded input."""
     arithmetic: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     """A context for every forward and backward of a unit: how its products are taken."""
     checks_finite: bool = False

@@ -10,6 +10,7 @@ waits in `backward`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatier.engine.activation import Rebinding, Replay, dropping
+from megatier.engine.activation import Beside, Rebinding, Replay, dropping
 from megatier.engine.call import Call, Called, join
 from megatier.guards.crossing import check_inside
 from megatier.numerics.attention import KeptAttention
@@ -74,8 +75,9 @@ class _SliceGraph:
 class _UnitFunction(torch.autograd.Function):
     """Forward and backward of one use of one unit.
 
-    Its context holds the call, the position of the input that is offloaded (`stashed`), whether graphs stay (`keeps`),
-    the graphs, and what is needed to make them again (`replays`, and `kept`: what attention gave).
+    Its context holds the call, the position of the input that is offloaded (`stashed`), what goes with it (`beside`),
+    whether graphs stay (`keeps`), the graphs, and what is needed to make them again (`replays`, and `kept`: what
+    attention gave).
     """
 
     @staticmethod
@@ -98,7 +100,7 @@ class _UnitFunction(torch.autograd.Function):
         parts = []
 
         for slice_inputs, flat in call.cut(present):
-            rebinding = Rebinding(node.module_name, *leaving)
+            rebinding = Rebinding(node.module_name, *leaving, beside=ctx.beside, given=flat)
 
             # One for each slice, since each draws its own random numbers.
             noting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -108,6 +110,8 @@ class _UnitFunction(torch.autograd.Function):
                 noting = ctx.kept[-1].noting() if node.keeps_attention else noting
             with torch.enable_grad(), rebinding.hooks() if keeps else dropping(node.module_name), noting:
                 outputs = call.run(leaves, flat)
+            if ctx.beside is not None and not keeps and ctx.kept[-1] is not None:
+                ctx.kept[-1].replace(ctx.beside.leave)
             if node.is_new:
                 check_inside(node.module_name, outputs, [*slice_inputs, *leaves], stage.model)
 
@@ -144,7 +148,7 @@ class _UnitFunction(torch.autograd.Function):
 
         for index in range(call.num_slices):
             if ctx.keeps:
-                graph = _take_graph(ctx, index, use.bytes, *fetched)
+                graph = _take_graph(ctx, index, use.bytes, *fetched[:1])
             else:
                 graph = _make_graph(ctx, index, next(pieces), use.bytes)
             num_inputs = len(graph.inputs)
@@ -157,6 +161,9 @@ class _UnitFunction(torch.autograd.Function):
             if node.trains:
                 stage.gradients.add(node.unit, list(zip(node.trained, found[num_inputs:], strict=True)))
             input_grads.append(list(found[:num_inputs]))
+
+        if ctx.beside is not None:
+            ctx.beside.come(())
 
         # The weights go first: `close` may wait for the sum of the group before, and no load should wait for that.
         use.leave()
@@ -199,6 +206,7 @@ def _stash(ctx: Any, inputs: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
     call: Call = ctx.call
     node = call.node
     ctx.stashed = None
+    ctx.beside = None
     result = list(inputs)
 
     # What lies in a container stays: other units read it as well. So do weights that are lent.
@@ -208,16 +216,21 @@ def _stash(ctx: Any, inputs: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
         ctx.stashed = max(own, key=lambda i: inputs[i].numel())
         tensor = result[ctx.stashed] = inputs[ctx.stashed].detach().contiguous()
         node.stage.source.stash(node.unit, tensor)
+        if node.stage.offloads_attention:
+            ctx.beside = Beside(functools.partial(node.stage.source.stash_beside, node.unit))
 
     return result
 
 
 def _fetch(ctx: Any) -> list[Tensor]:  # noqa: ANN401
-    """Bring the offloaded input back, if there is one."""
+    """Bring the offloaded input back, if there is one, and what went with it."""
     if ctx.stashed is None:
         return []
     node: Called = ctx.call.node
-    return [node.stage.source.fetch(node.unit)]
+    fetched = node.stage.source.fetch(node.unit)
+    if ctx.beside is not None:
+        ctx.beside.come(fetched[1:])
+    return fetched
 
 
 def _saved_inputs(ctx: Any, fetched: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
@@ -248,6 +261,8 @@ def _make_graph(ctx: Any, index: int, piece: tuple[list[Tensor], list[Any]], wei
     # Autograd would take a weight's own bits, written into it, for a change since it was saved.
     hooks = rebinding.hooks() if node.is_written else contextlib.nullcontext()
     kept: KeptAttention | None = ctx.kept[index]
+    if kept is not None and ctx.beside is not None:
+        kept.replace(ctx.beside.back)
     replaying = kept.replaying() if kept is not None else contextlib.nullcontext()
     with torch.enable_grad(), ctx.replays[index].again(), hooks, replaying:
         outputs = ctx.call.run(leaves, flat)

@@ -64,6 +64,8 @@ class EngineOptions:
     """How to compile the units and the loss; None: not at all."""
     keeps_attention: bool = False
     """Keep what attention gave until the backward, where the rest of an uncompiled forward is made again."""
+    offloads_attention: bool = False
+    """Take that off the GPU too, with inputs that are offloaded."""
     fp32_products: bool = False
     """Take bf16 products in fp32, for a CPU without bf16 instructions."""
     seed: int | None = None
@@ -111,6 +113,7 @@ class UnitModel:
             compilation=options.compilation,
             tile_tokens=options.tile_tokens,
             keeps_attention=options.keeps_attention,
+            offloads_attention=options.offloads_attention,
             arithmetic=Fp32Products if options.fp32_products else nullcontext,
             model=skeleton,
         )

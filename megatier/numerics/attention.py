@@ -47,6 +47,10 @@ class KeptAttention:
         """Run the forward inside."""
         return _Around(self._note)
 
+    def replace(self, function: Callable[[Any], Any]) -> None:
+        """Put what a function makes of each result in its place. Before `replaying` the results are as they were."""
+        self._results = [tuple(map(function, results)) for results in self._results]
+
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
         """Run the forward again inside, once. The kernels of attention give what they gave."""

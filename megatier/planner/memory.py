@@ -9,6 +9,7 @@ loss, when all layers have saved theirs, or in the backward, when one layer repe
 
 Where attention is kept, and the rest of a layer computed again, its output and log-sum-exp are saved besides the input.
 So they are for flex attention if a compiled layer saves less than the share at which attention is among what it saves.
+If they are offloaded, those of two layers are under way.
 
 Norms, MLPs and experts that run in tiles of tokens save nothing but their inputs. What they hold inside counts for one
 tile, and in the backward their gradients count as well: those of a tile, and their sum in fp32.
@@ -26,7 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -35,7 +35,7 @@ from megatier.config.schema import RunConfig
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, tiled_names
 from megatier.session.attention_rule import FLEX
-from megatier.session.workload import COMPUTE_DTYPES, Workload, boundary_width, hidden_width
+from megatier.session.workload import COMPUTE_DTYPES, Workload, attention_parts, boundary_width, hidden_width
 
 CONTEXT_BYTES = 1_000_000_000
 """Bytes that the driver and libraries hold."""
@@ -50,6 +50,8 @@ INPUTS_CUT = 4
 and of the experts."""
 ATTENTION_FROM = 0.8
 """Least saved share at which attention is among what `SAVED` counts."""
+ATTENTION_PASSING = 2
+"""Layers whose attention is on the GPU at once, if it is offloaded: it comes back one layer ahead."""
 BOUNDARIES = {"loss": 2, "backward": 4}
 """Boundary activations under way at each peak, with their gradients."""
 
@@ -91,8 +93,9 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     reached = [unit for unit in work.units[lowest:] if _is_of_layer(unit)]
     tiled = in_tiles(model, config, work)
     saved = sum(_saved(unit, width, config, work, compiles, tiled) for unit in reached) * boundary
-    attention = attention_bytes(text, work.rows * config.data.sequence_length, item)
+    attention = sum(attention_parts(text, work.rows * config.data.sequence_length, item))
     saved += attention * sum(_saves_attention_beside(unit, config, work, compiles) for unit in reached)
+    passing = ATTENTION_PASSING * attention if work.offloads_attention else 0
     largest = max((_products(unit, width, tiled) for unit in layers), default=0.0)
     tile = max((_tile_bytes(unit, config, tiled, item) for unit in layers), default=0.0)
 
@@ -106,22 +109,12 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     # One layer at a time repeats what it did not save, so the largest one decides. Slices do so one after the other.
     mask = mask_bytes(config, work)
     in_layer = REPEATED * largest * boundary + item * mask
-    beside = mask + _lent_bytes(work)
+    beside = mask + passing + _lent_bytes(work)
     return ActivationBytes(
         saved,
         saved + logits + head_sum + BOUNDARIES["loss"] * boundary + beside,
         saved + in_layer / config.train.slices + BOUNDARIES["backward"] * boundary + beside + tile,
     )
-
-
-def attention_bytes(text: Any, tokens: int, item: int) -> int:  # noqa: ANN401 - a config of any family
-    """Bytes of what attention of one layer gives: its output, and an fp32 log-sum-exp for each head."""
-    return tokens * int(text.num_attention_heads) * (head_width(text) * item + 4)
-
-
-def head_width(text: Any) -> int:  # noqa: ANN401 - a config of any family
-    """Elements of a head of attention."""
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def keeps_attention(config: RunConfig, work: Workload, unit: Unit, *, compiles: bool) -> bool:
@@ -183,7 +176,8 @@ def _saves_attention_beside(unit: Unit, config: RunConfig, work: Workload, compi
     """Whether a layer saves what attention gave in addition to all that `_saved` counts."""
     always = compiles and config.model.attention == FLEX and work.activations[unit.name].keeps_graph
     is_beside = always and unit.is_layer and 0 < config.model.saved_share < ATTENTION_FROM
-    return is_beside or keeps_attention(config, work, unit, compiles=compiles)
+    leaves = work.offloads_attention and work.activations[unit.name].offloads_input
+    return is_beside or (keeps_attention(config, work, unit, compiles=compiles) and not leaves)
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:

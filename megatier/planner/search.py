@@ -39,6 +39,7 @@ TILE_TOKENS = 16_384
 """Tokens of a tile that is chosen. Each tile adds up the gradients of all its weights, which makes small ones slow."""
 WORTH_OF_TILES = 0.03
 """Share of a step that tiles must save to be chosen, if the run fits without them."""
+OFFLOAD_ATTENTION = "train.offload_attention"
 STREAMED = (0.0, 0.3, 0.5, 0.6)
 """Shares of the parameters at home in RAM whose units stream (`tiers.streamed_share`)."""
 GENERATIONS = (1, 2)
@@ -140,12 +141,19 @@ def _best(
     refused: PlanError | None = None
     # Compute and placement of the trials so far: a forecast depends on nothing else. Mappings have no hash.
     seen: list[tuple[Mapping[tuple[str, Phase], float], Placement]] = []
+    has_room: set[tuple[tuple[str, Any], ...]] = set()
+    """The settings that fit, but for whether kept attention is offloaded."""
 
     # The sort is stable, so among trials with equal compute the simplest comes first.
     for settings, wanted in sorted(trials, key=lambda one: one[1].compute_seconds):
         limit = best.seconds * (1 - WORTH) if best is not None else float("inf")
         if wanted.compute_seconds >= limit:
             break
+
+        # Attention leaves the GPU only where it has no room there: with it the links and RAM have less to do.
+        others = tuple((name, value) for name, value in settings.items() if name != OFFLOAD_ATTENTION)
+        if settings.get(OFFLOAD_ATTENTION) and others in has_room:
+            continue
 
         try:
             trial = wanted if "tiers.gpu" in fixed else _fitted(wanted)
@@ -154,6 +162,7 @@ def _best(
             refused = error
             continue
 
+        has_room.add(others)
         if (trial.seconds, placement) in seen:
             continue
         seen.append((trial.seconds, placement))
@@ -230,7 +239,11 @@ def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str], ranks: i
         # A compiled layer that saves more than its inputs keeps attention by its share, or runs its forward whole.
         repeats = share == 0 if compiles else not Activations(policy).keeps_graph
         kept = {KEPT_ATTENTION: (True, False)} if repeats else {}
-        yield from (settings | more for more in _combined(config, kept, fixed))
+        for more in _combined(config, kept, fixed):
+            # It stays on the GPU, or leaves it with the input of its layer.
+            leaves = more.get(KEPT_ATTENTION) and Activations(policy).offloads_input
+            offloaded = {OFFLOAD_ATTENTION: (False, True)} if leaves else {}
+            yield from (settings | more | last for last in _combined(config, offloaded, fixed))
 
 
 def _placed(config: RunConfig, budgets: Budgets, fixed: frozenset[str], *, defers: bool) -> Iterator[dict[str, Any]]:

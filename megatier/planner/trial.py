@@ -17,14 +17,7 @@ from megatier.errors import PlanError, mib
 from megatier.layout import Layout
 from megatier.models.decoder import Unit
 from megatier.models.experts import cut_units
-from megatier.planner.memory import (
-    ActivationBytes,
-    activation_bytes,
-    head_width,
-    in_tiles,
-    interpolated,
-    keeps_attention,
-)
+from megatier.planner.memory import ActivationBytes, activation_bytes, in_tiles, interpolated, keeps_attention
 from megatier.ranks.ranks import check_groups
 from megatier.schedule.forecast import Forecast, floor, forecast
 from megatier.schedule.placement import Placement, place
@@ -32,7 +25,7 @@ from megatier.schedule.rates import ALONE, Rates, World
 from megatier.schedule.sizes import Budgets
 from megatier.schedule.timeline import Access
 from megatier.session.attention_rule import BACKWARD, FLEX, efficiency
-from megatier.session.workload import Workload, advised, hidden_width
+from megatier.session.workload import Workload, advised, head_width, hidden_width
 from megatier.tier import Phase, Tier
 
 REPEATED = ((0.0, 0.7), (0.1, 0.6), (0.15, 0.55), (0.3, 0.39), (0.5, 0.16), (0.8, 0.03), (1.0, 0.0))

@@ -279,8 +279,9 @@ class UnitBlocks:
             if self.policy.ranks > 1:
                 self._register_shared(unit)
             if unit.activation_bytes:
+                home = self.placement.activation_homes[unit.name]
                 key = activation_key(unit.name)
-                self.store.register(BlockSpec(key, unit.activation_bytes, Tier.RAM, Kind.ACTIVATION))
+                self.store.register(BlockSpec(key, unit.activation_bytes, home, Kind.ACTIVATION))
 
         for plan in self.placement.slots:
             self.store.reserve(plan.tier, plan.kind, plan.slot_bytes, plan.num_slots)

@@ -1,53 +1,80 @@
-"""Offloaded activations: the input of each unit lies in RAM from the unit's forward to its backward.
+"""Offloaded activations: the input of each unit lies in RAM or on NVMe from the unit's forward to its backward.
+
+Kept attention may go with it. All tensors of a unit share a block, each from the start of a granule on.
 
 Threads: the thread that computes calls all of it (autograd's, in a backward).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from megatier.errors import ConfigError
 from megatier.play.blocks import activation_key
-from megatier.schedule.activations import Activations
+from megatier.schedule.activations import SPILLING_MAX, Activations
 from megatier.schedule.demand import Demand
-from megatier.schedule.moves import stash, unstash
+from megatier.schedule.moves import Moves
 from megatier.schedule.sizes import UnitSpec
 from megatier.store.store import TieredStore
 from megatier.store.transfer import Transfer
 
 
-class Offload:
-    """Takes activations to RAM and brings them back, the last one first."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stashed:
+    """A tensor that has left the GPU."""
 
-    def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], demand: Demand) -> None:
-        """Nothing is in RAM yet.
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    """Its first byte in the block of its unit."""
+    num_bytes: int
+    """Its size."""
+
+    @property
+    def stop(self) -> int:
+        """The byte after its last one."""
+        return self.start + self.num_bytes
+
+
+class Offload:
+    """Takes activations home and brings them back, the last one first."""
+
+    def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], moves: Moves, demand: Demand) -> None:
+        """Nothing has left the GPU yet.
 
         Args:
             store: has a block for each unit with `activation_bytes`.
             units: sizes of every unit, by name.
+            moves: says what moves to and from an activation's home.
             demand: counts the bytes that move.
         """
         self._store = store
         self._units = units
+        self._moves = moves
         self._demand = demand
         self._activations = Activations()
         """Says which activation comes back when."""
-        self._stashed: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        """The shape and dtype of each unit's activation in RAM."""
-        self._fetched: dict[str, tuple[torch.Tensor, Transfer]] = {}
+        self._stashed: dict[str, list[_Stashed]] = {}
+        """The tensors of each unit's activation at home."""
+        self._spilling: deque[Transfer] = deque(maxlen=SPILLING_MAX)
+        """The last activations on their way to NVMe: the transfers after which they have left the GPU."""
+        self._fetched: dict[str, list[tuple[torch.Tensor, Transfer]]] = {}
         """Activations on their way back, and the tensors that they come to."""
 
     def clear(self) -> None:
         """Forget the activations of a pass that was abandoned."""
         self._activations = Activations()
         self._stashed.clear()
+        self._spilling.clear()
         self._fetched.clear()
 
     def stash(self, unit: str, tensor: torch.Tensor) -> None:
-        """Start copying an activation (contiguous, on the GPU) to its place in RAM.
+        """Start moving a unit's input (contiguous, on the GPU) home. It waits for older ones if drives are too slow.
 
         Raises:
             ConfigError: the batch is larger than what the run was planned for.
@@ -60,19 +87,66 @@ class Offload:
                 "recompute."
             )
 
-        self._store.push(activation_key(unit), tensor)
+        # Drives may be slower than compute, and an activation stays on the GPU until a slot in RAM takes its last
+        # piece. So no more of them are under way than memory was left for.
+        if len(self._spilling) == SPILLING_MAX:
+            self._spilling[0].over()
+
+        left = self._push(unit, tensor, tensor, 0)
+        if len(self._moves.stash(unit, tensor.nbytes)) > 1:
+            self._spilling.append(left)
         self._activations.stash(unit)
-        self._stashed[unit] = tensor.shape, tensor.dtype
-        self._demand.add([stash(tensor.nbytes)])
 
-    def fetch(self, unit: str) -> torch.Tensor:
-        """Bring a stashed activation back to the GPU; compute that is enqueued next comes after it."""
+    def stash_beside(self, unit: str, tensor: torch.Tensor) -> bool:
+        """Start moving another tensor of a unit whose input was stashed; returns whether its block has room for it.
+
+        Args:
+            unit: the unit.
+            tensor: on the GPU. It may be permuted, but has no gaps and no overlaps.
+        """
+        start = self._moves.next_part(self._stashed[unit][-1].stop)
+        flat = _in_memory_order(tensor)
+        if start + tensor.nbytes > self._units[unit].activation_bytes or not flat.is_contiguous():
+            return False
+
+        left = self._push(unit, tensor, flat, start)
+        if len(self._moves.stash(unit, tensor.nbytes, start)) > 1:
+            self._spilling[-1] = left
+        return True
+
+    def fetch(self, unit: str) -> list[torch.Tensor]:
+        """Bring a unit's tensors back to the GPU, as they were stashed; compute that is enqueued next comes after it.
+
+        Raises:
+            TransferError, IntegrityError: they could not be brought, or had not come home.
+        """
         for asked in self._activations.fetch(unit):
-            shape, dtype = self._stashed.pop(asked)
-            back = torch.empty(shape, dtype=dtype, device=self._store.device)
-            self._fetched[asked] = back, self._store.pull(activation_key(asked), back)
-            self._demand.add([unstash(back.nbytes)])
+            back = self._fetched[asked] = []
+            for stashed in self._stashed.pop(asked):
+                tensor = torch.empty_strided(
+                    stashed.shape, stashed.stride, dtype=stashed.dtype, device=self._store.device
+                )
+                transfer = self._store.pull(activation_key(asked), _in_memory_order(tensor), stashed.start)
+                back.append((tensor, transfer))
+                self._demand.add(self._moves.unstash(asked, stashed.num_bytes, stashed.start))
 
-        tensor, transfer = self._fetched.pop(unit)
-        transfer.order()
-        return tensor
+        fetched = self._fetched.pop(unit)
+        for _, transfer in fetched:
+            transfer.order()
+        return [tensor for tensor, _ in fetched]
+
+    def _push(self, unit: str, tensor: torch.Tensor, flat: torch.Tensor, start: int) -> Transfer:
+        """Start moving a tensor home; returns the transfer after which it has left the GPU."""
+        left = self._store.push(activation_key(unit), flat, start)
+        stashed = _Stashed(
+            shape=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype, start=start, num_bytes=tensor.nbytes
+        )
+        self._stashed.setdefault(unit, []).append(stashed)
+        self._demand.add(self._moves.stash(unit, tensor.nbytes, start))
+        return left
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with the dimensions in the order of memory, which is contiguous if the tensor has no gaps."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.detach().permute(order)

@@ -91,7 +91,7 @@ class Player:
             self._collectives = Collectives(ranks, self.blocks, optimizer, self._grads, self.gate, self.recorder)
         self.gradients: Collectives | UnitGradients = self._collectives or self._grads
         """Takes gradients from compute."""
-        offload = Offload(store, by_name, self._demand)
+        offload = Offload(store, by_name, self._moves, self._demand)
         self.weights = UnitWeights(
             self.blocks, self.updates, self._grads, self.gate, self.recorder, offload, self._collectives
         )

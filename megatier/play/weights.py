@@ -140,10 +140,14 @@ class UnitWeights:
             self._blocks.drop_weights(use.access.unit)
 
     def stash(self, unit: str, tensor: torch.Tensor) -> None:
-        """Take an activation to RAM; see `Offload.stash`."""
+        """Take an activation home; see `Offload.stash`."""
         self._offload.stash(unit, tensor)
 
-    def fetch(self, unit: str) -> torch.Tensor:
+    def stash_beside(self, unit: str, tensor: torch.Tensor) -> bool:
+        """Take another tensor of an activation home; see `Offload.stash_beside`."""
+        return self._offload.stash_beside(unit, tensor)
+
+    def fetch(self, unit: str) -> list[torch.Tensor]:
         """Bring an activation back; see `Offload.fetch`."""
         return self._offload.fetch(unit)
 

@@ -1,24 +1,29 @@
 """Offloaded activations: which of them comes back to the GPU when. Pure.
 
-The input of each unit leaves as the unit's forward begins. A backward wants them in the opposite order, so each is
-asked for while the unit before it is worked on. Only the first unit of a backward asks for its own.
+The input of each unit leaves as the unit's forward begins, for its home in RAM or on NVMe. A backward wants them in the
+opposite order, so each is asked for while the unit before it is worked on. Only the first unit of a backward asks for
+its own.
 """
 
 from __future__ import annotations
 
+SPILLING_MAX = 2
+"""Activations on their way from the GPU towards NVMe. The forward of the next one waits for the copy of the oldest one
+to RAM: else drives that are slower than compute would leave activations on the GPU."""
+
 
 class Activations:
-    """The units whose activations are in RAM, or on their way back."""
+    """The units whose activations have left the GPU, or are on their way back."""
 
     def __init__(self) -> None:
         """Nothing was stashed yet."""
         self._stashed: list[str] = []
-        """Units with an activation in RAM, the last one last."""
+        """Units with an activation at home, the last one last."""
         self._fetched: set[str] = set()
         """Units whose activation was asked for, and not used yet."""
 
     def stash(self, unit: str) -> None:
-        """Note that the activation of a unit goes to RAM."""
+        """Note that the activation of a unit leaves the GPU."""
         self._stashed.append(unit)
 
     def fetch(self, unit: str) -> list[str]:

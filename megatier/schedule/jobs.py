@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatier.schedule.activations import Activations
-from megatier.schedule.moves import Gradient, Move, Moves, stash, unstash
+from megatier.schedule.activations import SPILLING_MAX, Activations
+from megatier.schedule.moves import Gradient, Move, Moves
 from megatier.schedule.placement import Placement
 from megatier.schedule.simulate import Job
 from megatier.schedule.sizes import Policy, UnitSpec
-from megatier.schedule.slots import GRAD_DEPTH, SLOTS_MIN, UPDATE_DEPTH
+from megatier.schedule.slots import ACTIVATION_SLOTS, GRAD_DEPTH, SLOTS_MIN, UPDATE_DEPTH
 from megatier.schedule.timeline import Access, Exchange, Item, Load, Timeline, Update
 from megatier.tier import Phase, Tier
 
@@ -79,7 +79,7 @@ class StepJobs:
         self._states: dict[str, int] = {}
         """The job that brought its state to the GPU, if it is streamed."""
         self._stashed: dict[str, int] = {}
-        """The job that brought its activation to RAM."""
+        """The job that brought its activation home."""
         self._fetched: dict[str, int] = {}
         """The job that brings its activation back."""
         self._activations = Activations()
@@ -88,6 +88,10 @@ class StepJobs:
         # are slots: the first one empties the slot that is free next.
         self._grad_slots: deque[int] = deque(maxlen=SLOTS_MIN)
         """The last jobs that emptied a GPU slot for gradients."""
+        self._activation_slots: deque[int] = deque(maxlen=ACTIVATION_SLOTS)
+        """The last jobs that emptied a RAM slot for activations."""
+        self._copied: deque[int] = deque(maxlen=SPILLING_MAX)
+        """The last copies to RAM of activations that spill."""
         self._sums: deque[int] = deque(maxlen=GRAD_DEPTH)
         """The last sums that emptied a RAM slot for gradients."""
         self._chunks: deque[int] = deque(maxlen=UPDATE_DEPTH)
@@ -159,16 +163,34 @@ class StepJobs:
             access: the use.
             before: the job of the use before.
         """
+        unit = access.unit
         if access.phase is Phase.FORWARD:
-            out = stash(self._units[access.unit].activation_bytes)
-            self._stashed[access.unit] = self._chain([out], access.unit, before)
-            self._activations.stash(access.unit)
-            return None
+            self._activations.stash(unit)
+            moves = self._moves.stash(unit, self._units[unit].activation_bytes)
+            if len(moves) == 1:
+                self._stashed[unit] = self._chain(moves, unit, before)
+                return None
 
-        for asked in self._activations.fetch(access.unit):
-            back = unstash(self._units[asked].activation_bytes)
-            self._fetched[asked] = self._chain([back], asked, self._stashed.pop(asked), before)
-        return self._fetched.pop(access.unit)
+            # Compute waits for older copies, since it would else make activations faster than the drives take them.
+            waited = self._copied[0] if len(self._copied) == SPILLING_MAX else None
+            self._stashed[unit] = self._pass(moves, unit, before)
+            self._copied.append(self._stashed[unit] - 1)
+            return waited
+
+        for asked in self._activations.fetch(unit):
+            moves = self._moves.unstash(asked, self._units[asked].activation_bytes)
+            bring = self._chain if len(moves) == 1 else self._pass
+            self._fetched[asked] = bring(moves, asked, self._stashed.pop(asked), before)
+        return self._fetched.pop(unit)
+
+    def _pass(self, moves: Sequence[Move], unit: str, *after: int | None) -> int:
+        """Move an activation through slots in RAM, piece by piece; returns the last job."""
+        last = -1
+        for _ in range(PIECES_MAX):
+            free = self._activation_slots[0] if len(self._activation_slots) == ACTIVATION_SLOTS else None
+            last = self._part(moves, unit, PIECES_MAX, free, *after)
+            self._activation_slots.append(last)
+        return last
 
     # ------------------------------------------------------------------ weights and updates
 

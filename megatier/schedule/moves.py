@@ -21,7 +21,7 @@ from megatier.schedule.sizes import (
     trained_bytes,
 )
 from megatier.schedule.timeline import Exchange, Item, Load, Scatter, Timeline, Update
-from megatier.tier import Kind, Tier
+from megatier.tier import Kind, Tier, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,31 @@ class Moves:
         """Moves that take the weights of a streamed unit home after its update."""
         return (Move("gpu_to_ram", trained_bytes(self._units[unit], Kind.WEIGHT)),)
 
+    # ------------------------------------------------------------------ activations
+
+    def stash(self, unit: str, num_bytes: int, start: int = 0) -> tuple[Move, ...]:
+        """Moves that take so many bytes of an offloaded activation from the GPU to its home, from a byte of it on."""
+        out = Move("gpu_to_ram", num_bytes)
+        if self._placement.activation_homes[unit] is Tier.RAM:
+            return (out,)
+        return out, write(self._on_drive(unit, num_bytes, start))
+
+    def unstash(self, unit: str, num_bytes: int, start: int = 0) -> tuple[Move, ...]:
+        """Moves that bring them back."""
+        back = Move("ram_to_gpu", num_bytes)
+        if self._placement.activation_homes[unit] is Tier.RAM:
+            return (back,)
+        return read(self._on_drive(unit, num_bytes, start)), back
+
     # ------------------------------------------------------------------ sizes
+
+    def next_part(self, stop: int) -> int:
+        """The first byte of the next tensor of an activation, if the one before ends here: that of a granule."""
+        return round_up(stop, self._policy.granule_bytes)
+
+    def _on_drive(self, unit: str, num_bytes: int, start: int) -> int:
+        """Bytes on a drive of a part of an activation: whole granules, but no more than its block has."""
+        return min(self.next_part(start + num_bytes), round_up(self._units[unit].activation_bytes)) - start
 
     def _ship(self, unit: str, *, is_last: bool) -> tuple[Move, ...]:
         """Moves that take the gradient of a group from the GPU to its home.
@@ -237,13 +261,3 @@ def read(num_bytes: int) -> Move:
 def write(num_bytes: int) -> Move:
     """A move of state from RAM to NVMe."""
     return Move("ram_to_nvme", num_bytes)
-
-
-def stash(num_bytes: int) -> Move:
-    """A move of an offloaded activation to RAM."""
-    return Move("gpu_to_ram", num_bytes)
-
-
-def unstash(num_bytes: int) -> Move:
-    """A move of an offloaded activation back to the GPU."""
-    return Move("ram_to_gpu", num_bytes)

@@ -46,6 +46,8 @@ class Placement:
     """Equal slots for blocks that pass through a tier, one plan for each tier and kind."""
     chunk_elements: int
     """Elements of one update chunk."""
+    activation_homes: Mapping[str, Tier]
+    """The tier where the activation of each unit that offloads it waits for the backward: ram or nvme."""
     grad_homes: Mapping[str, Tier | None]
     """The tier where the finished gradient of each trained unit waits for its update: NVMe if RAM is too short for all.
     None: the gradient is only ever in a slot."""
@@ -118,13 +120,19 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     state = _bytes_by_home(units, homes)
     other = _gradient_and_slot_bytes(units, shipped, (*slots, *ram.slots), ram, policy)
     other.update(_further_bytes(spilled, homes, generations, policy))
-    _check_nvme(state[Tier.NVME] + other[Tier.NVME], generations, budgets, policy)
+    needed = state[Tier.NVME] + other[Tier.NVME]
+    _check_nvme(needed, generations, budgets, policy, spills_activations=bool(ram.spilled_activations))
 
     on_nvme = tuple(unit.name for unit in spilled)
     return Placement(
         homes=homes,
         slots=(*slots, *ram.slots),
         chunk_elements=ram.chunk_elements,
+        activation_homes={
+            unit.name: Tier.NVME if unit.name in ram.spilled_activations else Tier.RAM
+            for unit in units
+            if unit.activation_bytes
+        },
         grad_homes=_grad_homes(trained(units), shipped, ram.waiting, policy),
         sums_on_gpu=(ram.spills_grads or policy.ranks > 1) and policy.groups > 1,
         ranks=policy.ranks,
@@ -174,6 +182,8 @@ def _gradient_and_slot_bytes(
     leaving = {unit.name for unit in shipped}
     total[Tier.GPU] += sum(grad_bytes(unit, policy) for unit in units if unit.name not in leaving)
     total[Tier.NVME] += sum(grad_bytes(unit, policy) for unit in shipped if unit.name not in ram.waiting)
+    spilled = [unit for unit in units if unit.name in ram.spilled_activations]
+    total[Tier.NVME] += sum(round_up(unit.activation_bytes) for unit in spilled)
     return total
 
 
@@ -186,14 +196,17 @@ def _further_bytes(spilled: Sequence[UnitSpec], homes: Homes, generations: int, 
     return Counter({Tier.RAM: one[Tier.RAM] * policy.speculates, Tier.NVME: one[Tier.NVME] * (generations - 1)})
 
 
-def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy) -> None:
-    """Refuse state, generations and gradients that NVMe has no room for."""
+def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy, *, spills_activations: bool) -> None:
+    """Refuse state, generations, gradients and activations that NVMe has no room for."""
     if needed > budgets.nvme:
         remedy = "Give tiers.nvme more space, raise tiers.ram, or train a smaller model."
+        if spills_activations:
+            remedy = "Give tiers.nvme more space, raise tiers.ram, or train on fewer tokens a group."
         # A generation for speculation only saves time, so it is the first to go.
         if generations > 1 + policy.savepoints:
             remedy = f"Set tiers.generations to {generations - 1}. {remedy}"
-        raise PlanError("state on NVMe", needed * policy.host_ranks, budgets.nvme * policy.host_ranks, remedy)
+        what = "state and activations on NVMe" if spills_activations else "state on NVMe"
+        raise PlanError(what, needed * policy.host_ranks, budgets.nvme * policy.host_ranks, remedy)
 
 
 def _bytes_by_home(units: Iterable[UnitSpec], homes: Homes) -> Counter[Tier]:

@@ -1,8 +1,9 @@
 """RAM: which gradients wait there, which state is at home there, and through which slots the rest passes. Pure.
 
-Gradients come before state, because they have to be somewhere between the backward and the update. State fills what is
-left by kind, weight planes first: a spilled parameter then moves 20 bytes a step instead of 26. State that does not fit
-is at home on NVMe.
+Offloaded activations come first. Gradients come before state, because they have to be somewhere between the backward
+and the update. State fills what is left by kind, weight planes first: a spilled parameter then moves 20 bytes a step
+instead of 26. State that does not fit is at home on NVMe. If RAM is too short even so, activations go on to NVMe too:
+as few as will do, and those of the first layers, which a backward needs last.
 
 A speculative update writes to a generation that does not hold. What is at home in RAM of a unit that spills then has a
 second place there. A unit that is whole in RAM needs none, so with speculation RAM takes the kinds of a unit together.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatier.errors import PlanError, at_least
 from megatier.schedule.sizes import (
@@ -29,6 +31,7 @@ from megatier.schedule.slots import (
     CHUNK_ELEMENTS_MAX,
     GRAD_DEPTH,
     SlotPlan,
+    activation_slots,
     chunk_slots,
     grad_slots,
     total_bytes,
@@ -56,6 +59,8 @@ class RamShare:
     """Whether other units' gradients wait on NVMe, because RAM is too short for all."""
     fixed_bytes: int
     """Bytes of RAM for held gradients and offloaded activations."""
+    spilled_activations: frozenset[str]
+    """Units whose offloaded activations lie on NVMe."""
 
 
 def fill_ram(
@@ -68,7 +73,7 @@ def fill_ram(
     """Choose what RAM takes.
 
     Args:
-        units: all units.
+        units: all units, in forward order.
         rest: those that are not at home on the GPU.
         shipped: those whose gradients leave the GPU.
         budgets: bytes of each tier.
@@ -77,10 +82,55 @@ def fill_ram(
     Raises:
         PlanError: RAM is too short, and NVMe may not or cannot take what is left.
     """
-    waiting, spills_grads = _choose_waiting(units, rest, shipped, budgets, policy)
+    fill = partial(_fill, units=units, rest=rest, shipped=shipped, budgets=budgets, policy=policy)
+    offloaded = [unit for unit in units if unit.activation_bytes]
+    try:
+        return fill(())
+    except PlanError:
+        if not (offloaded and budgets.nvme):
+            raise
+
+    # The refusal, if there is one, is that of the least RAM which would do: with all activations on NVMe.
+    share = fill(offloaded)
+    too_few = 0
+    enough = len(offloaded)
+
+    # The more of them lie on NVMe, the more room there is, so the fewest that will do are found by halves. They leave
+    # room for update chunks that drives move at full speed, as gradients that spill do.
+    chunk = min(share.chunk_elements, CHUNK_ELEMENTS_FAST)
+    while enough - too_few > 1:
+        tried = (too_few + enough) // 2
+        try:
+            found = fill(offloaded[:tried])
+        except PlanError:
+            too_few = tried
+            continue
+        if found.chunk_elements < chunk:
+            too_few = tried
+        else:
+            share = found
+            enough = tried
+
+    return share
+
+
+def _fill(
+    spilled: Sequence[UnitSpec],
+    *,
+    units: Sequence[UnitSpec],
+    rest: Sequence[UnitSpec],
+    shipped: Sequence[UnitSpec],
+    budgets: Budgets,
+    policy: Policy,
+) -> RamShare:
+    """Choose what RAM takes if the activations of these units lie on NVMe; see `fill_ram`."""
+    passing_activations = activation_slots(spilled, budgets.ram, policy)
+    activations = sum(round_up(unit.activation_bytes) for unit in units if unit not in spilled)
+    taken = activations + total_bytes(passing_activations)
+    waiting, spills_grads = _choose_waiting(taken, rest, shipped, budgets, policy)
     slots = [] if spills_grads else grad_slots(waiting, policy)
-    fixed = _fixed_bytes(units, waiting, policy)
-    used = fixed + total_bytes(slots)
+    held = _held_bytes(waiting, policy)
+    used = taken + held + total_bytes(slots)
     if used > budgets.ram:
         raise _no_room_for_gradients(used, waiting, budgets, policy)
 
@@ -101,11 +151,12 @@ def fill_ram(
 
     return RamShare(
         homes=homes,
-        slots=tuple(slots),
+        slots=(*slots, *passing_activations),
         chunk_elements=chunk,
         waiting=frozenset(unit.name for unit in waiting),
         spills_grads=spills_grads,
-        fixed_bytes=fixed,
+        fixed_bytes=activations + held,
+        spilled_activations=frozenset(unit.name for unit in spilled),
     )
 
 
@@ -118,7 +169,7 @@ def spills(unit: UnitSpec, homes: Homes) -> bool:
 
 
 def _choose_waiting(
-    units: Sequence[UnitSpec],
+    taken: int,
     rest: Sequence[UnitSpec],
     shipped: Sequence[UnitSpec],
     budgets: Budgets,
@@ -128,13 +179,20 @@ def _choose_waiting(
 
     All wait in RAM, unless they would leave no room for update chunks and NVMe can take some. If sums of groups spill,
     RAM takes as many as it has room for, and none is added up there.
+
+    Args:
+        taken: bytes of RAM that activations take.
+        rest: units that are not at home on the GPU.
+        shipped: those whose gradients leave the GPU.
+        budgets: bytes of each tier.
+        policy: the tiers that may hold state, and all that decides sizes.
     """
     held = policy.deferred or policy.groups > 1
     if not (shipped and held and Tier.NVME in policy.state and budgets.nvme):
         return shipped, False
 
     # Perhaps nothing spills: then no update chunk needs room either.
-    room = budgets.ram - _fixed_bytes(units, (), policy)
+    room = budgets.ram - taken
     wanted = sum(grad_bytes(unit, policy) for unit in shipped) + total_bytes(grad_slots(shipped, policy))
     if Tier.RAM in policy.state and wanted + sum(state_bytes(unit) for unit in rest) <= room:
         return shipped, False
@@ -158,10 +216,9 @@ def _choose_waiting(
     return waiting, True
 
 
-def _fixed_bytes(units: Sequence[UnitSpec], waiting: Sequence[UnitSpec], policy: Policy) -> int:
-    """Bytes of RAM that do not depend on where the state lies: held gradients and offloaded activations."""
-    held = sum(grad_bytes(unit, policy) for unit in waiting) if policy.deferred or policy.groups > 1 else 0
-    return held + sum(round_up(unit.activation_bytes) for unit in units)
+def _held_bytes(waiting: Sequence[UnitSpec], policy: Policy) -> int:
+    """Bytes of the gradients that are held in RAM."""
+    return sum(grad_bytes(unit, policy) for unit in waiting) if policy.deferred or policy.groups > 1 else 0
 
 
 def _deepened(plan: SlotPlan, free: int) -> SlotPlan:

@@ -60,7 +60,7 @@ class UnitSpec:
     num_elements: int
     """Elements of the unit's weights, padding included."""
     activation_bytes: int = 0
-    """Bytes of the boundary activation of one group, if it is offloaded to RAM."""
+    """Bytes of the boundary activation of one group, if it is offloaded to RAM or NVMe."""
     frozen_elements: int = 0
     """How many of the elements, counted from the last, are frozen. They have a weight, but no other state and no
     gradient."""
@@ -111,6 +111,11 @@ class Policy:
     """Whether weights on NVMe that no update feeds go to the GPU past RAM."""
     align_elements: int = 32 << 10
     """Elements of which update chunks are multiples: one granule of the narrowest plane."""
+
+    @property
+    def granule_bytes(self) -> int:
+        """Bytes under one checksum on NVMe."""
+        return 2 * self.align_elements
 
     @property
     def speculates(self) -> bool:

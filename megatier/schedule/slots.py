@@ -27,6 +27,12 @@ GRAD_DEPTH = 4
 UPDATE_DEPTH = 3
 """Update chunks in RAM at once: one arrives, one is worked on, one leaves. A speculative update needs more, because its
 new bytes do not replace the old ones."""
+ACTIVATION_SLOTS = 2
+"""Slots in RAM through which activations pass to NVMe: one is filled while the other one is written."""
+ACTIVATION_BYTES_MAX = 64 << 20
+"""Most bytes of such a slot, which drives move at full speed."""
+ACTIVATION_SHARE = 64
+"""The part of RAM that such a slot takes at most, unless that is less than a granule."""
 CHUNK_ELEMENTS_MAX = 8 << 20
 """Most elements of an update chunk."""
 CHUNK_ELEMENTS_FAST = 1 << 20
@@ -210,6 +216,24 @@ def update_slots(
     )
 
     return [weights, *others]
+
+
+def activation_slots(spilled: Sequence[UnitSpec], ram: int, policy: Policy) -> list[SlotPlan]:
+    """RAM slots through which activations pass to NVMe and back, in pieces of whole granules.
+
+    Args:
+        spilled: the units whose activations lie on NVMe.
+        ram: bytes of RAM.
+        policy: the size of a granule.
+    """
+    if not spilled:
+        return []
+
+    most = min(ACTIVATION_BYTES_MAX, ram // ACTIVATION_SHARE)
+    piece = max(policy.granule_bytes, most // policy.granule_bytes * policy.granule_bytes)
+    largest = max(round_up(unit.activation_bytes) for unit in spilled)
+    size = min(piece, largest)
+    return [SlotPlan(tier=Tier.RAM, kind=Kind.ACTIVATION, slot_bytes=size, num_slots=ACTIVATION_SLOTS)]
 
 
 def total_bytes(slots: Iterable[SlotPlan]) -> int:

@@ -391,6 +391,7 @@ def _engine_options(
         tile_tokens=model.tile_tokens,
         compilation=Compilation(model.saved_share, work.keeps_attention) if compiles(model, device) else None,
         keeps_attention=work.keeps_attention,
+        offloads_attention=work.offloads_attention,
         fp32_products=takes_fp32_products(model, device),
         seed=seed,
         # Without the guard the first step that is not finite ends the run.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -18,7 +18,7 @@ from megatier.models.experts import cut_units, most_parts
 from megatier.schedule.rates import ALONE, World
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import GPU_SLOTS
-from megatier.tier import Activations, Tier
+from megatier.tier import Activations, Tier, round_up
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 HIDDEN_STATE_COUNTS = ("altup_num_inputs", "hc_mult", "hc_count")
@@ -43,6 +43,8 @@ class Workload:
     """Sequences of one group."""
     keeps_attention: bool = False
     """Whether what attention gave stays until a backward that computes the rest of its layer again."""
+    offloads_attention: bool = False
+    """Whether that goes off the GPU with an offloaded input."""
 
     @classmethod
     def of(
@@ -79,6 +81,12 @@ class Workload:
         rows = train.batch // train.groups
         hidden_bytes = rows * tokens * boundary_width(model) * dtype.itemsize
         offloaded = {name for name, policy in activations.items() if policy.offloads_input}
+        offloads_attention = train.offload_attention and train.keeps_attention(tokens)
+        if offloads_attention:
+            text = model.config.get_text_config()
+            parts = attention_parts(text, rows * tokens // train.slices, dtype.itemsize)
+            granules = [round_up(size, options.granule_bytes) for size in (hidden_bytes, *parts * train.slices)]
+            hidden_bytes = sum(granules)
         specs = tuple(
             UnitSpec(
                 name=u.name,
@@ -99,6 +107,7 @@ class Workload:
             options=options,
             rows=rows,
             keeps_attention=train.keeps_attention(tokens),
+            offloads_attention=offloads_attention,
         )
 
     @classmethod
@@ -144,6 +153,17 @@ def boundary_width(model: PreTrainedModel) -> int:
     return hidden_width(model) * next(
         (count for name in HIDDEN_STATE_COUNTS if (count := getattr(text, name, None))), 1
     )
+
+
+def attention_parts(text: Any, tokens: int, item: int) -> tuple[int, int]:  # noqa: ANN401 - a config of any family
+    """Bytes of what attention of one layer gives: its output, and an fp32 log-sum-exp for each head."""
+    heads = tokens * int(text.num_attention_heads)
+    return heads * head_width(text) * item, heads * 4
+
+
+def head_width(text: Any) -> int:  # noqa: ANN401 - a config of any family
+    """Elements of a head of attention."""
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def advised(short: PlanError, model: PreTrainedModel, parts: int, place_with: Callable[[int], object]) -> PlanError:

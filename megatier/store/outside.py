@@ -1,48 +1,101 @@
 """Outside: moves between the homes of blocks and memory that is not the store's.
 
-Activations that are offloaded go from tensors of compute to blocks in RAM and back. Checkpoints read blocks into
-buffers of their own. Such a move needs no slot and no lease: the home is never evicted, and the caller keeps the other
-memory.
+Activations that are offloaded go from tensors of compute to blocks in RAM or on NVMe, and back. Checkpoints read blocks
+into buffers of their own. Such a move needs no lease: the home is never evicted, and the caller keeps the other memory.
+
+An activation on NVMe passes through slots in RAM, piece by piece. No copy of the block is made of them: nobody else
+looks at these bytes, and if a move fails they are lost with their step. So a slot is given back as soon as the moves
+through it are submitted. The next moves into it come after them (`Slot.pending`), and nobody waits for a slot.
 
 Every method is called with the lock of `Copies` held.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 
 from megatier.drives.blockfile import BlockFiles
+from megatier.drives.extent import Extent
+from megatier.errors import SpanError
+from megatier.store.arena import Slot
 from megatier.store.blocks import Blocks
 from megatier.store.copies import Copies
 from megatier.store.lanes import Lanes
-from megatier.store.residency import Block, Copy, Span, assign
+from megatier.store.reservation import Reservation
+from megatier.store.residency import Block, Copy, Span, assign, overlap
 from megatier.store.transfer import Transfer
-from megatier.tier import Tier
+from megatier.tier import Tier, round_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """A part of a tensor, on its way through a slot in RAM between the GPU and NVMe."""
+
+    outside: torch.Tensor
+    """Its bytes on the GPU."""
+    passing: torch.Tensor
+    """As many bytes of the slot."""
+    slot: Slot
+    """The slot."""
+    address: int
+    """The first byte of the slot in RAM."""
+    span: Span
+    """The bytes of the block that it is on NVMe: whole granules, so there may be more of them."""
 
 
 class Outside:
     """Starts moves between homes and memory outside of the store."""
 
-    def __init__(self, blocks: Blocks, copies: Copies, lanes: Lanes, files: BlockFiles | None) -> None:
-        """Take the blocks and copies, and what moves their bytes."""
+    def __init__(
+        self, blocks: Blocks, copies: Copies, reservation: Reservation, lanes: Lanes, files: BlockFiles | None
+    ) -> None:
+        """Take the blocks and copies, the slots, and what moves their bytes."""
         self._blocks = blocks
         self._copies = copies
+        self._reservation = reservation
         self._lanes = lanes
         self._files = files
 
-    def push(self, key: str, tensor: torch.Tensor) -> Transfer:
-        """Start copying a tensor on the gpu device to a home in RAM; see `TieredStore.push`."""
-        copy, inside, outside, behind = self._exchange(key, tensor)
+    def push(self, key: str, tensor: torch.Tensor, start: int) -> Transfer:
+        """Start moving a contiguous tensor on the gpu device home: to ram or, through slots there, to NVMe.
+
+        The tensor may be freed at once: its memory is not given to others before it has left the gpu.
+
+        Args:
+            key: the block.
+            tensor: its bytes go to the block from `start` on.
+            start: on NVMe, where a granule starts. What is moved there ends with a granule or with the block.
+
+        Returns:
+            The transfer after which the tensor has left the gpu. If it does not come home, `pull` says so.
+        """
+        block = self._blocks.find(key)
+        if block.extent is not None:
+            return self._push_through(block, block.extent, tensor, start)
+
+        copy, inside, outside, behind = self._exchange(key, tensor, start)
         transfer = self._lanes.to_ram(key, inside, outside, (), behind)
 
         # The bytes of the home are valid once the copy has ended: a `pull` of them comes after it.
-        assign(copy.fills, (0, inside.numel()), transfer)
+        assign(copy.fills, (start, start + inside.numel()), transfer)
         return transfer
 
-    def pull(self, key: str, tensor: torch.Tensor) -> Transfer:
-        """Start copying a home in RAM to a tensor on the gpu device; see `TieredStore.pull`."""
-        copy, inside, outside, behind = self._exchange(key, tensor)
-        transfer = self._lanes.to_gpu(key, outside, inside, copy.arriving((0, inside.numel())), behind)
+    def pull(self, key: str, tensor: torch.Tensor, start: int) -> Transfer:
+        """Start moving what `push` took, from `start` on, into a contiguous tensor on the gpu device.
+
+        Returns:
+            The transfer after which it is there. It fails if any move of it failed, also on its way home.
+        """
+        block = self._blocks.find(key)
+        if block.extent is not None:
+            return self._pull_through(block, block.extent, tensor, start)
+
+        copy, inside, outside, behind = self._exchange(key, tensor, start)
+        transfer = self._lanes.to_gpu(key, outside, inside, copy.arriving((start, start + inside.numel())), behind)
 
         # The copy reads the home: the next `push` into it comes after this.
         copy.use(transfer)
@@ -75,13 +128,86 @@ class Outside:
         home.use(transfer)
         return transfer
 
-    def _exchange(self, key: str, tensor: torch.Tensor) -> tuple[Copy, torch.Tensor, torch.Tensor, list[Transfer]]:
+    def _push_through(self, block: Block, extent: Extent, tensor: torch.Tensor, start: int) -> Transfer:
+        """Start moving a tensor to NVMe through slots in RAM; returns the last copy to RAM."""
+        files = self._files
+        assert files is not None
+        key = block.spec.key
+        point = self._lanes.point(key)
+        copied: list[Transfer] = []
+
+        for piece in self._pieces(block, extent, tensor, start):
+            # An older step that was given up may still move these bytes of the extent, however that ends.
+            first, stop = piece.span
+            older = [t for span, t in block.outside.items() if t is not None and overlap(span, piece.span)]
+            copied = [self._lanes.to_ram(key, piece.passing, piece.outside, (), [*piece.slot.pending, *point])]
+            write = partial(files.write, key, extent, first, stop, piece.address)
+            written = self._lanes.submit("ram_to_nvme", key, stop - first, write, copied, older)
+            assign(block.outside, piece.span, written)
+
+            # The write comes after the copy into the slot, so it is the last of the two to end.
+            piece.slot.pool.give(piece.slot, [written])
+
+        return copied[-1]
+
+    def _pull_through(self, block: Block, extent: Extent, tensor: torch.Tensor, start: int) -> Transfer:
+        """Start moving bytes from NVMe to a tensor through slots in RAM; returns the last copy from RAM."""
+        files = self._files
+        assert files is not None
+        key = block.spec.key
+        point = self._lanes.point(key)
+        copied: list[Transfer] = []
+
+        for piece in self._pieces(block, extent, tensor, start):
+            # The bytes are on NVMe once the write has ended well, so the read fails if that failed.
+            first, stop = piece.span
+            written = [t for span, t in block.outside.items() if t is not None and overlap(span, piece.span)]
+            fill = partial(files.read, key, extent, first, stop, piece.address)
+            read = self._lanes.submit("nvme_to_ram", key, stop - first, fill, written, piece.slot.pending)
+            assign(block.outside, piece.span, read)
+
+            # After the copy before, too: whoever waits for the last piece has the error of any other.
+            copied = [self._lanes.to_gpu(key, piece.outside, piece.passing, [read, *copied], point)]
+            piece.slot.pool.give(piece.slot, copied)
+
+        return copied[-1]
+
+    def _pieces(self, block: Block, extent: Extent, tensor: torch.Tensor, start: int) -> Iterator[_Piece]:
+        """Cut a tensor into pieces that fit into slots in RAM, and take a slot for each. The caller gives it back."""
+        outside = tensor.detach().reshape(-1).view(torch.uint8)
+        assert self._files is not None
+        granule = self._files.options.granule_bytes
+        end = start + outside.numel()
+        if start % granule or end > block.spec.num_bytes:
+            raise SpanError(block.spec.key, (start, end), block.spec.num_bytes, granule)
+        step = self._reservation.slot_bytes(Tier.RAM, block.spec)
+
+        # A piece is whole granules, unless a single one has all of the block.
+        if step < extent.num_bytes:
+            step = step // granule * granule
+        for first in range(start, end, step):
+            part = outside[first - start : first - start + step]
+            stop = min(round_up(first + part.numel(), granule), extent.num_bytes)
+            slot = self._reservation.pool(Tier.RAM, block.spec, stop - first).take()
+            assert slot is not None, "each slot is given back before the next one is taken"
+            inside = self._reservation.view(Tier.RAM, slot.offset, stop - first)
+            yield _Piece(
+                outside=part,
+                passing=inside[: part.numel()],
+                slot=slot,
+                address=inside.data_ptr(),
+                span=(first, stop),
+            )
+
+    def _exchange(
+        self, key: str, tensor: torch.Tensor, start: int
+    ) -> tuple[Copy, torch.Tensor, torch.Tensor, list[Transfer]]:
         """Return both ends of a move between a home in RAM and a tensor outside, and the transfers that come first.
 
         The tensor may have been made, or may still be read, by compute that is enqueued now. So the present point of
         compute comes first as well.
         """
         outside = tensor.detach().reshape(-1).view(torch.uint8)
-        block, span = self._blocks.span(key, (0, outside.numel()))
+        block, span = self._blocks.span(key, (start, start + outside.numel()))
         copy = block.find(Tier.RAM, span)
         return copy, self._copies.view(copy, span), outside, [*copy.in_use(), *self._lanes.point(key)]

@@ -222,6 +222,8 @@ class Block:
     """Its copies in gpu and ram, also those that are leaving."""
     reads: list[Transfer] = field(default_factory=list)
     """Moves from NVMe to the GPU past RAM that may not have ended. A write of the extent waits for them."""
+    outside: dict[Span, Transfer | None] = field(default_factory=dict)
+    """The last move between bytes on NVMe and memory outside of the store (`outside`)."""
 
     def write_backs(self) -> list[Transfer]:
         """Return the moves that take bytes of the block home; some may have ended."""

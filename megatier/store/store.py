@@ -71,7 +71,7 @@ class TieredStore:
         self._copies = Copies(self._reservation, self._lanes)
         self._fills = Fills(self._copies, self._reservation, self._lanes, files, self._reader)
         self._write_backs = WriteBacks(self._copies, self._lanes, files)
-        self._outside = Outside(self._blocks, self._copies, self._lanes, files)
+        self._outside = Outside(self._blocks, self._copies, self._reservation, self._lanes, files)
         self._leases = Leases(self._blocks, self._copies, self._fills, self._lanes)
         self._lock = self._copies.lock
         self.tear = self._copies.tear
@@ -332,18 +332,15 @@ class TieredStore:
                 if copy.is_leaving:
                     self._copies.evict(copy)
 
-    def push(self, key: str, tensor: torch.Tensor) -> Transfer:
-        """Start copying a contiguous tensor on the gpu device into a block at home in ram.
-
-        The tensor may be freed at once: its memory is not given to others before the copy is over.
-        """
+    def push(self, key: str, tensor: torch.Tensor, start: int = 0) -> Transfer:
+        """Start moving a contiguous tensor from the gpu device to a block in ram or on NVMe; see `Outside.push`."""
         with self._lock, self.tear.call:
-            return self._outside.push(key, tensor)
+            return self._outside.push(key, tensor, start)
 
-    def pull(self, key: str, tensor: torch.Tensor) -> Transfer:
-        """Start copying a block at home in ram into a contiguous tensor on the gpu device."""
+    def pull(self, key: str, tensor: torch.Tensor, start: int = 0) -> Transfer:
+        """Start moving what `push` took back into a contiguous tensor on the gpu device; see `Outside.pull`."""
         with self._lock, self.tear.call:
-            return self._outside.pull(key, tensor)
+            return self._outside.pull(key, tensor, start)
 
     def copy_out(self, key: str, span: Span, target: torch.Tensor) -> Transfer:
         """Start copying bytes from home, on the gpu or on NVMe, to RAM outside of the store; see `Outside.copy_out`."""

@@ -1,0 +1,206 @@
+"""Activations in RAM and on NVMe: the same bits wherever they lie, bytes as planned, and drives that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from integer_runs import fail_moves
+from tiny_runs import (
+    BATCH,
+    MIB,
+    TOKENS,
+    Outcome,
+    Place,
+    Run,
+    exactness_config,
+    one_thread,
+    opened,
+    outcome,
+    random_groups,
+    run_steps,
+)
+
+from megatier.errors import IntegrityError, TransferError
+from megatier.play.blocks import activation_key
+from megatier.play.offload import Offload
+from megatier.session.session import Session
+from megatier.tier import Kind, Tier
+
+NVME = Place(tiers=("gpu",), gpu=64 * MIB, activations=0)
+PLACES = {
+    "nvme": NVME,
+    "ram nvme": Place(tiers=("gpu",), gpu=64 * MIB, activations=1),
+    "with the state": Place(tiers=("nvme",), spills_grads=True),
+    "speculative": Place(tiers=("nvme",), spills_grads=True, generations=2),
+}
+"""Where activations lie: all on NVMe, some of them, and all beside state and gradients."""
+RAM = Place(tiers=("ram",))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@contextlib.contextmanager
+def offloading(run: Run, mount: Path, place: Place = NVME, frozen: tuple[str, ...] = ()) -> Iterator[Session]:
+    """A run that offloads, in such a place."""
+    train = replace(run.train, activations="offload")
+    with opened(
+        exactness_config(run.model),
+        mount,
+        place,
+        train,
+        device=run.device,
+        numerics=run.numerics,
+        frozen=frozen,
+        compute_dtype=run.dtype,
+        compile=run.compile,
+        saved_share=run.saved_share,
+    ) as session:
+        yield session
+
+
+def trained(run: Run, session: Session) -> Outcome:
+    """All steps of a run; the store moves what is demanded."""
+    before = Counter(session.store.moved_bytes)
+    results = run_steps(session, run.train)
+    session.player.drain()
+    assert session.store.moved_bytes - before == session.player.demanded
+    return outcome(session, results)
+
+
+CASES = [
+    Run(model="tied"),
+    Run(model="tied", dtype="fp32", groups=3, slices=2),
+    Run(model="tied", groups=2, kept_attention=True),
+    Run(model="tied", slices=3, kept_attention=True, offload_attention=True),
+    Run(model="tied", dtype="fp32", groups=2, kept_attention=True, offload_attention=True, clip=None),
+    Run(model="moe", groups=2),
+]
+
+
+@pytest.mark.parametrize("run", CASES, ids=lambda run: f"{run.model}-{run.dtype}-{run.groups}x{run.slices}")
+def test_activations_give_the_same_bits_wherever_they_lie_and_move_what_is_demanded(run: Run, tmp_path: Path) -> None:
+    expected = replace(run, activations="keep")(tmp_path)
+    found = {"ram": replace(run, activations="offload")(tmp_path)}
+    for name, place in PLACES.items():
+        with offloading(run, tmp_path, place) as session:
+            lie = [str(home) for home in session.placement.activation_homes.values()]
+            assert lie == sorted(lie), "the first layers spill"
+            # The slots have room for two, so with one more all three of the smaller model are in RAM.
+            few = {"ram"} if run.model == "moe" else {"nvme", "ram"}
+            assert set(lie) == (few if name == "ram nvme" else {"nvme"})
+            found[name] = trained(run, session)
+    assert [name for name, result in found.items() if result != expected] == []
+
+
+def test_activations_on_nvme_above_frozen_layers_give_the_same_bits(tmp_path: Path) -> None:
+    run = Run(model="tied", groups=2)
+    frozen = ("model.embed_tokens", "model.layers.0")
+    found = []
+    for place in (PLACES["nvme"], PLACES["ram nvme"], RAM):
+        with offloading(run, tmp_path, place, frozen) as session:
+            found.append(trained(run, session))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", CASES, ids=lambda run: f"{run.model}-{run.dtype}-{run.groups}x{run.slices}")
+def test_activations_on_cuda_give_the_same_bits_wherever_they_lie(run: Run, tmp_path: Path) -> None:
+    run = replace(run, model="flash" if run.model == "tied" else run.model, device="cuda", compile=False)
+    expected = replace(run, activations="recompute")(tmp_path)
+    for place in PLACES.values():
+        with offloading(run, tmp_path, place) as session:
+            assert trained(run, session) == expected
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_kept_attention_leaves_the_gpu_with_the_input_of_its_layer(
+    compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    went: list[tuple[str, tuple[int, ...], bool]] = []
+    real = Offload.stash_beside
+
+    def stash_beside(self: Offload, unit: str, tensor: torch.Tensor) -> bool:
+        went.append((unit, tuple(tensor.shape), real(self, unit, tensor)))
+        return went[-1][-1]
+
+    monkeypatch.setattr(Offload, "stash_beside", stash_beside)
+    run = Run(model="plain", compile=compiles, saved_share=0.0, kept_attention=True, offload_attention=True)
+    with offloading(run, tmp_path) as session:
+        layers = [unit.name for unit in session.units if unit.is_layer]
+        run_steps(session, run.train, 1)
+        heads = session.model.config.num_attention_heads
+    shapes = [(BATCH, heads, TOKENS, 8), (BATCH, heads, TOKENS)]
+    assert went == [(layer, shape, True) for layer in layers for shape in shapes]
+
+
+@pytest.mark.parametrize(("op", "error"), [("write", errno.ENOSPC), ("write", errno.EIO), ("read", errno.EIO)])
+def test_drive_that_fails_with_an_activation_ends_the_step_which_can_be_made_again(
+    op: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(model="tied", groups=2)
+    expected = replace(run, activations="keep")(tmp_path)
+    broken = TransferError(f"{op} of a block", "nvme", "/mnt/blocks", 4096, error)
+    with offloading(run, tmp_path) as session:
+        unit = list(session.placement.activation_homes)[1]
+        results = run_steps(session, run.train, 2)
+        with monkeypatch.context() as patch:
+            fail_moves(patch, op, activation_key(unit), broken)
+            with pytest.raises(TransferError) as caught:
+                session.engine.train_step(3, 1e-2, random_groups(run.train, 128, 3))
+            assert caught.value is broken
+        vocab = session.model.config.get_text_config().vocab_size
+        results += [session.engine.train_step(n, 1e-2, random_groups(run.train, vocab, n)) for n in (3, 4, 5)]
+        assert outcome(session, results) == expected
+
+
+def test_bit_that_flips_in_an_activation_on_nvme_is_found(tmp_path: Path) -> None:
+    with offloading(Run(model="tied"), tmp_path) as session:
+        unit, *_ = session.placement.activation_homes
+        session.store.seal()
+        session.player.begin("train")
+        tensor = torch.randn(session.blocks.units[unit].activation_bytes // 4)
+        session.player.weights.stash(unit, tensor)
+        for queue in session.store.queues:
+            queue.settle()
+        extent = session.store.extents[activation_key(unit)]
+        assert session.store.files is not None
+        with session.store.files.paths[0].open("r+b") as file:
+            file.seek(extent.stripes[0].file_offset + 5)
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 4]))
+        with pytest.raises(IntegrityError, match=activation_key(unit)):
+            session.player.weights.fetch(unit)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_tensors_pass_through_few_slots_in_pieces_and_come_back_whole(share: float, tmp_path: Path) -> None:
+    with offloading(Run(model="tied", groups=1), tmp_path) as session:
+        units = list(session.placement.activation_homes)
+        planned = session.blocks.units[units[0]].activation_bytes
+        assert session.placement.num_slots(Tier.RAM, Kind.ACTIVATION) == 2 < len(units)
+        session.player.begin("train")
+        sent = {unit: torch.randint(0, 255, (int(planned * share) // 8, 8), dtype=torch.uint8) for unit in units}
+        for unit, tensor in sent.items():
+            session.player.weights.stash(unit, tensor)
+        for unit in reversed(units):
+            [found] = session.player.weights.fetch(unit)
+            assert torch.equal(found, sent[unit])
+
+
+def test_files_of_activations_are_removed_when_the_run_ends(tmp_path: Path) -> None:
+    with offloading(Run(model="tied"), tmp_path) as session:
+        run_steps(session, Run(model="tied", activations="offload").train, 1)
+        assert [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
