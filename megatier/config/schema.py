@@ -130,8 +130,7 @@ class TiersConfig:
 
         for name in ("gpu", "gpu_limit", "ram"):
             num_bytes = getattr(self, name)
-            bound = "at least 1 KiB; write a unit, such as 96GiB"
-            _require(num_bytes is None or num_bytes >= 1024, f"tiers.{name}", num_bytes, bound)
+            _require(num_bytes is None or num_bytes >= 1, f"tiers.{name}", num_bytes, "at least 1 byte")
 
         # `mounts` parses each one, so a wrong size is refused here.
         directories = [mount.directory for mount in self.mounts]
