@@ -25,13 +25,13 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
-from torch import nn
 from transformers.utils.generic import ModelOutput
 
 from megatier.config.schema import TrainConfig
 from megatier.engine.step import StepResult
 from megatier.errors import StreamedModelError
-from megatier.guards.unbound import refuse_gradients, refused_outside
+from megatier.guards.methods import guard_methods
+from megatier.guards.unbound import mark_streamed, refused_outside
 from megatier.integrations.stream_optimizer import StreamedAdamW
 from megatier.integrations.stream_state import StreamedState
 from megatier.session.session import Session
@@ -101,10 +101,9 @@ class Streamed(StreamedState):
 
         # A function, no method: accelerate would bind a method to the model.
         self.model.forward = _entering(self._forward, self.model.forward)
-        self.model.register_state_dict_pre_hook(_refuse_state_dict)
-        vars(self.model)["to"] = functools.partial(_stay, self)
+        guard_methods(self.model, self.device, self._engine.options.dtype)
         vars(self.model)["zero_grad"] = self.optimizer.zero_grad
-        refuse_gradients(self.model.parameters())
+        mark_streamed(self.model.parameters())
 
     def __enter__(self) -> Self:
         return self
@@ -366,34 +365,3 @@ def _entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callabl
         return enter(forward, *args, **kwargs)
 
     return entering
-
-
-def _stay(streamed: Streamed, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - torch's
-    """Stand in for `Module.to`: the model stays where it computes, and is asked for nothing else.
-
-    Raises:
-        StreamedModelError: another device or dtype is asked for.
-    """
-    # Typed by torch as if a device and a dtype were always given.
-    asked: tuple[torch.device | None, torch.dtype | None] = torch._C._nn._parse_to(*args, **kwargs)[:2]
-    device, dtype = asked
-    here = streamed.device
-    is_here = device is None or (device.type == here.type and device.index in (None, here.index or 0))
-    computes = streamed._engine.options.dtype
-    if is_here and dtype in (None, computes):
-        return streamed.model
-    words = " and ".join(str(what) for what in asked if what is not None)
-    raise StreamedModelError(
-        f"the model was to move to {words}, but its weights stay on megatier's tiers and compute on {here} in "
-        f"{computes}. Leave out .to(), or call Accelerator.prepare without the model; tiers.device and compute_dtype "
-        "of megatier.stream choose another place."
-    )
-
-
-def _refuse_state_dict(_: nn.Module, __: str, keep_vars: bool) -> None:
-    # Whoever asks with keep_vars wants names and places, as `Streamed.state_dict` does, not the weights.
-    if not keep_vars:
-        raise StreamedModelError(
-            "the weights lie on megatier's tiers, not in the model: take them from Streamed.state_dict(), or write "
-            "them with Streamed.export(folder)."
-        )
