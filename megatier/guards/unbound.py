@@ -73,7 +73,8 @@ class Unbound(nn.Parameter):
         raise AbsentWeightError(
             f"the weight {self.full_name} lies on megatier's tiers, not in the model: whatever copies it here, or "
             f"computes with it, would do so without its numbers. Streamed.read({self.full_name!r}) gives its fp32 "
-            "master between two steps, Streamed.state_dict() all of them, and Streamed.export(folder) writes them."
+            "master between two steps, Streamed.state_dict() all of them, and Streamed.export(folder) writes them. A "
+            "trainer takes the Streamed itself, by the mixin StreamedTraining, or StreamedTrl for those of TRL."
         )
 
     cpu = cuda = numpy = tolist = item = __deepcopy__ = __reduce_ex__ = _refuse

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from transformers.utils.generic import ModelOutput
@@ -64,16 +64,20 @@ class Streamed(StreamedState):
             called with `num_items_in_batch`; NaN if the loop computes losses itself. None before the first step.
     """
 
-    def __init__(self, session: Session, train: TrainConfig, opened: contextlib.ExitStack) -> None:
+    def __init__(
+        self, session: Session, train: TrainConfig, opened: contextlib.ExitStack, *, is_from_folder: bool = False
+    ) -> None:
         """Take over a loaded session; `stream` makes one.
 
         Args:
             session: the session.
             train: settings of the steps.
             opened: ends the session, and the connection to other ranks; `close` does so.
+            is_from_folder: whether the weights are those of the folder that the model's config names.
         """
         super().__init__(session)
         self._opened = opened
+        self._is_from_folder = is_from_folder
         self._engine = session.engine
         self.model = session.model
         self.rank = self._crew.rank
@@ -144,6 +148,19 @@ class Streamed(StreamedState):
     def has_logits(self) -> bool:
         """Whether the model gives logits as well as the loss."""
         return not self._engine.model.fuses_loss
+
+    @property
+    def is_as_in_its_folder(self) -> bool:
+        """Whether the weights are still those of the folder that the model's config names."""
+        return self._is_from_folder and not self.steps
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say what to give to those who take this for a model."""
+        raise AttributeError(
+            f"'Streamed' object has no attribute {name!r}. Hugging Face's model is its .model. To train it by a "
+            "trainer, put the mixin before the trainer: class Mine(StreamedTrl, SFTTrainer) for TRL's (from "
+            "megatier.integrations.trl_trainer), else class Mine(StreamedTraining, Trainer)."
+        )
 
     def all_of(self, value: T) -> list[T]:
         """Return what each rank gives, in the order of the ranks: losses to add up, for example. Any object will do."""
