@@ -283,7 +283,7 @@ def test_trainer_of_fewer_rows_than_a_step_is_refused(tmp_path: Path) -> None:
 
 def test_trainer_over_the_model_of_a_streamed_one_names_the_way(tmp_path: Path) -> None:
     with open_streamed(tmp_path) as streamed, pytest.raises(ConfigError, match="give the Streamed itself"):
-        MegatierTrainer(streamed.model, arguments(tmp_path), train_dataset=Rows(10))
+        MegatierTrainer(streamed.model, arguments(tmp_path), train_dataset=Rows(10))  # type: ignore[arg-type]
 
 
 def test_trainer_takes_a_folder_and_opens_it_with_its_own_accumulation(tmp_path: Path) -> None:

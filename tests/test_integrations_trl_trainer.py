@@ -23,7 +23,7 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
 
-import datasets
+import datasets  # type: ignore[import-untyped]
 import trl
 from accelerate import state
 
