@@ -1,12 +1,20 @@
 """Preference training with TRL's DPOTrainer over a streamed model.
 
-    python examples/trl_dpo.py MODEL PAIRS.jsonl OUTPUT
+    python examples/trl_dpo.py MODEL PAIRS.jsonl OUTPUT [--learning-rate 1e-6]
 
 MODEL is a folder with a tokenizer, or an id of the hub. Each line of PAIRS.jsonl has `prompt`, `chosen` and `rejected`.
 The model is compared with itself as it was, which lies in RAM as a whole.
 """
 
-import sys
+import argparse
+
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("model")
+PARSER.add_argument("pairs")
+PARSER.add_argument("output")
+PARSER.add_argument("--learning-rate", type=float, default=1e-6)
+if __name__ == "__main__":
+    GIVEN = PARSER.parse_args()  # before the imports that take long
 
 import torch
 from datasets import load_dataset
@@ -21,19 +29,20 @@ class StreamedDPO(StreamedTrl, DPOTrainer):
     """TRL's trainer, with the step of megatier."""
 
 
-def main(model: str, pairs: str, output: str, max_steps: int = -1) -> float:
+def main(model: str, pairs: str, output: str, learning_rate: float = 1e-6, max_steps: int = -1) -> float:
     """Train, write the model to OUTPUT, and return the mean loss."""
     args = DPOConfig(
         output_dir=f"{output}-run",
         per_device_train_batch_size=4,
         gradient_accumulation_steps=1,
-        learning_rate=1e-6,
+        learning_rate=learning_rate,
         max_grad_norm=1.0,
         bf16=False,  # the streamed model computes in bf16 by itself, with masters in fp32
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
         max_steps=max_steps,
+        dataloader_drop_last=True,  # rows that make no whole step are left out of each epoch
     )
     tiers = megatier.TiersConfig(ram="4GiB")  # for state on drives: nvme=["/mnt/a:500GiB"]
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
@@ -51,4 +60,4 @@ def main(model: str, pairs: str, output: str, max_steps: int = -1) -> float:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(GIVEN.model, GIVEN.pairs, GIVEN.output, GIVEN.learning_rate)

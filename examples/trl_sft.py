@@ -1,11 +1,20 @@
 """Supervised fine-tuning with TRL's SFTTrainer over a streamed model.
 
-    python examples/trl_sft.py MODEL CHATS.jsonl OUTPUT
+    python examples/trl_sft.py MODEL CHATS.jsonl OUTPUT [--learning-rate 1e-5]
 
-MODEL is a folder with a tokenizer, or an id of the hub. Each line of CHATS.jsonl has `prompt` and `completion`.
+MODEL is a folder with a tokenizer, or an id of the hub. Each line of CHATS.jsonl has `prompt` and `completion`,
+or `messages`.
 """
 
-import sys
+import argparse
+
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("model")
+PARSER.add_argument("chats")
+PARSER.add_argument("output")
+PARSER.add_argument("--learning-rate", type=float, default=1e-5)
+if __name__ == "__main__":
+    GIVEN = PARSER.parse_args()  # before the imports that take long
 
 import torch
 from datasets import load_dataset
@@ -20,29 +29,31 @@ class StreamedSFT(StreamedTrl, SFTTrainer):
     """TRL's trainer, with the step of megatier."""
 
 
-def main(model: str, chats: str, output: str, max_steps: int = -1) -> float:
+def main(model: str, chats: str, output: str, learning_rate: float = 1e-5, max_steps: int = -1) -> float:
     """Train, write the model to OUTPUT, and return the mean loss."""
     args = SFTConfig(
         output_dir=f"{output}-run",
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
-        learning_rate=1e-5,
+        learning_rate=learning_rate,
         max_grad_norm=1.0,
         bf16=False,  # the streamed model computes in bf16 by itself, with masters in fp32
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
         max_steps=max_steps,
+        dataloader_drop_last=True,  # rows that make no whole step are left out of each epoch
     )
     tiers = megatier.TiersConfig(ram="4GiB")  # for state on drives: nvme=["/mnt/a:500GiB"]
-    steps = args.gradient_accumulation_steps
-    with megatier.stream(model, tiers=tiers, accumulation_steps=steps, fused_loss=False) as streamed:
-        data = load_dataset("json", data_files=chats, split="train")
-        trainer = StreamedSFT(streamed, args, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(model))
+    data = load_dataset("json", data_files=chats, split="train")
+    trainer = StreamedSFT(
+        model, args, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(model), tiers=tiers
+    )
+    with trainer.streamed:
         loss: float = trainer.train().training_loss
         trainer.save_model(output)
     return loss
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(GIVEN.model, GIVEN.chats, GIVEN.output, GIVEN.learning_rate)

@@ -208,6 +208,10 @@ class StreamedModelError(MegatierError, RuntimeError):
     """A streamed model cannot take this call at this point of a step, or does not hold the weight that is asked for."""
 
 
+class AbsentWeightError(StreamedModelError):
+    """Somebody copies a weight, or computes with it, where the model does not hold it."""
+
+
 class UnsupportedModelError(MegatierError):
     """The architecture or checkpoint cannot be streamed."""
 

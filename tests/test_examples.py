@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,25 @@ def test_accelerate_loop_trains_and_writes_a_model(model: str, tmp_path: Path) -
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_accelerate_loop_with_an_odd_number_of_batches_takes_steps_over_epochs(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "a.txt").write_text("x" * 64 * 12)
+    with one_thread():
+        losses = example("accelerate_loop.py")(model, str(tmp_path / "a.txt"), str(tmp_path / "out"), steps=4)
+    assert len(losses) == 4
+    (tmp_path / "a.txt").write_text("x" * 64 * 3)
+    with pytest.raises(SystemExit, match="makes 3 rows of 64 tokens"):
+        example("accelerate_loop.py")(model, str(tmp_path / "a.txt"), str(tmp_path / "out2"))
+
+
+@pytest.mark.parametrize("name", ["accelerate_loop.py", "trl_sft.py", "trl_dpo.py"])
+def test_example_without_its_arguments_says_so_before_its_imports(name: str) -> None:
+    code = f"import runpy, sys; sys.argv[1:] = ['model']; runpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "the following arguments are required" in ended.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")

@@ -38,7 +38,7 @@ def by_data(layer: Any) -> None:
 
 
 def by_replacing(layer: Any) -> None:
-    layer.mlp.down_proj.weight = nn.Parameter(layer.mlp.down_proj.weight.detach() * 0.5)
+    layer.mlp.down_proj.weight = nn.Parameter(torch.zeros_like(layer.mlp.down_proj.weight))
 
 
 CHANGES = {"version": by_version, "data": by_data, "replacing": by_replacing}

@@ -152,3 +152,12 @@ def test_zero_grad_of_a_module_around_a_streamed_one_has_nothing_to_clear() -> N
         torch.nn.Sequential(streamed.model).zero_grad()
         with pytest.raises(StreamedModelError, match=r"never in \.grad"):
             _ = next(streamed.model.parameters()).grad
+
+
+def test_stream_takes_a_torch_dtype_and_a_dict_of_tiers() -> None:
+    tiers = {"device": "cpu", "gpu": "8MiB", "ram": "8MiB", "update_threads": 2, "io_threads": 2}
+    plain = plain_model(exactness_config("plain"))
+    with megatier.stream(plain, tiers=tiers, compute_dtype=torch.float32) as streamed:
+        assert streamed.model.dtype is torch.float32
+    with pytest.raises(ConfigError, match=r"compute_dtype is torch\.float16; it must be bf16 or fp32"):
+        megatier.stream(plain, tiers=tiers, compute_dtype=torch.float16)

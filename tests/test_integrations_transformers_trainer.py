@@ -210,7 +210,7 @@ def test_trainer_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     [
         ({"gradient_accumulation_steps": 4}, "name the same number in both"),
         ({"optim": "sgd"}, "leave optim out"),
-        ({"torch_compile": True}, "has compile"),
+        ({"torch_compile": True}, "pass compile=True"),
         (
             {
                 "load_best_model_at_end": True,
@@ -248,8 +248,42 @@ def test_trainer_metrics_of_logits_want_logits(tmp_path: Path) -> None:
 def test_trainer_epoch_that_ends_in_half_a_step_is_refused_before_it_trains(tmp_path: Path) -> None:
     with open_streamed(tmp_path) as streamed:
         trainer = MegatierTrainer(streamed, arguments(tmp_path), train_dataset=Rows(10))
-        with pytest.raises(ConfigError, match="5 batches, no multiple of gradient_accumulation_steps"):
+        with pytest.raises(ConfigError, match=r"has 10 rows, 5 batches .* takes 4 rows .* leaves 2 rows out of each"):
             trainer.train()
+
+
+def test_trainer_with_drop_last_takes_the_whole_steps_of_each_epoch(tmp_path: Path) -> None:
+    """Each epoch leaves out other rows, since they are shuffled; those that are taken are the plain Trainer's first."""
+    taken: list[list[int]] = []
+
+    def collate(rows: list[Any]) -> dict[str, Tensor]:
+        taken[-1] += [int(row["input_ids"][0]) for row in rows]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    options: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 3, "dataloader_drop_last": True}
+    for is_plain in (True, False):
+        taken.append([])
+        with open_streamed(tmp_path) as streamed:
+            model: Any = plain_model(exactness_config("plain")) if is_plain else streamed
+            kind = Trainer if is_plain else MegatierTrainer
+            kind(model, arguments(tmp_path, **options), train_dataset=Rows(11), data_collator=collate).train()
+    plain, found = taken
+    assert len(found) == 3 * 8
+    assert found == [row for epoch in range(3) for row in plain[epoch * 10 : epoch * 10 + 8]]
+
+
+def test_trainer_of_fewer_rows_than_a_step_is_refused(tmp_path: Path) -> None:
+    with open_streamed(tmp_path) as streamed:
+        trainer = MegatierTrainer(streamed, arguments(tmp_path, dataloader_drop_last=True), train_dataset=Rows(3))
+        with pytest.raises(ConfigError, match=r"has 3 rows, 1 batch .* takes 4 rows"):
+            trainer.train()
+        with pytest.raises(ConfigError, match="train_dataset has no rows"):
+            MegatierTrainer(streamed, arguments(tmp_path), train_dataset=Rows(0))
+
+
+def test_trainer_over_the_model_of_a_streamed_one_names_the_way(tmp_path: Path) -> None:
+    with open_streamed(tmp_path) as streamed, pytest.raises(ConfigError, match="give the Streamed itself"):
+        MegatierTrainer(streamed.model, arguments(tmp_path), train_dataset=Rows(10))  # type: ignore[arg-type]
 
 
 def test_trainer_takes_a_folder_and_opens_it_with_its_own_accumulation(tmp_path: Path) -> None:

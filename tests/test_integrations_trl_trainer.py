@@ -9,18 +9,26 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import POOL
+from streamed_loops import TIERS
 from test_integrations_transformers_trainer import logged, open_streamed
 from test_ranks_streamed import open_streamed as ranks_streamed
 from tiny_runs import exactness_config, one_thread, plain_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer
 
-from megatier.errors import ConfigError
+import megatier
+from megatier.errors import AbsentWeightError, ConfigError
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+pytest.importorskip("accelerate")
+
+import datasets  # type: ignore[import-untyped]
+import trl
+from accelerate import state
+
 from megatier.integrations.trl_trainer import StreamedTrl
 
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
-state = pytest.importorskip("accelerate.state")
 pytestmark = pytest.mark.filterwarnings("default")  # of TRL and datasets
 WORDS = [f"w{n}" for n in range(150)]
 
@@ -50,60 +58,198 @@ def texts(columns: dict[str, int]) -> Any:
     return datasets.Dataset(datasets.table.InMemoryTable.from_pydict(rows), fingerprint=str(columns))
 
 
-def run(
-    make: Callable[..., Trainer], model: Any, kind: str, folder: Path, steps: int = 2
-) -> tuple[list[float], list[float]]:
-    """Ten steps of SFT or DPO, each of so many backwards on this rank; losses and norms."""
-    config = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}[kind](
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=steps,
-        max_steps=10,
-        learning_rate=1e-3,
-        lr_scheduler_type="cosine",
-        warmup_steps=2,
-        weight_decay=0.1,
-        max_grad_norm=0.5,
-        max_length=32,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-    )
+def build(make: Callable[..., Trainer], model: Any, kind: str, folder: Path, **options: Any) -> Trainer:
+    """A trainer for ten steps of SFT or DPO. Options in `given` are those of its constructor."""
+    chosen: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 10,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "max_length": 32,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+    }
+    given = options.pop("given", {})
+    config = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}[kind](output_dir=str(folder), **{**chosen, **options})
     rows = texts({"text": 20} if kind == "sft" else {"prompt": 6, "chosen": 8, "rejected": 8})
-    extra = {"ref_model": plain_model(exactness_config("plain"))} if kind == "dpo" else {}
-    trainer = make(model, args=config, train_dataset=rows, processing_class=tokenizer(), **extra)
+    extra = {"train_dataset": rows, "processing_class": tokenizer()}
+    if kind == "dpo" and "ref_model" not in given:
+        extra["ref_model"] = plain_model(exactness_config("plain"))
+    return make(model, args=config, **{**extra, **given})
+
+
+def run(
+    make: Callable[..., Trainer], model: Any, kind: str, folder: Path, **options: Any
+) -> tuple[list[float], list[float]]:
+    """Losses and norms of a trainer's steps."""
+    trainer = build(make, model, kind, folder, **options)
     trainer.train()
     return logged(trainer, "loss"), logged(trainer, "grad_norm")
 
 
+def streamed_class(kind: str) -> Any:
+    return type("StreamedTrainer", (StreamedTrl, {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[kind]), {})
+
+
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_trl_ten_steps_agree_with_the_plain_trainer(kind: str, tmp_path: Path) -> None:
-    plain = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[kind]
-    losses, norms = run(plain, plain_model(exactness_config("plain")), kind, tmp_path)
-    streamed_class = type("StreamedTrainer", (StreamedTrl, plain), {})
-    with open_streamed(tmp_path, fused_loss=False) as streamed:
-        found = run(streamed_class, streamed, kind, tmp_path)
+    losses = compare(kind, tmp_path)
     assert len(losses) == 10
+
+
+def compare(kind: str, folder: Path, **options: Any) -> list[float]:
+    """The losses, which with and without megatier are the same."""
+    plain = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[kind]
+    losses, norms = run(plain, plain_model(exactness_config("plain")), kind, folder, **options)
+    with open_streamed(folder, fused_loss=False) as streamed:
+        found = run(streamed_class(kind), streamed, kind, folder, **options)
     assert found[0][0] == losses[0]
     assert found[0] == pytest.approx(losses, rel=1e-6)
     assert found[1] == pytest.approx(norms, rel=1e-6)
+    return losses
+
+
+# ---------------------------------------------------------------------- the table of options in docs/trainers.md
+
+
+SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 1}
+WORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions alone": ("sft", {"given": {"train_dataset": {"prompt": 6, "completion": 8}}}),
+    "packing": ("sft", {"packing": True}),
+    "dft": ("sft", {"loss_type": "dft"}),
+    "noise": ("sft", {"neftune_noise_alpha": 5.0}),
+    "ipo": ("dpo", {"loss_type": "ipo"}),
+    "reference in advance": ("dpo", {"precompute_ref_log_probs": True}),
+    "reference that follows": (
+        "dpo",
+        {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.9},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_trl_option_works_as_with_a_plain_model(name: str, tmp_path: Path) -> None:
+    kind, options = WORKS[name]
+    given = dict(options.get("given", {}))
+    if "train_dataset" in given:
+        given["train_dataset"] = texts(given["train_dataset"])
+    losses = compare(kind, tmp_path, **{**options, "given": given, "max_steps": 4})
+    assert len(losses) == 4
+
+
+def test_trl_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    found = []
+    for is_on in (True, False):
+        with open_streamed(tmp_path, fused_loss=False) as streamed:
+            options = {"gradient_checkpointing": is_on, "max_steps": 2}
+            found.append(run(streamed_class("sft"), streamed, "sft", tmp_path, **options))
+    assert found[0] == found[1]
+
+
+def test_trl_bf16_over_a_model_that_computes_in_bf16_changes_nothing(tmp_path: Path) -> None:
+    found = []
+    for is_on in (True, False):
+        with open_streamed(tmp_path, fused_loss=False, compute_dtype=torch.bfloat16) as streamed:
+            found.append(run(streamed_class("sft"), streamed, "sft", tmp_path, bf16=is_on, max_steps=2))
+    assert found[0] == found[1]
+
+
+def test_trl_reference_of_sync_follows_the_masters(tmp_path: Path) -> None:
+    options = SYNC | {"ref_model_mixup_alpha": 1.0, "max_steps": 2}
+    with open_streamed(tmp_path, fused_loss=False) as streamed:
+        trainer: Any = build(streamed_class("dpo"), streamed, "dpo", tmp_path, **options)
+        trainer.train()
+        for name, parameter in trainer.ref_model.named_parameters():
+            assert torch.equal(parameter, streamed.read(name))
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "smoothing": ("sft", {"label_smoothing_factor": 0.1}, "label_smoothing_factor: TRL makes a second forward"),
+    "own loss": ("sft", {"given": {"compute_loss_func": print}}, "compute_loss_func: TRL makes a second forward"),
+    "adapters": ("sft", {"given": {"peft_config": object()}}, "peft_config: megatier makes no adapters"),
+    "fsdp": ("sft", {"fsdp": "full_shard"}, "fsdp and deepspeed place the weights"),
+    "optimizer": ("sft", {"optim": "adamw_8bit"}, "^optim is adamw_8bit; a streamed model has AdamW"),
+    "compile": ("sft", {"torch_compile": True}, "pass compile=True to megatier.stream"),
+    "no rows": ("sft", {"given": {"train_dataset": []}}, "train_dataset has no rows"),
+    "named reference": (
+        "dpo",
+        {"given": {"ref_model": "folder"}},
+        r"from_pretrained\('folder'\)",
+    ),
+    "no reference": ("dpo", {"given": {"ref_model": None}}, "does not come from there as it is now. Give ref_model"),
+    "no reference in advance": (
+        "dpo",
+        {"precompute_ref_log_probs": True, "given": {"ref_model": None}},
+        "precompute_ref_log_probs without ref_model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_trl_option_that_a_streamed_model_cannot_follow_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    kind, options, message = REFUSED[name]
+    with open_streamed(tmp_path, fused_loss=False) as streamed, pytest.raises(ConfigError, match=message):
+        build(streamed_class(kind), streamed, kind, tmp_path, **options)
+
+
+def test_trl_dpo_from_a_folder_compares_with_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    plain_model(exactness_config("plain")).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    found = []
+    for given in ({}, {"ref_model": None}):
+        with megatier.stream(
+            folder, tiers=TIERS, accumulation_steps=2, compute_dtype="fp32", fused_loss=False
+        ) as model:
+            options = {"max_steps": 2, "given": given}
+            found.append(run(streamed_class("dpo"), model, "dpo", tmp_path, **options))
+            with pytest.raises(ConfigError, match="Give ref_model"):
+                build(streamed_class("dpo"), model, "dpo", tmp_path, given={"ref_model": None})
+    assert found[0] == found[1]
+
+
+def test_trl_rows_that_make_no_whole_steps_are_left_out_on_request(tmp_path: Path) -> None:
+    rows = texts({"text": 20}).select(range(13))
+    options: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, "given": {"train_dataset": rows}}
+    with open_streamed(tmp_path, fused_loss=False) as streamed:
+        with pytest.raises(ConfigError, match=r"13 rows, 7 batches .* takes 4 rows .* leaves 1 row out"):
+            run(streamed_class("sft"), streamed, "sft", tmp_path, **options)
+        losses, _ = run(streamed_class("sft"), streamed, "sft", tmp_path, dataloader_drop_last=True, **options)
+    assert len(losses) == 6
 
 
 def test_trl_over_a_fused_loss_is_refused(tmp_path: Path) -> None:
-    streamed_class = type("StreamedTrainer", (StreamedTrl, trl.SFTTrainer), {})
     with open_streamed(tmp_path) as streamed, pytest.raises(ConfigError, match="fused_loss=False"):
-        streamed_class(streamed)
+        streamed_class("sft")(streamed)
+
+
+def test_trl_without_the_mixin_or_after_it_names_the_way(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the mixin comes first, class Bad\(StreamedTrl, SFTTrainer\)"):
+        type("Bad", (trl.SFTTrainer, StreamedTrl), {})
+    with open_streamed(tmp_path, fused_loss=False) as streamed:
+        with pytest.raises(AttributeError, match=r"class Mine\(StreamedTrl, SFTTrainer\)"):
+            build(trl.SFTTrainer, streamed, "sft", tmp_path)
+        with pytest.raises(ConfigError, match="give the Streamed itself"):
+            build(streamed_class("sft"), streamed.model, "sft", tmp_path)
+        with pytest.raises(AbsentWeightError, match="StreamedTrl for those of TRL"):
+            build(trl.SFTTrainer, streamed.model, "sft", tmp_path).train()
 
 
 def run_on_ranks(kind: str, folder: Path) -> Any:
     """The same on this rank, with four backwards on all ranks; and the weights."""
     state.AcceleratorState._reset_state(reset_partial_state=True)
-    streamed_class = type("StreamedTrainer", (StreamedTrl, {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[kind]), {})
     with ranks_streamed(compute_dtype="fp32", fused_loss=False) as streamed:
-        figures = run(streamed_class, streamed, kind, folder, streamed.accumulation_steps)
+        figures = run(
+            streamed_class(kind), streamed, kind, folder, gradient_accumulation_steps=streamed.accumulation_steps
+        )
         return figures, {name: value.numpy() for name, value in streamed.state_dict().items()}
 
 

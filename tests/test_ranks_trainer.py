@@ -112,8 +112,8 @@ def refuse(folder: Path, num_rows: int, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("num_rows", "options", "message"),
     [
-        (63, {}, "63 rows, no multiple of per_device_train_batch_size times the ranks (4)"),
-        (12, {}, "3 batches, no multiple of gradient_accumulation_steps (2)"),
+        (63, {}, "63 rows, 16 batches an epoch for each process, and a step of a streamed model takes 8 rows"),
+        (12, {}, "12 rows, 3 batches an epoch for each process"),
         (64, {"accelerator_config": {"split_batches": True}}, "split_batches"),
         (64, {"save_on_each_node": True}, "save_on_each_node"),
     ],

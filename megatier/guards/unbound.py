@@ -1,6 +1,8 @@
 """Unbound parameters: they lie in a module in place of its weights, while these are not bound.
 
-An unbound parameter refuses every change, and most ways of computing with it, since nothing would come of them.
+An unbound parameter has a shape, a dtype and a device, but no numbers. Torch does not refuse to compute with it: a sum
+with a tensor that has numbers leaves that one as it was, and some products and norms read whatever lies at address 0.
+So an unbound parameter lets itself be looked at, and refuses all else: changes, copies, and every computation.
 """
 
 from __future__ import annotations
@@ -15,21 +17,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatier.errors import StreamedModelError, UnsupportedModelError
+from megatier.errors import AbsentWeightError, StreamedModelError, UnsupportedModelError
 from megatier.guards.unchanged import REMEDY
 
 ALIASES = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 """Functions that give the same place under another name, to callers that look at it and do not compute."""
 GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
 """The function that gives a gradient."""
-HARMLESS = (*ALIASES, GRADIENT)
-"""Functions that compute nothing with a tensor."""
+HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+"""Functions that ask to be called with a gradient, which never comes."""
+FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+"""Functions that say whether a parameter is trained."""
 CHANGES = (Tensor.__setitem__, Tensor.data.__set__)  # type: ignore[attr-defined]
 """Functions that change their first argument, though their names do not say so."""
 OPERATORS = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor)__")
 """Names of operators that change their first argument."""
 KEEPING = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
 """Names that end like those of functions that change a tensor, but leave its numbers as they are."""
+LOOKS = re.compile(
+    r"__(get|set|len|repr|hash|format)__|dim|ndimension|numel|nelement|size|stride|storage_offset|element_size"
+    r"|untyped_storage|get_device|dim_order|has_names|type|result_type|retain_grad"
+    r"|is_(complex|conj|contiguous|floating_point|inference|neg|pinned|same_size|shared|signed)"
+)
+"""Names of functions that look at a tensor's form. What they give has no numbers of it."""
+FORMS = re.compile(r"(empty|full|ones|rand|randn|zeros)_like|new_(empty|empty_strided|full|ones|zeros)")
+"""Names of functions that make a tensor of a tensor's form, with numbers of their own."""
 
 
 class Unbound(nn.Parameter):
@@ -44,8 +56,8 @@ class Unbound(nn.Parameter):
     """The dtype of the weights that are bound."""
     full_name: str
     """The name of the parameter in the model."""
-    refuses_gradient: bool = False
-    """Whether nobody may ask for its gradient, which would be None and be taken for nothing to clip."""
+    is_streamed: bool = False
+    """Whether it is in somebody else's loop, which may ask for a gradient and take None for nothing to clip."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -58,12 +70,14 @@ class Unbound(nn.Parameter):
         return self.bound_dtype
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise StreamedModelError(
-            f"a weight of shape {tuple(self.shape)} lies on megatier's tiers, not in the model, so the model cannot "
-            "give or move it. Streamed.read(name) gives its fp32 master, Streamed.export(folder) writes all."
+        raise AbsentWeightError(
+            f"the weight {self.full_name} lies on megatier's tiers, not in the model: whatever copies it here, or "
+            f"computes with it, would do so without its numbers. Streamed.read({self.full_name!r}) gives its fp32 "
+            "master between two steps, Streamed.state_dict() all of them, and Streamed.export(folder) writes them. A "
+            "trainer takes the Streamed itself, by the mixin StreamedTraining, or StreamedTrl for those of TRL."
         )
 
-    cpu = cuda = numpy = tolist = item = _refuse
+    cpu = cuda = numpy = tolist = item = __deepcopy__ = __reduce_ex__ = _refuse
 
     @classmethod
     def __torch_function__(
@@ -73,23 +87,26 @@ class Unbound(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Run a function of torch on such parameters, unless it changes one.
+        """Run a function of torch that looks at such parameters.
 
         Raises:
-            UnsupportedModelError: it does.
-            StreamedModelError: it asks for a gradient that nobody may ask for.
+            UnsupportedModelError: it changes one.
+            AbsentWeightError: it copies one, or computes with it.
+            StreamedModelError: it asks for a gradient, or for another choice of what is trained, in somebody's loop.
         """
         kwargs = kwargs or {}
-        if function == GRADIENT and args[0].refuses_gradient and not _clears():
-            raise StreamedModelError(
-                "gradients of a streamed model are on their way to its tiers, and never in .grad. torch's "
-                "clip_grad_norm_ would find none: set streamed.clip instead, and read the norm from "
-                "streamed.grad_norm(). A GradScaler would scale the norm as well: train in bf16 without one."
-            )
+        _check_trains_elsewhere(function, args)
         for target in _targets(function, args, kwargs):
             raise UnsupportedModelError(
                 f"the weight {target.full_name} is changed where it is not bound, which would change nothing. {REMEDY}"
             )
+
+        # Refused before it runs, since torch may read from address 0.
+        name = str(getattr(function, "__name__", ""))
+        used = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Unbound))
+        is_form = FORMS.fullmatch(name) is not None
+        if not (function in ALIASES or is_form or name in KEEPING or LOOKS.fullmatch(name)):
+            used._refuse()
 
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
@@ -99,34 +116,17 @@ class Unbound(nn.Parameter):
             result.__class__ = type(args[0])
             result.__dict__ = dict(vars(args[0]))
 
+        # A view of it would be a tensor that nobody guards.
+        elif torch.is_tensor(result) and not is_form and not isinstance(result, Unbound):
+            used._refuse()
+
         return result
 
 
 class Guarded(Unbound):
-    """A parameter of a layer whose modules are nodes of their own. Nobody but its module may compute with it.
+    """A parameter of a layer whose modules are nodes of their own. Nobody but its module may compute with it."""
 
-    Torch does not refuse that: some products with a tensor on meta read whatever lies at address 0.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: Any,  # noqa: ANN401 - whatever torch does with a tensor
-        types: Any,  # noqa: ANN401
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Run a function of torch on such parameters, unless it computes with one.
-
-        Raises:
-            UnsupportedModelError: it does.
-        """
-        # A function of such parameters alone may look at their shapes, or give views of them.
-        if all(isinstance(x, Unbound) for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)):
-            result = super().__torch_function__(function, types, args, kwargs)
-            if not torch.is_tensor(result) or isinstance(result, Unbound) or function in HARMLESS:
-                return result
-
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise UnsupportedModelError(
             "this model computes with a weight outside of the module that owns it, where it is not bound. "
             "Set model.expert_parts to 1: then a layer is one unit."
@@ -149,17 +149,40 @@ def make_unbound(parameter: Tensor, device: torch.device, dtype: torch.dtype, na
     unbound.full_name = name
 
 
-def refuse_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Let nobody ask unbound parameters for their gradients."""
+def mark_streamed(parameters: Iterable[nn.Parameter]) -> None:
+    """Let nobody ask unbound parameters for their gradients, or choose anew which of them are trained."""
     for parameter in parameters:
         if isinstance(parameter, Unbound):
-            parameter.refuses_gradient = True
+            parameter.is_streamed = True
+
+
+def _check_trains_elsewhere(function: Any, args: tuple[Any, ...]) -> None:  # noqa: ANN401
+    """Refuse functions that belong to a training in which gradients come to the parameters.
+
+    Raises:
+        StreamedModelError: the function is one of them.
+    """
+    first = args[0] if args else None
+    if not isinstance(first, Unbound) or not first.is_streamed:
+        return
+
+    if function in HOOKS or (function == GRADIENT and not _clears()):
+        raise StreamedModelError(
+            "gradients of a streamed model are on their way to its tiers, and never in .grad. torch's "
+            "clip_grad_norm_ would find none: set streamed.clip instead, and read the norm from "
+            "streamed.grad_norm(). A GradScaler would scale the norm as well: train in bf16 without one."
+        )
+    if function in FREEZES and (args[1] if len(args) > 1 else True) != first.requires_grad:
+        raise StreamedModelError(
+            f"whether {first.full_name} is trained was decided when the model was opened. Name it in frozen of "
+            "megatier.stream, or set requires_grad before, on the model in RAM."
+        )
 
 
 def _clears() -> bool:
     """Return whether a gradient is asked for by a `zero_grad`, which has nothing to clear and loses nothing by that."""
     # The streamed model has one of its own. That of a module around it, such as Lightning's, asks each parameter.
-    frame = sys._getframe(1)
+    frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_name == "zero_grad"
@@ -185,7 +208,7 @@ def refused_outside(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "meta" not in str(error):
+        if not isinstance(error, AbsentWeightError) and "meta" not in str(error):
             raise
         raise UnsupportedModelError(
             f"{type(model).__name__} computes with a weight outside the forward of the module that owns it, so it "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -25,19 +26,20 @@ from megatier.ranks.ranks import joined
 from megatier.session.process import share_interpreter
 from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader, read_model_config
+from megatier.session.workload import COMPUTE_DTYPES
 
 
 def stream(
     model: str | os.PathLike[str] | PreTrainedModel,
     *,
-    tiers: TiersConfig | None = None,
+    tiers: TiersConfig | Mapping[str, Any] | None = None,
     accumulation_steps: int = 1,
     lr: float = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     clip: float | None = 1.0,
-    compute_dtype: Literal["bf16", "fp32"] = "bf16",
+    compute_dtype: Literal["bf16", "fp32"] | torch.dtype = "bf16",
     activations: Literal["keep", "recompute"] = "keep",
     fused_loss: bool = True,
     compile: bool | None = None,
@@ -53,7 +55,8 @@ def stream(
     Args:
         model: a folder in Hugging Face's format or a hub id, whose weights stream in; or a model in RAM, which is
             copied and stays as it is. Its parameters that require no gradient are frozen.
-        tiers: budgets and mounts; None: taken from the machine, without NVMe.
+        tiers: budgets and mounts, as a `TiersConfig` or as the section `tiers` of a config; None: taken from the
+            machine, without NVMe.
         accumulation_steps: backwards per `optimizer.step`, at least 1. Each is one pass over the units. Under
             `torchrun` each rank makes as many, and their gradients are all added.
         lr: learning rate; schedulers drive it, and the next three, in `optimizer.param_groups`.
@@ -61,7 +64,7 @@ def stream(
         eps: added to the root of the second moment.
         weight_decay: decoupled, of matrices (not of biases and norms).
         clip: global gradient norm to clip to; None: off. `Streamed.clip` changes it.
-        compute_dtype: type of weights and activations; masters and moments are fp32.
+        compute_dtype: type of weights and activations, by its name or torch's; masters and moments are fp32.
         activations: whether activations are kept between forward and backward, or computed again.
         fused_loss: whether head and loss are one chunked node. The model then takes labels and gives a loss, but no
             logits. A model that does more between the two than scale and cap logits once runs without it, with a
@@ -78,7 +81,12 @@ def stream(
             found before weights are read.
     """
     require(accumulation_steps >= 1, "accumulation_steps", accumulation_steps, "at least 1")
-    computing = ModelConfig(path="", compute_dtype=compute_dtype, compile=compile, attention=attention)
+    if isinstance(tiers, Mapping):
+        tiers = TiersConfig(**tiers)
+    names = {found: name for name, found in COMPUTE_DTYPES.items()}
+    dtype: Any = names.get(compute_dtype) if isinstance(compute_dtype, torch.dtype) else compute_dtype
+    require(dtype in COMPUTE_DTYPES, "compute_dtype", compute_dtype, "bf16 or fp32")
+    computing = ModelConfig(path="", compute_dtype=dtype, compile=compile, attention=attention)
     computing = replace(computing, fused_loss=fused_loss, expert_parts=expert_parts)
 
     train = TrainConfig(batch=accumulation_steps, groups=accumulation_steps, activations=activations, clip=clip)
@@ -132,4 +140,4 @@ def _open(
         opened.enter_context(session)
         session.store.seal()
         session.load(reader)
-        return Streamed(session, train, opened.pop_all())
+        return Streamed(session, train, opened.pop_all(), is_from_folder=not isinstance(model, PreTrainedModel))

@@ -12,7 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ class StreamedState(ABC):
     optimizer: StreamedAdamW
     steps: int
     groups: int
+    _is_from_folder: bool
 
     def __init__(self, session: Session) -> None:
         """Take a session that is loaded."""
@@ -73,6 +74,19 @@ class StreamedState(ABC):
     def device(self) -> torch.device:
         """Device on which the model computes, and to which batches belong."""
         return self._session.engine.options.device
+
+    @property
+    def is_as_in_its_folder(self) -> bool:
+        """Whether the weights are still those of the folder that the model's config names."""
+        return self._is_from_folder and not self.steps
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say what to give to those who take this for a model."""
+        raise AttributeError(
+            f"'Streamed' object has no attribute {name!r}. Hugging Face's model is its .model. To train it by a "
+            "trainer, put the mixin before the trainer: class Mine(StreamedTrl, SFTTrainer) for TRL's (from "
+            "megatier.integrations.trl_trainer), else class Mine(StreamedTraining, Trainer)."
+        )
 
     def all_of(self, value: T) -> list[T]:
         """Return what each rank gives, in the order of the ranks: losses to add up, for example. Any object will do."""
@@ -251,42 +265,6 @@ def entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable
         return enter(forward, *args, **kwargs)
 
     return entering
-
-
-def stay(streamed: StreamedState, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - torch's
-    """Stand in for `Module.to`: the model stays where it computes, and is asked for nothing else.
-
-    Raises:
-        StreamedModelError: another device or dtype is asked for.
-    """
-    # Typed by torch as if a device and a dtype were always given.
-    asked: tuple[torch.device | None, torch.dtype | None] = torch._C._nn._parse_to(*args, **kwargs)[:2]
-    device, dtype = asked
-    here = streamed.device
-    is_here = device is None or (device.type == here.type and device.index in (None, here.index or 0))
-    computes = streamed._session.engine.options.dtype
-    if is_here and dtype in (None, computes):
-        return streamed.model
-    words = " and ".join(str(what) for what in asked if what is not None)
-    raise StreamedModelError(
-        f"the model was to move to {words}, but its weights stay on megatier's tiers and compute on {here} in "
-        f"{computes}. Leave out .to(), or call Accelerator.prepare without the model; tiers.device and compute_dtype "
-        "of megatier.stream choose another place."
-    )
-
-
-def refuse_state_dict(_: nn.Module, __: str, keep_vars: bool) -> None:
-    """Refuse `state_dict` of a model whose weights are not in it.
-
-    Raises:
-        StreamedModelError: weights are asked for.
-    """
-    # Whoever asks with keep_vars wants names and places, as `Streamed.state_dict` does, not the weights.
-    if not keep_vars:
-        raise StreamedModelError(
-            "the weights lie on megatier's tiers, not in the model: take them from Streamed.state_dict(), or write "
-            "them with Streamed.export(folder)."
-        )
 
 
 def _make_ready(folder: Path) -> None:

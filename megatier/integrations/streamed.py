@@ -16,7 +16,6 @@ Under `torchrun` the processes are ranks, which share the state. Each makes forw
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,9 +29,10 @@ from transformers.utils.generic import ModelOutput
 from megatier.config.schema import TrainConfig
 from megatier.engine.step import StepResult
 from megatier.errors import StepDroppedError, StreamedModelError
-from megatier.guards.unbound import refuse_gradients, refused_outside
+from megatier.guards.methods import guard_methods
+from megatier.guards.unbound import mark_streamed, refused_outside
 from megatier.integrations.stream_optimizer import StreamedAdamW
-from megatier.integrations.stream_state import StreamedState, entering, refuse_state_dict, stay
+from megatier.integrations.stream_state import StreamedState, entering
 from megatier.ranks.peers import cause_of
 from megatier.session.session import Session
 from megatier.trace.events import TraceEvent, write_trace
@@ -65,16 +65,20 @@ class Streamed(StreamedState):
             called with `num_items_in_batch`; NaN if the loop computes losses itself. None before the first step.
     """
 
-    def __init__(self, session: Session, train: TrainConfig, opened: contextlib.ExitStack) -> None:
+    def __init__(
+        self, session: Session, train: TrainConfig, opened: contextlib.ExitStack, *, is_from_folder: bool = False
+    ) -> None:
         """Take over a loaded session; `stream` makes one.
 
         Args:
             session: the session.
             train: settings of the steps.
             opened: ends the session, and the connection to other ranks; `close` does so.
+            is_from_folder: whether the weights are those of the folder that the model's config names.
         """
         super().__init__(session)
         self._opened = opened
+        self._is_from_folder = is_from_folder
         self._engine = session.engine
         self.model = session.model
         self.rank = self._crew.rank
@@ -104,10 +108,9 @@ class Streamed(StreamedState):
 
         # A function, no method: accelerate would bind a method to the model.
         self.model.forward = entering(self._forward, self.model.forward)
-        self.model.register_state_dict_pre_hook(refuse_state_dict)
-        vars(self.model)["to"] = functools.partial(stay, self)
+        guard_methods(self.model, self.device, self._engine.options.dtype)
         vars(self.model)["zero_grad"] = self.optimizer.zero_grad
-        refuse_gradients(self.model.parameters())
+        mark_streamed(self.model.parameters())
 
     def __enter__(self) -> Self:
         return self

@@ -9,9 +9,8 @@ the extra `trainer` (accelerate).
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Collection, Iterator
-from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,11 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
 
 from megatier.config.schema import TiersConfig
+from megatier.data.samplers import WholeRounds, WholeSteps
 from megatier.durable import discard
 from megatier.errors import ConfigError
+from megatier.guards.trainer_arguments import check_given, check_training_arguments, refuse_any
+from megatier.guards.unbound import Unbound
 from megatier.integrations.stream import stream
 from megatier.integrations.streamed import Streamed
 
@@ -37,25 +39,6 @@ if TYPE_CHECKING:
     Base = Trainer
 else:
     Base = object
-
-
-class WholeRounds:
-    """The batches of a sampler, and then some of them again, so that each rank has as many as any other.
-
-    All ranks evaluate in rounds of a batch each. The results of the batches that come again follow those of the last
-    row, where the Trainer cuts them off.
-    """
-
-    def __init__(self, sampler: Collection[list[int]], ranks: int) -> None:
-        """Take a sampler of batches, and the number of ranks."""
-        self._sampler = sampler
-        self._ranks = ranks
-
-    def __len__(self) -> int:
-        return -(-len(self._sampler) // self._ranks) * self._ranks
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return islice(cycle(self._sampler), len(self))
 
 
 class StreamedTraining(Base):
@@ -90,9 +73,12 @@ class StreamedTraining(Base):
         Raises:
             ConfigError: an argument of the Trainer asks for something that a streamed model does not have.
         """
+        given = self.given(model, *args, **kwargs)
+        check_given(given)
         if not isinstance(model, Streamed):
-            given = kwargs.get("args") or next(iter(args), None)
-            groups = getattr(given, "gradient_accumulation_steps", 1)
+            if isinstance(model, nn.Module) and any(isinstance(p, Unbound) for p in model.parameters()):
+                raise ConfigError("this is the .model of a streamed model: give the Streamed itself.")
+            groups = getattr(given.get("args"), "gradient_accumulation_steps", 1)
             model = stream(model, tiers=tiers, accumulation_steps=groups, fused_loss=self.fuses_loss)
         elif tiers is not None:
             raise ConfigError("tiers are given to megatier.stream, which has opened this model already.")
@@ -109,6 +95,35 @@ class StreamedTraining(Base):
 
         # The update clips by the exact norm. In TrainingArguments 0 means off.
         model.clip = self.args.max_grad_norm or None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:  # noqa: ANN401 - Python's
+        """Refuse a class in which a trainer comes before the mixin, whose methods would never be called.
+
+        Raises:
+            ConfigError: it does.
+        """
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        mixin = next(base for base in order[1:] if issubclass(base, StreamedTraining))
+        for base in order[1 : order.index(mixin)]:
+            if issubclass(base, Trainer):
+                raise ConfigError(
+                    f"{cls.__name__}: the mixin comes first, class {cls.__name__}({mixin.__name__}, {base.__name__})."
+                )
+
+    @classmethod
+    def parameters(cls) -> list[str]:
+        """Return the names of the arguments of the trainer's own constructor, after self."""
+        # A subclass may hand all of them on by *args.
+        order = cls.__mro__
+        trainers = order[order.index(StreamedTraining) + 1 :]
+        found = (list(inspect.signature(base.__init__).parameters) for base in trainers)  # type: ignore[misc]
+        return next(names for names in found if "model" in names)[1:]
+
+    @classmethod
+    def given(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - the Trainer's
+        """Return the arguments of the trainer's constructor by name."""
+        return dict(zip(cls.parameters(), args, strict=False)) | kwargs
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model alone: its weights come to the device by themselves."""
@@ -210,26 +225,44 @@ class StreamedTraining(Base):
         return self.optimizer
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return the Trainer's own loader, whose batches must make whole steps.
+        """Return the Trainer's own loader, whose batches make whole steps.
+
+        With `dataloader_drop_last` the rows after the last whole step are left out of each epoch.
 
         Raises:
             ConfigError: the last step of an epoch would have fewer backwards than the others, or rows twice.
         """
         loader = super().get_train_dataloader()
-        steps = self.args.gradient_accumulation_steps
         try:
-            rest = len(loader) % steps
-            self._check_even(loader)
+            rows = len(loader.dataset)  # type: ignore[arg-type]
+            batches = len(loader)
         except TypeError:  # an iterable dataset does not say how many there are
-            rest = 0
+            return loader
 
         # At the end of an epoch the Trainer calls `optimizer.step` after fewer backwards than the step needs.
-        if rest:
-            raise ConfigError(
-                f"an epoch has {len(loader)} batches, no multiple of gradient_accumulation_steps ({steps}), and every "
-                f"step of a streamed model has as many. Leave {rest} batches of data out, for example by "
-                "train_dataset.select(range(...)), or choose another per_device_train_batch_size."
+        args = self.args
+        batch = args.per_device_train_batch_size * self.streamed.num_ranks
+        step = batch * args.gradient_accumulation_steps
+        rest = rows % step
+        shares = self.streamed.num_ranks == 1 or not rows % batch
+        if not batches % args.gradient_accumulation_steps and (shares or args.dataloader_drop_last):
+            return loader
+
+        if rows < step or not args.dataloader_drop_last:
+            remedy = (
+                "Give more rows"
+                if rows < step
+                else f"Set dataloader_drop_last, which leaves {_counted(rest, 'row')} out of each epoch"
             )
+            raise ConfigError(
+                f"train_dataset has {_counted(rows, 'row')}, {_counted(batches, 'batch')} an epoch for each process, "
+                f"and a step of a streamed model takes {_counted(step, 'row')} (per_device_train_batch_size times "
+                f"gradient_accumulation_steps times the processes). {remedy}, or choose other numbers."
+            )
+        sampler: Any = loader.batch_sampler
+        if isinstance(sampler, BatchSamplerShard):
+            sampler = sampler.batch_sampler
+        sampler.sampler = WholeSteps(sampler.sampler, rows - rest)
         return loader
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:  # noqa: ANN401 - the Trainer's
@@ -270,22 +303,6 @@ class StreamedTraining(Base):
             shard.batch_sampler = WholeRounds(shard.batch_sampler, size)
             shard.even_batches = False
         return loader
-
-    def _check_even(self, loader: DataLoader[Any]) -> None:
-        """Refuse rows that ranks cannot share equally: accelerate would give some of them twice.
-
-        Raises:
-            ConfigError: names how many rows are too many.
-            TypeError: the dataset does not say how many rows it has.
-        """
-        size = self.args.per_device_train_batch_size * self.streamed.num_ranks
-        rows = len(loader.dataset)  # type: ignore[arg-type]
-        if self.streamed.num_ranks > 1 and not self.args.dataloader_drop_last and rows % size:
-            raise ConfigError(
-                f"train_dataset has {rows} rows, no multiple of per_device_train_batch_size times the ranks ({size}), "
-                f"and accelerate would give some of them twice. Leave {rows % size} rows out, for example by "
-                "train_dataset.select(range(...)), or set dataloader_drop_last."
-            )
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
         """Return the exact norm, by which the update clips; no gradient is scaled here."""
@@ -354,47 +371,26 @@ class StreamedTraining(Base):
         Raises:
             ConfigError: names the first one, and what to set instead.
         """
-        args = self.args
-        declared = self.streamed.accumulation_steps
-        given = args.gradient_accumulation_steps
-        gives_optimizer = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        wants_logits = self.compute_metrics is not None and not self.streamed.has_logits
-        shares = self.streamed.num_ranks > 1
-        refusals = (
+        check_training_arguments(self.args, self.streamed.accumulation_steps, self.streamed.num_ranks)
+        refuse_any(
             (
-                args.world_size != self.streamed.num_ranks,
-                f"the Trainer has {args.world_size} processes, and megatier.stream {self.streamed.num_ranks}: start "
-                "both by torchrun.",
-            ),
-            (
-                shares and getattr(args.accelerator_config, "split_batches", False),
-                "split_batches cuts a batch over the ranks, which are groups of a step here; leave it out, and set "
-                "per_device_train_batch_size to the rows of one rank.",
-            ),
-            (shares and args.save_on_each_node, "save_on_each_node: all ranks write one folder; leave it out."),
-            (
-                given != declared,
-                f"gradient_accumulation_steps is {given}, and megatier.stream was told accumulation_steps={declared}; "
-                "name the same number in both.",
-            ),
-            (args.fp16, "fp16 scales the loss, and the norm with it; train in bf16 (compute_dtype) instead."),
-            (args.torch_compile, "torch_compile does not know streamed weights; megatier.stream has compile."),
-            (
-                "adamw_torch" not in args.optim,
-                f"optim is {args.optim}; a streamed model has AdamW: leave optim out.",
-            ),
-            (gives_optimizer, "a streamed model brings its optimizer; give none to the Trainer."),
-            (wants_logits, "compute_metrics needs logits: call megatier.stream with fused_loss=False."),
-            (
-                args.load_best_model_at_end and args.save_only_model,
-                "load_best_model_at_end needs the state that save_only_model leaves out.",
-            ),
+                (
+                    self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
+                    "a streamed model brings its optimizer; give none to the Trainer.",
+                ),
+                (
+                    self.compute_metrics is not None and not self.streamed.has_logits,
+                    "compute_metrics needs logits: call megatier.stream with fused_loss=False.",
+                ),
+            )
         )
-
-        for holds, message in refusals:
-            if holds:
-                raise ConfigError(message)
 
 
 class MegatierTrainer(StreamedTraining, Trainer):
     """Hugging Face's Trainer over a streamed model; see `StreamedTraining`."""
+
+
+def _counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 batch` and `7 batches`."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"

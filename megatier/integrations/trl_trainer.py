@@ -9,7 +9,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+from torch import nn
+from trl import SFTTrainer
+from trl.trainer.callbacks import SyncRefModelCallback
+
 from megatier.errors import ConfigError
+from megatier.guards.trainer_arguments import refuse_any
 from megatier.integrations.streamed import Streamed
 from megatier.integrations.transformers_trainer import StreamedTraining
 
@@ -27,6 +33,7 @@ class StreamedTrl(StreamedTraining):
         """
         if isinstance(model, Streamed) and not model.has_logits:
             raise ConfigError("TRL computes the loss itself: call megatier.stream with fused_loss=False.")
+        self._check_given_to_trl(model, self.given(model, *args, **kwargs))
         super().__init__(model, *args, **kwargs)
         model = self.streamed
 
@@ -43,3 +50,63 @@ class StreamedTrl(StreamedTraining):
                 return forward(*args, **kwargs)
 
         model.model.forward = entering
+
+        # TRL's own mixes in the parameters of the model, which are elsewhere.
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, SyncRefModelCallback):
+                callback.sync_target_model = functools.partial(_mix, model)
+
+    def _check_given_to_trl(self, model: Any, given: dict[str, Any]) -> None:  # noqa: ANN401 - the trainer's
+        """Refuse what TRL would do to a streamed model, before it begins.
+
+        Raises:
+            ConfigError: names the argument, and what to do instead.
+        """
+        args = given.get("args")
+        has_reference = "ref_model" in self.parameters()
+        reference = given.get("ref_model")
+        smooths = getattr(args, "label_smoothing_factor", 0) and getattr(args, "loss_type", "") == "nll"
+        loses_origin = isinstance(model, nn.Module) or (isinstance(model, Streamed) and not model.is_as_in_its_folder)
+        refuse_any(
+            (
+                (
+                    isinstance(self, SFTTrainer) and smooths,
+                    "label_smoothing_factor: TRL makes a second forward within the step for it, and a streamed model "
+                    "takes one for each backward. Leave it out.",
+                ),
+                (
+                    isinstance(self, SFTTrainer) and given.get("compute_loss_func") is not None,
+                    "compute_loss_func: TRL makes a second forward within the step for it, and a streamed model takes "
+                    "one for each backward. Leave it out, or use MegatierTrainer.",
+                ),
+                (
+                    isinstance(reference, str),
+                    f"ref_model is {reference!r}: give a model, AutoModelForCausalLM.from_pretrained({reference!r}).",
+                ),
+                (
+                    has_reference and reference is None and getattr(args, "precompute_ref_log_probs", False),
+                    "precompute_ref_log_probs without ref_model: TRL would take a checksum over the model's weights, "
+                    "which are on megatier's tiers. Give ref_model.",
+                ),
+                (
+                    has_reference and reference is None and loses_origin,
+                    "TRL would load the reference from the folder that the model's config names, and this model does "
+                    "not come from there as it is now. Give ref_model.",
+                ),
+            )
+        )
+
+
+def _mix(streamed: Streamed, _: nn.Module, reference: nn.Module, alpha: float) -> None:
+    """Stand in for `SyncRefModelCallback.sync_target_model`: mix the masters into the reference, one at a time.
+
+    Args:
+        streamed: the model that is trained, between two steps.
+        _: its model, as TRL passes it.
+        reference: a model of the same parameters.
+        alpha: share of the trained model.
+    """
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            master = streamed.read(name).to(parameter.device)
+            parameter.data.mul_(1.0 - alpha).add_(master, alpha=alpha)

@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -117,7 +118,7 @@ def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
         UnsupportedModelError: neither of the two would load back.
     """
     # On meta, because transformers reverts its conversions by computing with the tensors.
-    own = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     for layout in (revert_weight_conversion(model, dict(own)), own):
         shapes = {name: tuple(tensor.shape) for name, tensor in layout.items()}
         try:

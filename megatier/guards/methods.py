@@ -1,0 +1,61 @@
+"""Methods of a model that move its weights, or give or take them: on a streamed model they name the way instead."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from megatier.errors import StreamedModelError
+
+
+def guard_methods(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Let a model whose weights lie on tiers refuse `to`, `state_dict` and `load_state_dict`.
+
+    Args:
+        model: the model.
+        device: the device on which it computes, and where `to` leaves it.
+        dtype: the dtype in which it computes.
+    """
+    model.register_state_dict_pre_hook(_refuse_state_dict)
+    model.register_load_state_dict_pre_hook(_refuse_load)
+    vars(model)["to"] = functools.partial(_stay, model, device, dtype)
+
+
+def _stay(model: nn.Module, here: torch.device, computes: torch.dtype, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401
+    """Stand in for `Module.to`: the model stays where it computes, and is asked for nothing else.
+
+    Raises:
+        StreamedModelError: another device or dtype is asked for.
+    """
+    # Typed by torch as if a device and a dtype were always given.
+    asked: tuple[torch.device | None, torch.dtype | None] = torch._C._nn._parse_to(*args, **kwargs)[:2]
+    device, dtype = asked
+    is_here = device is None or (device.type == here.type and device.index in (None, here.index or 0))
+    if is_here and dtype in (None, computes):
+        return model
+    words = " and ".join(str(what) for what in asked if what is not None)
+    raise StreamedModelError(
+        f"the model was to move to {words}, but its weights stay on megatier's tiers and compute on {here} in "
+        f"{computes}. Leave out .to(), or call Accelerator.prepare without the model; tiers.device and compute_dtype "
+        "of megatier.stream choose another place."
+    )
+
+
+def _refuse_state_dict(_: nn.Module, __: str, keep_vars: bool) -> None:
+    # Whoever asks with keep_vars wants names and places, as `Streamed.state_dict` does, not the weights.
+    if not keep_vars:
+        raise StreamedModelError(
+            "the weights lie on megatier's tiers, not in the model: take them from Streamed.state_dict(), or write "
+            "them with Streamed.export(folder)."
+        )
+
+
+def _refuse_load(*_: object) -> NoReturn:
+    raise StreamedModelError(
+        "load_state_dict cannot reach the weights on megatier's tiers: take back a saved state with "
+        "Streamed.restore(folder), or give the weights to megatier.stream as a folder or a model in RAM."
+    )
