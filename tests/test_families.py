@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tiny_gradients import (
     BATCH,
     CHUNK,
@@ -191,6 +193,8 @@ RECURRENT = {
     "qwen4_exp_text": "linear_attention, an indexer over blocks of tokens",
 }
 """Families with layers that carry a state over the borders of documents, or join tokens of two."""
+if Version(transformers.__version__) < Version("5.17"):
+    RECURRENT["glm_moe_dsa"] = "an indexer that is right from transformers 5.17 on"
 NO_BALANCE = {name: {"router_aux_loss_coef": 0.0} for name in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")}
 """Routers are balanced over all tokens of a group."""
 BORDERS = torch.tensor([[9], [1], [16], [23]])

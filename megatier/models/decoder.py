@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
@@ -30,6 +31,9 @@ NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.
 
 JOINING = ("linear", "compressed", "heavily_compressed")
 """Beginnings of the names of kinds of attention that join tokens before they are masked."""
+
+INDEXER_MASKED = (5, 17)
+"""The first release of transformers in which the indexer of GLM-MoE-DSA chooses no masked token."""
 
 MOST_ROUND = 1 << 22
 """Elements of a parameter of a module around the layers, at most: 8 MiB in bf16."""
@@ -229,6 +233,11 @@ def check_stops_at_borders(model: PreTrainedModel) -> None:
     others = sorted({kind for kind in kinds if not kind.endswith("attention") or kind.startswith(JOINING)})
     if getattr(config, "indexer_compress_ratio", None):
         others.append("an indexer over blocks of tokens")
+
+    # Their indexer adds a mask of booleans to its scores, so it also chooses tokens that are masked.
+    release = tuple(int(number) for number in transformers.__version__.split(".")[:2])
+    if config.model_type == "glm_moe_dsa" and release < INDEXER_MASKED:
+        others.append("an indexer that is right from transformers 5.17 on")
     if others:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers ({', '.join(others)}) that do not stop at the borders of documents. "
