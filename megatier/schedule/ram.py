@@ -125,7 +125,8 @@ def _fill(
 ) -> RamShare:
     """Choose what RAM takes if the activations of these units lie on NVMe; see `fill_ram`."""
     passing_activations = activation_slots(spilled, budgets.ram, policy)
-    activations = sum(round_up(unit.activation_bytes) for unit in units if unit not in spilled)
+    names = frozenset(unit.name for unit in spilled)
+    activations = sum(round_up(unit.activation_bytes) for unit in units if unit.name not in names)
     taken = activations + total_bytes(passing_activations)
     waiting, spills_grads = _choose_waiting(taken, rest, shipped, budgets, policy)
     slots = [] if spills_grads else grad_slots(waiting, policy)
@@ -156,7 +157,7 @@ def _fill(
         waiting=frozenset(unit.name for unit in waiting),
         spills_grads=spills_grads,
         fixed_bytes=activations + held,
-        spilled_activations=frozenset(unit.name for unit in spilled),
+        spilled_activations=names,
     )
 
 

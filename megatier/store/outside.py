@@ -139,7 +139,7 @@ class Outside:
         for piece in self._pieces(block, extent, tensor, start):
             # An older step that was given up may still move these bytes of the extent, however that ends.
             first, stop = piece.span
-            older = [t for span, t in block.outside.items() if t is not None and overlap(span, piece.span)]
+            older = _last_moves(block, piece.span)
             copied = [self._lanes.to_ram(key, piece.passing, piece.outside, (), [*piece.slot.pending, *point])]
             write = partial(files.write, key, extent, first, stop, piece.address)
             written = self._lanes.submit("ram_to_nvme", key, stop - first, write, copied, older)
@@ -161,7 +161,7 @@ class Outside:
         for piece in self._pieces(block, extent, tensor, start):
             # The bytes are on NVMe once the write has ended well, so the read fails if that failed.
             first, stop = piece.span
-            written = [t for span, t in block.outside.items() if t is not None and overlap(span, piece.span)]
+            written = _last_moves(block, piece.span)
             fill = partial(files.read, key, extent, first, stop, piece.address)
             read = self._lanes.submit("nvme_to_ram", key, stop - first, fill, written, piece.slot.pending)
             assign(block.outside, piece.span, read)
@@ -211,3 +211,8 @@ class Outside:
         block, span = self._blocks.span(key, (start, start + outside.numel()))
         copy = block.find(Tier.RAM, span)
         return copy, self._copies.view(copy, span), outside, [*copy.in_use(), *self._lanes.point(key)]
+
+
+def _last_moves(block: Block, wanted: Span) -> list[Transfer]:
+    """The last moves between a part of a block on NVMe and memory outside; some may have ended."""
+    return [move for span, move in block.outside.items() if move is not None and overlap(span, wanted)]
