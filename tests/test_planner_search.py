@@ -76,7 +76,9 @@ def test_search_finds_what_trying_everything_finds(case: str) -> None:
     config, budgets = config_of(state), Budgets(64 * MIB, ram, 512 * MIB)
     model = skeleton_of(config.model)
     seconds = []
-    for _, wanted in searching._trials(model, config, rates, budgets, compiles=True, fixed=frozenset()):
+    for _, wanted in searching._trials(
+        config, searching.Asked(model=model, rates=rates, budgets=budgets, compiles=True)
+    ):
         try:
             trial = searching._fitted(wanted)
             placement = trial.placed()
@@ -93,7 +95,9 @@ def test_search_for_ranks_finds_what_trying_everything_finds() -> None:
     rates = replace(rates, gather_bytes_per_s=1e10, scatter_bytes_per_s=1e10, ranks_slowdown=0.2)
     config, budgets, world = config_of(state), Budgets(64 * MIB, ram, 512 * MIB), World(2)
     model = skeleton_of(config.model)
-    trials = searching._trials(model, config, rates, budgets, compiles=True, fixed=frozenset(), world=world)
+    trials = searching._trials(
+        config, searching.Asked(model=model, rates=rates, budgets=budgets, compiles=True, world=world)
+    )
     fitted = [(settings, searching._fitted(trial)) for settings, trial in trials]
     assert {settings["train.groups"] for settings, _ in fitted} == {2, 4, 8}
     assert {settings["tiers.streamed_share"] for settings, _ in fitted} == set(searching.STREAMED)
@@ -110,9 +114,8 @@ def test_search_cuts_no_mask_that_cannot_be_cut() -> None:
     config = config_of(state)
     model = replace(config.model, attention="flex_attention")
     config = replace(config, model=model, data=replace(config.data, cross_documents=False))
-    trials = searching._trials(
-        skeleton_of(config.model), config, rates, Budgets(64 * MIB, ram, 512 * MIB), compiles=True, fixed=frozenset()
-    )
+    skeleton, budgets = skeleton_of(config.model), Budgets(64 * MIB, ram, 512 * MIB)
+    trials = searching._trials(config, searching.Asked(model=skeleton, rates=rates, budgets=budgets, compiles=True))
     assert {settings["train.slices"] for settings, _ in trials} == {1}
 
 
@@ -131,7 +134,9 @@ def test_search_leaves_settings_that_were_given(given: dict[str, Any]) -> None:
     config = changed(config_of(state), given)
     model, fixed = skeleton_of(config.model), frozenset(given)
     budgets = Budgets(given.get("tiers.gpu", 64 * MIB), ram, 512 * MIB)
-    for settings, trial in searching._trials(model, config, rates, budgets, compiles=True, fixed=fixed):
+    for settings, trial in searching._trials(
+        config, searching.Asked(model=model, rates=rates, budgets=budgets, compiles=True, fixed=fixed)
+    ):
         assert {name: settings[name] for name in given if name != "tiers.gpu"}.items() <= given.items()
         assert trial.work.policy.generations == settings["tiers.generations"]
     choice = search(model, config, rates, budgets, compiles=True, fixed=fixed)
@@ -147,7 +152,9 @@ def test_search_with_updates_in_the_backward_finds_what_trying_everything_finds(
     model = skeleton_of(config.model)
     fitted = [
         searching._fitted(trial)
-        for _, trial in searching._trials(model, config, rates, budgets, compiles=True, fixed=frozenset())
+        for _, trial in searching._trials(
+            config, searching.Asked(model=model, rates=rates, budgets=budgets, compiles=True)
+        )
     ]
     least = min(trial.forecast(trial.placed()).seconds for trial in fitted)
     assert least <= search(model, config, rates, budgets, compiles=True).seconds <= least / (1 - WORTH)
@@ -158,9 +165,8 @@ def test_search_with_updates_in_the_backward_finds_what_trying_everything_finds(
 def test_search_tries_what_needs_the_norm_where_updates_wait_for_it(clip: float | None, guard: bool) -> None:
     rates, state, ram = CASES["a slow drive"]
     config = changed(config_of(state), {"train.clip": clip, "numerics.guard": guard})
-    trials = searching._trials(
-        skeleton_of(config.model), config, rates, Budgets(64 * MIB, ram, 512 * MIB), compiles=True, fixed=frozenset()
-    )
+    skeleton, budgets = skeleton_of(config.model), Budgets(64 * MIB, ram, 512 * MIB)
+    trials = searching._trials(config, searching.Asked(model=skeleton, rates=rates, budgets=budgets, compiles=True))
     policies = [trial.work.policy for _, trial in trials]
     waits = guard or clip is not None
     assert {policy.deferred for policy in policies} == {waits}

@@ -76,6 +76,18 @@ class Choice:
         return self.trial.seconds_range(self.placement, self.forecast)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """The run and the machine of a search, the same in all trials; see `search`."""
+
+    model: PreTrainedModel
+    rates: Rates
+    budgets: Budgets
+    compiles: bool
+    fixed: frozenset[str] = frozenset()
+    world: World = ALONE
+
+
 def search(
     model: PreTrainedModel,
     config: RunConfig,
@@ -101,10 +113,11 @@ def search(
         PlanError: no trial fits. This is the error of the last one.
         UnsupportedModelError: the model cannot be streamed.
     """
+    asked = Asked(model=model, rates=rates, budgets=budgets, compiles=compiles, fixed=fixed, world=world)
     can_cut = TILE not in fixed and config.model.tile_tokens is None and config.data.sequence_length > TILE_TOKENS
     whole: Choice | None = None
     try:
-        whole = _best(model, config, rates, budgets, compiles=compiles, fixed=fixed, world=world)
+        whole = _best(config, asked)
     except PlanError:
         if not can_cut:
             raise
@@ -113,9 +126,8 @@ def search(
 
     # Tiles repeat products and change bits. They come only for long sequences: where nothing fits without them, or
     # where the memory that they leave saves more than they cost.
-    with_tiles = changed(config, {TILE: TILE_TOKENS})
     try:
-        cut = _best(model, with_tiles, rates, budgets, compiles=compiles, fixed=fixed, world=world)
+        cut = _best(changed(config, {TILE: TILE_TOKENS}), asked)
     except PlanError:
         if whole is None:
             raise
@@ -125,18 +137,8 @@ def search(
     return replace(cut, settings={TILE: TILE_TOKENS, **cut.settings})
 
 
-def _best(
-    model: PreTrainedModel,
-    config: RunConfig,
-    rates: Rates,
-    budgets: Budgets,
-    *,
-    compiles: bool,
-    fixed: frozenset[str],
-    world: World,
-) -> Choice:
+def _best(config: RunConfig, asked: Asked) -> Choice:
     """Find the fastest settings that fit, with tiles of tokens as the config has them; see `search`."""
-    trials = _trials(model, config, rates, budgets, compiles=compiles, fixed=fixed, world=world)
     best: Choice | None = None
     refused: PlanError | None = None
     # Compute and placement of the trials so far: a forecast depends on nothing else. Mappings have no hash.
@@ -145,7 +147,7 @@ def _best(
     """The settings that fit, but for whether kept attention is offloaded."""
 
     # The sort is stable, so among trials with equal compute the simplest comes first.
-    for settings, wanted in sorted(trials, key=lambda one: one[1].compute_seconds):
+    for settings, wanted in sorted(_trials(config, asked), key=lambda one: one[1].compute_seconds):
         limit = best.seconds * (1 - WORTH) if best is not None else float("inf")
         if wanted.compute_seconds >= limit:
             break
@@ -156,7 +158,7 @@ def _best(
             continue
 
         try:
-            trial = wanted if "tiers.gpu" in fixed else _fitted(wanted)
+            trial = wanted if "tiers.gpu" in asked.fixed else _fitted(wanted)
             placement = trial.placed()
         except PlanError as error:
             refused = error
@@ -172,12 +174,13 @@ def _best(
         made = trial.forecast(placement)
         if made.seconds < limit:
             chosen = {**settings, "tiers.gpu": trial.budgets.gpu}
-            free = {name: value for name, value in chosen.items() if name not in fixed}
+            free = {name: value for name, value in chosen.items() if name not in asked.fixed}
             best = _choice(free, trial, placement, made, config)
 
     if best is None:
         assert refused is not None, "there is at least one trial"
-        raise with_parts(refused, model, config, rates, budgets, compiles=compiles, world=world)
+        run = asked.model, config, asked.rates, asked.budgets
+        raise with_parts(refused, *run, compiles=asked.compiles, world=asked.world)
     return best
 
 
@@ -190,20 +193,14 @@ def _choice(
     )
 
 
-def _trials(
-    model: PreTrainedModel,
-    config: RunConfig,
-    rates: Rates,
-    budgets: Budgets,
-    *,
-    compiles: bool,
-    fixed: frozenset[str],
-    world: World = ALONE,
-) -> Iterator[tuple[dict[str, Any], Trial]]:
+def _trials(config: RunConfig, asked: Asked) -> Iterator[tuple[dict[str, Any], Trial]]:
     """Yield a trial for each combination that the batch allows and that differs from the others, the simplest first."""
+    model, budgets, fixed, world = asked.model, asked.budgets, asked.fixed, asked.world
     units = cut_units(model, config.model.expert_parts)
-    for computed in _computed(config, compiles, fixed, world.ranks):
-        trial = Trial.of(model, units, changed(config, computed), rates, budgets, compiles=compiles, world=world)
+    for computed in _computed(config, asked.compiles, fixed, world.ranks):
+        trial = Trial.of(
+            model, units, changed(config, computed), asked.rates, budgets, compiles=asked.compiles, world=world
+        )
         # Where state lies changes nothing but the policy, so the skeleton is not read again.
         for placed in _placed(config, budgets, fixed, defers=trial.work.policy.deferred):
             # The settings of a placement are named as the fields of the policy are.
