@@ -47,6 +47,7 @@ class RankRun:
     steps: int = 3
     clip: float | None = 0.5
     expert_parts: int = 1
+    tile_tokens: int | None = None
     activations: Literal["keep", "recompute", "offload"] = "keep"
     frozen: tuple[str, ...] = ()
     learning_rate: float = 1e-2
@@ -127,6 +128,7 @@ def session_on_ranks(run: RankRun, place: Place, mount: Path) -> Iterator[Sessio
         fused_loss=False,
         loss_chunk=20,
         expert_parts=run.expert_parts,
+        tile_tokens=run.tile_tokens,
         compile=False,
     )
     skeleton = build_skeleton(config, model.attention)

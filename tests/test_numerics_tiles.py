@@ -301,6 +301,40 @@ def test_module_whose_tokens_depend_on_one_another_runs_whole(way: str, why: str
     assert all(torch.equal(a, b) for a, b in zip(tree_leaves(result), tree_leaves(expected), strict=True))
 
 
+def test_load_beside_weights_while_a_tile_runs_looks_like_no_change_of_them() -> None:
+    """All slots of an arena share a version counter, and lanes load into others while a backward computes."""
+    arena = torch.zeros(8192)
+
+    class Beside(Wide):
+        def forward(self, x: Tensor) -> Tensor:
+            result = super().forward(x)
+            with torch.no_grad():
+                arena[-1:].zero_()
+            return result
+
+    module, rows = Beside(), torch.randn(1, 40, 8)
+    slots = arena[:4096].view(2, -1)
+    for part, slot in zip((module.up, module.down), slots, strict=True):
+        part._parameters["weight"] = slot.view(part.weight.shape).copy_(part.weight.detach()).requires_grad_()
+
+    found = tiled(module, 16, rows)
+    assert found.is_cut
+    whole = rows.clone().requires_grad_()
+    [expected] = torch.autograd.grad(Wide.forward(module, whole).sum(), whole)
+    weights = [part.weight for part in (module.up, module.down)]
+    [grad, *_] = found.backward([rows], weights, [True] * 3, torch.ones_like(rows))
+    assert torch.allclose(grad, expected)
+
+
+def test_module_that_another_rank_could_not_cut_runs_whole_here_too() -> None:
+    rows = torch.randn(1, 40, 8)
+    found = tiled(Wide(), 16, rows)
+    assert found.is_cut
+    found.decide("it draws random numbers", is_cut=False)
+    assert found.why_whole == "it draws random numbers"
+    assert torch.equal(found.module(rows), Wide.forward(found.module, rows))  # type: ignore[arg-type]
+
+
 def test_module_that_draws_random_numbers_runs_whole() -> None:
     module = Drawing().eval()
     assert tiled(module, 16, torch.randn(1, 40, 4)).why_whole == "it draws random numbers"

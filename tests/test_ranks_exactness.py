@@ -110,6 +110,7 @@ RUNS = {
     "frozen": RankRun(frozen=("model.embed_tokens", "model.layers.0.self_attn", "model.layers.1.mlp")),
     "one unit trained": RankRun(groups=8, frozen=("model.embed_tokens", "model.layers.0", "model.layers.1")),
     "expert parts": RankRun(model="moe", expert_parts=3),
+    "tiles of tokens": RankRun(model="tied", tile_tokens=10),
     "routers in fp32": RankRun(model="routers"),
     "one round": RankRun(groups=2),
     "not clipped": RankRun(clip=None),

@@ -361,7 +361,7 @@ class Engine:
         # A few tokens do, unless the batch has more than tokens: images belong to some of them.
         is_text = all(value.shape == batch["input_ids"].shape for value in batch.values())
         few = {key: value[:1, :FEW_TOKENS] if is_text else value[:1] for key, value in batch.items()}
-        with torch.no_grad(), self.model.in_eval_mode(), self.model.trying_tiles(), self.evaluation():
+        with torch.no_grad(), self.model.in_eval_mode(), self.model.trying_tiles(self._crew), self.evaluation():
             self.model.loss(few, None)
         self._is_tried = True
 

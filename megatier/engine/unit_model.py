@@ -33,6 +33,7 @@ from megatier.numerics.compilation import Compilation
 from megatier.numerics.masters import weight_dtype
 from megatier.numerics.matmul import Fp32Products
 from megatier.numerics.optimizer import AdamW
+from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.tier import Activations
 
@@ -219,15 +220,24 @@ class UnitModel:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
 
     @contextmanager
-    def trying_tiles(self) -> Iterator[None]:
+    def trying_tiles(self, crew: Ranks | Alone) -> Iterator[None]:
         """Inside, run one forward without gradients: each module in tiles of tokens finds out whether it can be.
 
         Those that cannot run whole from then on, and a warning names them.
+
+        Args:
+            crew: all ranks, each of which comes here with a batch of its own.
         """
         found = [(node, name, tiled) for node in self.nodes for name, tiled in node.tiled.items()]
         for _, _, tiled in found:
             tiled.try_next(why_joined)
         yield
+
+        # Ranks have tried with other tokens, and have to compute alike. The first one has those with which a single
+        # process would have tried.
+        decided = crew.first(lambda: [(tiled.why_whole, tiled.is_cut) for _, _, tiled in found])
+        for (_, _, tiled), (why, is_cut) in zip(found, decided, strict=True):
+            tiled.decide(why, is_cut=is_cut)
 
         # Once for each kind of module, since layers are alike. Inside of one that runs in tiles, all get no more.
         whole: dict[str, str] = {}

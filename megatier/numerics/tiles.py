@@ -109,6 +109,11 @@ class TiledModule:
         """Find out with the arguments of the next call whether the module can run in tiles."""
         self._trial = trial
 
+    def decide(self, why_whole: str | None, *, is_cut: bool) -> None:
+        """Take over what another rank has found out about its own module of this name."""
+        self.why_whole = why_whole
+        self.is_cut = is_cut
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
         """Run the module's forward. In tiles, its arguments and its result are all that exists whole."""
         if self._trial is not None:
@@ -378,7 +383,9 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _leaves(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
     """The same tensors as leaves of a graph."""
-    return [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip(tensors, wanted, strict=True)]
+    # `.data`, for version counters of their own: all slots of an arena share one, and a load into a neighbour must not
+    # look like a change of weights that the graph of a tile has saved.
+    return [x.data.requires_grad_(is_wanted) for x, is_wanted in zip(tensors, wanted, strict=True)]
 
 
 def _chosen(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
