@@ -72,8 +72,10 @@ def test_init_of_what_is_not_there_writes_nothing(
     assert not Path("run.yaml").exists()
 
 
-def test_init_overwrites_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_overwrites_nothing_unasked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text("mine")
     assert main(["init", "model", "a.txt", "--output", "run.yaml"]) == 2
     assert "run.yaml exists already" in capsys.readouterr().err
     assert Path("run.yaml").read_text() == "mine"
+    assert main(["init", "model", "a.txt", "--output", "run.yaml", "--overwrite"]) == 0
+    assert load(Path("run.yaml")).model.path == "model"

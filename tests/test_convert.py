@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from megatier.cli import main
-from megatier.config.file import load
-from megatier.config.schema import RunConfig
 from megatier.convert.conversion import Conversion
 from megatier.convert.source import convert
 from megatier.errors import ConfigError
@@ -273,82 +270,41 @@ def test_convert_bad_input_is_refused(content: object, message: str, tmp_path: P
     assert message in str(refused.value)
 
 
-def run(folder: Path, content: object, *overrides: str) -> RunConfig:
-    """The config that the command writes."""
-    output = folder / "run.yaml"
-    assert main(["convert", str(written(folder, content)), "--output", str(output), *overrides]) == 0
-    return load(output, ())
-
-
-def test_convert_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = run(tmp_path, MEGATRAIN)
-    assert (config.train.batch, config.train.learning_rate) == (128, 2e-5)
-    text = capsys.readouterr().out
-    assert "carried over:\n  model.name: Qwen/Qwen2.5-7B-Instruct -> model.path: Qwen" in text
-    assert "not carried over:\n" in text
-
-
-def test_convert_takes_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = run(
-        tmp_path, INFINITY, "--model.path=m", "--data.files", "a,b", "--tiers.ram", "3GiB", "--train.steps=9000"
-    )
-    assert (config.model.path, config.data.files, config.tiers.ram) == ("m", ("a", "b"), 3 << 30)
-    assert (config.train.steps, config.train.groups) == (9000, 16)
-    assert "still needed" not in capsys.readouterr().out
-    assert "ram: 3GiB\n" in (tmp_path / "run.yaml").read_text()
-
-
-def test_convert_takes_a_dataset_and_a_model_config_in_place_of_paths(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--data.dataset=org/name", "--model.config.model_type=llama", "--data.tokenizer=bytes"]
-    config = run(tmp_path, INFINITY, *words)
-    assert (config.data.dataset, config.model.config) == ("org/name", {"model_type": "llama"})
-    assert "still needed" not in capsys.readouterr().out
-
-
-def test_convert_where_nothing_carries_over_writes_a_config_too(tmp_path: Path) -> None:
-    output = tmp_path / "run.yaml"
-    assert main(["convert", str(written(tmp_path, {"zero_optimization": {"stage": 2}})), "--output", str(output)]) == 0
-    assert load(output, ["--model.path=m", "--data.files=texts"]).train.batch == 8
-
-
-def test_convert_says_what_is_still_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "run.yaml"
-    assert main(["convert", str(written(tmp_path, Z3_OFFLOAD)), "--output", str(output)]) == 0
-    assert "still needed, in the file or on the command line: model.path, data.files\n" in capsys.readouterr().out
-    assert "# Still needed: model.path, data.files\n" in output.read_text()
-    words = ["--model.config.model_type=llama", "--data.files=texts", "--data.tokenizer=bytes"]
-    assert load(output, words).output.export_dtype == "bf16"
-
-
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "differing"),
     [
-        (MEGATRAIN.replace("max_grad_norm: 0.5", "max_grad_norm: -1"), "train.clip is -1.0; it must be above 0"),
         (
-            {"fp16": {}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2000}}},
-            "below train.steps 1000",
+            MEGATRAIN,
+            {
+                "model.dtype",
+                "model.attn_implementation",
+                "dataset.max_seq_len",
+                "training.gradient_accumulation_steps",
+                "training.weight_decay",
+            },
+        ),
+        (INFINITY, {"optimizer.params.weight_decay"}),
+        (
+            LLAMA_FACTORY,
+            {"cutoff_len", "per_device_train_batch_size", "template", "max_samples", "warmup_ratio"},
+        ),
+        (
+            {
+                "train_batch_size": "auto",
+                "fp16": {"enabled": True, "loss_scale": 0},
+                "optimizer": {"type": "AdamW", "params": {"lr": "auto", "bias_correction": False}},
+                "aio": {"block_size": 1},
+                "mine": 1,
+            },
+            {"train_batch_size", "fp16.enabled", "optimizer.params.lr", "optimizer.params.bias_correction", "mine"},
         ),
     ],
 )
-def test_convert_values_that_cannot_be_used_write_nothing(
-    content: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_convert_finds_the_keys_by_which_numbers_may_differ(
+    content: object, differing: set[str], tmp_path: Path
 ) -> None:
-    assert main(["convert", str(written(tmp_path, content)), "--output", str(tmp_path / "run.yaml")]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Settings on the command line may change that." in error
-    assert not (tmp_path / "run.yaml").exists()
-
-
-def test_convert_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, MEGATRAIN)
-    assert main(["convert", str(path), "--output", str(path)]) == 2
-    assert "exists already. Name another --output" in capsys.readouterr().err
-    assert path.read_text() == MEGATRAIN
-    assert main(["convert", str(tmp_path / "none"), "--output", str(tmp_path / "run.yaml")]) == 2
-    assert "cannot read" in capsys.readouterr().err
+    made = convert(written(tmp_path, content))
+    assert {finding.key for finding in made.findings if finding.differs} == differing
 
 
 def test_convert_llama_factory(tmp_path: Path) -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatier.cli.output import write_new
+from megatier.cli.output import add_config_output, write_config
 from megatier.config import file as config_file
 from megatier.config import text as config_text
-from megatier.convert.conversion import Conversion, Finding
+from megatier.convert.conversion import Conversion, Finding, Outcome
 from megatier.convert.source import convert
 from megatier.errors import ConfigError
+from megatier.foreign import shown
 
-TITLES = {
+TITLES: Mapping[Outcome, str] = {
     "carried": "carried over",
-    "default": "not set there, so at megatier's default",
+    "default": "left at megatier's default",
     "left": "not carried over",
 }
 NEEDED: Mapping[str, tuple[str, object]] = {
@@ -31,34 +33,43 @@ def run(argv: Sequence[str]) -> int:
     """Write the config and say what became of each key; returns 0 when the file is written."""
     parser = argparse.ArgumentParser(
         prog="megatier convert",
-        usage="%(prog)s FILE --output CONFIG.yaml [--section.key VALUE ...]",
-        description="Write a config of megatier from the YAML of LLaMA-Factory or MegaTrain, or from DeepSpeed's JSON, "
-        "and say of every key what it became, or why it was left out. The content of the file shows whose it is.",
+        usage="%(prog)s FILE --output CONFIG.yaml [--overwrite] [--section.key VALUE ...]",
+        description="Write a config of megatier from the YAML of LLaMA-Factory or MegaTrain, or from DeepSpeed's JSON. "
+        "The content of the file shows whose it is. Comments at the end of the config say of every key what it became, "
+        "or why it was left out; those by which the run's numbers may differ are printed as well.",
         epilog="example: megatier convert ds.json --output run.yaml --model.path my/model --data.files my/texts",
     )
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="config of one of them; settings on the command line win"
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="CONFIG.yaml", help="the file to write; it must not exist yet"
-    )
+    add_config_output(parser)
 
     options, overrides = parser.parse_known_args(argv)
+    _check_output(options)
     made = convert(options.file)
     sections, names, needed = _checked(made, overrides)
 
-    head = f"# From {made.trainer}'s {options.file.name}, by `megatier convert`.\n"
+    head = [f"From {made.trainer}'s {shown(options.file.name)}, by `megatier convert`."]
     if needed:
-        head += f"# Still needed: {', '.join(needed)}\n"
-    write_new(options.output, head + config_text.write(sections, names, {}))
+        head.append(f"Still needed: {', '.join(needed)}")
+    text = _comments(head) + config_text.write(sections, names, {}) + "\n" + _comments(_account(made.findings))
+    write_config(options.output, text, overwrites=options.overwrite)
 
-    print(*_report(made.findings), sep="\n")
+    print(*_summary(made, options.output), sep="\n")
     if needed:
         print(f"still needed, in the file or on the command line: {', '.join(needed)}")
-    print(
-        f"{options.output} is written; `megatier config show {options.output}` also shows the settings at their default"
-    )
     return 0
+
+
+def _check_output(options: argparse.Namespace) -> None:
+    """Refuse to replace the file that is converted.
+
+    Raises:
+        ConfigError: both are one file.
+    """
+    exist = options.output.exists() and options.file.exists()
+    if options.overwrite and exist and options.output.samefile(options.file):
+        raise ConfigError(f"{options.output} is the file that is converted. Name another --output CONFIG.yaml.")
 
 
 def _checked(
@@ -89,8 +100,26 @@ def _checked(
         ) from error
 
 
-def _report(findings: Sequence[Finding]) -> Iterator[str]:
+def _summary(made: Conversion, output: Path) -> Iterator[str]:
+    """What was converted, and the keys that a user should look at."""
+    counts = Counter(finding.outcome for finding in made.findings)
+    said = ", ".join(f"{counts[outcome]} {title}" for outcome, title in TITLES.items() if counts[outcome])
+    yield f"{output} is written, from {made.trainer}'s {made.source}. Keys: {said or 'none'}."
+
+    if differing := [finding for finding in made.findings if finding.differs]:
+        yield f"By these the numbers may differ from those of a run of {made.trainer}:"
+        yield from (f"  {finding}" for finding in differing)
+    if others := len(made.findings) - len(differing):
+        yield f"{others} {'other stands' if others == 1 else 'others stand'} in the file, as comments at its end."
+
+
+def _account(findings: Sequence[Finding]) -> Iterator[str]:
+    """What became of every key."""
     for outcome, title in TITLES.items():
         if lines := [f"  {finding}" for finding in findings if finding.outcome == outcome]:
-            yield f"{title}:"
+            yield f"{title.capitalize()}:"
             yield from lines
+
+
+def _comments(lines: Iterable[str]) -> str:
+    return "".join(f"# {line}\n" for line in lines)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatier.cli.output import write_new
+from megatier.cli.output import add_config_output, write_config
 from megatier.config import file as config_file
 from megatier.config import text as config_text
 from megatier.config.data_section import BYTE_TOKENIZER, DATASET_INFO, PYTHON_STDLIB, DataConfig
@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     """Write the config; returns 0 when the file is written."""
     parser = argparse.ArgumentParser(
         prog="megatier init",
-        usage="%(prog)s MODEL DATA --output CONFIG.yaml [--nvme DIR[:SIZE],...]",
+        usage="%(prog)s MODEL DATA --output CONFIG.yaml [--nvme DIR[:SIZE],...] [--overwrite]",
         description="Write a config for a run that trains a model on a dataset, with the budgets of this machine and a "
         "comment for each setting.",
         epilog="example: megatier init my/model my/chats.jsonl --output run.yaml --nvme /mnt/a",
@@ -44,9 +44,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "data", metavar="DATA", help="files, folders or globs, with commas between them; or a dataset's id on the hub"
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="CONFIG.yaml", help="the file to write; it must not exist yet"
-    )
+    add_config_output(parser)
     parser.add_argument(
         "--nvme", default="", metavar="DIR[:SIZE],...", help="drives that state may spill to (default: none)"
     )
@@ -71,9 +69,8 @@ def run(argv: Sequence[str]) -> int:
 
     # What is written is a config that loads.
     sections = config_file.to_dict(config_file.from_dict(tree))
-    write_new(
-        options.output, HEAD.format(path=options.output) + config_text.write(sections, settings, _remarks(settings))
-    )
+    text = HEAD.format(path=options.output) + config_text.write(sections, settings, _remarks(settings))
+    write_config(options.output, text, overwrites=options.overwrite)
     print(f"{options.output} is written; next, `megatier plan {options.output}` says whether it fits")
     return 0
 

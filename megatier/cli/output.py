@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,17 +29,32 @@ def write_text(path: Path, text: str, option: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}. Name another {option}.") from error
 
 
-def write_new(path: Path, text: str) -> None:
-    """Write a config that does not exist yet.
+def add_config_output(parser: argparse.ArgumentParser) -> None:
+    """Add the options `--output` and `--overwrite` of a command that makes a config, which `write_config` takes."""
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="CONFIG.yaml", help="the file to write; it must not exist yet"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+
+
+def write_config(path: Path, text: str, *, overwrites: bool) -> None:
+    """Write a config that a command has made.
+
+    Args:
+        path: the file.
+        text: its text.
+        overwrites: whether a file of this name is replaced.
 
     Raises:
-        ConfigError: there is a file of this name, or it cannot be written.
+        ConfigError: there is a file of this name that is to stay, or it cannot be written.
     """
     try:
-        with path.open("x", encoding="utf-8") as file:
+        with path.open("w" if overwrites else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"{path} exists already. Name another --output CONFIG.yaml.") from None
+        raise ConfigError(
+            f"{path} exists already. Add --overwrite to replace it, or name another --output CONFIG.yaml."
+        ) from None
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}. Name another --output CONFIG.yaml.") from error
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatier.config.schema import SECTIONS
 from megatier.errors import ConfigError
+
+Outcome = Literal["carried", "default", "left"]
 
 AUTO = "auto"
 """Stands for a value that Hugging Face fills in from its own arguments, which such a file does not hold."""
@@ -17,6 +19,8 @@ FIGURE_MAX = 1e18
 """Larger numbers are refused, since nobody means them."""
 DEPTH_MAX = 20
 """Levels of sections within sections."""
+NUMERIC = ("train.", "data.", "model.")
+"""Sections of ours that change a run's numbers. Tiers and output never do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +31,12 @@ class Finding:
     """Its dotted name in the source."""
     value: str
     """The value as the file has it."""
-    outcome: Literal["carried", "default", "left"]
+    outcome: Outcome
     """Whether it was carried to settings of ours, left them at their default, or has no counterpart."""
     words: str
     """The settings to which it was carried, the default that stands, or the reason why it was left."""
+    differs: bool
+    """Whether the new run's numbers may differ from the other trainer's because of it."""
 
     def __str__(self) -> str:
         """Return the finding as one line."""
@@ -132,7 +138,7 @@ class Conversion:
 
     # ------------------------------------------------------------------ findings
 
-    def carry(self, key: str, settings: Mapping[str, object], remark: str = "") -> None:
+    def carry(self, key: str, settings: Mapping[str, object], remark: str = "", *, differs: bool = False) -> None:
         """Carry the key's value to these settings. Without any, the value is what megatier always does.
 
         The file need not give the key: then the default of the other trainer is carried.
@@ -140,7 +146,7 @@ class Conversion:
         # A later carry overrides an earlier one, as keys of the source override each other.
         self.settings |= settings
         where = ", ".join(f"{name}: {_written(value)}" for name, value in settings.items())
-        self._found(key, "carried", "; ".join(filter(None, (where, remark))))
+        self._found(key, "carried", "; ".join(filter(None, (where, remark))), differs=differs)
 
     def default(self, key: str, *settings: str) -> None:
         """Leave the settings at their defaults, because the key says `auto` or null."""
@@ -149,38 +155,47 @@ class Conversion:
             section, _, name = setting.partition(".")
             value = SECTIONS[section].__dataclass_fields__[name].default
             words.append(f"{setting} stays at its default, {_written(value)}")
-        self._found(key, "default", "; ".join(words))
+        # What Hugging Face or the other trainer would have taken may be another value.
+        self._found(key, "default", "; ".join(words), differs=any(name.startswith(NUMERIC) for name in settings))
 
-    def leave(self, key: str, why: str) -> None:
+    def leave(self, key: str, why: str, *, differs: bool = False) -> None:
         """Note that the key has no counterpart."""
-        self._found(key, "left", why)
+        self._found(key, "left", why, differs=differs)
 
-    def send(self, key: str, setting: str, value: object, remark: str = "") -> None:
+    def send(self, key: str, setting: str, value: object, remark: str = "", *, differs: bool = False) -> None:
         """Carry a value that was read, or note that the default stands. Does nothing if the file has no such key."""
         if not self.has(key):
             return
         if self.raw(key) is None:
             self.default(key, setting)
         else:
-            self.carry(key, {setting: value}, remark)
+            self.carry(key, {setting: value}, remark, differs=differs)
 
     def leave_below(self, section: str, why: str) -> None:
-        """Leave all keys of a section that are still waiting."""
+        """Leave all keys of a section that are still waiting, whose counterparts change numbers."""
         for key in [key for key in self._waiting if key.startswith(f"{section}.")]:
-            self.leave(key, why)
+            self.leave(key, why, differs=True)
 
-    def leave_rest(self, reasons: Mapping[str, str]) -> None:
-        """Give a reason for all keys still waiting, by the key or what it lies in."""
+    def leave_rest(self, reasons: Mapping[str, str], differing: Collection[str]) -> None:
+        """Give a reason for all keys still waiting, by the key or what it lies in.
+
+        Args:
+            reasons: by name.
+            differing: those of the names without whose keys the run's numbers may differ.
+        """
         for key in list(self._waiting):
             parts = key.split(".")
             # The longest name comes first, so that the reason of a key goes before the reason of its section.
             names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-            known = [reasons[name] for name in names if name in reasons]
-            self.leave(key, known[0] if known else f"no key of {self.trainer} that is known here")
+            known = next((name for name in names if name in reasons), None)
+            if known is None:
+                self.leave(key, f"no key of {self.trainer} that is known here", differs=True)
+            else:
+                self.leave(key, reasons[known], differs=known in differing)
 
-    def _found(self, key: str, outcome: Literal["carried", "default", "left"], words: str) -> None:
+    def _found(self, key: str, outcome: Outcome, words: str, *, differs: bool) -> None:
         value = _written(self._waiting.pop(key)) if key in self._waiting else "(not given)"
-        self.findings.append(Finding(key=key, value=value, outcome=outcome, words=words))
+        self.findings.append(Finding(key=key, value=value, outcome=outcome, words=words, differs=differs))
 
 
 def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:

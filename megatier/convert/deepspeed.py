@@ -98,6 +98,23 @@ REASONS = {
     f"{ZERO}.leaf_module": "a decoder layer is always fetched whole",
     f"{ZERO}.load_from_fp32_weights": FP32_STATE,
 }
+DIFFERING = {
+    "sparse_gradients",
+    "communication_data_type",
+    "data_types",
+    "amp",
+    "torch_autocast",
+    "optimizer",
+    "scheduler",
+    "curriculum_learning",
+    "data_efficiency",
+    "progressive_layer_drop",
+    "compression_training",
+    "sparse_attention",
+    "quantize_training",
+    f"{ZERO}.zenflow",
+}
+"""Those without which a run's numbers may differ."""
 for _offload in OFFLOADS:
     REASONS |= {
         _offload: BUDGETS,
@@ -127,7 +144,7 @@ def convert(made: Conversion) -> None:
     _schedule(made)
     _tiers(made)
     _output(made)
-    made.leave_rest(REASONS)
+    made.leave_rest(REASONS, DIFFERING)
 
 
 def _batch(made: Conversion) -> None:
@@ -151,7 +168,7 @@ def _batch(made: Conversion) -> None:
         made.carry(names[0], {"train.batch": batch}, "" if whole else "from the other two")
     if batch is None:
         if passes:
-            made.leave(names[2], "the batch is not given: set train.batch, and train.groups to this")
+            made.leave(names[2], "the batch is not given: set train.batch, and train.groups to this", differs=True)
     elif micro:
         words = f"passes of {micro} sequences, together {batch}"
         made.carry(names[1], {"train.batch": batch, "train.groups": batch // micro}, words)
@@ -178,7 +195,8 @@ def _precision(made: Conversion) -> None:
     if bf16:
         made.carry(name, {"model.compute_dtype": "bf16"})
     elif fp16:
-        made.leave("fp16.enabled", "model.compute_dtype stays bf16, which has the range of fp32: no loss scaling")
+        why = "model.compute_dtype stays bf16, which has the range of fp32: no loss scaling"
+        made.leave("fp16.enabled", why, differs=True)
     elif not any(is_open) and (bf16, fp16) != (None, None):
         # Neither is on, and neither is left open: DeepSpeed computes in fp32 then.
         made.carry("fp16.enabled" if bf16 is None else name, {"model.compute_dtype": "fp32"}, "neither is on")
@@ -195,7 +213,7 @@ def _optimizer(made: Conversion) -> None:
     kind = made.text("optimizer.type")
     decays_apart = made.raw("optimizer.params.adam_w_mode") is not False
     if kind is not None and (kind.lower() not in ("adam", "adamw") or not decays_apart):
-        made.leave("optimizer.type", "AdamW trains instead: set train.learning_rate")
+        made.leave("optimizer.type", "AdamW trains instead: set train.learning_rate", differs=True)
         made.leave_below("optimizer", "a setting of another optimizer than AdamW")
         return
 
@@ -214,8 +232,9 @@ def _optimizer(made: Conversion) -> None:
 
     for name, setting in (("lr", "learning_rate"), ("eps", "eps"), ("weight_decay", "weight_decay")):
         key = f"optimizer.params.{name}"
-        remark = "not of biases and norms, as Hugging Face does it" if name == "weight_decay" else ""
-        made.send(key, f"train.{setting}", made.number(key), remark)
+        decays = name == "weight_decay"
+        remark = "not of biases and norms, as Hugging Face does it" if decays else ""
+        made.send(key, f"train.{setting}", made.number(key), remark, differs=decays)
 
 
 def _schedule(made: Conversion) -> None:
@@ -224,7 +243,8 @@ def _schedule(made: Conversion) -> None:
     if kind is None:
         return
     if kind not in SCHEDULES:
-        made.leave("scheduler.type", f"only {', '.join(SCHEDULES)} have a counterpart: set train.schedule")
+        why = f"only {', '.join(SCHEDULES)} have a counterpart: set train.schedule"
+        made.leave("scheduler.type", why, differs=True)
         made.leave_below("scheduler", "a setting of that schedule")
         return
 
@@ -234,12 +254,13 @@ def _schedule(made: Conversion) -> None:
     # DeepSpeed's own default is a logarithmic warm-up, so a file that does not name one has that.
     is_linear = made.text(f"{params}.warmup_type", "linear", "log", AUTO) == "linear"
     words = "" if is_linear else "rising in a straight line, not logarithmically"
-    made.send(f"{params}.warmup_num_steps", "train.warmup_steps", made.count(f"{params}.warmup_num_steps", 0), words)
+    steps = made.count(f"{params}.warmup_num_steps", 0)
+    made.send(f"{params}.warmup_num_steps", "train.warmup_steps", steps, words, differs=not is_linear)
 
     if is_linear:
         made.carry(f"{params}.warmup_type", {}, "as here")
     elif made.has(f"{params}.warmup_type"):
-        made.leave(f"{params}.warmup_type", "the learning rate rises in a straight line")
+        made.leave(f"{params}.warmup_type", "the learning rate rises in a straight line", differs=True)
 
     peak = made.number(f"{params}.warmup_max_lr")
     words = "goes before optimizer.params.lr, as in DeepSpeed" if "train.learning_rate" in made.settings else ""
@@ -249,7 +270,7 @@ def _schedule(made: Conversion) -> None:
         if made.number(key) == 0:
             made.carry(key, {}, "as here")
         elif made.has(key):
-            made.leave(key, "the learning rate rises from 0")
+            made.leave(key, "the learning rate rises from 0", differs=True)
 
     if kind == "WarmupCosineLR":
         key = f"{params}.cos_min_ratio"

@@ -62,6 +62,22 @@ REASONS = {
     "enable_liger_kernel": "head and loss are one, chunk by chunk (model.fused_loss)",
     "data_seed": "data.seed sets the order of the text",
 }
+DIFFERING = {
+    "eval_dataset",
+    "template",
+    "max_samples",
+    "packing",
+    "train_on_prompt",
+    "mask_history",
+    "fp16",
+    "pure_bf16",
+    "warmup_ratio",
+    "freeze_vision_tower",
+    "freeze_multi_modal_projector",
+    "optim",
+    "data_seed",
+}
+"""Those without which a run's numbers may differ."""
 
 
 def convert(made: Conversion) -> None:
@@ -76,7 +92,7 @@ def convert(made: Conversion) -> None:
     _steps(made)
     _optimizer(made)
     _output(made)
-    made.leave_rest(REASONS)
+    made.leave_rest(REASONS, DIFFERING)
 
 
 def _kind(made: Conversion) -> None:
@@ -104,7 +120,8 @@ def _model(made: Conversion) -> None:
     if attention in ATTENTION:
         made.carry("flash_attn", {"model.attention": ATTENTION[attention]})
     elif made.has("flash_attn"):
-        made.leave("flash_attn", "model.attention stays sdpa, which keeps documents apart (docs/data.md)")
+        why = "model.attention stays sdpa, which keeps documents apart (docs/data.md)"
+        made.leave("flash_attn", why, differs=True)
 
 
 def _data(made: Conversion) -> None:
@@ -119,12 +136,13 @@ def _data(made: Conversion) -> None:
             made.carry("dataset_dir", {}, "see dataset")
 
     length = made.count("cutoff_len", 2) or 2048
-    made.carry("cutoff_len", {"data.sequence_length": length}, "sequences are packed, and longer documents are cut")
+    words = "sequences are packed, and longer documents are cut"
+    made.carry("cutoff_len", {"data.sequence_length": length}, words, differs=True)
     share = made.number("val_size")
     if share is not None and 0 <= share < 1:
         made.carry("val_size", {"data.holdout_fraction": share})
     elif made.has("val_size"):
-        made.leave("val_size", "data.holdout_fraction is a share of the documents, below 1")
+        made.leave("val_size", "data.holdout_fraction is a share of the documents, below 1", differs=True)
     else:
         made.carry("val_size", {"data.holdout_fraction": 0.0})
 
@@ -134,7 +152,7 @@ def _steps(made: Conversion) -> None:
     each = made.count("per_device_train_batch_size") or 8
     groups = made.count("gradient_accumulation_steps") or 1
     words = "of one device; several have as many each"
-    made.carry("per_device_train_batch_size", {"train.batch": each * groups}, words)
+    made.carry("per_device_train_batch_size", {"train.batch": each * groups}, words, differs=True)
     made.carry("gradient_accumulation_steps", {"train.groups": groups})
 
     steps = made.number("max_steps")
@@ -170,7 +188,7 @@ def _optimizer(made: Conversion) -> None:
     if name in SCHEDULES:
         made.carry("lr_scheduler_type", {"train.schedule": SCHEDULES[name]})
     else:
-        made.leave("lr_scheduler_type", "train.schedule is constant, linear or cosine")
+        made.leave("lr_scheduler_type", "train.schedule is constant, linear or cosine", differs=True)
 
     # Both are given only if the ratio is to be overruled.
     warmup = made.count("warmup_steps", 0)

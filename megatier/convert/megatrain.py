@@ -15,6 +15,8 @@ REASONS = {
     "logging": "metrics.jsonl has loss, times and memory of every step",
     "dataset.num_workers": "the text is tokenised once, before the first step",
 }
+DIFFERING = {"vlm"}
+"""Those without which a run's numbers may differ."""
 
 
 def convert(made: Conversion) -> None:
@@ -27,19 +29,18 @@ def convert(made: Conversion) -> None:
     _data(made)
     _steps(made)
     _optimizer(made)
-    made.leave_rest(REASONS)
+    made.leave_rest(REASONS, DIFFERING)
 
 
 def _model(made: Conversion) -> None:
     made.send("model.name", "model.path", made.text("model.name"))
     dtype = made.text("model.dtype", "bfloat16", "float16", "float32")
     if dtype == "float16":
-        made.leave("model.dtype", "model.compute_dtype stays bf16, which needs no loss scaling")
+        made.leave("model.dtype", "model.compute_dtype stays bf16, which needs no loss scaling", differs=True)
     else:
         compute = "fp32" if dtype == "float32" else "bf16"
-        made.send(
-            "model.dtype", "model.compute_dtype", compute, "masters and moments are fp32, which MegaTrain's are not"
-        )
+        words = "masters and moments are fp32, which MegaTrain's are not"
+        made.send("model.dtype", "model.compute_dtype", compute, words, differs=True)
 
     devices = made.raw("model.devices")
     # A list of several means that each takes its part of the batch.
@@ -51,7 +52,7 @@ def _model(made: Conversion) -> None:
     attention = made.text("model.attn_implementation", *ATTENTION)
     if attention == "flash_attention_2":
         why = "it does not stop at the borders of documents; model.attention stays sdpa (docs/data.md)"
-        made.leave("model.attn_implementation", why)
+        made.leave("model.attn_implementation", why, differs=True)
     else:
         made.send("model.attn_implementation", "model.attention", attention)
 
@@ -65,16 +66,19 @@ def _data(made: Conversion) -> None:
         _conversations(made, path)
 
     length = made.count("dataset.max_seq_len", 2)
-    made.send("dataset.max_seq_len", "data.sequence_length", length, "sequences are packed, not filled up")
+    words = "sequences are packed, not filled up"
+    made.send("dataset.max_seq_len", "data.sequence_length", length, words, differs=True)
     if made.raw("dataset.system_prompt"):
-        made.leave("dataset.system_prompt", "write it into the records (their system key), or into data.chat_template")
+        why = "write it into the records (their system key), or into data.chat_template"
+        made.leave("dataset.system_prompt", why, differs=True)
     elif made.has("dataset.system_prompt"):
         made.carry("dataset.system_prompt", {}, "none, as here")
 
     if made.flag("dataset.train_on_prompt"):
-        made.leave("dataset.train_on_prompt", "of conversations only the assistant's turns are learnt")
+        made.leave("dataset.train_on_prompt", "of conversations only the assistant's turns are learnt", differs=True)
     elif made.has("dataset.train_on_prompt"):
-        made.carry("dataset.train_on_prompt", {}, "as here, where all turns of the assistant are learnt, not the last")
+        words = "as here, where all turns of the assistant are learnt, not the last"
+        made.carry("dataset.train_on_prompt", {}, words, differs=True)
 
 
 def _registered(made: Conversion, name: str) -> None:
@@ -103,7 +107,7 @@ def _conversations(made: Conversion, path: str) -> None:
 
     columns = f'{{"prompt": "{query}", "response": "{response}"}}'
     why = f"data.chat: alpaca reads instruction and output; a dataset_info.json with columns {columns} names others"
-    made.leave("dataset.query_field", why)
+    made.leave("dataset.query_field", why, differs=True)
     made.leave("dataset.response_field", "see dataset.query_field")
 
 
@@ -117,7 +121,7 @@ def _steps(made: Conversion) -> None:
     made.carry("training.batch_size", {"train.batch": batch * groups}, words)
     if made.has("training.gradient_accumulation_steps"):
         words = "" if groups == 1 else "their gradients are averaged; MegaTrain's are added up, so its norms are larger"
-        made.carry("training.gradient_accumulation_steps", {"train.groups": groups}, words)
+        made.carry("training.gradient_accumulation_steps", {"train.groups": groups}, words, differs=groups > 1)
     words = "" if groups == 1 else f"MegaTrain counts micro-batches, {groups} a step"
     # A run shorter than one step of ours still makes one.
     made.carry("training.num_steps", {"train.steps": max(1, steps // groups)}, words)
@@ -140,11 +144,12 @@ def _optimizer(made: Conversion) -> None:
         ("optimizer.eps", "train.eps", 1e-8),
     ):
         value = made.number(key)
-        remark = "not of biases and norms, which MegaTrain decays too" if key == "training.weight_decay" else ""
-        made.carry(key, {setting: default if value is None else value}, remark)
+        decays = key == "training.weight_decay"
+        remark = "not of biases and norms, which MegaTrain decays too" if decays else ""
+        made.carry(key, {setting: default if value is None else value}, remark, differs=decays)
 
     kind = made.text("optimizer.type")
     if kind in ("deepspeed_adam", "adamw"):
         made.carry("optimizer.type", {}, "AdamW, the one optimizer here")
     elif kind is not None:
-        made.leave("optimizer.type", "AdamW is the one optimizer here")
+        made.leave("optimizer.type", "AdamW is the one optimizer here", differs=True)
