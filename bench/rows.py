@@ -175,8 +175,28 @@ ROWS = {
         model={"saved_share": 0.0, "loss_chunk": 2048, "tile_tokens": 16_384},
         train={"activations": "offload", "kept_attention": True},
     ),
+    23: Run(
+        shape="8b",
+        batch=1,
+        sequence=32_768,
+        what="GPU 24 GiB, 32,768 tokens in a sequence",
+        tiers=FREE | {"gpu": 11 * GIB // 2, "gpu_limit": 24 * GIB},
+        model={"saved_share": 0.0, "loss_chunk": 2048},
+        train={"activations": "offload", "kept_attention": True},
+    ),
+    24: Run(
+        shape="8b",
+        batch=1,
+        sequence=262_144,
+        what="one sequence, attention kept, inputs of layers in RAM and on NVMe",
+        tiers=FREE | {"gpu": 5 * GIB},
+        nvme=56 * GIB,
+        model={"saved_share": 0.0, "loss_chunk": 2048},
+        train={"activations": "offload", "kept_attention": True},
+    ),
 }
-"""The rows by number. 9 is the second half of row 8, 11 to 16 have state on NVMe, and 19 to 22 have long sequences."""
+"""The rows by number. 9 is the second half of row 8, 11 to 16 have state on NVMe, 19 to 24 have long sequences, and 24
+has activations on NVMe."""
 
 
 def config_of(run: Run, deterministic: bool, directory: Path | None) -> RunConfig:
