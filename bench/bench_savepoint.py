@@ -6,6 +6,11 @@ that does not lie on NVMe, and the checksums of the rest. The time includes remo
 while a checkpoint is written; this benchmark waits for it.
 
 python bench/bench_savepoint.py --directory DIR [--layers 1] [--rounds 5] [--output FILE.json]
+
+Under torchrun the ranks share the state, and write and read it together. A time lasts from when all ranks are ready
+until all are done; the first rank prints and writes.
+
+torchrun --standalone --nproc-per-node 2 bench/bench_savepoint.py --directory DIR --layers 8 --rounds 3
 """
 
 from __future__ import annotations
@@ -29,7 +34,10 @@ from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
 from megatier.checkpoint.savepoint import Savepoint, drop_savepoint, save_savepoint
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.hardware import device_for
 from megatier.models.decoder import build_skeleton
+from megatier.ranks.channel import Alone
+from megatier.ranks.ranks import Ranks, joined
 from megatier.session.session import Session
 from megatier.tier import Tier
 
@@ -43,55 +51,85 @@ PREDICTION = (
 )
 
 
-def open_session(options: argparse.Namespace, homes: str) -> Session:
+def open_session(options: argparse.Namespace, homes: str, ranks: Ranks | None) -> Session:
     """Open a model with a part of the 3B shape's layers. With two homes the weights lie in RAM."""
     config = llama_config(SHAPES["3b"], 1024)
     config.num_hidden_layers = options.layers
     config.vocab_size = 32000
     skeleton = build_skeleton(config, "sdpa")
     size = sum(parameter.numel() for parameter in skeleton.parameters())
-    # For each parameter: state at home in RAM (0, 2 or 12 bytes), and room for gradients and slots.
+    num_ranks = 1 if ranks is None else ranks.size
+
+    # For each parameter: state at home in RAM (0, 2 or 12 bytes), and room for gradients and slots. RAM and NVMe are
+    # those of all ranks, whose slots come to more than one rank's.
     bytes_in_ram = {"nvme": 4, "ram,nvme": 6, "ram": 14}[homes]
+    slack = num_ranks * GIB
     tiers = TiersConfig(
         device=options.device,
         state=tuple(homes.split(",")),
         gpu=6 * GIB,
-        ram=bytes_in_ram * size + GIB,
-        nvme=(f"{options.directory}:{24 * size + GIB}",) if "nvme" in homes else (),
+        ram=bytes_in_ram * size + slack,
+        nvme=(f"{options.directory}:{24 * size + slack}",) if "nvme" in homes else (),
         generations=2 if "nvme" in homes else 1,
     )
     model = ModelConfig(config={"model_type": "llama"})
-    session = Session(skeleton, model, tiers, TrainConfig(batch=1), NumericsConfig(), 1024, savepoints=True)
+    train = TrainConfig(batch=num_ranks, groups=num_ranks)
+    session = Session(skeleton, model, tiers, train, NumericsConfig(), 1024, savepoints=True, ranks=ranks)
     session.load(RandomWeights())
     return session
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """Return the seconds that one call takes."""
+def seconds_of(crew: Ranks | Alone, work: Callable[[], object]) -> float:
+    """Return the seconds from when all ranks are ready until the work is done on all of them."""
+    crew.agree(None)
     began = time.perf_counter()
     work()
+    crew.agree(None)
     return time.perf_counter() - began
 
 
 def timed_round(session: Session, run: Path, step: int) -> dict[str, float]:
     """Seconds of saving and restoring in both ways. Which of them comes first changes from round to round."""
+    crew = session.ranks or Alone()
     found: dict[str, float] = {}
 
     def checkpoint() -> None:
         folder = run / "a" / CHECKPOINT_FOLDER
-        found["checkpoint_s"] = seconds_of(lambda: CheckpointWriter(session, folder, step, RUN, 1).wait())
-        found["restore_checkpoint_s"] = seconds_of(lambda: restore(session, folder / f"step-{step:08d}"))
+        path = folder / f"step-{step:08d}"
+        found["checkpoint_s"] = seconds_of(crew, lambda: CheckpointWriter(session, folder, step, RUN, 1).wait())
+        found["restore_checkpoint_s"] = seconds_of(crew, lambda: restore(session, path))
 
     def savepoint() -> None:
         folder = run / "b" / SAVEPOINT_FOLDER
-        found["savepoint_s"] = seconds_of(lambda: save_savepoint(session, folder, step, RUN))
+        found["savepoint_s"] = seconds_of(crew, lambda: save_savepoint(session, folder, step, RUN))
         made = Savepoint.last(folder.parent)
         assert made is not None
-        found["restore_savepoint_s"] = seconds_of(lambda: made.restore(session))
+        found["restore_savepoint_s"] = seconds_of(crew, lambda: made.restore(session))
 
     for work in (checkpoint, savepoint) if step % 2 else (savepoint, checkpoint):
         work()
     return found
+
+
+def measure(options: argparse.Namespace, homes: str, ranks: Ranks | None) -> dict[str, Any]:
+    """Return what the rounds of one home took, with their medians; all ranks call it."""
+    crew = ranks or Alone()
+    run = options.directory / "run"
+    if crew.rank == 0:
+        for name in ("a", "b"):  # a run would have the newer one alone
+            (run / name).mkdir(parents=True)
+
+    with open_session(options, homes, ranks) as session:
+        rounds = [timed_round(session, run, 1 + number) for number in range(options.rounds)]
+        own = {str(tier): size for tier, size in session.placement.state_bytes.items() if tier is not Tier.GPU}
+        drop_savepoint(session, run / "b" / SAVEPOINT_FOLDER)
+        state = crew.agree(own)
+        size = checkpoint_bytes(session.wholes)
+
+    crew.first(lambda: shutil.rmtree(run))
+    medians = {key: median(each[key] for each in rounds) for key in rounds[0]}
+    # One process has no ranks to tell apart.
+    return {"state_bytes": own if ranks is None else state, "checkpoint_bytes": size, "rounds": rounds, **medians}
 
 
 def main() -> None:
@@ -103,24 +141,19 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    results: dict[str, Any] = {"prediction": PREDICTION, **facts()}
 
-    for homes in HOMES:
-        run = options.directory / "run"
-        for name in ("a", "b"):  # a run would have the newer one alone
-            (run / name).mkdir(parents=True)
-        with open_session(options, homes) as session:
-            rounds = [timed_round(session, run, 1 + number) for number in range(options.rounds)]
-            state = {str(tier): size for tier, size in session.placement.state_bytes.items() if tier is not Tier.GPU}
-            results[homes] = {"state_bytes": state, "checkpoint_bytes": checkpoint_bytes(session.units)}
-            drop_savepoint(session, run / "b" / SAVEPOINT_FOLDER)
+    with joined(device_for(options.device)) as ranks:
+        leads = ranks is None or ranks.rank == 0
+        results: dict[str, Any] = {"prediction": PREDICTION, **facts(), "ranks": 1 if ranks is None else ranks.size}
+        results["layers"] = options.layers
+        for homes in HOMES:
+            results[homes] = measure(options, homes, ranks)
+            if leads:
+                sys.stdout.write(f"{homes}: {json.dumps(results[homes])}\n")
+                sys.stdout.flush()
 
-        shutil.rmtree(run)
-        results[homes] |= {"rounds": rounds, **{key: median(each[key] for each in rounds) for key in rounds[0]}}
-        sys.stdout.write(f"{homes}: {json.dumps(results[homes])}\n")
-
-    if options.output is not None:
-        options.output.write_text(json.dumps(results, indent=2) + "\n")
+    if leads and options.output is not None:
+        options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
