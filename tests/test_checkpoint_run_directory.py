@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megatier.checkpoint.run_directory import CONFIG_FILE, DATA_FOLDER, METRICS_FILE, RUN_ID_FILE, RunDirectory
+from megatier.checkpoint.run_directory import (
+    CONFIG_FILE,
+    DATA_FOLDER,
+    METRICS_FILE,
+    RUN_ID_FILE,
+    RunDirectory,
+    check_goes_on,
+    check_is_run,
+)
 from megatier.config.data_section import DataConfig
 from megatier.config.file import load
 from megatier.config.schema import ModelConfig, OutputConfig, RunConfig
@@ -93,6 +101,46 @@ def test_run_directory_on_a_drive_turned_read_only_keeps_the_error_and_lets_go(
         raise KeyError
     assert {path.name for path in tmp_path.iterdir()} == {CONFIG_FILE, "lock", *([METRICS_FILE] if began else [])}
     os.close(lock_directory(tmp_path))  # nobody holds it
+
+
+@pytest.mark.parametrize(
+    ("made", "words", "said"),
+    [
+        (["model"], [], "holds a finished run: model is there. It has no checkpoint to go on from"),
+        (["model", "checkpoints/step-00000002"], [], "To train on, move that folder away"),
+        (["checkpoints/step-00000003"], ["--train.steps=2"], "goes on from step 3, and train.steps is 2: nothing is"),
+        (["savepoints/step-00000003"], ["--train.steps=3", "--output.export=false"], "nothing is left to do"),
+        (["checkpoints/step-00000003"], ["--train.epochs=2"], "train.epochs is 2, but the steps of"),
+    ],
+)
+def test_run_that_is_over_does_not_go_on(made: list[str], words: list[str], said: str, tmp_path: Path) -> None:
+    for name in made:
+        (tmp_path / name).mkdir(parents=True)
+    config = load(None, ["--model.path=m", "--data.files=f", *words])
+    with pytest.raises(ConfigError, match=said):
+        check_goes_on(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ([], ["--train.epochs=2"]),
+        (["checkpoints/step-00000003", "savepoints/step-00000002"], ["--train.steps=3"]),  # its export is to do
+        (["model", "checkpoints/step-00000003"], ["--train.steps=4", "--output.export=false"]),
+        (["checkpoints/.step-00000009.partial"], ["--train.steps=4"]),
+    ],
+)
+def test_run_that_has_something_left_to_do_goes_on(made: list[str], words: list[str], tmp_path: Path) -> None:
+    for name in made:
+        (tmp_path / name).mkdir(parents=True)
+    check_goes_on(tmp_path, load(None, ["--model.path=m", "--data.files=f", *words]))
+
+
+def test_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no directory .*none. Give the output.directory"):
+        check_is_run(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"holds no run to go on with: config.yaml is missing"):
+        check_is_run(tmp_path)
 
 
 def run_id(directory: Path, *, resumes: bool = True) -> str:

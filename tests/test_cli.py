@@ -257,6 +257,16 @@ def test_command_loads_no_library_that_it_does_without(words: list[str]) -> None
     assert done.stderr == "[]\n"
 
 
+def test_resume_of_a_finished_run_is_refused_before_any_library_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "config.yaml").write_text((ROOT / "examples" / "quickstart.yaml").read_text())
+    words = [sys.executable, "-c", SHOWS_LOADED, "resume", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "holds a finished run: model is there" in done.stderr
+    assert done.stderr.endswith("\n[]\n")
+    assert done.stdout == ""
+
+
 @pytest.mark.parametrize("limit", [None, 65536])
 def test_doctor_memlock_limit_is_told(limit: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hardware, "memlock_limit_bytes", lambda: limit)

@@ -66,10 +66,8 @@ class RunDirectory:
 
         # Asked before the lock makes the directory: only one that this run has made is removed with it.
         self._is_new = not self.path.exists()
-        if resumes and not (self.path / CONFIG_FILE).is_file():
-            raise ConfigError(
-                f"{self.path} holds no run to go on with: {CONFIG_FILE} is missing. Give the output.directory of a run."
-            )
+        if resumes:
+            check_is_run(self.path)
 
         _refuse_files(self.path)
         try:
@@ -192,6 +190,59 @@ def check_is_free(path: Path) -> None:
     # Of a run that goes on there the lock says so, and it must not be moved away.
     if not (path / LOCK_FILE).exists() or is_abandoned(path):
         _refuse_run(path)
+
+
+def check_is_run(path: Path) -> None:
+    """Refuse a directory that holds no run.
+
+    Raises:
+        ConfigError: says whether the directory is there.
+    """
+    if not path.exists():
+        raise ConfigError(f"there is no directory {path}. Give the output.directory of a run.")
+    if not (path / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{path} holds no run to go on with: {CONFIG_FILE} is missing. Give the output.directory of a run."
+        )
+
+
+def check_goes_on(path: Path, config: RunConfig) -> None:
+    """Refuse to resume a run that is over.
+
+    Args:
+        path: the run directory.
+        config: the run, as it is to go on.
+
+    Raises:
+        ConfigError: the trained model is there already, no step is left to do, or steps would be counted anew.
+    """
+    saved = [last_checkpoint(path / folder) for folder in (CHECKPOINT_FOLDER, SAVEPOINT_FOLDER)]
+    step = max((step_of(each) for each in saved if each is not None), default=None)
+
+    if config.output.export and (path / MODEL_FOLDER).exists():
+        remedy = (
+            "To train on, move that folder away, raise train.steps, and add --accept-changes, since the learning rate "
+            "depends on it."
+        )
+        if step is None:
+            remedy = "It has no checkpoint to go on from: train its model in another run, with model.path."
+        raise ConfigError(f"{path} holds a finished run: {MODEL_FOLDER} is there. {remedy}")
+    if step is None:
+        return
+
+    if config.train.epochs is not None:
+        raise ConfigError(
+            f"train.epochs is {config.train.epochs:g}, but the steps of {path} were counted when it began. Leave it "
+            "out, or set train.steps instead."
+        )
+
+    # A run whose steps are done may still have its export to do.
+    steps = config.train.steps
+    if step > steps or (step == steps and not config.output.export):
+        raise ConfigError(
+            f"{path} goes on from step {step}, and train.steps is {steps}: nothing is left to do. Raise train.steps to "
+            "train on, with --accept-changes, since the learning rate depends on it."
+        )
 
 
 def _refuse_files(path: Path) -> None:

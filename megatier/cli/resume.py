@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatier.checkpoint.run_directory import CONFIG_FILE
+from megatier.checkpoint.run_directory import CONFIG_FILE, check_goes_on, check_is_run
 from megatier.config import file as config_file
-from megatier.errors import ConfigError
 from megatier.session.paths import check_paths
 from megatier.train.outlet import announce, run_console
 
@@ -31,16 +31,16 @@ def run(argv: Sequence[str]) -> int:
         "numbers",
     )
     options, overrides = parser.parse_known_args(argv)
+    check_is_run(options.directory)
     path = options.directory / CONFIG_FILE
-    if not path.is_file():
-        raise ConfigError(
-            f"{options.directory} holds no run to go on with: {CONFIG_FILE} is missing. Give the output.directory of "
-            "a run."
-        )
 
     # The directory may have been moved since the config was written into it.
     words = [*overrides, f"--output.directory={options.directory}"]
     loaded = config_file.load(path, words)
+    # Several ranks find that out together, since each of them may see another directory.
+    if "RANK" not in os.environ:
+        check_goes_on(options.directory, loaded)
+
     console = run_console()
     announce(console, f"{loaded.output.directory}: loading PyTorch and transformers")
     check_paths(loaded)

@@ -18,14 +18,13 @@ from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, restor
 from megatier.checkpoint.run_directory import (
     CHECKPOINT_FOLDER,
     METRICS_FILE,
-    MODEL_FOLDER,
     NUMBERS_FILE,
+    check_goes_on,
     last_checkpoint,
 )
 from megatier.checkpoint.run_state import RunState, check_numbers, noted_origin
 from megatier.checkpoint.savepoint import Savepoint
 from megatier.config.schema import RunConfig
-from megatier.errors import ConfigError
 from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_count, format_seconds
 from megatier.report.report import Work
@@ -84,22 +83,9 @@ class Start:
         """Refuse a run that is over, and say if it begins again because it has saved nothing.
 
         Raises:
-            ConfigError: the trained model is there already, or its steps would be counted anew.
+            ConfigError: as `check_goes_on`.
         """
-        if config.output.export and (self.directory / MODEL_FOLDER).exists():
-            remedy = (
-                "To train on, move that folder away, raise train.steps, and add --accept-changes, since the learning "
-                "rate depends on it."
-            )
-            if self.state is None:
-                remedy = "It has no checkpoint to go on from: train its model in another run, with model.path."
-            raise ConfigError(f"{self.directory} holds a finished run: {MODEL_FOLDER} is there. {remedy}")
-        if self.state is not None and config.train.epochs is not None:
-            raise ConfigError(
-                f"train.epochs is {config.train.epochs:g}, but the steps of {self.directory} were counted when it "
-                "began. Leave it out, or set train.steps instead."
-            )
-
+        check_goes_on(self.directory, config)
         if self.state is None:
             say(console, "There is no checkpoint yet, so the run begins again.")
 
@@ -107,7 +93,7 @@ class Start:
         """Return the changes of numeric choices, libraries and devices since the run began or was saved.
 
         Raises:
-            ConfigError: there are some that the user has not accepted, or no step is left to do.
+            ConfigError: there are some that the user has not accepted.
         """
         if self.state is None:
             return check_numbers(self.directory / NUMBERS_FILE, config, accepts_changes=self.accepts_changes)
@@ -115,14 +101,6 @@ class Start:
         changes = self.state.changes(config, choose_device(config.tiers))
         if changes and not self.accepts_changes:
             self.state.check(changes, self._accepted_before)
-
-        # A run whose steps are done may still have its export to do.
-        steps = config.train.steps
-        if self.step > steps or (self.step == steps and not config.output.export):
-            raise ConfigError(
-                f"{self.directory} goes on from step {self.step}, and train.steps is {steps}: nothing is left to do. "
-                "Raise train.steps to train on, with --accept-changes, since the learning rate depends on it."
-            )
         return changes
 
     def check_origin(self, now: Origin, config: RunConfig, console: Console) -> list[str]:
