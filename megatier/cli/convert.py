@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     """Write the config and say what became of each key; returns 0 when the file is written."""
     parser = argparse.ArgumentParser(
         prog="megatier convert",
-        usage="%(prog)s FILE --output CONFIG.yaml [--overwrite] [--section.key VALUE ...]",
+        usage="%(prog)s [options] FILE --output CONFIG.yaml [--key VALUE ...]",
         description="Write a config of megatier from the YAML of LLaMA-Factory or MegaTrain, or from DeepSpeed's JSON. "
         "The content of the file shows whose it is. Comments at the end of the config say of every key what it became, "
         "or why it was left out; those by which the run's numbers may differ are printed as well.",

@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     """Write the config; returns 0 when the file is written."""
     parser = argparse.ArgumentParser(
         prog="megatier init",
-        usage="%(prog)s MODEL DATA --output CONFIG.yaml [--nvme DIR[:SIZE],...] [--overwrite]",
+        usage="%(prog)s MODEL DATA --output CONFIG.yaml [options]",
         description="Write a config for a run that trains a model on a dataset, with the budgets of this machine and a "
         "comment for each setting.",
         epilog="example: megatier init my/model my/chats.jsonl --output run.yaml --nvme /mnt/a",
