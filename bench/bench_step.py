@@ -47,6 +47,24 @@ from megatier.tier import Kind, Tier
 from megatier.trace.events import TraceEvent, stall_seconds, write_trace
 
 
+def lay(part: torch.Tensor, piece: torch.Tensor, first: int) -> None:
+    """Lay a piece into a part of a tensor, again and again.
+
+    Which element lies where goes by its number in the parameter, so that it is the same on any placement and on any
+    number of ranks.
+
+    Args:
+        part: [n], overwritten.
+        piece: [m].
+        first: the number of the part's first element in its parameter.
+    """
+    done = 0
+    while done < part.numel():
+        source = piece[(first + done) % piece.numel() :][: part.numel() - done]
+        part[done : done + source.numel()].copy_(source)
+        done += source.numel()
+
+
 @torch.no_grad()
 def fill(session: Session) -> None:
     """Lay one random piece into every weight plane again and again, and ones into the norms."""
@@ -59,15 +77,16 @@ def fill(session: Session) -> None:
             with session.blocks.open_state(unit.name, elements, [Kind.WEIGHT], fresh=[Kind.WEIGHT]) as state:
                 plane = state.planes[Kind.WEIGHT].view(torch.bfloat16)
                 for tensor in unit.layout.tensors:
-                    # These elements hold a part of the tensor, all of it, or nothing: then the piece is empty.
+                    # These elements hold a part of the tensor, all of it, or nothing: then there is nothing to lay.
                     start = max(tensor.start, elements[0])
                     stop = min(tensor.stop, elements[1])
-                    piece = plane[max(0, start - elements[0]) : max(0, stop - elements[0])]
-                    if len(tensor.parameter_shape) == 1:
-                        piece.fill_(1)
+                    if start >= stop:
                         continue
-                    for part in piece.split(drawn.numel()):
-                        part.copy_(sources[plane.device.type][: part.numel()])
+                    part = plane[start - elements[0] : stop - elements[0]]
+                    if len(tensor.parameter_shape) == 1:
+                        part.fill_(1)
+                    else:
+                        lay(part, sources[plane.device.type], tensor.offset + start - tensor.start)
 
                 state.write_back()
 
