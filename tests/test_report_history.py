@@ -132,6 +132,8 @@ def test_history_without_records_is_empty(tmp_path: Path) -> None:
         json.dumps({**STEP, "resident_bytes": 1e308}),
         json.dumps({**STEP, "loss": None}),
         json.dumps({**STEP, "slowest_rank": {"rank": 1, "host": "a"}}),
+        json.dumps({**STEP, "other_ranks": 3}),
+        json.dumps({**STEP, "other_ranks": [{"rank": 1}]}),
         json.dumps({**STEP, "moved_bytes": [1]}),
         json.dumps({**STEP, "moved_bytes": {"a": {}}}),
         json.dumps({**BEGINS, "homes": []}),

@@ -59,6 +59,14 @@ def test_panel_of_several_ranks_names_the_slowest() -> None:
     assert rows[4] == words.split()
 
 
+def test_panel_shows_the_lanes_of_the_slowest_rank_beside_those_of_the_first() -> None:
+    slowest = SlowestRank(rank=3, host="b", seconds=0.45, least_seconds=0.25)
+    found = replace(report(STALLS), slowest=slowest, slowest_busy_seconds={"nvme_to_ram": 0.5})
+    rows = drawn(found, 100)
+    assert rows[5][-7:] == ["busy", "25.0", "%,", "rank", "3", "50.0", "%"]
+    assert rows[6][-3:] == ["3", "0.0", "%"]
+
+
 def test_panel_lane_that_began_under_the_step_before_is_busy_all_the_time() -> None:
     assert drawn(report(STALLS), 100)[5][-3:] == ["busy", "100.0", "%"]
 

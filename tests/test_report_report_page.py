@@ -61,6 +61,7 @@ class Page(HTMLParser):
             "Memory",
             "What moved",
             "What compute waited for",
+            "Ranks",
             "A step",
             "What lies where",
             "Checkpoints and savepoints",
@@ -150,10 +151,27 @@ def test_page_of_several_ranks_names_the_slowest_ones(run: Path) -> None:
     page = record(run, BEGINS, *(step(number, slowest_rank=one) for number, one in enumerate(slowest, 1)))
 
     # The first step learns the order of units, and does not count.
-    waits = page.section("What compute waited for")
-    assert "|rank 1 on <b>|100.0 %|250 ms|" in waits
-    assert "rank 0" not in waits
-    assert "slowest" not in record(run, BEGINS, step(1), step(2, slowest_rank=None)).section("What compute waited for")
+    ranks = page.section("Ranks")
+    assert "|rank 1 on <b>|100.0 %|250 ms|" in ranks
+    assert "rank 0" not in ranks
+    alone = record(run, BEGINS, step(1), step(2, slowest_rank=None)).section("Ranks")
+    assert alone == "One process trained alone."
+
+
+def test_page_of_several_ranks_shows_what_each_waited_for_did_and_moved(run: Path) -> None:
+    slowest = {"rank": 1, "host": "b", "seconds": 0.5, "least_seconds": 0.25}
+
+    def other(number: int) -> dict[str, Any]:
+        lanes = {"stall_seconds": {"update": 0.25}, "busy_seconds": {"compute": 0.125}}
+        return {"rank": 1, "host": "<b>", **lanes, "moved_bytes": {"ram_to_gpu": number << 21}}
+
+    steps = [step(number, slowest_rank=slowest, other_ranks=[other(number)]) for number in (1, 2, 3)]
+    ranks = record(run, BEGINS, *steps).section("Ranks")
+    assert "waited for|nvme_to_ram|update|rank 0|100 ms|50 ms|rank 1 on <b>|0 ms|250 ms|" in ranks
+    assert "|rank 1 on <b>|125 ms|" in ranks
+
+    # Records have sums since the process began; the table has what came in a step.
+    assert ranks.endswith("moved|nvme_to_ram|ram_to_gpu|rank 0|1.0 MiB|512.0 KiB|rank 1 on <b>|0 B|2.0 MiB")
 
 
 def test_page_of_a_run_that_went_on_says_where_and_compares_the_last_process(run: Path) -> None:

@@ -141,6 +141,14 @@ def draw(
     return "\n".join([head, legend(entries), f'<div class="wide">{svg}', *parts, "</svg></div></div>"])
 
 
+def draw_bytes(title: str, lines: Sequence[Line]) -> str:
+    """Return a chart of bytes, in the unit that fits; empty if no line has a finite point."""
+    most = max((size for line in lines for _, size in line.points if size < math.inf), default=0.0)
+    unit, scale = byte_unit(most)
+    scaled = [replace(line, points=[(step, size / scale) for step, size in line.points]) for line in lines]
+    return draw(f"{title}, {unit}", scaled)
+
+
 @dataclass(frozen=True, slots=True)
 class _Axes:
     """The places of steps and values in a chart."""

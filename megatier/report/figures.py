@@ -55,6 +55,8 @@ class StepReport:
     """Seconds that each lane was busy."""
     slowest: SlowestRank | None = None
     """The slowest of the ranks; None: this process is alone."""
+    slowest_busy_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that each lane of the slowest rank was busy; empty if that is this one."""
 
     @property
     def stalled_seconds(self) -> float:

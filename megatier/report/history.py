@@ -66,8 +66,26 @@ class Opening:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """A step that ended. Figures that older versions did not write are None, or empty."""
+class RankWork:
+    """What one rank did in a step, by lane, cause or queue."""
+
+    stall_seconds: Mapping[str, float]
+    busy_seconds: Mapping[str, float]
+    moved_bytes: Mapping[str, float]
+    """Bytes per queue since the step before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherRank(RankWork):
+    """What a rank other than the first did in a step."""
+
+    rank: int
+    host: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step(RankWork):
+    """A step that ended, and the first rank's work. Figures that older versions did not write are None, or empty."""
 
     step: int
     loss: float
@@ -76,16 +94,14 @@ class Step:
     attainment: float | None
     skipped: str | None
     """Why the step was left out; None: it was not."""
-    stall_seconds: Mapping[str, float]
-    busy_seconds: Mapping[str, float]
-    moved_bytes: Mapping[str, float]
-    """Bytes per queue since the step before."""
     demanded_bytes: Mapping[str, float]
     """Bytes per queue since the step before, as the placement demands them."""
     resident_bytes: float | None
     gpu_bytes: float | None
     slowest: SlowestRank | None
     """The slowest of the ranks; None: one process trained alone."""
+    others: tuple[OtherRank, ...]
+    """The ranks but the first; empty if one process trained alone."""
     learning_rate: float | None
     grad_norm: float | None
     time: str
@@ -134,6 +150,8 @@ class History:
     """Bytes per queue of the last process, as far as they are on file."""
     demanded_bytes: Mapping[str, float] = field(default_factory=dict)
     """Bytes per queue of the last process, as the placement demands them."""
+    others_moved_bytes: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Bytes per queue of the last process of each rank but the first."""
     is_cut: bool = False
     """Whether the file ends in half a line, which is left out."""
 
@@ -153,6 +171,7 @@ class History:
             self.outcome = ""
             self.moved_bytes = {}
             self.demanded_bytes = {}
+            self.others_moved_bytes = {}
         elif "run" in record:
             self.outcome = _text(record["run"])
             self.moved_bytes = _amounts(record, "moved_bytes")
@@ -163,7 +182,10 @@ class History:
 
             # The file has sums since the process began, so that a record that was lost loses no bytes.
             made = _grown(self.moved_bytes, moved), _grown(self.demanded_bytes, demanded)
-            self.steps.append(_step(step, record, *made))
+            told = record.get("other_ranks", ())
+            others = tuple(_other(found, self.others_moved_bytes) for found in told)
+            self.steps.append(_step(step, record, *made, others))
+            self.others_moved_bytes = {_rank(found): _amounts(found, "moved_bytes") for found in told}
             self.moved_bytes = moved
             self.demanded_bytes = demanded
         elif "heldout_loss" in record:
@@ -257,7 +279,13 @@ def _expected(found: Mapping[str, Any]) -> Expected:
     )
 
 
-def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], demanded: Mapping[str, float]) -> Step:
+def _step(
+    step: int,
+    record: Mapping[str, Any],
+    moved: Mapping[str, float],
+    demanded: Mapping[str, float],
+    others: tuple[OtherRank, ...],
+) -> Step:
     skipped = record.get("skipped")
     slowest = record.get("slowest_rank")
     return Step(
@@ -274,15 +302,32 @@ def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], dema
         resident_bytes=_optional(record.get("resident_bytes")),
         gpu_bytes=_optional(record.get("gpu_bytes")),
         slowest=None if slowest is None else _slowest(slowest),
+        others=others,
         learning_rate=_optional(record.get("learning_rate")),
         grad_norm=None if record.get("grad_norm") is None else float(record["grad_norm"]),
         time=_text(record.get("time", "")),
     )
 
 
+def _other(found: Mapping[str, Any], before: Mapping[int, Mapping[str, float]]) -> OtherRank:
+    """Return the work of a rank, from what each had moved before."""
+    rank = _rank(found)
+    return OtherRank(
+        rank=rank,
+        host=_text(found["host"]),
+        stall_seconds=_amounts(found, "stall_seconds"),
+        busy_seconds=_amounts(found, "busy_seconds"),
+        moved_bytes=_grown(before.get(rank, {}), _amounts(found, "moved_bytes")),
+    )
+
+
+def _rank(found: Mapping[str, Any]) -> int:
+    return round(_figure(found["rank"]))
+
+
 def _slowest(found: Mapping[str, Any]) -> SlowestRank:
     return SlowestRank(
-        rank=round(_figure(found["rank"])),
+        rank=_rank(found),
         host=_text(found["host"]),
         seconds=_figure(found["seconds"]),
         least_seconds=_figure(found["least_seconds"]),

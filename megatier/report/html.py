@@ -124,6 +124,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>'
 
 
+def row(*parts: str) -> str:
+    """Return parts side by side, as far as there is room for them; empty if all parts are."""
+    return f'<div class="row">{"".join(f"<div>{part}</div>" for part in parts)}</div>' if any(parts) else ""
+
+
 def legend(entries: Iterable[tuple[str, str]]) -> str:
     """Return names with their colours, given as (class, name)."""
     items = (f'<li><i class="{tone}"></i>{plain(name)}</li>' for tone, name in entries)

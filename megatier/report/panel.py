@@ -90,10 +90,15 @@ def panel(report: StepReport, num_steps: int, seconds_left: float, losses: Cours
         words = f"{format_seconds(slowest.seconds)} itself, the fastest {format_seconds(slowest.least_seconds)}"
         _row(grid, "slowest", Text(f"rank {slowest.rank} on {slowest.host}"), words)
 
+    # The bars are those of the first rank. What the slowest one does stands beside them.
     for lane in in_row_order(report.busy_seconds):
         # Work that began under the step before counts for this one, so a lane may be busy for longer than the step.
         busy = min(report.busy_seconds[lane], report.seconds)
-        _row(grid, lane, _bar(busy, report.seconds), f"busy {format_share(busy, report.seconds)}")
+        words = f"busy {format_share(busy, report.seconds)}"
+        if slowest is not None and report.slowest_busy_seconds:
+            other = min(report.slowest_busy_seconds.get(lane, 0.0), report.seconds)
+            words += f", rank {slowest.rank} {format_share(other, report.seconds)}"
+        _row(grid, lane, _bar(busy, report.seconds), words)
     return grid
 
 

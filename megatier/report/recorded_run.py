@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from megatier.config.schema import RunConfig
-from megatier.report.history import History, Opening, Step
+from megatier.report.history import History, Opening, RankWork, Step
 from megatier.report.metrics import format_count, format_seconds
 from megatier.trace.events import TraceEvent
 
 SMOOTHING = 0.9
 """Weight of a point in a smoothed line, against that of the next one."""
 
-Amounts = Callable[[Step], Mapping[str, float]]
+Amounts = Callable[[RankWork], Mapping[str, float]]
 """Gives amounts of a step by name, such as the bytes that each queue moved."""
 
 
@@ -106,10 +106,46 @@ def amount_of(amounts: Amounts, name: str) -> Callable[[Step], float]:
     return lambda step: amounts(step).get(name, 0.0)
 
 
-def totals_of(steps: Iterable[Step], amounts: Amounts) -> Counter[str]:
+def by_rank(steps: Iterable[Step]) -> dict[str, list[RankWork]]:
+    """Return what each rank did in the steps, by the name of the rank; empty if one process trained alone."""
+    found: dict[str, list[RankWork]] = defaultdict(list)
+    for step in steps:
+        if step.others:
+            found["rank 0"].append(step)
+        for other in step.others:
+            found[f"rank {other.rank} on {other.host}"].append(other)
+    return found
+
+
+def behind_of(steps: Iterable[Step]) -> dict[str, list[float]]:
+    """Return by how many seconds each rank that was ever the slowest was behind the fastest, most often first."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        if (slowest := step.slowest) is not None:
+            found[f"rank {slowest.rank} on {slowest.host}"].append(slowest.seconds - slowest.least_seconds)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def totals_of(steps: Iterable[RankWork], amounts: Amounts) -> Counter[str]:
     """Return the sums of all steps, by name."""
     total: Counter[str] = Counter()
     for step in steps:
         for name, amount in amounts(step).items():
             total[name] += amount  # type: ignore[assignment]  # Counter of floats
     return total
+
+
+def use_of_compute(opening: Opening, tokens_per_s: float) -> tuple[str, str, str]:
+    """Return the operations of the model a second, six a parameter and token, and what share of the machine's that is.
+
+    Attention, and what is computed twice, do not count.
+
+    Returns:
+        The name of the figure, the figure, and a remark.
+    """
+    flops = 6 * opening.num_parameters * tokens_per_s
+    if opening.flops_per_s:
+        measured = f"of the {opening.flops_per_s / 1e12:.3g} TFLOP/s that `megatier bench` measured"
+        return "MFU", f"{flops / opening.flops_per_s:.0%}", measured
+    written = f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
+    return "compute", written, "six operations a parameter and token"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -25,9 +23,20 @@ from megatier.report import chart, picture, placement_map
 from megatier.report.chart import Line, Mark, Scale
 from megatier.report.figures import NO_GPU
 from megatier.report.history import Corrected, History, Opening, Saved, read_history
-from megatier.report.html import cards, details, note, page, section, table
+from megatier.report.html import cards, details, note, page, row, section, table
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
-from megatier.report.recorded_run import RecordedRun, amount_of, smoothed, tokens_per_s, totals_of
+from megatier.report.picture import in_row_order
+from megatier.report.recorded_run import (
+    Amounts,
+    RecordedRun,
+    amount_of,
+    behind_of,
+    by_rank,
+    smoothed,
+    tokens_per_s,
+    totals_of,
+    use_of_compute,
+)
 from megatier.tier import QUEUES, Tier
 
 RANKS_SHOWN = 8
@@ -65,7 +74,8 @@ def _sections(run: RecordedRun) -> Iterator[str]:
     yield section("The plan against what happened", _plan(run))
     yield section("Memory", _memory(run))
     yield section("What moved", _moves(run))
-    yield section("What compute waited for", _stalls(run) + _slowest(run))
+    yield section("What compute waited for", _stalls(run))
+    yield section("Ranks", _ranks(run))
     yield section("A step", _timeline(run))
     yield section("What lies where", _placement(run))
     yield section("Checkpoints and savepoints", _saved(run))
@@ -133,21 +143,7 @@ def _figures(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
     tokens = sum(step.tokens for step in run.steps)
     yield "tokens seen", format_count(tokens), f"{format_count(last.tokens)} in the last step"
     if opening is not None:
-        yield from _use_of_compute(opening, median(map(tokens_per_s, run.steady)))
-
-
-def _use_of_compute(opening: Opening, tokens_per_s: float) -> Iterator[tuple[str, str, str]]:
-    """Yield the operations of the model a second, six a parameter and token, and what share of the machine's that is.
-
-    Attention, and what is computed twice, do not count.
-    """
-    flops = 6 * opening.num_parameters * tokens_per_s
-    if opening.flops_per_s:
-        measured = f"of the {opening.flops_per_s / 1e12:.3g} TFLOP/s that `megatier bench` measured"
-        yield "MFU", f"{flops / opening.flops_per_s:.0%}", measured
-    else:
-        written = f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
-        yield "compute", written, "six operations a parameter and token"
+        yield use_of_compute(opening, median(map(tokens_per_s, run.steady)))
 
 
 # ---------------------------------------------------------------------- over steps
@@ -170,7 +166,7 @@ def _course(run: RecordedRun) -> str:
     ]
     shown = [mark for mark in marks if mark.steps]
     scales = [Scale("tokens", run.tokens_at), Scale("time", run.time_at)]
-    return _row(
+    return row(
         chart.draw("loss", loss, shown, scales, from_zero=False),
         chart.draw("tokens/s", speed, shown, scales),
         chart.draw("gradient norm", [Line("before clipping", run.points(lambda step: step.grad_norm))], shown),
@@ -197,7 +193,7 @@ def _memory(run: RecordedRun) -> str:
             Line("on the GPU, held by torch", run.points(lambda step: step.gpu_bytes)),
             Line("of it the tier", run.points(lambda step: on_gpu), is_dashed=True),
         ]
-    return _row(_tiers(run.opening) + note(words), _byte_chart("memory of the process", lines))
+    return row(_tiers(run.opening) + note(words), chart.draw_bytes("memory of the process", lines))
 
 
 def _tiers(opening: Opening) -> str:
@@ -234,7 +230,7 @@ def _moves(run: RecordedRun) -> str:
         "a run that goes on or was cut off has some of it under way. Moves of an evaluation count to the next step."
     )
     lines = [Line(queue, run.points(amount_of(lambda step: step.moved_bytes, queue))) for queue in queues]
-    return _row(table(columns, rows) + note(words), _byte_chart("bytes moved, a step", lines))
+    return row(table(columns, rows) + note(words), chart.draw_bytes("bytes moved, a step", lines))
 
 
 def _stalls(run: RecordedRun) -> str:
@@ -256,25 +252,42 @@ def _stalls(run: RecordedRun) -> str:
     lines = [Line(cause, run.points(amount_of(lambda step: step.stall_seconds, cause), scale)) for cause in causes]
     columns = "waited for", "in all", "share of the time", "longest in a step"
     words = "The first step of each process, which learns the order of the units, is in the chart alone."
-    return _row(table(columns, rows) + note(words), chart.draw(f"stalled, {unit} a step", lines))
+    return row(table(columns, rows) + note(words), chart.draw(f"stalled, {unit} a step", lines))
 
 
-def _slowest(run: RecordedRun) -> str:
-    """Return which ranks the others waited for; empty if one process trained alone."""
-    found = [step.slowest for step in run.steady if step.slowest is not None]
-    if not found:
-        return ""
+def _ranks(run: RecordedRun) -> str:
+    """Return which ranks the others waited for, and what each of them waited for, did and moved in a step."""
+    behind = behind_of(run.steady)
+    if not behind:
+        return note("One process trained alone.")
 
-    behind: dict[str, list[float]] = defaultdict(list)
-    for slowest in found:
-        behind[f"rank {slowest.rank} on {slowest.host}"].append(slowest.seconds - slowest.least_seconds)
-    often = sorted(behind.items(), key=lambda item: -len(item[1]))[:RANKS_SHOWN]
-    rows = [(name, format_share(len(more), len(found)), format_seconds(median(more))) for name, more in often]
+    count = sum(map(len, behind.values()))
+    often = [
+        (name, format_share(len(more), count), format_seconds(median(more)))
+        for name, more in list(behind.items())[:RANKS_SHOWN]
+    ]
     words = (
         "All ranks end a step together. The slowest one takes longest itself: it computes, or waits for its own "
-        "lanes, while the others wait for it."
+        "lanes, while the others wait for it. Below are medians of a step, for each rank."
     )
-    return table(("slowest", "share of the steps", "longer than the fastest, median"), rows) + note(words)
+    return (
+        table(("slowest", "share of the steps", "longer than the fastest, median"), often)
+        + note(words)
+        + _by_rank(run, "waited for", lambda work: work.stall_seconds, format_seconds)
+        + _by_rank(run, "busy", lambda work: work.busy_seconds, format_seconds)
+        + _by_rank(run, "moved", lambda work: work.moved_bytes, lambda size: mib(round(size)))
+    )
+
+
+def _by_rank(run: RecordedRun, title: str, amounts: Amounts, form: Callable[[float], str]) -> str:
+    """Return a table of what each rank has of some amounts in a step; empty if no rank has any, or none is on file."""
+    found = by_rank(run.steady)
+    names = in_row_order({name for works in found.values() for name in totals_of(works, amounts)})
+    rows = [
+        (rank, *(form(median(amounts(work).get(name, 0.0) for work in works)) for name in names))
+        for rank, works in found.items()
+    ]
+    return table((title, *names), rows) if names else ""
 
 
 # ---------------------------------------------------------------------- plan, step, placement
@@ -295,7 +308,7 @@ def _plan(run: RecordedRun) -> str:
 
     # The host's work is in the forecast, and no trace measures it.
     lanes = [lane for lane, seconds in expected.busy_seconds.items() if seconds and lane != "host"]
-    for lane in picture.in_row_order(lanes):
+    for lane in in_row_order(lanes):
         busy = median(step.busy_seconds.get(lane, 0.0) for step in run.steady)
         rows.append(_compared(f"{lane} busy", expected.busy_seconds[lane], busy, format_seconds))
 
@@ -353,7 +366,7 @@ def _saved(run: RecordedRun) -> str:
     checkpoint = _saved_table(history.checkpoints, "checkpoint", run.directory / CHECKPOINT_FOLDER)
     savepoint = _saved_table(history.savepoints, "savepoint", run.directory / SAVEPOINT_FOLDER)
     if checkpoint or savepoint:
-        return _row(*filter(None, (checkpoint, savepoint)))
+        return row(*filter(None, (checkpoint, savepoint)))
     every = f"output.checkpoint_every is {output.checkpoint_every}, output.savepoint_every {output.savepoint_every}"
     return note(f"None was written: {every}.")
 
@@ -379,19 +392,3 @@ def _saved_table(saved: Sequence[Saved], what: str, folder: Path) -> str:
     shown = f" The last {SAVED_SHOWN} are shown." if len(saved) > len(rows) else ""
     words = f"{what}s written: {len(saved)}, for which training waited {paused} in all.{shown}"
     return table((f"{what} of step", "written", "in", "training waited", "still there"), rows) + note(words)
-
-
-# ---------------------------------------------------------------------- figures
-
-
-def _byte_chart(title: str, lines: Sequence[Line]) -> str:
-    """Return a chart of bytes, in the unit that fits."""
-    most = max((size for line in lines for _, size in line.points if size < math.inf), default=0.0)
-    unit, scale = chart.byte_unit(most)
-    scaled = [replace(line, points=[(step, size / scale) for step, size in line.points]) for line in lines]
-    return chart.draw(f"{title}, {unit}", scaled)
-
-
-def _row(*parts: str) -> str:
-    """Return parts side by side, as far as there is room for them; empty if all parts are."""
-    return f'<div class="row">{"".join(f"<div>{part}</div>" for part in parts)}</div>' if any(parts) else ""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import platform
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -43,6 +44,21 @@ TRACED_STEPS = 3
 """The number of last steps that the trace keeps: few, because one step of a large model has thousands of events."""
 OUTCOMES = {"confirmed": "kept", "void": "void", None: None}
 """The words of `metrics.jsonl` for the outcome of speculative updates. They stay, since users' files have them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfRanks:
+    """What the ranks tell each other of a step."""
+
+    memory: Mapping[str, int]
+    """The most memory of any process, by name."""
+    others: Sequence[Mapping[str, Any]]
+    """The lanes of each rank but the first, as they are recorded."""
+
+    def busy_seconds(self, rank: int) -> Mapping[str, float]:
+        """Return the seconds that each lane of a rank was busy; empty for the first."""
+        found: Mapping[str, float] = self.others[rank - 1]["busy_seconds"] if rank else {}
+        return found
 
 
 class Loop:
@@ -205,8 +221,11 @@ class Loop:
             events.append(waits)
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
         stalls = stall_seconds(events)
+        busy = busy_seconds(events)
         self._saves.step(seconds, stalls.get("checkpoint", 0.0), learnt=result.skipped is None)
+        of_ranks = self._of_ranks(stalls, busy)
 
+        slowest = self._slowest(result.own_seconds)
         forecast = None if self._expected is None else self._expected.forecast
         report = StepReport(
             step=step,
@@ -218,8 +237,9 @@ class Loop:
             stall_seconds=stalls,
             attainment=None if forecast is None else forecast.seconds / seconds,
             bound_by="" if forecast is None else forecast.bound_by,
-            busy_seconds=busy_seconds(events),
-            slowest=self._slowest(result.own_seconds),
+            busy_seconds=busy,
+            slowest=slowest,
+            slowest_busy_seconds={} if slowest is None else of_ranks.busy_seconds(slowest.rank),
         )
         progress.update(report)
         if result.skipped is not None:
@@ -227,7 +247,7 @@ class Loop:
             progress.note(f"step {step} is left out, so that no weight changes: {what} is not finite")
 
         self._tokens_seen += report.num_tokens
-        self._record(self._figures(report, result))
+        self._record(self._figures(report, result, of_ranks))
         self._correct(step, events, progress)
 
     def _slowest(self, seconds: Sequence[float]) -> SlowestRank | None:
@@ -237,7 +257,7 @@ class Loop:
         rank = seconds.index(max(seconds))
         return SlowestRank(rank=rank, host=self._hosts[rank], seconds=seconds[rank], least_seconds=min(seconds))
 
-    def _figures(self, report: StepReport, result: StepResult) -> dict[str, object]:
+    def _figures(self, report: StepReport, result: StepResult, of_ranks: OfRanks) -> dict[str, object]:
         """Return the record of a step, whose names `report.history` knows."""
         return {
             "step": report.step,
@@ -257,21 +277,18 @@ class Loop:
             "slowest_rank": None if report.slowest is None else asdict(report.slowest),
             "speculation": OUTCOMES[self._session.speculation.outcome],
             **self._moves(),
-            **self._of_ranks(report),
+            **of_ranks.memory,
+            "other_ranks": of_ranks.others,
             "nvme_path": nvme_path(self._session.store),
         }
 
-    def _of_ranks(self, report: StepReport) -> dict[str, object]:
-        """Return what the ranks tell each other: the most memory of any process, and the lanes of all but the first."""
-        lanes = {
-            "stall_seconds": report.stall_seconds,
-            "busy_seconds": report.busy_seconds,
-            "moved_bytes": dict(self._moved_bytes()),
-        }
+    def _of_ranks(self, stalls: Mapping[str, float], busy: Mapping[str, float]) -> OfRanks:
+        """Return what the ranks tell each other of a step."""
+        lanes = {"stall_seconds": stalls, "busy_seconds": busy, "moved_bytes": dict(self._moved_bytes())}
         found = self._crew.agree((memory_bytes(self._device, self._session.ranks), lanes))
         memory = {name: max(own[name] for own, _ in found) for name in found[0][0]}
         others = [{"rank": rank, "host": self._hosts[rank], **told} for rank, (_, told) in enumerate(found) if rank > 0]
-        return {**memory, "other_ranks": others}
+        return OfRanks(memory=memory, others=others)
 
     def _correct(self, step: int, events: Sequence[TraceEvent], progress: Progress) -> None:
         """Let the first steps say what the drives do in this run, and correct the expected step by it."""
