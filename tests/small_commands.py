@@ -67,6 +67,10 @@ def command(folder: Path, settings: Mapping[str, Any] | None = None) -> list[str
     given = {"data.files": str(write_text(folder)), "output.directory": str(folder / "run"), **(settings or {})}
     model = {} if given.get("model.path") else {f"model.config.{key}": value for key, value in MODEL.items()}
     words = {**model, **SETTINGS, **given}
+    # A small budget is a number of bytes only with its unit.
+    for name in ("tiers.gpu", "tiers.ram"):
+        if isinstance(words.get(name), int):
+            words[name] = f"{words[name]}B"
     return ["train", *(f"--{name}={written(value)}" for name, value in words.items() if value is not None)]
 
 

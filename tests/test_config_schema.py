@@ -14,7 +14,7 @@ import pytest
 from jsonargparse import get_loader
 
 from megatier.config.data_section import DataConfig
-from megatier.config.file import field_docs, from_dict, load, to_dict
+from megatier.config.file import field_docs, from_dict, load, load_saved, to_dict
 from megatier.config.schema import SECTIONS, ModelConfig, RunConfig, TiersConfig
 from megatier.config.text import dump
 from megatier.config.values import MountBudget, parse_bytes, parse_mount, parse_yaml
@@ -117,6 +117,18 @@ def test_dump_of_names_that_look_like_something_else_is_loaded_again(name: str, 
     assert load(again) == config
 
 
+def test_load_budget_without_a_unit_is_refused_if_it_is_small_and_taken_from_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("{model: {path: m}, data: {files: x}, tiers: {ram: 64, nvme: ['/a:0']}}")
+    with pytest.raises(ConfigError, match=r"tiers\.ram is 64, and a number without a unit is bytes"):
+        load(path)
+    assert load(path, ["--tiers.ram", "64B"]).tiers.ram == 64
+    assert load(path, ["--tiers.ram=1048576"]).tiers.ram == 1 << 20
+    assert load_saved(path).tiers.ram == 64
+    with pytest.raises(ConfigError, match=r"tiers\.gpu is 40"):
+        load_saved(path, ["--tiers.gpu", "40"])
+
+
 def test_dump_of_any_text_is_read_again() -> None:
     draw = random.Random(7)
     letters = "0123456789eE+-._:,", "nulltrueyesNO~", "{}[]&*!|>%@#'\"\\:,- \n\t", "\x00\x7f\x85\xa0é\u2028\ufeff😀 "
@@ -157,6 +169,9 @@ def test_dump_of_any_text_is_read_again() -> None:
         (["--tiers.state", "gpu,disk"], r"tiers\.state is \['gpu', 'disk'\]; it must be one or more of gpu, ram, nvme"),
         (["--tiers.state", "gpu,gpu"], r"tiers\.state is"),
         (["--tiers.gpu_limit", "0"], r"tiers\.gpu_limit is 0; it must be at least 1 byte"),
+        (["--tiers.ram", "64"], r"tiers\.ram is 64, and a number without a unit is bytes\. Write 64GiB, or 64B if"),
+        (["--tiers.gpu=1e3"], r"tiers\.gpu is 1e3, and a number without a unit is bytes"),
+        (["--tiers.nvme", "/a:1GiB,/b:500"], r"tiers\.nvme: the budget of /b:500 is 500, and a number without a unit"),
         (["--tiers.gpu_limit", "much"], r"tiers\.gpu_limit is 'much'; expected size such as"),
         (["--tiers.streamed_share", "1.1"], r"tiers\.streamed_share is 1\.1; it must be from 0 to 1"),
         (["--tiers.streamed_share", "-0.1"], r"tiers\.streamed_share is -0\.1; it must be from 0 to 1"),
@@ -240,7 +255,7 @@ UNFOLDING = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'
         ("", r"bad\.yaml is empty; it must hold sections"),
         ("train: {steps: [", r"is no valid YAML: .*line 1, column 17"),
         ("train: {steps: true}", r"train\.steps is 'True'; expected int"),
-        ("tiers: {ram: 1.5}", r"tiers\.ram is '1\.5'; expected size"),
+        ("tiers: {ram: 1.5}", r"tiers\.ram is 1\.5, and a number without a unit is bytes"),
         ("data: {files: [1]}", r"data\.files is '\[1\]'"),
         ("train: {steps: null}", r"train\.steps is null; expected int"),
         ("tiers: {nvme: null}", r"tiers\.nvme is null"),

@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
 
     # The directory may have been moved since the config was written into it.
     words = [*overrides, f"--output.directory={options.directory}"]
-    loaded = config_file.load(path, words)
+    loaded = config_file.load_saved(path, words)
     # Several ranks find that out together, since each of them may see another directory.
     if "RANK" not in os.environ:
         check_goes_on(options.directory, loaded)

@@ -22,10 +22,10 @@ HELP = """\
 usage: megatier train [CONFIG.yaml] [--section.key VALUE ...]
 
 Train a model as CONFIG.yaml says. Each setting below can stand in the file, as a key of its section, or on the command
-line, which wins. Its default stands in parentheses; null means that it is not set. Write a SIZE as 96GiB, 500MB or a
-number of bytes, and a LIST with commas (in the file it may be a YAML list). A setting that changes the order of sums
-may change the last bits of the results. `megatier config show` prints all settings of a run, and docs/glossary.md
-explains the words.
+line, which wins. Its default stands in parentheses; null means that it is not set. Write a SIZE with its unit, such as
+96GiB or 500MB (a number alone is bytes), and a LIST with commas (in the file it may be a YAML list). A setting that
+changes the order of sums may change the last bits of the results. `megatier config show` prints all settings of a run,
+and docs/glossary.md explains the words.
 
   --help   show this text
   --debug  show the traceback of an error

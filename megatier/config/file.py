@@ -21,7 +21,7 @@ from jsonargparse import ArgumentParser, get_loader
 from jsonargparse.typing import register_type
 
 from megatier.config.schema import SECTIONS, RunConfig
-from megatier.config.values import ByteCount, parse_bytes, parse_list, parse_yaml, read_yaml
+from megatier.config.values import ByteCount, parse_bytes, parse_list, parse_yaml, read_yaml, require_unit
 from megatier.errors import ConfigError
 from megatier.foreign import shown
 
@@ -73,7 +73,19 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong; names the key, the value and what is allowed.
     """
-    return _parsed({} if path is None else _read_sections(path), overrides)
+    tree = {} if path is None else _read_sections(path)
+    _check_units(tree.get("tiers", {}), overrides)
+    return _parsed(tree, overrides)
+
+
+def load_saved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read the config that a run wrote into its directory, where sizes are numbers of bytes, however small.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    _check_units({}, overrides)
+    return _parsed(_read_sections(path), overrides)
 
 
 def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
@@ -321,6 +333,23 @@ def _check_trainer(tree: Mapping[str, Any], where: str) -> None:
             f"{where} is the config of another trainer. `megatier convert {where} --output run.yaml` makes one of "
             "megatier of it."
         )
+
+
+def _check_units(tiers: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Refuse budgets without a unit that are too small to be meant as bytes."""
+    found = dict(tiers)
+    words = _joined(overrides)
+    for word, following in itertools.pairwise([*words, ""]):
+        name, equals, text = word.partition("=")
+        if name.startswith("--tiers."):
+            found[name.removeprefix("--tiers.")] = text if equals else following
+
+    for key in ("gpu", "gpu_limit", "ram"):
+        require_unit(f"tiers.{key}", found.get(key))
+    mounts = found.get("nvme") or ()
+    for mount in parse_list(mounts) if isinstance(mounts, str) else mounts:
+        _, colon, size = str(mount).rpartition(":")
+        require_unit(f"tiers.nvme: the budget of {shown(str(mount))}", size if colon else None)
 
 
 def _check_given(values: Mapping[str, Any]) -> None:

@@ -15,7 +15,8 @@ from megatier.errors import ConfigError
 from megatier.foreign import read_input, shown
 
 ByteCount = Annotated[int, "bytes"]
-"""Bytes: a plain int, or text such as "96GiB" or "500 MB" in YAML and on the command line."""
+"""Bytes: a plain int, or text such as "96GiB" or "500 MB" in YAML and on the command line. There, budgets below a
+mebibyte have a unit (`require_unit`)."""
 
 YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """The errors that yaml raises: for text that is no YAML, values such as 2026-13-45, and tags that do not fit theirs."""
@@ -61,6 +62,23 @@ def parse_bytes(text: str) -> int:
     unit = BYTE_UNITS[match[2]]
     # A float would round large whole numbers.
     return int(number) * unit if number.isdigit() else int(float(number) * unit)
+
+
+def require_unit(name: str, written: object) -> None:
+    """Refuse a size of less than a mebibyte that is written as a plain number: 64 is meant as 64GiB.
+
+    Args:
+        name: what it is, for the message.
+        written: the size as somebody wrote it; None: there is none.
+
+    Raises:
+        ConfigError: names the spellings.
+    """
+    text = str(written).strip().lower()
+    if re.fullmatch(r"[0-9]{1,20}(\.[0-9]{1,20})?(e[0-9]{1,2})?", text) and 0 < float(text) < 1 << 20:
+        raise ConfigError(
+            f"{name} is {text}, and a number without a unit is bytes. Write {text}GiB, or {text}B if you mean bytes."
+        )
 
 
 def parse_yaml(text: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401  YAML holds anything

@@ -16,7 +16,7 @@ from megatier.checkpoint.run_directory import (
     checkpoints,
     step_of,
 )
-from megatier.config.file import load, to_dict
+from megatier.config.file import load_saved, to_dict
 from megatier.config.text import dump
 from megatier.errors import ConfigError, mib
 from megatier.report import chart, picture, placement_map
@@ -61,7 +61,7 @@ def build(directory: Path) -> str:
     trace = directory / TRACE_FILE
     run = RecordedRun(
         directory=directory,
-        config=load(directory / CONFIG_FILE),
+        config=load_saved(directory / CONFIG_FILE),
         history=read_history(metrics) if metrics.exists() else History(),
         trace=picture.read_trace(trace) if trace.exists() else {},
     )

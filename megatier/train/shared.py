@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from megatier.checkpoint.run_directory import CONFIG_FILE, RUN_ID_FILE, RunDirectory
-from megatier.config.file import from_dict, given_in, load, to_dict
+from megatier.config.file import from_dict, given_in, load_saved, to_dict
 from megatier.config.schema import RunConfig, TrainConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
@@ -88,7 +88,7 @@ def run_before_restart(
     if not crew.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0):
         return None
     path = Path(config.output.directory) / CONFIG_FILE
-    stored = crew.first(lambda: to_dict(load(path)) if path.is_file() else None)
+    stored = crew.first(lambda: to_dict(load_saved(path)) if path.is_file() else None)
     if stored is None:
         return None
 

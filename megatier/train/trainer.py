@@ -142,7 +142,7 @@ def _remove_moved_blocks(console: Console, config: RunConfig, directory: SharedD
 
     Nothing else would find these files, and they are as large as the state that lay there.
     """
-    before = config_file.load(directory.path / CONFIG_FILE).tiers.mounts
+    before = config_file.load_saved(directory.path / CONFIG_FILE).tiers.mounts
     now = [mount.directory.resolve() for mount in config.tiers.mounts]
     for mount in before:
         if mount.directory.resolve() in now or not mount.directory.is_dir():
