@@ -80,24 +80,35 @@ class StateSchema:
         return next(plane for plane in self.planes if plane.kind is kind)
 
 
-# The moments are fp32 whatever the compute dtype is. A step changes the second one by about 1 - beta2 of its value,
-# such as 0.001, and bf16 with its 8 bits would round that away.
-MOMENTS = (
-    Plane(kind=Kind.EXP_AVG, dtype="float32", width=4, array="exp_avg"),
-    Plane(kind=Kind.EXP_AVG_SQ, dtype="float32", width=4, array="exp_avg_sq"),
+SPLIT = (
+    Plane(kind=Kind.WEIGHT, dtype="bfloat16", width=2, array=MASTERS),
+    Plane(kind=Kind.REMAINDER, dtype="int16", width=2, array=MASTERS),
 )
+"""The master, split into the bf16 weight that computes and the 16 bits that it lacks."""
 
-ADAMW_BF16 = StateSchema(
-    planes=(
-        Plane(kind=Kind.WEIGHT, dtype="bfloat16", width=2, array=MASTERS),
-        Plane(kind=Kind.REMAINDER, dtype="int16", width=2, array=MASTERS),
-        *MOMENTS,
-    )
-)
-"""AdamW with the master split into the bf16 weight that computes and the 16 bits that it lacks."""
+WHOLE = (Plane(kind=Kind.WEIGHT, dtype="float32", width=4, array=MASTERS),)
+"""The master as the weight that computes, in fp32."""
 
-ADAMW_FP32 = StateSchema(planes=(Plane(kind=Kind.WEIGHT, dtype="float32", width=4, array=MASTERS), *MOMENTS))
-"""AdamW with fp32 compute: the weight is the master."""
 
-ADAMW = {"bf16": ADAMW_BF16, "fp32": ADAMW_FP32}
-"""AdamW's state by compute dtype, as `model.compute_dtype` names it."""
+def _moments(dtype: str, width: int) -> tuple[Plane, Plane]:
+    """Both moments of AdamW.
+
+    A step changes the second one by about 1 - beta2 of its value, such as 0.001. Rounded to nearest, bf16 with its 8
+    bits would lose that, so moments in bf16 are rounded stochastically (`numerics.optimizer`).
+    """
+    first = Plane(kind=Kind.EXP_AVG, dtype=dtype, width=width, array="exp_avg")
+    return first, Plane(kind=Kind.EXP_AVG_SQ, dtype=dtype, width=width, array="exp_avg_sq")
+
+
+ADAMW = {
+    (compute, moments): StateSchema(planes=(*master, *_moments(*of)))
+    for compute, master in (("bf16", SPLIT), ("fp32", WHOLE))
+    for moments, of in (("fp32", ("float32", 4)), ("bf16", ("bfloat16", 2)))
+}
+"""AdamW's state by compute dtype and by that of the moments, as `model.compute_dtype` and `train.moments` name them."""
+
+ADAMW_BF16 = ADAMW["bf16", "fp32"]
+"""AdamW with bf16 compute and fp32 moments, in 12 bytes a parameter: the default."""
+
+ADAMW_FP32 = ADAMW["fp32", "fp32"]
+"""AdamW with fp32 compute and fp32 moments."""

@@ -8,6 +8,16 @@
  *
  * settle: a magnitude below 2^-126 becomes +0, so that no subnormal is kept or used; any NaN becomes 0x7fc00000, which
  * x does as well. m and v are settled where they are computed; stored ones are taken as they are.
+ *
+ * Moments in bf16: x takes m and v in fp32, as above. What is stored of them is rounded stochastically: 16 random bits
+ * are added to the bits of the settled number, and the upper 16 bits of the sum stay. So on average nothing is lost.
+ * Element n of its unit has random bits of its own, by a hash of n and a key of 64 bits (lowbias32 of Chris Wellons, with
+ * the key added twice; elements 2^32 apart share theirs):
+ *
+ *   h = n ^ low half of the key;  h ^= h >> 16;  h *= 0x7feb352d
+ *   h ^= h >> 15;  h += high half of the key;    h *= 0x846ca68b;  h ^= h >> 16
+ *
+ * m takes the lower 16 bits of h, and v the upper ones.
  */
 #ifndef MEGATIER_ADAMW_H
 #define MEGATIER_ADAMW_H
@@ -18,17 +28,25 @@ struct adamw_scalars {
     float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, sqrt_bias2, grad_scale;
 };
 
-/* remainder NULL: weight is the fp32 master; else it is bf16. */
+/* How moments are stored: in fp32 as they are, or rounded to bf16. */
+struct adamw_rounding {
+    bool to_bf16;
+    uint32_t key_low, key_high;
+    uint32_t first; /* number of the planes' first element in its unit, modulo 2^32 */
+};
+
+/* remainder NULL: weight is the fp32 master; else it is bf16. Moments are of the type that the rounding says. */
 struct adamw_planes {
     void *weight;
     int16_t *remainder;
-    float *exp_avg, *exp_avg_sq;
+    void *exp_avg, *exp_avg_sq;
 };
 
 /* State, the same or another place for what becomes of it, plane by plane, and the gradient, of the weight's type. */
 struct adamw_work {
     struct adamw_planes before, after;
     const void *grad;
+    struct adamw_rounding rounding;
 };
 
 struct adamw_segment {

@@ -310,32 +310,57 @@ static PyObject *pool_object_submit_io(PyObject *self, PyObject *args, PyObject 
 }
 
 /* What four addresses name, or false with an exception. */
-static bool check_planes(const size_t addresses[4], bool is_split, struct adamw_planes *planes)
+static bool check_planes(const size_t addresses[4], bool is_split, bool to_bf16, struct adamw_planes *planes)
 {
     if (is_split ? !addresses[1] : addresses[1] != 0)
         return value_error("remainder must be the address of a plane when split, else 0");
-    *planes = (struct adamw_planes){(void *)addresses[0], (int16_t *)addresses[1], (float *)addresses[2],
-                                    (float *)addresses[3]};
+    *planes = (struct adamw_planes){(void *)addresses[0], (int16_t *)addresses[1], (void *)addresses[2],
+                                    (void *)addresses[3]};
     return aligned(addresses[0], is_split ? sizeof(uint16_t) : sizeof(float)) &&
-           aligned(addresses[1], sizeof(int16_t)) && aligned(addresses[2] | addresses[3], sizeof(float));
+           aligned(addresses[1], sizeof(int16_t)) &&
+           aligned(addresses[2] | addresses[3], to_bf16 ? sizeof(uint16_t) : sizeof(float));
+}
+
+/* None: moments are fp32. Else a pair: the key, and the number of the first element. */
+static bool parse_rounding(PyObject *pair, struct adamw_rounding *rounding)
+{
+    *rounding = (struct adamw_rounding){.to_bf16 = pair != Py_None};
+    if (!rounding->to_bf16)
+        return true;
+    unsigned long long key;
+    size_t first;
+    if (!PyTuple_Check(pair)) {
+        PyErr_SetString(PyExc_TypeError, "rounding must be a tuple or None");
+        return false;
+    }
+    if (!PyArg_ParseTuple(pair, "KO&:rounding", &key, to_size, &first))
+        return false;
+    rounding->key_low = (uint32_t)key;
+    rounding->key_high = (uint32_t)(key >> 32);
+    rounding->first = (uint32_t)first;
+    return true;
 }
 
 static PyObject *pool_object_submit_adamw(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     int is_split;
-    PyObject *sequence;
+    PyObject *sequence, *rounding = Py_None;
     size_t after[4], before[4] = {SIZE_MAX}, grad, num_segments; /* no address is SIZE_MAX: in place */
     struct adamw_scalars s;
     struct adamw_work work;
-    static char *names[] = {"planes", "split", "segments", "scalars", "before", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "(O&O&O&O&O&)pO(ffffffff)|(O&O&O&O&):submit_adamw", names, to_size,
+    static char *names[] = {"planes", "split", "segments", "scalars", "before", "rounding", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "(O&O&O&O&O&)pO(ffffffff)|(O&O&O&O&)O:submit_adamw", names, to_size,
                                      &after[0], to_size, &after[1], to_size, &after[2], to_size, &after[3], to_size,
                                      &grad, &is_split, &sequence, &s.beta1, &s.one_minus_beta1, &s.beta2,
                                      &s.one_minus_beta2, &s.eps, &s.step_size, &s.sqrt_bias2, &s.grad_scale, to_size,
-                                     &before[0], to_size, &before[1], to_size, &before[2], to_size, &before[3]))
+                                     &before[0], to_size, &before[1], to_size, &before[2], to_size, &before[3],
+                                     &rounding))
         return NULL;
-    if (!check_planes(after, is_split, &work.after) ||
-        !check_planes(before[0] == SIZE_MAX ? after : before, is_split, &work.before) ||
+    if (!parse_rounding(rounding, &work.rounding))
+        return NULL;
+    bool to_bf16 = work.rounding.to_bf16;
+    if (!check_planes(after, is_split, to_bf16, &work.after) ||
+        !check_planes(before[0] == SIZE_MAX ? after : before, is_split, to_bf16, &work.before) ||
         !aligned(grad, is_split ? sizeof(uint16_t) : sizeof(float)))
         return NULL;
     work.grad = (const void *)grad;
@@ -372,7 +397,7 @@ static PyMethodDef pool_methods[] = {
      "submit_io($self, write, segments, checksums, granule_bytes, request_bytes)\n--\n\n"
      "Read or write segments of (fd, file_offset, address, num_bytes)."},
     {"submit_adamw", (PyCFunction)(void (*)(void))pool_object_submit_adamw, METH_VARARGS | METH_KEYWORDS,
-     "submit_adamw($self, planes, split, segments, scalars)\n--\n\n"
+     "submit_adamw($self, planes, split, segments, scalars, before=..., rounding=None)\n--\n\n"
      "AdamW over planes (weight, remainder, exp_avg, exp_avg_sq, grad)."},
     {"close", pool_object_close, METH_NOARGS,
      "close($self)\n--\n\nFinish what was submitted, then join the threads."},

@@ -51,6 +51,7 @@ class RankRun:
     activations: Literal["keep", "recompute", "offload"] = "keep"
     frozen: tuple[str, ...] = ()
     learning_rate: float = 1e-2
+    moments: Literal["fp32", "bf16"] = "fp32"
     device: Literal["cpu", "cuda"] = "cpu"
     way: Way | None = None
     """What moves bytes between ranks; None: the best that there is."""
@@ -67,6 +68,7 @@ class RankRun:
             slices=self.slices,
             clip=self.clip,
             weight_decay=0.1,
+            moments=self.moments,
             activations=self.activations,
         )
 
@@ -296,7 +298,7 @@ def _runs(session: Session, kind: Kind) -> dict[str, list[tuple[int, Any]]]:
         plane = (
             session.read_master(unit, 0, layout.num_elements)
             if kind is Kind.WEIGHT
-            else session.read_plane(unit, kind, 0, layout.num_elements)
+            else session.read_plane(unit, kind, 0, layout.num_elements).float()
         )
         for tensor in layout.tensors:
             found.setdefault(tensor.name, []).append((tensor.offset, plane[tensor.start : tensor.stop].numpy().copy()))

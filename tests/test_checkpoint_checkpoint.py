@@ -78,7 +78,16 @@ def test_run_saved_from_some_tiers_goes_on_in_others_to_the_same_bits(before: st
     go_on_elsewhere(Run(model="untied"), before, after, tmp_path)
 
 
-@pytest.mark.parametrize("run", [Run(model="tied", dtype="fp32", clip=None), Run(model="moe", groups=2)], ids=str)
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(model="tied", dtype="fp32", clip=None),
+        Run(model="moe", groups=2),
+        Run(model="untied", moments="bf16"),
+        Run(model="tied", dtype="fp32", moments="bf16", clip=None),
+    ],
+    ids=str,
+)
 def test_run_with_arrays_of_many_chunks_goes_on_to_the_same_bits(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def test_read_of_a_state_of_an_older_version_takes_no_notice_of_its_random_state
     ("change", "name"),
     [
         ({"train": TrainConfig(groups=2)}, "train.groups was 1 and is 2"),
+        ({"train": TrainConfig(moments="bf16")}, "train.moments was 'fp32' and is 'bf16'"),
         ({"train": TrainConfig(steps=7)}, "train.steps was 1000 and is 7"),
         ({"data": DataConfig(files=("other",), tokenizer="bytes")}, "data.files"),
         ({"model": ModelConfig(config={"model_type": "llama", "hidden_size": 65})}, "model.config"),
@@ -64,6 +65,17 @@ def test_changes_of_what_changes_no_number_are_none() -> None:
         output=OutputConfig(directory="elsewhere", checkpoint_every=5),
     )
     assert RunState.read(stored()).changes(config, CPU) == []
+
+
+def test_changes_of_a_run_of_a_version_without_narrow_moments_are_none() -> None:
+    before = stored()
+    del before["config"]["train"]["moments"]
+    state = RunState.read(before)
+    assert state.changes(CONFIG, CPU) == []
+    assert state.changes_of_blocks(CONFIG) == []
+    narrow = replace(CONFIG, train=TrainConfig(moments="bf16"))
+    expected = ["train.moments was 'fp32' and is 'bf16'"]
+    assert state.changes(narrow, CPU) == state.changes_of_blocks(narrow) == expected
 
 
 def test_check_on_another_library_or_device_is_refused() -> None:

@@ -58,10 +58,11 @@ def test_savepoints_change_no_bit(run: Run, place: str, tmp_path: Path, without:
 
 
 @pytest.mark.parametrize("place", ["nvme, two", "all, two", "nvme, three"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_savepoints_beside_several_groups_and_a_clipped_step_change_no_bit(
-    place: str, tmp_path: Path, without: Callable[[Run], Outcome]
+    place: str, moments: str, tmp_path: Path, without: Callable[[Run], Outcome]
 ) -> None:
-    run = Run(model="untied", groups=3, clip=1e9)
+    run = Run(model="untied", groups=3, clip=1e9, moments=moments)
     run = replace(run, clip=0.999 * max(without(run).norms))
     assert with_savepoints(run, PLACES[place], tmp_path) == without(run)
 
@@ -158,6 +159,10 @@ def test_savepoint_with_two_blocks_exchanged_is_refused_by_name(kept: Path, caps
     [
         (["--tiers.ram=900KiB"], r"lay elsewhere \(tiers\.ram was 819200 and is 921600\)"),
         (["--tiers.state=ram", "--tiers.ram=8MiB"], r"tiers\.state was .* and is \['ram'\]\)"),
+        (
+            ["--train.moments=bf16", "--accept-changes"],
+            r"lay elsewhere \(train\.moments was 'fp32' and is 'bf16'\)",
+        ),
         (["--tiers.generations=3", "--tiers.ram=1MiB"], r"tiers\.generations was 2 and is 3; tiers\.ram was"),
     ],
 )

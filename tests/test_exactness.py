@@ -99,10 +99,45 @@ def test_exactness_bf16_products_in_fp32_give_the_same_bits_on_any_tier(tmp_path
     assert replace(run, place="nvme", activations="offload")(tmp_path) == expected
 
 
-@pytest.mark.parametrize(("model", "groups"), [("untied", 3), ("tied", 1)])
-def test_exactness_updates_before_the_norm_is_known_give_the_same_bits(tmp_path: Path, model: str, groups: int) -> None:
+NARROW = {
+    Run(model="untied", moments="bf16"): [*pairs(0), ("nvme_grads", "recompute"), ("nvme_twice", "keep")],
+    Run(model="untied", moments="bf16", dtype="fp32", clip=None, groups=3, slices=2): pairs(1),
+    Run(model="tied", moments="bf16", clip=None): pairs(2),
+    Run(model="moe", moments="bf16", groups=3): [("gpu", "keep"), ("nvme", "recompute"), ("gpu_ram", "offload")],
+    Run(model="routers", moments="bf16"): [("ram_streamed", "keep"), ("nvme", "offload"), ("gpu_ram", "recompute")],
+}
+"""Runs with moments in bf16, and settings that must not change their numbers."""
+
+
+@pytest.mark.parametrize("run", NARROW, ids=lambda run: f"{run.model}-{run.dtype}")
+def test_exactness_moments_in_bf16_have_the_same_bits_on_any_tier_under_any_policy(run: Run, tmp_path: Path) -> None:
+    expected = replace(run, place="ram")(tmp_path)
+    for place, activations in NARROW[run]:
+        assert replace(run, place=place, activations=activations)(tmp_path) == expected, place
+    assert expected.losses[:2] == replace(run, moments="fp32")(tmp_path).losses[:2]
+    assert expected.losses[2:] != replace(run, moments="fp32")(tmp_path).losses[2:]
+
+
+def test_exactness_moments_in_bf16_are_rounded_by_the_seed_of_the_run(tmp_path: Path) -> None:
+    run = Run(model="untied", moments="bf16")
+    outcomes = []
+    for seed in (0, 1):
+        train = replace(run.train, seed=seed)
+        with opened(exactness_config("untied"), tmp_path, PLACES["ram"], train) as session:
+            outcomes.append(outcome(session, run_steps(session, train)))
+    assert outcomes[0] == run(tmp_path)
+    assert outcomes[0].losses[:2] == outcomes[1].losses[:2]
+    assert outcomes[0] != outcomes[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "groups", "moments"), [("untied", 3, "fp32"), ("tied", 1, "fp32"), ("untied", 1, "bf16")]
+)
+def test_exactness_updates_before_the_norm_is_known_give_the_same_bits(
+    tmp_path: Path, model: str, groups: int, moments: str
+) -> None:
     """One of the steps is clipped: its updates are void."""
-    run = Run(model=model, groups=groups, clip=1e9, place="nvme_twice")
+    run = Run(model=model, groups=groups, moments=moments, clip=1e9, place="nvme_twice")
     run = replace(run, clip=0.999 * max(run(tmp_path).norms))
     with opened(exactness_config(model), tmp_path, PLACES["nvme_twice"], run.train) as session:
         found = outcome(session, run_steps(session, run.train))
@@ -199,6 +234,17 @@ def test_exactness_on_cuda_any_tier_and_activation_policy_gives_the_same_bits(mo
     for index, expected in enumerate(again):
         outcomes = dict(zip(settings, found[index * len(settings) :], strict=False))
         assert [pair for pair, result in outcomes.items() if result != expected] == [], numeric[index]
+
+
+@pytest.mark.gpu
+def test_exactness_on_cuda_moments_in_bf16_have_the_same_bits_on_any_tier(tmp_path: Path) -> None:
+    """Updates in RAM and on NVMe run on the CPU, others on the GPU."""
+    runs = [replace(run, device="cuda", compile=False) for run in NARROW]
+    places = ("ram", "gpu", "nvme", "ram_streamed")
+    expected, *others = [
+        run_in_fresh_process([replace(run, place=place) for run in runs], tmp_path) for place in places
+    ]
+    assert [found == expected for found in others] == [True] * 3
 
 
 @pytest.mark.gpu

@@ -149,7 +149,7 @@ def fuzz_savepoint(draw: Draw, folder: Path) -> None:
     path.write_bytes(raw)
     found = savepoint.Savepoint.last(folder)
     assert found is not None
-    found.state.changes_of_tiers(CONFIG)
+    found.state.changes_of_blocks(CONFIG)
     found.state.check(found.state.changes(CONFIG, CPU))
     found.check_ranks(None)
 

@@ -132,9 +132,10 @@ def test_parameters_in_fp32_of_a_single_layer_are_lent_by_the_module_around_it(p
 def test_units_without_parameters_of_another_dtype_stay_as_they_are(model_type: str, compute_dtype: str) -> None:
     model = build_skeleton(config_of(model_type), "sdpa")
     units = cut_units(model, 2)
-    wanted = ADAMW[compute_dtype]
-    expected = [replace(unit, layout=replace(unit.layout, schema=wanted)) for unit in units]
-    assert list(with_schemas(model, units, compute_dtype)) == expected
+    for moments in ("fp32", "bf16"):
+        wanted = ADAMW[compute_dtype, moments]
+        expected = [replace(unit, layout=replace(unit.layout, schema=wanted)) for unit in units]
+        assert list(with_schemas(model, units, compute_dtype, moments)) == expected
 
 
 def test_parts_of_experts_of_which_some_parameters_are_in_fp32_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megatier import _native
+from megatier.numerics.seeds import rounding_key
 
 Floats = npt.NDArray[np.float32]
 Scalars = tuple[float, float, float, float, float, float, float, float]
@@ -48,12 +50,15 @@ def address_of(array: npt.NDArray[Any]) -> int:
 
 @dataclass
 class State:
-    """The planes of one unit. remainder is empty when not split; grad holds bf16 bits when split, else floats."""
+    """The planes of one unit. remainder is empty when not split; grad holds bf16 bits when split, else floats.
+
+    Moments are floats, or the bits of bf16.
+    """
 
     weight: npt.NDArray[Any]
     remainder: npt.NDArray[np.int16]
-    exp_avg: Floats
-    exp_avg_sq: Floats
+    exp_avg: npt.NDArray[Any]
+    exp_avg_sq: npt.NDArray[Any]
     grad: npt.NDArray[Any]
 
     @staticmethod
@@ -89,10 +94,22 @@ class State:
         segments: list[tuple[int, int, float]],
         scalars: Scalars,
         before: tuple[int, int, int, int] | None = None,
+        rounding: tuple[int, int] | None = None,
     ) -> None:
-        batch = pool.submit_adamw(self.planes, self.is_split, segments, scalars, before=before or self.planes[:4])
+        sources = before or self.planes[:4]
+        batch = pool.submit_adamw(self.planes, self.is_split, segments, scalars, before=sources, rounding=rounding)
         assert batch.wait()
         assert batch.error() is None
+
+    def narrow(self) -> "State":
+        """The same with moments in bf16."""
+        moments = bf16_bits(self.exp_avg), bf16_bits(self.exp_avg_sq)
+        return State(self.weight, self.remainder, *moments, self.grad)
+
+    def piece(self, start: int, stop: int) -> "State":
+        """Elements of it, in place."""
+        planes = (self.weight, self.remainder, self.exp_avg, self.exp_avg_sq, self.grad)
+        return State(*(plane[start:stop] for plane in planes))
 
     def same_bits(self, other: "State") -> bool:
         names = ("weight", "remainder", "exp_avg", "exp_avg_sq")
@@ -228,6 +245,111 @@ def test_update_from_other_planes_equals_one_in_place_and_leaves_them_as_they_we
     assert old.same_bits(untouched)
 
 
+KEY = 0xFEDC_BA98_7654_3210
+
+
+def random_bits(key: int, first: int, count: int) -> npt.NDArray[np.uint32]:
+    """By the definition of native/adamw.h."""
+    low, high = np.uint32(key & 0xFFFF_FFFF), np.uint32(key >> 32)
+    h = (np.arange(first, first + count, dtype=np.uint64) & np.uint64(0xFFFF_FFFF)).astype(np.uint32) ^ low
+    h = (h ^ h >> np.uint32(16)) * np.uint32(0x7FEB352D)
+    h = ((h ^ h >> np.uint32(15)) + high) * np.uint32(0x846CA68B)
+    return h ^ h >> np.uint32(16)
+
+
+def rounded(moment: Floats, random: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
+    return (moment.view(np.uint32) + random >> np.uint32(16)).astype(np.uint16)
+
+
+@every_level
+@split_or_whole
+@pytest.mark.parametrize("make", [ordinary_state, awkward_state])
+@pytest.mark.parametrize("first", [0, (1 << 32) - 5_000])
+def test_update_with_bf16_moments_follows_its_definition(
+    pool: _native.ThreadPool, isa: str, split: bool, make: Any, first: int
+) -> None:
+    _native.set_isa(isa)
+    count = 20_021
+    state: State = make(count, split).narrow()
+    grad = floats_of(state.grad) if split else state.grad
+    for step in range(1, 4):
+        scalars = scalars_of(step, 0.37)
+        moments = floats_of(state.exp_avg), floats_of(state.exp_avg_sq)
+        x, m, v = update_by_definition(state.master(), *moments, grad, DECAY, scalars)
+        expected = State.of(x, m, v, grad, split)
+        random = random_bits(KEY + step, first, count)
+        expected.exp_avg = rounded(m, random & np.uint32(0xFFFF))
+        expected.exp_avg_sq = rounded(v, random >> np.uint32(16))
+        state.update(pool, [(0, count, DECAY)], scalars, rounding=(KEY + step, first))
+        assert state.same_bits(expected)
+
+
+@split_or_whole
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_update_with_bf16_moments_does_not_depend_on_level_threads_or_cut(split: bool, num_threads: int) -> None:
+    """Nor on whether the pieces of a unit lie in one memory: each knows the number of its first element."""
+    pool, count = _native.ThreadPool(num_threads, 3), 300_123
+    expected = ordinary_state(count, split).narrow()
+    _native.set_isa("portable")
+    expected.update(pool, [(0, count, DECAY)], scalars_of(3), rounding=(KEY, 0))
+    for seed, isa in enumerate(_native.isa_levels()):
+        _native.set_isa(isa)
+        cuts = [0, *np.sort(np.random.default_rng(seed).integers(0, count, 9)).tolist(), count]
+        state, pieces = (ordinary_state(count, split).narrow() for _ in range(2))
+        segments = [(start, stop, DECAY) for start, stop in pairwise(cuts)]
+        state.update(pool, segments, scalars_of(3), rounding=(KEY, 0))
+        for start, stop in pairwise(cuts):
+            piece = pieces.piece(start, stop)
+            piece.update(pool, [(0, stop - start, DECAY)], scalars_of(3), rounding=(KEY, start))
+        assert state.same_bits(expected)
+        assert pieces.same_bits(expected)
+    pool.close()
+
+
+@every_level
+def test_update_into_other_planes_with_bf16_moments_stays_inside(pool: _native.ThreadPool, isa: str) -> None:
+    _native.set_isa(isa)
+    for start, stop in [(0, 1), (3, 20), (129, 1_000), (1, 3_001)]:
+        old, untouched, new, expected = (ordinary_state(3_001, split=True).narrow() for _ in range(4))
+        segment = [(start, stop, DECAY)]
+        expected.update(pool, segment, scalars_of(1), rounding=(KEY, 7))
+        new.update(pool, segment, scalars_of(1), old.planes[:4], rounding=(KEY, 7))
+        assert new.same_bits(expected)
+        assert old.same_bits(untouched)
+        outside = np.r_[0:start, stop:3_001]
+        for name in ("weight", "remainder", "exp_avg", "exp_avg_sq"):
+            assert np.array_equal(getattr(new, name)[outside], getattr(untouched, name)[outside])
+
+
+def test_rounding_of_moments_loses_nothing_on_average(pool: _native.ThreadPool) -> None:
+    """Neither over the elements of a step nor over the steps of an element; and the two moments go their own ways."""
+    # Without a past, the first moment is the gradient, and the second one its square.
+    scalars = (0.0, 1.0, 0.0, 1.0, EPS, LR, 1.0, 1.0)
+    for grad in np.array([1 + 2.0**-9, -(1 + 2.0**-14), 1e-15 * np.pi, 2 - 2.0**-10], np.float32):
+        found = []
+        for step in range(401):
+            values = np.full(50_000 if step == 0 else 64, grad)
+            state = State.of(values, values, values, values, split=False).narrow()
+            state.update(pool, [(0, len(values), 1.0)], scalars, rounding=(rounding_key(0, step, "unit"), 0))
+            found.append([floats_of(moment).astype(np.float64) for moment in (state.exp_avg, state.exp_avg_sq)])
+        for moments in (found[0], np.concatenate(found[1:], axis=1)):
+            for values, exact in zip(moments, (float(grad), float(grad * grad)), strict=True):
+                low, high = values.min(), values.max()
+                assert low <= exact <= high
+                assert high - low <= abs(exact) / 128
+                assert abs(values.mean() - exact) <= 4.5 * (high - low) / 2 / len(values) ** 0.5
+            varies = all(values.std() > 0 for values in moments)
+            assert not varies or abs(np.corrcoef(*moments)[0, 1]) <= 4.5 / len(moments[0]) ** 0.5
+
+
+@split_or_whole
+def test_update_with_bf16_moments_keeps_padding_of_zeros(pool: _native.ThreadPool, split: bool) -> None:
+    zeros = np.zeros(2048, np.float32)
+    state = State.of(zeros, zeros, zeros, zeros, split).narrow()
+    state.update(pool, [(0, 2048, DECAY)], scalars_of(1), rounding=(KEY, 0))
+    assert not any(plane.any() for plane in (state.weight, state.remainder, state.exp_avg, state.exp_avg_sq))
+
+
 @split_or_whole
 def test_padding_of_zeros_stays_zero(pool: _native.ThreadPool, split: bool) -> None:
     zeros = np.zeros(2048, np.float32)
@@ -305,3 +427,20 @@ def test_update_of_impossible_planes_is_refused(
 def test_update_from_impossible_planes_is_refused(pool: _native.ThreadPool, before: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match=r"remainder|aligned"):
         pool.submit_adamw((64, 64, 64, 64, 64), True, [(0, 0, 1.0)], scalars_of(1), before=before)
+
+
+@pytest.mark.parametrize(
+    ("planes", "rounding"),
+    [((64, 64, 65, 64, 64), (0, 0)), ((64, 64, 66, 64, 64), None), ((64, 64, 64, 64, 64), (0, -1))],
+)
+def test_update_of_impossible_moments_is_refused(
+    pool: _native.ThreadPool, planes: tuple[int, int, int, int, int], rounding: tuple[int, int] | None
+) -> None:
+    with pytest.raises(ValueError, match=r"aligned|negative"):
+        pool.submit_adamw(planes, True, [(0, 0, 1.0)], scalars_of(1), rounding=rounding)
+
+
+def test_update_with_a_rounding_that_is_no_pair_is_refused(pool: _native.ThreadPool) -> None:
+    for rounding in (7, (1,), (1, 2, 3), ("1", 2)):
+        with pytest.raises(TypeError):
+            pool.submit_adamw((64,) * 5, True, [(0, 0, 1.0)], scalars_of(1), rounding=rounding)  # type: ignore[arg-type]

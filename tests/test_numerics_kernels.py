@@ -95,6 +95,14 @@ def arbitrary_planes(num_elements: int, split: bool) -> Planes:
     return weight, random_bits(num_elements, 16, 5) if split else None, m, v, g
 
 
+def narrow(planes: Planes) -> Planes:
+    """The same with moments in bf16."""
+    weight, remainder, exp_avg, exp_avg_sq, grad = planes
+    moments = (moment.view(torch.int32) >> 16 for moment in (exp_avg, exp_avg_sq))
+    first, second = (bits.to(torch.int16).view(torch.uint8) for bits in moments)
+    return weight, remainder, first, second, grad
+
+
 def arena_of(planes: Planes) -> Planes:
     """A copy on the device: each plane a view of one allocation, 256 bytes aligned."""
     offsets, end = [], 256
@@ -116,7 +124,13 @@ def arena_of(planes: Planes) -> Planes:
     )
 
 
-def update_on_cpu(pool: _native.ThreadPool, planes: Planes, segments: Segments, scalars: Scalars) -> None:
+def update_on_cpu(
+    pool: _native.ThreadPool,
+    planes: Planes,
+    segments: Segments,
+    scalars: Scalars,
+    rounding: tuple[int, int] | None = None,
+) -> None:
     weight, remainder, exp_avg, exp_avg_sq, grad = planes
     addresses = (
         weight.data_ptr(),
@@ -125,7 +139,7 @@ def update_on_cpu(pool: _native.ThreadPool, planes: Planes, segments: Segments, 
         exp_avg_sq.data_ptr(),
         grad.data_ptr(),
     )
-    batch = pool.submit_adamw(addresses, remainder is not None, segments, scalars)
+    batch = pool.submit_adamw(addresses, remainder is not None, segments, scalars, rounding=rounding)
     assert batch.wait()
     assert batch.error() is None
 
@@ -169,6 +183,28 @@ def test_update_over_20_steps_of_several_segments_equals_the_c_kernel(
         found[4].copy_(grad)
         kernels.adamw(found, segments, scalars_of(step, 1 / step))
         update_on_cpu(pool, expected, segments, scalars_of(step, 1 / step))
+        assert_same_planes(found, expected)
+
+
+@split_or_whole
+@pytest.mark.parametrize("make", [ordinary_planes, awkward_planes, arbitrary_planes])
+@pytest.mark.parametrize(
+    ("key", "first"), [(0x0123_4567_89AB_CDEF, 0), (0xFEDC_BA98_7654_3210, (1 << 32) - 2_000), (1, 1 << 40)]
+)
+def test_update_with_bf16_moments_equals_the_c_kernel(
+    kernels: ModuleType,
+    pool: _native.ThreadPool,
+    split: bool,
+    make: Callable[[int, bool], Planes],
+    key: int,
+    first: int,
+) -> None:
+    expected = narrow(make(LARGE, split))
+    found = arena_of(expected)
+    segments = [(0, 896, DECAY), (896, 2_565, 1.0), (2_688, LARGE - 1, DECAY)]
+    for step, grad_scale in ((1, 1.0), (2, 0.37)):
+        kernels.adamw(found, segments, scalars_of(step, grad_scale), (key, first))
+        update_on_cpu(pool, expected, segments, scalars_of(step, grad_scale), (key, first))
         assert_same_planes(found, expected)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatier.numerics.seeds import group_seed, seed_generators
+from megatier.numerics.seeds import group_seed, rounding_key, seed_generators
 
 CPU = torch.device("cpu")
 
@@ -32,6 +32,13 @@ def test_group_seed_stays_what_it_was() -> None:
     """Runs of earlier versions go on with the same numbers."""
     assert group_seed(0, 1, 0) == 5_859_785_910_394_853_115
     assert group_seed(1 << 70, 1, 0) != group_seed(0, 1, 0)
+
+
+def test_rounding_key_is_another_for_each_seed_step_and_unit_and_stays_what_it_was() -> None:
+    keys = [rounding_key(*of) for of in itertools.product(range(12), range(1, 120), ("head", "layers.0", "layers.1"))]
+    assert len(set(keys)) == len(keys)
+    assert all(0 <= key < 1 << 64 for key in keys)
+    assert rounding_key(0, 1, "model.layers.0") == 11_147_166_203_070_981_650
 
 
 def test_seed_generators_begins_every_generator_anew() -> None:

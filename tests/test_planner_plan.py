@@ -127,11 +127,20 @@ def test_plan_of_one_long_sequence_takes_as_long_as_it_was_measured() -> None:
         ("nvme_grads", 3, "offload"),
     ],
 )
-@pytest.mark.parametrize(("model", "fused"), [("untied", False), ("untied", True), ("tied", True), ("moe", False)])
+@pytest.mark.parametrize(
+    ("model", "fused", "moments"),
+    [
+        ("untied", False, "fp32"),
+        ("untied", True, "bf16"),
+        ("tied", True, "fp32"),
+        ("moe", False, "fp32"),
+    ],
+)
 def test_plan_foretells_the_order_and_the_bytes_of_a_real_run(
-    model: str, fused: bool, place: str, groups: int, activations: str, tmp_path: Path
+    model: str, fused: bool, moments: str, place: str, groups: int, activations: str, tmp_path: Path
 ) -> None:
-    train = TrainConfig(batch=BATCH, groups=groups, learning_rate=1e-2, activations=activations)  # type: ignore[arg-type]
+    choices: dict[str, Any] = {"activations": activations, "moments": moments}
+    train = TrainConfig(batch=BATCH, groups=groups, learning_rate=1e-2, **choices)
     config = exactness_config(model)
     with opened(config, tmp_path, PLACES[place], train, fused_loss=fused) as session:
         vocab = config.get_text_config().vocab_size

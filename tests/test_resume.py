@@ -104,7 +104,10 @@ def test_resume_that_is_refused_leaves_the_config_as_it_was(stopped: Path, capsy
     assert main(["resume", str(stopped), "--train.steps=9"]) == 2
     assert "train.steps was 3 and is 9" in capsys.readouterr().err
     assert (stopped / "config.yaml").read_text() == before
-    assert main(["resume", str(stopped), "--train.steps=4", "--accept-changes"]) == 0
+    assert main(["resume", str(stopped), "--train.moments=bf16"]) == 2
+    assert "train.moments was 'fp32' and is 'bf16'. Go on with what it was, or add" in capsys.readouterr().err
+    words = ["--train.steps=4", "--train.moments=bf16", "--accept-changes"]
+    assert main(["resume", str(stopped), *words]) == 0
     assert "steps: 4" in (stopped / "config.yaml").read_text()
 
 

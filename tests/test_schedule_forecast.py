@@ -16,7 +16,7 @@ from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.sizes import Budgets, Policy, UnitSpec
 from megatier.schedule.timeline import Access, Load, Scatter, build, scatters_of
-from megatier.state import ADAMW_BF16
+from megatier.state import ADAMW, ADAMW_BF16
 from megatier.tier import Kind, Phase, Tier, Way
 
 MIB = 1 << 20
@@ -178,6 +178,19 @@ def test_forecast_with_weights_in_ram_moves_the_other_planes_alone() -> None:
     assert Kind.WEIGHT not in spilled
     size = sum(ADAMW_BF16.width(kind) * MIB for kind in spilled)
     assert made.moved_bytes["nvme_to_ram"] == made.moved_bytes["ram_to_nvme"] == size
+
+
+def test_forecast_of_moments_in_bf16_moves_and_updates_a_third_less() -> None:
+    budgets, policy = PLACES["nvme"]
+    found = []
+    for moments in ("fp32", "bf16"):
+        units = [replace(unit, schema=ADAMW["bf16", moments]) for unit in UNITS]
+        rates = replace(FAST, update_parameters_per_s=6 * MIB / 0.2)
+        found.append(forecast(accesses(1), SECONDS, units, place(units, budgets, policy), policy, rates))
+    wide, narrow = found
+    assert narrow.moved_bytes["ram_to_nvme"] == pytest.approx(8 * 6 * MIB)
+    assert wide.moved_bytes["ram_to_nvme"] == pytest.approx(12 * 6 * MIB)
+    assert narrow.alone_seconds["update_nvme"] == pytest.approx(wide.alone_seconds["update_nvme"] * 18 / 26)
 
 
 def test_forecast_of_a_unit_frozen_but_for_one_chunk_updates_it_in_one_piece() -> None:

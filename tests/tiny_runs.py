@@ -261,7 +261,7 @@ def outcome(session: Session, results: Sequence[StepResult]) -> Outcome:
     for kind in (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ):
         digest = hashlib.sha256()
         for unit in session.units:
-            digest.update(read_unit(session, unit, kind).numpy().tobytes())
+            digest.update(read_unit(session, unit, kind).view(torch.uint8).numpy().tobytes())
         digests.append(digest.hexdigest())
     return Outcome(tuple(r.loss for r in results), tuple(r.grad_norm for r in results), tuple(digests))
 
@@ -292,6 +292,7 @@ class Run:
     tile_tokens: int | None = None
     eps: float = 1e-8
     """AdamW's. With a large one, an update is in proportion to its gradient, and no gradient near zero decides."""
+    moments: str = "fp32"
     expert_parts: int = 1
     gpu_direct: bool = False
     guard: bool = False
@@ -316,6 +317,7 @@ class Run:
             clip=self.clip,
             weight_decay=0.1,
             eps=self.eps,
+            moments=self.moments,  # type: ignore[arg-type]
         )
 
     def __call__(self, mount: Path) -> Outcome:

@@ -278,4 +278,4 @@ def _copy_fp32(planes: Sequence[Tensor], first: int, target: Tensor) -> None:
     elif source.dtype is torch.float32:
         _native.copy(target.data_ptr(), source.data_ptr(), 4 * target.numel())
     else:
-        target.copy_(source)  # frozen weights, which have no remainder
+        target.copy_(source)  # moments in bf16, and frozen weights, which have no remainder

@@ -37,6 +37,10 @@ FREE = (
     "numerics.max_skips",
 )
 """Settings in other sections that change no number of the steps to come."""
+ADDED = {"train.moments": "fp32"}
+"""Settings that change numbers and that older versions did not have, with what these did."""
+WIDTHS = ("model.compute_dtype", "train.moments")
+"""Settings that decide how many bytes an element of a kind has."""
 FIELDS = {"step": int, "config": dict, "environment": dict, "text": dict, "origin": dict}
 """The types of `RunState`, as JSON has them."""
 
@@ -138,11 +142,13 @@ class RunState:
                 "what it was, or add --accept-changes."
             )
 
-    def changes_of_tiers(self, config: RunConfig) -> list[str]:
-        """Return what differs in the section `tiers`, each with both values."""
-        before = self.config.get("tiers", {})
-        now = _plain(config)["tiers"]
-        return [f"tiers.{change}" for change in _differences(before, now)]
+    def changes_of_blocks(self, config: RunConfig) -> list[str]:
+        """Return what differs of the settings that decide where blocks lie and how large they are, with both values."""
+        before = self.config
+        now = _plain(config)
+        tiers = _differences(before.get("tiers", {}), now["tiers"])
+        widths = ({name: _numeric(found).get(name) for name in WIDTHS} for found in (before, now))
+        return [*(f"tiers.{change}" for change in tiers), *_differences(*widths)]
 
     def check_text(self, found: dict[str, Any]) -> None:
         """Refuse to go on with other text.
@@ -208,7 +214,7 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
     # A damaged file says nothing about the numbers, so it counts as one change that the user may accept.
     note = _noted_numbers(text)
     now = _numeric(_plain(config))
-    changes = [f"{path.name} is damaged"] if note is None else list(_differences(note["config"], now))
+    changes = [f"{path.name} is damaged"] if note is None else list(_differences({**ADDED, **note["config"]}, now))
     if changes and not accepts_changes:
         raise ConfigError(
             f"these are not the numbers that {path.parent} began with: {'; '.join(changes)}. Set them in its "
@@ -264,7 +270,7 @@ def _plain(config: RunConfig) -> dict[str, Any]:
 
 def _numeric(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that change numbers, by their dotted names."""
-    return {
+    return ADDED | {
         f"{section}.{name}": value
         for section, settings in config.items()
         for name, value in settings.items()

@@ -151,7 +151,7 @@ class Savepoint:
         lies = set(part.generations) == set(session.placement.spilled) and part.placement == fingerprint(session)
         with crew.together():
             if not (fits and lies):
-                changes = "; ".join(self.state.changes_of_tiers(config)) or "by other settings, or rates of the drives"
+                changes = "; ".join(self.state.changes_of_blocks(config)) or "by other settings, or rates of the drives"
                 reason = f"its blocks lay elsewhere ({changes}). Give it what it had."
                 raise SavepointError(str(self.path), reason, self.before)
 

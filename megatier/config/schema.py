@@ -34,7 +34,7 @@ class ModelConfig:
     and [0-7]. A pattern after ! names what is trained all the same. The last pattern that fits a parameter decides.
     Examples: model.embed_tokens,model.layers.[0-7] and *,!*.q_proj."""
     compute_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Type of the weights that compute. Master weights and moments are fp32 either way."""
+    """Type of the weights that compute. Master weights are fp32 either way."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
     """Implementation of attention in transformers. This changes the order of sums. auto: the fastest one that repeats
     bit by bit, by rule: flex_attention on an H100 or H200 for sequences of 1,024 tokens and more, if the model can
@@ -99,7 +99,8 @@ class TiersConfig:
     state: tuple[str, ...] = ("gpu", "ram", "nvme")
     """Tiers that may hold state, in order of preference, out of gpu, ram and nvme."""
     chunk: ByteCount | None = None
-    """Bytes of state in one update chunk, at 12 bytes an element, at least 24KiB. None: chosen from the RAM budget."""
+    """Bytes of state in one update chunk, at 12 bytes an element (8 with train.moments bf16), at least 24KiB. None:
+    chosen from the RAM budget."""
     io_threads: int | None = None
     """Native threads that read NVMe, and as many that write, 1 to 256. None: as many as `megatier bench` found for
     these mounts, or 4 if it did not measure them."""
@@ -199,12 +200,15 @@ class TrainConfig:
     """Decay of the first moment, 0 to below 1."""
     beta2: float = 0.999
     """Decay of the second moment, 0 to below 1."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Type in which both moments are stored. bf16: 8 bytes of state a parameter instead of 12, so a third less moves,
+    and moments lose precision. They are rounded stochastically, by random numbers that depend on train.seed."""
     eps: float = 1e-8
     """Number that is added to the root of the second moment, above 0."""
     clip: float | None = 1.0
     """Global gradient norm to clip to, above 0. None: no clipping."""
     seed: int = 0
-    """Seed of the initial weights and of dropout, at least 0."""
+    """Seed of the initial weights, of dropout, and of moments that are rounded, at least 0."""
     evaluate_every: int = 0
     """Steps between evaluations on the held-out text, at least 0. 0: evaluate only at the end."""
     evaluate_batches: int = 16

@@ -35,7 +35,7 @@ FIGURES = "metrics.jsonl has times, bytes and memory of every step; `megatier re
 ELSEWHERE = "figures go to metrics.jsonl, and to TensorBoard with output.tensorboard"
 NOT_THERE = "there is nothing like it here"
 NO_SCALING = "bf16 needs no loss scaling; numerics.guard leaves steps out that are not finite"
-FP32_STATE = "masters and moments are always fp32"
+FP32_STATE = "masters are always fp32, and so are moments unless train.moments says bf16"
 
 REASONS = {
     "steps_per_print": "metrics.jsonl has every step",

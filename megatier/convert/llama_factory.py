@@ -51,7 +51,7 @@ REASONS = {
     "deepspeed": "the budgets of the tiers say what lies where; `megatier convert` reads that file too",
     "fsdp": "the budgets of the tiers say what lies where",
     "fp16": "model.compute_dtype stays bf16, which needs no loss scaling",
-    "pure_bf16": "masters and moments are always fp32",
+    "pure_bf16": "masters are always fp32, and so are moments unless train.moments says bf16",
     "warmup_ratio": "train.warmup_steps counts steps",
     "freeze_vision_tower": VISION,
     "freeze_multi_modal_projector": VISION,

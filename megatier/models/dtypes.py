@@ -22,7 +22,7 @@ from megatier.errors import UnsupportedModelError
 from megatier.layout import Layout
 from megatier.models.decoder import Unit
 from megatier.models.experts import WHOLE
-from megatier.state import ADAMW
+from megatier.state import ADAMW, StateSchema
 
 IN_FP32 = "parameters in fp32"
 """The name of the unit of those parameters that stay in fp32 inside of units that are bf16."""
@@ -63,19 +63,22 @@ def names_in_fp32(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str
     return frozenset(name for name in names if any(re.search(pattern, name) for pattern in patterns))
 
 
-def with_schemas(model: PreTrainedModel, units: Sequence[Unit], compute_dtype: str) -> tuple[Unit, ...]:
+def with_schemas(
+    model: PreTrainedModel, units: Sequence[Unit], compute_dtype: str, moments: str = "fp32"
+) -> tuple[Unit, ...]:
     """Give each unit the schema of its state. What stays in fp32 inside of bf16 units becomes a unit of its own.
 
     Args:
         model: the skeleton.
         units: all of its units.
         compute_dtype: as `model.compute_dtype` names it.
+        moments: their dtype, as `train.moments` names it.
 
     Raises:
         UnsupportedModelError: a part of a layer's experts has such parameters beside others.
     """
-    schema = ADAMW[compute_dtype]
-    wide = ADAMW["fp32"]
+    schema = ADAMW[compute_dtype, moments]
+    wide = ADAMW["fp32", moments]
     kept = names_in_fp32(model, (tensor.name for unit in units for tensor in unit.layout.tensors))
     found: list[Unit] = []
     mixed: list[Unit] = []
@@ -94,7 +97,7 @@ def with_schemas(model: PreTrainedModel, units: Sequence[Unit], compute_dtype: s
         found.append(replace(unit, layout=replace(layout, schema=schema)))
 
     if mixed:
-        lent = _lent(model, mixed, kept)
+        lent = _lent(model, mixed, kept, wide)
         found.insert(_first_inside(found, lent), lent)
     return tuple(found)
 
@@ -109,14 +112,14 @@ def _check_whole(unit: Unit) -> None:
         raise UnsupportedModelError(f"some parameters of {unit.name} stay in fp32, so they cannot be cut. {WHOLE}")
 
 
-def _lent(model: PreTrainedModel, units: Sequence[Unit], names: frozenset[str]) -> Unit:
+def _lent(model: PreTrainedModel, units: Sequence[Unit], names: frozenset[str], schema: StateSchema) -> Unit:
     """Return the unit of those parameters of units that have these names. The module around all units lends it."""
     shapes = [(t.name, t.shape) for unit in units for t in unit.layout.tensors if t.name in names]
     frozen = frozenset[str]().union(*(unit.layout.frozen for unit in units))
     return Unit(
         name=IN_FP32,
         module_names=(_around(model, units),),
-        layout=replace(Layout.of(shapes, frozen), schema=ADAMW["fp32"]),
+        layout=replace(Layout.of(shapes, frozen), schema=schema),
         is_layer=False,
         is_lent=True,
     )

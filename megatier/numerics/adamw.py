@@ -20,6 +20,9 @@ wait for a whole unit."""
 
 Planes = Mapping[Kind, Tensor]
 """The plane of each kind of state."""
+Rounding = tuple[int, int]
+"""How moments in bf16 are rounded: the key (`seeds.rounding_key`), and the number of the planes' first element in the
+whole unit."""
 
 
 def step_scalars(
@@ -46,6 +49,7 @@ def begin_adamw(
     segments: Sequence[tuple[int, int, float]],
     scalars: tuple[float, float, float, float, float, float, float, float],
     before: Planes,
+    rounding: Rounding | None = None,
 ) -> _native.Batch | None:
     """Begin AdamW on flat planes of one device.
 
@@ -56,6 +60,7 @@ def begin_adamw(
         segments: (start, stop, decay) in elements.
         scalars: `Scalars.of_kernels`.
         before: the planes to read of kinds that are not updated in place; on the CPU only.
+        rounding: how moments are rounded if they are bf16; None: they are fp32.
 
     Returns:
         The batch to wait for; None if the update was enqueued on the GPU's current stream.
@@ -66,13 +71,12 @@ def begin_adamw(
 
         assert not before, "on the GPU AdamW is in place"
         moments = planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
-        kernels.adamw((planes[Kind.WEIGHT], remainder, *moments, grad), segments, scalars)
+        kernels.adamw((planes[Kind.WEIGHT], remainder, *moments, grad), segments, scalars, rounding)
         return None
 
     sources = _addresses({**planes, **before})
-    return pool.submit_adamw(
-        (*_addresses(planes), grad.data_ptr()), remainder is not None, segments, scalars, before=sources
-    )
+    targets = (*_addresses(planes), grad.data_ptr())
+    return pool.submit_adamw(targets, remainder is not None, segments, scalars, before=sources, rounding=rounding)
 
 
 def _addresses(planes: Planes) -> tuple[int, int, int, int]:
@@ -85,4 +89,4 @@ def _addresses(planes: Planes) -> tuple[int, int, int, int]:
     )
 
 
-__all__ = ["Planes", "adamw_threads", "begin_adamw", "step_scalars"]
+__all__ = ["Planes", "Rounding", "adamw_threads", "begin_adamw", "step_scalars"]

@@ -18,8 +18,8 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-_jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["count"])
-"""Lengths are not compiled in: one kernel for all, since only the last block of elements needs the length."""
+_jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["count", "key_low", "key_high", "first"])
+"""Lengths and keys are not compiled in: one kernel for all, since only the last block of elements needs the length."""
 
 BLOCK_ELEMENTS = 1024
 """Elements of one program of the AdamW kernel."""
@@ -37,10 +37,18 @@ ROWS_AHEAD = tl.constexpr(16)
 
 Planes = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
 Scalars = tuple[float, float, float, float, float, float, float, float]
+Rounding = tuple[int, int]
+HALF = 0xFFFF_FFFF
+"""The lower half of a key, and what remains of the number of an element: 32 bits."""
 
 
 # Hop 5 of a byte's journey if the update runs on the GPU; the mark is in optimizer.py.
-def adamw(planes: Planes, segments: Sequence[tuple[int, int, float]], scalars: Scalars) -> None:
+def adamw(
+    planes: Planes,
+    segments: Sequence[tuple[int, int, float]],
+    scalars: Scalars,
+    rounding: Rounding | None = None,
+) -> None:
     """Run AdamW in place, with one launch for each segment; native/adamw.h holds the definition.
 
     Args:
@@ -48,21 +56,35 @@ def adamw(planes: Planes, segments: Sequence[tuple[int, int, float]], scalars: S
             grad are bf16. Without one, weight is the fp32 master and grad is fp32.
         segments: (start, stop, decay) in elements, not overlapping. Starts at multiples of 128 elements are fast.
         scalars: see `_native.ThreadPool.submit_adamw`; these and decay are rounded to fp32.
+        rounding: None where moments are fp32; where they are bf16, the key and the number of the first element.
     """
     weight, remainder, exp_avg, exp_avg_sq, grad = planes
     number = torch.float32 if remainder is None else torch.uint16
+    moment = torch.float32 if rounding is None else torch.uint16
+    key, first = rounding or (0, 0)
     views = (
         weight.view(number),
         None if remainder is None else remainder.view(torch.int16),
-        exp_avg.view(torch.float32),
-        exp_avg_sq.view(torch.float32),
+        exp_avg.view(moment),
+        exp_avg_sq.view(moment),
         grad.view(number),
     )
 
     for start, stop, decay in segments:
         pieces = tuple(None if view is None else view[start:stop] for view in views)
         launch = _update[(triton.cdiv(stop - start, BLOCK_ELEMENTS),)]
-        launch(pieces, stop - start, decay, scalars, BLOCK_ELEMENTS, num_warps=BLOCK_WARPS, enable_fp_fusion=False)
+        launch(
+            pieces,
+            stop - start,
+            decay,
+            scalars,
+            key & HALF,
+            key >> 32,
+            (first + start) & HALF,
+            BLOCK_ELEMENTS,
+            num_warps=BLOCK_WARPS,
+            enable_fp_fusion=False,
+        )
 
 
 def sum_squares(piece: Tensor, first: int = 0) -> Tensor:
@@ -88,20 +110,35 @@ def sum_squares(piece: Tensor, first: int = 0) -> Tensor:
 
 
 @_jit
-def _update(planes: tl.tuple, count: tl.int64, decay: tl.float32, scalars: tl.tuple, block: tl.constexpr) -> None:
+def _update(
+    planes: tl.tuple,
+    count: tl.int64,
+    decay: tl.float32,
+    scalars: tl.tuple,
+    key_low: tl.uint32,
+    key_high: tl.uint32,
+    first: tl.uint32,
+    block: tl.constexpr,
+) -> None:
     """Update one block of a segment. A whole block has no mask, which would make Triton access element by element."""
     # 64 bits, since a unit may have more than 2^31 elements.
     start = tl.program_id(0).to(tl.int64) * block
     elements = start + tl.arange(0, block)
+    rounding = (key_low, key_high, first)
     if start + block <= count:
-        _update_elements(planes, elements, None, decay, scalars)
+        _update_elements(planes, elements, None, decay, scalars, rounding)
     else:
-        _update_elements(planes, elements, elements < count, decay, scalars)
+        _update_elements(planes, elements, elements < count, decay, scalars, rounding)
 
 
 @_jit
 def _update_elements(
-    planes: tl.tuple, elements: tl.tensor, inside: tl.tensor | None, decay: tl.tensor, scalars: tl.tuple
+    planes: tl.tuple,
+    elements: tl.tensor,
+    inside: tl.tensor | None,
+    decay: tl.tensor,
+    scalars: tl.tuple,
+    rounding: tl.tuple,
 ) -> None:
     """AdamW on some elements, in exactly the order of operations of native/adamw.h."""
     weight, remainder, exp_avg, exp_avg_sq, grad = planes
@@ -116,12 +153,18 @@ def _update_elements(
         x = ((x.to(tl.uint32) << 16) + rest.to(tl.int32).to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
 
     g = _float_of(g) * grad_scale
-    m = _settle(beta1 * m + one_minus_beta1 * g)
-    v = _settle(beta2 * v + one_minus_beta2 * (g * g))
+    m = _settle(beta1 * _float_of(m) + one_minus_beta1 * g)
+    v = _settle(beta2 * _float_of(v) + one_minus_beta2 * (g * g))
     x = x * decay - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), sqrt_bias2) + eps)
 
-    tl.store(exp_avg + elements, m, inside)
-    tl.store(exp_avg_sq + elements, v, inside)
+    if exp_avg.dtype.element_ty == tl.float32:
+        tl.store(exp_avg + elements, m, inside)
+        tl.store(exp_avg_sq + elements, v, inside)
+    else:
+        random = _random_bits(elements, rounding)
+        tl.store(exp_avg + elements, _round_by(m, random & 0xFFFF), inside)
+        tl.store(exp_avg_sq + elements, _round_by(v, random >> 16), inside)
+
     bits = _one_nan(x.to(tl.uint32, bitcast=True))
     if remainder is None:
         tl.store(weight + elements, bits.to(tl.float32, bitcast=True), inside)
@@ -143,6 +186,22 @@ def _settle(moment: tl.tensor) -> tl.tensor:
 def _one_nan(bits: tl.tensor) -> tl.tensor:
     """Make every NaN the quiet one: payloads differ between processors, and stored bits must not."""
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
+
+
+@_jit
+def _random_bits(elements: tl.tensor, rounding: tl.tuple) -> tl.tensor:
+    """The 32 random bits of each element, by the hash of native/adamw.h."""
+    key_low, key_high, first = rounding
+    bits = (first.to(tl.uint32) + elements.to(tl.uint32)) ^ key_low.to(tl.uint32)
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = ((bits ^ (bits >> 15)) + key_high.to(tl.uint32)) * 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@_jit
+def _round_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
+    """Round moments to the bits of bf16, stochastically, by 16 random bits each."""
+    return ((moment.to(tl.uint32, bitcast=True) + random) >> 16).to(tl.uint16)
 
 
 @_jit

@@ -6,7 +6,8 @@ AdamW has one definition. The C kernel and the Triton kernel give the same bits,
     x = x (1 - lr wd) - lr / (1 - beta1^t) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
 
 x is the fp32 master, which may be split into weight plane and remainder. m and v below 2^-126 are set to 0. `scale` is
-the clip coefficient, min(1, clip / (norm + 1e-6)).
+the clip coefficient, min(1, clip / (norm + 1e-6)). Moments may be stored in bf16; then they are rounded stochastically,
+by random numbers that depend on the run's seed, the step, the unit, and the number of the element in the whole unit.
 
 The norm is that of the rounded gradients. Sums of squares are taken in fp64, in a fixed order, of what each tensor has
 of each tile of its unit, 65,536 elements. They are added exactly and rounded once, so slots, slices and devices do not
@@ -30,9 +31,11 @@ from torch import Tensor
 from megatier import _native
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
-from megatier.numerics.adamw import Planes, adamw_threads, begin_adamw, step_scalars
-from megatier.numerics.masters import weight_dtype
+from megatier.numerics.adamw import Planes, Rounding, adamw_threads, begin_adamw, step_scalars
+from megatier.numerics.masters import plane_dtype, weight_dtype
+from megatier.numerics.seeds import rounding_key
 from megatier.ranks.ranks import Ranks
+from megatier.tier import Kind
 from megatier.workers import Workers
 
 TILE_ELEMENTS = 65_536
@@ -49,6 +52,8 @@ class Scalars:
 
     decay: float
     """The factor on the weights of parameters that decay: 1 - learning rate * weight decay."""
+    step: int
+    """The number of the step, which decides how moments in bf16 are rounded."""
     of_kernels: tuple[float, float, float, float, float, float, float, float]
     """beta1, 1 - beta1, beta2, 1 - beta2, eps, step size, root of the bias correction, clip coefficient."""
 
@@ -83,11 +88,13 @@ class AdamW:
         groups: int,
         num_threads: int,
         ranks: Ranks | None = None,
+        seed: int = 0,
     ) -> None:
         """Start the threads.
 
         With ranks, layouts and all that is measured and updated are those of this rank's shards, and `groups` counts
-        the groups that it computes. The schemas of layouts are those of AdamW.
+        the groups that it computes. The schemas of layouts are those of AdamW. The seed is that of the random numbers
+        by which moments in bf16 are rounded.
         """
         self.hyper = hyper
         """Read by `begin_step`, `revise` and `clip`; all but `deferred` may be others in the next step."""
@@ -96,9 +103,10 @@ class AdamW:
         self._decayed = decayed
         self._groups = groups
         self._ranks = ranks
+        self._seed = seed
         self._pool = adamw_threads(num_threads)
         self._workers = Workers(num_threads, "megatier-gradient")
-        self._begun = self._scalars = Scalars(1.0, (0.0,) * 8)
+        self._begun = self._scalars = Scalars(1.0, 0, (0.0,) * 8)
         self._sums: dict[str, list[Tensor]] = {}
         self._refused: str | None = None
 
@@ -129,14 +137,14 @@ class AdamW:
         """Return the coefficient for this norm. From now on updates read it, and the scalars of the step begun."""
         limit = self.hyper.clip
         coefficient = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-        self._scalars = Scalars(self._begun.decay, (*self._begun.of_kernels[:-1], coefficient))
+        self._scalars = Scalars(self._begun.decay, self._begun.step, (*self._begun.of_kernels[:-1], coefficient))
         return coefficient
 
     def _scalars_of(self, step: int, learning_rate: float) -> Scalars:
         """The scalars of a step in which nothing is clipped."""
         hyper = self.hyper
         scalars = step_scalars(step, learning_rate, (hyper.beta1, hyper.beta2), hyper.eps)
-        return Scalars(1 - learning_rate * hyper.weight_decay, (*scalars, 1.0))
+        return Scalars(1 - learning_rate * hyper.weight_decay, step, (*scalars, 1.0))
 
     def norm(self) -> float:
         """The global norm of the measured gradients: the root of the exact sum of the partial sums."""
@@ -331,7 +339,19 @@ class AdamW:
     ) -> _native.Batch | None:
         start, stop = elements
         segments = self._segments(self.layouts[unit], start, stop, scalars.decay)
-        return begin_adamw(self._pool, planes, grad, segments, scalars.of_kernels, before)
+        rounding = self._rounding(scalars.step, unit, start)
+        return begin_adamw(self._pool, planes, grad, segments, scalars.of_kernels, before, rounding)
+
+    def _rounding(self, step: int, unit: str, start: int) -> Rounding | None:
+        """Return how the moments of elements from `start` on are rounded; None: they are fp32."""
+        layout = self.layouts[unit]
+        if plane_dtype(layout.schema, Kind.EXP_AVG) is torch.float32:
+            return None
+
+        # Shards of a unit are equally long and follow each other in the order of the ranks. Elements are counted in the
+        # whole unit, so that they are rounded alike whatever it is cut into.
+        offset = 0 if self._ranks is None else self._ranks.rank * layout.num_elements
+        return rounding_key(self._seed, step, unit), offset + start
 
     def close(self) -> None:
         """Stop the threads."""

@@ -1,7 +1,7 @@
-"""Seeds of the random numbers that a forward draws, such as those of dropout.
+"""Seeds of the random numbers that a forward draws, such as those of dropout, and of those that round moments.
 
-Those of a group depend on the run's seed, the step and the group alone. So they are the same after a stop and a resume,
-and no matter which groups were computed before.
+Those of a group depend on the run's seed, the step and the group alone, those of an update on the run's seed, the step
+and the unit. So they are the same after a stop and a resume, and no matter what was computed before, and where.
 """
 
 from __future__ import annotations
@@ -21,8 +21,23 @@ def group_seed(seed: int, step: int, group: int) -> int:
         step: 1, 2, ...
         group: 0, 1, ... of the step.
     """
-    digest = hashlib.blake2b(f"{seed}:{step}:{group}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return _hash(f"{seed}:{step}:{group}") >> 1
+
+
+def rounding_key(seed: int, step: int, unit: str) -> int:
+    """Return the key with which the moments of a unit are rounded, 64 bits.
+
+    Args:
+        seed: of the run.
+        step: 1, 2, ...
+        unit: its name, or whatever tells apart what is updated in one step.
+    """
+    return _hash(f"moments:{seed}:{step}:{unit}")
+
+
+def _hash(text: str) -> int:
+    """Return 64 bits that depend on every letter of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def seed_generators(number: int, device: torch.device) -> None:
@@ -38,4 +53,4 @@ def seed_generators(number: int, device: torch.device) -> None:
     np.random.seed(number % (1 << 32))
 
 
-__all__ = ["group_seed", "seed_generators"]
+__all__ = ["group_seed", "rounding_key", "seed_generators"]

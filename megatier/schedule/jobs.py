@@ -24,10 +24,8 @@ HOST_SECONDS = 0.03
 PIECES_MAX = 4
 """Pieces in which a spilled unit's state is simulated: reads, AdamW and writes of a unit overlap."""
 UPDATE_BYTES = 26
-"""Memory traffic of AdamW on the CPU for one parameter: 14 bytes read, 12 written."""
-ALLOCATE_BYTES = 12
-"""Memory traffic for one parameter in addition, if AdamW writes to another generation: a processor fetches the bytes
-that lie there before it overwrites them."""
+"""Memory traffic of AdamW for one parameter with bf16 compute and fp32 moments, which rates count: 14 bytes read, 12
+written. Parameters with another schema count as so many of these as their bytes say."""
 SUM_BYTES = {False: 12, True: 24}
 """Memory traffic of adding a group's gradient in RAM, for one parameter, by whether it is the last group's: that one is
 rounded and measured too."""
@@ -239,14 +237,14 @@ class StepJobs:
             self._update_spilled(unit, update.load)
         else:
             gradient = self._grads.get(unit.name)
-            self._updates[unit.name] = self._add(lane, unit.name, unit.num_trained, self._begun, gradient)
+            self._updates[unit.name] = self._add(lane, unit.name, _updated(unit), self._begun, gradient)
 
     def _update_spilled(self, unit: UnitSpec, fed: Load | None) -> None:
         """Run AdamW on a unit with bytes on NVMe, piece by piece: read, update, feed, write."""
         gradient = self._grads.get(unit.name)
         pieces = self._num_pieces(unit.num_trained)
         is_speculative = unit.name in self._placement.speculative
-        amount = unit.num_trained * (1 + ALLOCATE_BYTES / UPDATE_BYTES * is_speculative)
+        amount = _updated(unit, elsewhere=is_speculative)
         updated = -1
 
         for _ in range(pieces):
@@ -268,7 +266,7 @@ class StepJobs:
     def _update_streamed(self, unit: UnitSpec, arrival: int) -> int:
         """Run AdamW on the GPU, when weights, gradient and state are there; returns the job that takes weights home."""
         needs = [arrival, self._grads.get(unit.name), self._states.get(unit.name)]
-        self._updates[unit.name] = self._add("update_gpu", unit.name, unit.num_trained, *needs)
+        self._updates[unit.name] = self._add("update_gpu", unit.name, _updated(unit), *needs)
         return self._chain(self._moves.return_weights(unit.name), unit.name, self._updates[unit.name])
 
     def _exchange(self, exchange: Exchange) -> None:
@@ -353,3 +351,12 @@ class StepJobs:
     def _num_pieces(self, elements: int) -> int:
         """Pieces of a unit's state: its chunks, but no more than are worth simulating."""
         return max(1, min(PIECES_MAX, -(-elements // self._placement.chunk_elements)))
+
+
+def _updated(unit: UnitSpec, *, elsewhere: bool = False) -> float:
+    """Parameters of AdamW's work on a unit, in those that rates count.
+
+    If it writes to another generation, a processor fetches the bytes that lie there before it overwrites them.
+    """
+    state = unit.schema.bytes_per_parameter
+    return unit.num_trained * ((2 + elsewhere) * state + unit.schema.grad_width) / UPDATE_BYTES

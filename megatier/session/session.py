@@ -167,6 +167,7 @@ class Session:
             groups=work.policy.groups,
             num_threads=max(1, (tiers.update_threads or cores_usable()) // local_size),
             ranks=self.ranks,
+            seed=train.seed,
         )
         opened.callback(optimizer.close)
         return optimizer

@@ -67,13 +67,13 @@ class Workload:
             units: all units of the model (`models.experts.cut_units`), still without their schemas.
             model_config: compute dtype.
             tiers: chunk, streaming, I/O.
-            train: groups, slices, activations, clipping.
+            train: groups, slices, activations, clipping, moments.
             numerics: the guard, for which updates wait as they do for clipping.
             tokens: tokens per sequence.
             savepoints: whether one generation of what spills may be kept.
             world: the ranks that share the state and compute the groups of a step, and their hosts.
         """
-        units = with_schemas(model, units, model_config.compute_dtype)
+        units = with_schemas(model, units, model_config.compute_dtype, train.moments)
         units = tuple(replace(unit, layout=unit.layout.padded(world.ranks)) for unit in units)
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         options = _io_options(tiers)
