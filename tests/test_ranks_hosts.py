@@ -19,6 +19,7 @@ from conftest import FAULTS
 from rank_pool import free_port
 from small_commands import command, leftovers, metrics, outcome
 from test_ranks_faults import wait_until
+from test_ranks_savepoints import savepoints, words_of
 from warm_python import MEGATIER, Process, WarmPython
 
 HOSTS = ("alpha", "beta")
@@ -76,8 +77,10 @@ def cable() -> Iterator[Cable]:
 
 
 @contextlib.contextmanager
-def ranks(python: WarmPython, cable: Cable, words: Sequence[str], hosts: int = 2) -> Iterator[list[Process]]:
-    """The ranks of a command, EACH on a host. The store is in the first one."""
+def ranks(
+    python: WarmPython, cable: Cable, words: Sequence[str], hosts: int = 2, killed: tuple[int, str] = (-1, "")
+) -> Iterator[list[Process]]:
+    """The ranks of a command, EACH on a host. The store is in the first one. One rank may be killed at a place."""
     port = free_port()
     with contextlib.ExitStack() as stack:
         started = []
@@ -93,6 +96,7 @@ def ranks(python: WarmPython, cable: Cable, words: Sequence[str], hosts: int = 2
                 "MASTER_PORT": str(port),
                 # The name of a host leads to its address elsewhere.
                 "GLOO_SOCKET_IFNAME": cable.ends[host],
+                "KILLED_IN": killed[1] if rank == killed[0] else "",
             }
             program: list[str | Path] = [FAULTS / "on_host.py", cable.namespaces[host], HOSTS[host], str(LOOKS), *words]
             started.append(stack.enter_context(python.start(program, environment)))
@@ -149,7 +153,7 @@ def check_ends(started: Sequence[Process], told: Mapping[int, str], since: float
     for rank, text in told.items():
         output, errors = started[rank].communicate()
         assert time.monotonic() - since < SOON_S
-        assert started[rank].returncode == 2
+        assert started[rank].returncode == 2, errors
         assert re.search(text, errors), errors
         assert "Traceback" not in output + errors
 
@@ -181,3 +185,34 @@ def test_cable_that_is_cut_ends_the_ranks_of_both_hosts(cable: Cable, tmp_path: 
         no_store = rf"rank 0 on {HOSTS[0]} failed, .* no longer answers"
         check_ends(started, {0: silent, 1: silent, 2: no_store, 3: no_store}, time.monotonic())
     assert [path for path in leftovers(tmp_path) if path.name == "lock"] == []
+
+
+@pytest.mark.parametrize(("killed", "place", "last"), [(3, "mark", 2), (0, "name", 4)])
+def test_savepoint_of_two_hosts_of_which_a_rank_is_killed_goes_on_to_the_bits_of_one_process(
+    killed: int, place: str, last: int, cable: Cable, tmp_path: Path, python: WarmPython
+) -> None:
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    done = python.run([MEGATIER, *words_of(alone, "ram", **{"output.savepoint_every": 0})])
+    assert done.returncode == 0, done.stderr
+
+    # The budget of RAM is that of a host, so that some state lies on each tier of each of four ranks.
+    words = words_of(shared, "all", **{"tiers.ram": "7MiB"})
+    with ranks(python, cable, words, killed=(killed, place)) as started:
+        assert started[killed].wait() == -signal.SIGKILL
+        text = rf"rank {killed} on {HOSTS[killed // EACH]} failed"
+        check_ends(started, {rank: text for rank in range(4) if rank != killed}, time.monotonic())
+    folder = shared / f"run/savepoints/step-{last:08d}"
+    assert savepoints(shared)[-1] == folder.name
+    assert [len(list(folder.glob(f"rank-{rank}/state/*"))) > 0 for rank in range(4)] == [True] * 4
+
+    # One host of two has not all of it.
+    with ranks(python, cable, ["resume", str(shared / "run")], hosts=1) as started:
+        refusal = r"\(ranks: 4, hosts: 2; now ranks: 2, hosts: 1\)\. Start as many as there were\."
+        check_ends(started, {0: refusal, 1: refusal}, time.monotonic())
+
+    with ranks(python, cable, ["resume", str(shared / "run")]) as started:
+        said, errors = started[0].communicate()
+        assert f"savepoint {folder.name}: weights and moments in place" in said, errors
+        check_end(started[1:])
+    assert outcome(shared / "run") == outcome(alone / "run")
+    assert list((shared / "drive").iterdir()) == []

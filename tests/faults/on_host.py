@@ -1,12 +1,13 @@
 """One rank of `megatier` on a host of its own: a network namespace with a name of a host.
 
 Usage: on_host.py NAMESPACE HOST LOOKS WORDS, with the environment that torchrun gives. LOOKS is after how many looks a
-rank is silent.
+rank is silent. If KILLED_IN names a place of `killed_rank.py`, the rank dies there.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import socket
 import sys
@@ -43,4 +44,7 @@ if __name__ == "__main__":
     move_to(*sys.argv[1:3])
     tell_apart(sys.argv[2])
     peers.SILENT_LOOKS = int(sys.argv[3])
+    if place := os.environ.get("KILLED_IN"):
+        sys.path.insert(0, str(Path(__file__).parent))
+        importlib.import_module("killed_rank").inject(place)
     sys.exit(main(sys.argv[4:]))
