@@ -69,6 +69,17 @@ class PrivateDirectory:
         with contextlib.suppress(FileExistsError):
             os.close(os.open(name, FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder))
 
+    def write(self, name: str, content: bytes) -> None:
+        """Make a small file with this content, in place of one of this name.
+
+        Raises:
+            OSError: the drive refused.
+        """
+        self.remove(name)
+        file = os.open(name, FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder)
+        with os.fdopen(file, "wb") as opened:
+            opened.write(content)
+
     def remove(self, name: str) -> None:
         """Remove a file, or a link itself, if it is there.
 

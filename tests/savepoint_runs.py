@@ -89,7 +89,7 @@ def check_refused(folder: Path, words: str, capsys: pytest.CaptureFixture[str], 
     found = capsys.readouterr().err
     assert re.search(rf"cannot go on from its savepoint {last(folder)}: .*{words}", found), found
     assert f"(move that folder away) the run goes on from {folder / 'run' / 'checkpoints' / 'step-00000003'}." in found
-    assert on_drive(folder)[-2:] == ["lock", "savepoint"]
+    assert on_drive(folder)[-3:] == ["lock", "note.json", "savepoint"]
     assert (folder / "run" / "config.yaml").read_bytes() == before
 
 

@@ -70,7 +70,9 @@ def test_run_that_ended_goes_on_from_its_savepoint_to_the_same_bits(
     shares = [line for line in capsys.readouterr().out.splitlines() if "│" in line and " 0.0 %" in line]
     assert len(shares) == (0 if "gpu" in tiers["tiers.state"] else 2), "state lies where it shall"
     assert [path.name for path in (run / "savepoints").iterdir()] == ["step-00000004"]
-    assert on_drive(tmp_path) == ["blocks", "lock", "savepoint"]
+    assert on_drive(tmp_path) == ["blocks", "lock", "note.json", "savepoint"]
+    assert main(["clean", str(tmp_path / "drive")]) == 0
+    assert f" ago, of the run {run}, begun " in capsys.readouterr().out
     with ended_after(5):  # before another savepoint
         assert main(["resume", str(run)]) == 2
     assert "savepoint step-00000004: weights and moments in place" in capsys.readouterr().out

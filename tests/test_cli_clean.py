@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatier.cli import main
+from megatier.drives.mounts import Note
 from megatier.private import lock_directory
 
 NAME = "megatier-0123456789ab"
@@ -50,6 +51,18 @@ def test_clean_says_that_a_savepoint_is_among_what_it_finds(mount: Path, capsys:
         assert main(["clean", *words, str(mount)]) == 0
         assert capsys.readouterr().out.splitlines()[0].endswith(end)
     assert not (mount / NAME).exists()
+
+
+def test_clean_names_the_run_of_what_it_finds(
+    mount: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(mount)
+    note = Note.of("runs/a\nb")
+    (mount / NAME / "note.json").touch(mode=0o600)
+    (mount / NAME / "note.json").write_bytes(note.written())
+    assert main(["clean", str(mount)]) == 0
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said.endswith(rf" ago, of the run {mount}/runs/a\nb, begun {note.began}")
 
 
 def test_clean_where_nothing_is_left_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

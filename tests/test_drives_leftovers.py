@@ -62,11 +62,13 @@ def test_leftover_of_a_killed_process_is_found_then_removed(tmp_path: Path) -> N
     assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60).returncode == -signal.SIGKILL
     [directory] = tmp_path.iterdir()
     for remove in (False, True):
-        assert {path.name for path in directory.iterdir()} == {"blocks", "lock"}
+        assert {path.name for path in directory.iterdir()} == {"blocks", "lock", "note.json"}
         [found] = find_leftovers(tmp_path, remove=remove)
         assert (found.path, found.stays) == (directory, "")
         assert found.num_bytes >= 64 << 10
         assert found.age_s >= 0
+        assert found.note is not None
+        assert found.note.owner == f"a program in {Path.cwd()}"
     assert not list(tmp_path.iterdir())
 
 
@@ -88,7 +90,16 @@ def test_leftover_is_locked_while_it_is_removed(left: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "unlink", unlink_late)
     list(find_leftovers(left.parent, remove=True))
-    assert tried == ["savepoint", "blocks", "lock"]
+    assert tried == ["savepoint", "blocks", "note.json", "lock"]
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"owner": "me"}', b"[" * 20000])
+def test_leftover_whose_note_cannot_be_read_has_none(content: bytes, left: Path) -> None:
+    (left / "note.json").touch(mode=0o600)
+    (left / "note.json").write_bytes(content)
+    [found] = find_leftovers(left.parent, remove=True)
+    assert (found.note, found.stays) == (None, "")
     assert not left.exists()
 
 

@@ -225,7 +225,7 @@ def keep_one(directory: Path) -> tuple[Extent, npt.NDArray[np.uint8]]:
 
 def test_files_that_are_kept_are_taken_with_what_is_in_them(tmp_path: Path) -> None:
     extent, source = keep_one(tmp_path)
-    assert {path.name for path in (tmp_path / "megatier-run").iterdir()} == {"blocks", "lock", "savepoint"}
+    assert {path.name for path in (tmp_path / "megatier-run").iterdir()} == {"blocks", "lock", "note.json", "savepoint"}
     files = open_files(tmp_path, reuses=True)
     again = prepared(files, NUM_BYTES)[0]
     assert again.stripes == extent.stripes
@@ -242,7 +242,7 @@ def test_files_that_are_kept_are_taken_with_what_is_in_them(tmp_path: Path) -> N
 def test_files_that_are_kept_are_made_anew_unless_they_are_asked_for(tmp_path: Path) -> None:
     keep_one(tmp_path)
     files = open_files(tmp_path)
-    assert {path.name for path in (tmp_path / "megatier-run").iterdir()} == {"lock"}
+    assert {path.name for path in (tmp_path / "megatier-run").iterdir()} == {"lock", "note.json"}
     files.close()
 
 

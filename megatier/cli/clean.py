@@ -12,6 +12,7 @@ from rich.console import Console
 from megatier.checkpoint.run_directory import killed_runs
 from megatier.drives.leftovers import Leftover, find_leftovers
 from megatier.errors import mib
+from megatier.foreign import shown
 from megatier.report.metrics import format_seconds
 
 
@@ -49,8 +50,10 @@ def _line(leftover: Leftover, *, removed: bool) -> str:
 
     age = format_seconds(leftover.age_s)
     size = mib(leftover.num_bytes)
+    note = leftover.note
+    owner = f", of {shown(note.owner)}, begun {shown(note.began)}" if note is not None else ""
     savepoint = ", with a run's savepoint" if leftover.has_savepoint else ""
-    return f"{leftover.path}: {size}, last written {age} ago{savepoint}{', removed' if removed else ''}"
+    return f"{leftover.path}: {size}, last written {age} ago{owner}{savepoint}{', removed' if removed else ''}"
 
 
 def _summary(directories: Sequence[Path], found: Sequence[Leftover], *, removed: bool) -> str:

@@ -48,6 +48,8 @@ class IoOptions:
     reuses: bool = False
     """Whether to take the files that a process of the same run id kept, with the bytes in them. Whoever sets this puts
     their checksums back before anything is read (`TieredStore.extents`)."""
+    run: str = ""
+    """The run directory, which a note beside the files names. Empty: there is none."""
 
 
 class FileBatch:
@@ -112,7 +114,7 @@ class BlockFiles:
         for mount in mounts:
             check_directory(mount.directory)
 
-        self._directories = MountDirectories(mounts, run_id)
+        self._directories = MountDirectories(mounts, run_id, options.run)
         self.paths = self._directories.paths
         """The file on each mount, for messages. It is there once it is allocated."""
         self._files: list[int] = []

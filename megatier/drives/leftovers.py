@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatier.drives.mounts import FILES, KEPT_FILE
+from megatier.drives.mounts import FILES, KEPT_FILE, NOTE_BYTES_MAX, NOTE_FILE, Note
 from megatier.errors import ConfigError, TransferError
 from megatier.private import FOLDER_FLAGS, LOCK_FILE, is_ours_alone
 
@@ -31,6 +31,7 @@ NAME = re.compile(r"megatier-(bench-)?[0-9a-f]{12}(-\d{1,6})?")
 name that somebody chose is never left over: opening a store of that name takes it again."""
 LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """The lock is opened for writing too, since some file systems lock no other file. It is never created here."""
+NOTE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 REASONS = {
     errno.ENOTDIR: "it is no directory",
     errno.ENOENT: "it has no lock",
@@ -48,6 +49,8 @@ class Leftover:
     """The bytes that it takes on the drive."""
     age_s: float = 0.0
     """The seconds since something in it was written."""
+    note: Note | None = None
+    """Whose it is; None if an older version made it, or if it holds no note that can be read."""
     has_savepoint: bool = False
     """Whether a run could go on from it."""
     stays: str = ""
@@ -107,12 +110,19 @@ def _examined_under_lock(path: Path, folder: int, remove: bool) -> Leftover:
     if foreign := sorted(name for name, status in files.items() if not _is_a_runs(name, status)):
         return Leftover(path=path, stays=f"no run made {foreign[0]!r} in it")
 
+    note = _note(folder) if NOTE_FILE in files else None
     if remove:
         _remove(path, folder)
     age = time.time() - max(status.st_mtime for status in files.values())
     # `st_blocks` counts units of 512 bytes on every file system.
     num_bytes = sum(status.st_blocks for status in files.values()) * 512
-    return Leftover(path=path, num_bytes=num_bytes, age_s=max(0.0, age), has_savepoint=KEPT_FILE in files)
+    return Leftover(path=path, num_bytes=num_bytes, age_s=max(0.0, age), note=note, has_savepoint=KEPT_FILE in files)
+
+
+def _note(folder: int) -> Note | None:
+    file = os.open(NOTE_FILE, NOTE_FLAGS, dir_fd=folder)
+    with os.fdopen(file, "rb") as opened:
+        return Note.read(opened.read(NOTE_BYTES_MAX))
 
 
 def _is_a_runs(name: str, status: os.stat_result) -> bool:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import shutil
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from megatier.config.values import MountBudget
 from megatier.errors import ConfigError, TransferError, mib
@@ -22,10 +26,12 @@ from megatier.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
 BLOCK_FILE = "blocks"
 KEPT_FILE = "savepoint"
 """A file of this name marks block files that outlive their process."""
-FILES = (KEPT_FILE, BLOCK_FILE, LOCK_FILE)
+NOTE_FILE = "note.json"
+"""A file that says whose block files these are, for whoever finds them when the process was killed (`Note`)."""
+NOTE_BYTES_MAX = 16 << 10
+FILES = (KEPT_FILE, BLOCK_FILE, NOTE_FILE, LOCK_FILE)
 """All files of a run's directory on a mount, in the order in which they are removed. The mark goes first, so that it
 never stands for block files that are gone. The lock goes last, since whoever removes files holds it."""
-
 
 _OPEN: set[MountDirectories] = set()
 """The directories that are locked, also those of stores that nobody can reach any more."""
@@ -42,11 +48,53 @@ def _close_all() -> None:
 os.register_at_fork(after_in_child=_OPEN.clear)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What a directory on a mount says about the process that made it."""
+
+    owner: str
+    """The run, or the directory in which the program ran, in words."""
+    began: str
+    """When the process locked the directory, in local time, such as "2026-11-25 01:16"."""
+
+    @classmethod
+    def of(cls, run: str) -> Self:
+        """Return the note of this process.
+
+        Args:
+            run: the run directory; empty if there is none.
+        """
+        owner = f"the run {Path(run).absolute()}" if run else f"a program in {Path.cwd()}"
+        return cls(owner=owner, began=time.strftime("%Y-%m-%d %H:%M"))
+
+    @classmethod
+    def read(cls, content: bytes) -> Self | None:
+        """Return the note in a file; None if it holds none, such as one that a full drive has cut."""
+        try:
+            fields = json.loads(content)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(fields, dict) or fields.keys() != {"owner", "began"}:
+            return None
+        return cls(owner=str(fields["owner"]), began=str(fields["began"]))
+
+    def written(self) -> bytes:
+        """Return the content of its file."""
+        return json.dumps({"owner": self.owner, "began": self.began}).encode()
+
+
 class MountDirectories:
     """The directories of one run, one on each mount, locked."""
 
-    def __init__(self, mounts: Sequence[MountBudget], run_id: str) -> None:
-        """Name the directories. Nothing is made yet."""
+    def __init__(self, mounts: Sequence[MountBudget], run_id: str, run: str = "") -> None:
+        """Name the directories. Nothing is made yet.
+
+        Args:
+            mounts: where they lie.
+            run_id: names them.
+            run: the run directory, for `Note`; empty if there is none.
+        """
+        self._run = run
         self._names = [mount.directory / f"megatier-{run_id}" for mount in mounts]
         self.paths = [directory / BLOCK_FILE for directory in self._names]
         """The block file on each mount, for messages. The files are reached from the open directories."""
@@ -70,6 +118,9 @@ class MountDirectories:
             for name in () if reuses else (KEPT_FILE, BLOCK_FILE):
                 with contextlib.suppress(OSError):  # a file that stays only takes room
                     self._directories[-1].remove(name)
+            # A drive that takes no note refuses the blocks too, and says why better.
+            with contextlib.suppress(OSError):
+                self._directories[-1].write(NOTE_FILE, Note.of(self._run).written())
 
     def open(self, mount: int, flags: int) -> int:
         """Open the block file on a mount; return its descriptor.

@@ -84,6 +84,7 @@ class Session:
         seed: int | None = None,
         savepoints: bool = False,
         reuses: bool = False,
+        run: str = "",
         ranks: Ranks | None = None,
     ) -> None:
         """Choose homes and slots, and open all parts.
@@ -101,6 +102,7 @@ class Session:
             seed: of the random numbers that a forward draws; None: whoever calls it has seeded torch's generators.
             savepoints: whether one generation of what spills may be kept (`checkpoint.savepoint`).
             reuses: whether to take the block files that a savepoint kept, with the bytes in them.
+            run: the run directory, which a note beside the block files names; empty: there is none.
             ranks: the ranks that share the state. Budgets of RAM and NVMe are those of a host, for all its ranks.
 
         Raises:
@@ -124,7 +126,8 @@ class Session:
         # Each step opens one part and leaves on the stack what closes it. If a later step fails, all that is open is
         # closed, the last part first. `close` does the same.
         with ExitStack() as opened:
-            io = replace(work.options, num_threads=self.io_threads[0], shares=_shares(tiers, self.rates), reuses=reuses)
+            shares = _shares(tiers, self.rates)
+            io = replace(work.options, num_threads=self.io_threads[0], shares=shares, reuses=reuses, run=run)
             self.store, budgets = _open_store(opened, tiers, device, io, run_id, ranks)
             self.placement = _place(model, work, budgets, model_config.expert_parts, work_in)
             self.optimizer = self._open_optimizer(opened, work, tiers, train)

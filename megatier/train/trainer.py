@@ -259,6 +259,7 @@ def _open_session(
         seed=config.train.seed,
         savepoints=config.output.savepoint_every > 0,
         reuses=start.savepoint is not None,
+        run=str(directory.path),
         ranks=ranks,
     )
     stack.enter_context(session)
