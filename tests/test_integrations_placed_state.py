@@ -61,6 +61,31 @@ def test_placement_changes_no_bit(make: Make, dtype: torch.dtype) -> None:
     assert same(found[1], found[2])
 
 
+@dtypes
+@pytest.mark.usefixtures("tier")
+def test_moments_in_bf16_have_the_same_bits_wherever_they_lie_and_after_a_load(make: Make, dtype: torch.dtype) -> None:
+    found = []
+    for ram, seed in ((ALL, 0), (TINY, 0), (TINY, 1)):
+        parameters = parameters_of(dtype)
+        optimizer = make(parameters, lr=1e-2, ram=ram, moments="bf16", seed=seed)
+        take_steps(optimizer, parameters, range(2))
+        state = optimizer.state_dict()
+        optimizer = make(parameters, lr=1e-2, ram=ALL, moments="bf16", seed=seed)
+        optimizer.load_state_dict(state)
+        take_steps(optimizer, parameters, range(2, STEPS))
+        found.append((parameters, optimizer.state_dict()))
+    assert same(found[0], found[1])
+    assert not same(found[0], found[2])
+
+    widths = {kind: plane.dtype.itemsize for kind, plane in found[0][1]["state"][0].items() if kind != "step"}
+    assert widths == {"exp_avg": 2, "exp_avg_sq": 2} | ({"remainder": 2} if dtype is torch.bfloat16 else {})
+    wide = parameters_of(dtype)
+    take_steps(make(wide, lr=1e-2, ram=ALL), wide, range(STEPS))
+    pairs = zip(found[0][0], wide, strict=True)
+    changes = [float((ours - theirs).detach().float().abs().max()) for ours, theirs in pairs if ours.numel()]
+    assert 0 < max(changes) < 1e-2
+
+
 def test_bf16_parameters_have_an_exact_fp32_master(make: Make) -> None:
     rounded, masters = parameters_of(torch.bfloat16), parameters_of()
     for master, parameter in zip(masters, rounded, strict=True):
@@ -246,11 +271,12 @@ def test_parameter_that_changed_after_the_first_step_is_refused(
 
 @pytest.mark.gpu
 @dtypes
-def test_gpu_has_the_bits_of_the_cpu(make: Make, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_gpu_has_the_bits_of_the_cpu(make: Make, dtype: torch.dtype, moments: str) -> None:
     found = []
     for device, ram in (("cpu", ALL), ("cuda", ALL), ("cuda", SOME), ("cuda", TINY)):
         parameters = [nn.Parameter(parameter.detach().to(device)) for parameter in parameters_of(dtype)]
-        optimizer = make(parameters, lr=1e-2, ram=ram)
+        optimizer = make(parameters, lr=1e-2, ram=ram, moments=moments)
         for step in range(STEPS):
             give_gradients(copies := parameters_of(dtype), step)
             for parameter, copied in zip(parameters, copies, strict=True):

@@ -203,7 +203,15 @@ def test_parameter_that_cannot_be_taken_is_refused_at_once(make: Make, parameter
 
 @pytest.mark.parametrize(
     "settings",
-    [{"lr": -1.0}, {"lr": torch.tensor(1e-3)}, {"betas": (0.9, 1.0)}, {"eps": -1.0}, {"weight_decay": -0.1}],
+    [
+        {"lr": -1.0},
+        {"lr": torch.tensor(1e-3)},
+        {"betas": (0.9, 1.0)},
+        {"eps": -1.0},
+        {"weight_decay": -0.1},
+        {"moments": "fp16"},
+        {"seed": -1},
+    ],
 )
 def test_setting_that_cannot_be_used_is_refused(make: Make, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):

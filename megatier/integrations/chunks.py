@@ -16,7 +16,7 @@ from megatier.state import StateSchema
 from megatier.tier import Kind, Tier, round_up
 
 CHUNK_ELEMENTS_MAX = 4 << 20
-"""Elements of a chunk at most: 32 to 40 MiB, and drives and links are at full speed well below that."""
+"""Elements of a chunk at most: 16 to 40 MiB, and drives and links are at full speed below that."""
 CHUNK_ELEMENTS_MIN = 2048
 """Elements of a chunk at least, however small the RAM budget is; a multiple of the alignment."""
 AHEAD = 2

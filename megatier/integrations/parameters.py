@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatier.errors import OptimizerError
-from megatier.state import ADAMW_BF16, ADAMW_FP32, StateSchema
+from megatier.state import ADAMW, StateSchema
 
 
 class Form(NamedTuple):
@@ -58,9 +58,12 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
         )
 
 
-def schema_of(dtype: torch.dtype) -> StateSchema:
-    """Return the planes of AdamW's state of a parameter of this dtype; fp32 is its own master."""
-    return ADAMW_BF16 if dtype is torch.bfloat16 else ADAMW_FP32
+def schema_of(dtype: torch.dtype, moments: str = "fp32") -> StateSchema:
+    """Return the planes of AdamW's state of a parameter of this dtype, with moments in fp32 or bf16.
+
+    A parameter in fp32 is its own master.
+    """
+    return ADAMW["bf16" if dtype is torch.bfloat16 else "fp32", moments]
 
 
 def form_of(parameter: Tensor) -> Form:

@@ -21,7 +21,7 @@ from megatier.hardware import cores_usable
 from megatier.integrations.chunk_store import ChunkStore
 from megatier.integrations.chunks import AHEAD, ChunkPlan, ElementRun, StateChunk
 from megatier.integrations.parameters import form_of, in_order, schema_of
-from megatier.numerics.adamw import adamw_threads, begin_adamw, step_scalars
+from megatier.numerics.adamw import adamw_threads, begin_adamw, rounding_of, step_scalars
 from megatier.numerics.masters import plane_dtype
 from megatier.numerics.optimizer import PIECE_ELEMENTS, TILE_ELEMENTS
 from megatier.state import ADAMW_BF16
@@ -47,6 +47,8 @@ class PlacedState:
         names: Sequence[str],
         plan: ChunkPlan,
         nvme: Sequence[str],
+        moments: str,
+        seed: int,
     ) -> None:
         """Allocate all memory and files, and start the threads.
 
@@ -55,12 +57,16 @@ class PlacedState:
             names: their names, for messages.
             plan: the chunks of those that need a gradient.
             nvme: mounts, which are opened only if a chunk lies there.
+            moments: fp32 or bf16, as the plan has them.
+            seed: of the random numbers by which moments in bf16 are rounded.
 
         Raises:
             CapacityError, TransferError: see `ChunkStore`.
         """
         self._parameters = parameters
         self._names = names
+        self._moments = moments
+        self._seed = seed
         trained = {index: parameter for index, parameter in enumerate(parameters) if parameter.requires_grad}
         self._forms = {index: form_of(parameter) for index, parameter in trained.items()}
         self.steps: dict[int, int] = {}
@@ -186,13 +192,15 @@ class PlacedState:
         """Begin the update of a run, whose state lies in a chunk's bytes; return what to wait for."""
         index = run.parameter
         learning_rate = group["lr"]
-        scalars = step_scalars(self.steps.get(index, 0) + 1, learning_rate, group["betas"], group["eps"])
+        step = self.steps.get(index, 0) + 1
+        scalars = step_scalars(step, learning_rate, group["betas"], group["eps"])
+        rounding = rounding_of(run.schema, self._seed, step, str(index), run.start)
 
         # The parameter is the weight plane, a view of its memory: the kernel takes elements in the order of memory.
         planes = {kind: chunk[start:stop] for kind, (start, stop) in run.planes.items()}
         planes[Kind.WEIGHT] = in_order(self._parameters[index], self._parameters[index])[run.start : run.stop]
         segment = (0, run.stop - run.start, 1 - learning_rate * group["weight_decay"])
-        return begin_adamw(self._pool, planes, gradient, [segment], (*scalars, 1.0), {})
+        return begin_adamw(self._pool, planes, gradient, [segment], (*scalars, 1.0), {}, rounding)
 
     # ------------------------------------------------------------------ numbers in and out
 
@@ -264,7 +272,7 @@ class PlacedState:
 
     def _types(self, index: int) -> dict[Kind, torch.dtype]:
         """Return the kinds of a parameter's state with their types; fp32 is its own master and has no remainder."""
-        schema = schema_of(self._forms[index].dtype)
+        schema = schema_of(self._forms[index].dtype, self._moments)
         return {kind: plane_dtype(schema, kind) for kind in schema.passing_kinds}
 
 

@@ -3,10 +3,10 @@
     with TieredAdamW(model.parameters(), lr=1e-4, ram="8GiB", nvme=["/mnt/a:200GiB"]) as optimizer:
         ...                                   # any loop, scheduler or clipping that takes a torch optimizer
 
-Parameters and gradients stay where they are, on the CPU or a GPU. The state is two fp32 moments and, for bf16
-parameters, the 16 bits that the fp32 master has beyond them. It comes to the parameters chunk by chunk: chunks are read
-ahead, updated in C (on a GPU in Triton) and written back afterwards. The arithmetic is that of `numerics.optimizer`.
-The place of the state changes no bit.
+Parameters and gradients stay where they are, on the CPU or a GPU. The state is two moments in fp32, or in bf16, and for
+bf16 parameters the 16 bits that the fp32 master has beyond them. It comes to the parameters chunk by chunk: chunks are
+read ahead, updated in C (on a GPU in Triton) and written back afterwards. The arithmetic is that of
+`numerics.optimizer`. The place of the state changes no bit.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from megatier.config.values import parse_bytes, parse_list, parse_mount
+from megatier.config.values import parse_bytes, parse_list, parse_mount, require
 from megatier.drives.mounts import budget_bytes
 from megatier.errors import CapacityError, ConfigError, OptimizerError
 from megatier.hardware import ram_available_bytes
@@ -55,6 +55,8 @@ class TieredAdamW(Optimizer):
         *,
         ram: int | str,
         nvme: str | Sequence[str] = (),
+        moments: Literal["fp32", "bf16"] = "fp32",
+        seed: int = 0,
     ) -> None:
         """Plan where the state of the parameters that need a gradient will lie; nothing large is allocated yet.
 
@@ -66,13 +68,20 @@ class TieredAdamW(Optimizer):
             weight_decay: decoupled weight decay.
             ram: bytes for state, slots included, such as "8GiB".
             nvme: mounts that take the rest, as DIRECTORY or DIRECTORY:SIZE; a list, or comma-separated.
+            moments: type in which both moments are stored. bf16 takes 4 bytes a parameter less, and rounds
+                stochastically.
+            seed: of the random numbers by which moments in bf16 are rounded, at least 0.
 
         Raises:
             PlanError: the state does not fit.
             ConfigError: a size, a mount or a hyperparameter is not usable.
             OptimizerError: a parameter cannot be taken.
         """
+        require(moments in ("fp32", "bf16"), "moments", moments, "fp32 or bf16")
+        require(type(seed) is int and seed >= 0, "seed", seed, "a whole number, at least 0")
         warm()
+        self._moments = moments
+        self._seed = seed
         self._ram = parse_bytes(str(ram))
         self._nvme = parse_list(nvme)
         self._nvme_bytes = sum(budget_bytes(parse_mount(text, "nvme")) for text in self._nvme)
@@ -261,7 +270,7 @@ class TieredAdamW(Optimizer):
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         trained = {index: parameter for index, parameter in enumerate(parameters) if parameter.requires_grad}
         check_parameters(trained.values())
-        sizes = [ParameterSize(i, p.numel(), schema_of(p.dtype)) for i, p in trained.items()]
+        sizes = [ParameterSize(i, p.numel(), schema_of(p.dtype, self._moments)) for i, p in trained.items()]
         return plan_chunks(sizes, self._ram, self._nvme_bytes)
 
     def _start(self) -> PlacedState:
@@ -276,7 +285,7 @@ class TieredAdamW(Optimizer):
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
 
         # Set last: a failure before that leaves nothing allocated, and the next call begins again.
-        self._placed = PlacedState(self._parameters, self._names(), plan, self._nvme)
+        self._placed = PlacedState(self._parameters, self._names(), plan, self._nvme, self._moments, self._seed)
         return self._placed
 
     def _settings_of(self, index: int) -> Mapping[str, Any]:

@@ -9,9 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from megatier import _native
+from megatier.numerics.masters import plane_dtype
+from megatier.numerics.seeds import rounding_key
+from megatier.state import StateSchema
 from megatier.tier import Kind
 
 QUEUED_A_THREAD = 16
@@ -40,6 +44,21 @@ def step_scalars(
 def adamw_threads(num_threads: int) -> _native.ThreadPool:
     """Start threads for `begin_adamw`, which blocks while they have enough to do."""
     return _native.ThreadPool(num_threads, QUEUED_A_THREAD * num_threads)
+
+
+def rounding_of(schema: StateSchema, seed: int, step: int, unit: str, first: int) -> Rounding | None:
+    """Return how moments are rounded; None: they are fp32.
+
+    Args:
+        schema: of the planes.
+        seed: of the run.
+        step: 1, 2, ...
+        unit: its name, or whatever tells apart what is updated in one step.
+        first: the number in the whole unit of the planes' first element.
+    """
+    if plane_dtype(schema, Kind.EXP_AVG) is torch.float32:
+        return None
+    return rounding_key(seed, step, unit), first
 
 
 def begin_adamw(
@@ -89,4 +108,4 @@ def _addresses(planes: Planes) -> tuple[int, int, int, int]:
     )
 
 
-__all__ = ["Planes", "Rounding", "adamw_threads", "begin_adamw", "step_scalars"]
+__all__ = ["Planes", "Rounding", "adamw_threads", "begin_adamw", "rounding_of", "step_scalars"]

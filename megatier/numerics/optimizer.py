@@ -31,11 +31,9 @@ from torch import Tensor
 from megatier import _native
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
-from megatier.numerics.adamw import Planes, Rounding, adamw_threads, begin_adamw, step_scalars
-from megatier.numerics.masters import plane_dtype, weight_dtype
-from megatier.numerics.seeds import rounding_key
+from megatier.numerics.adamw import Planes, adamw_threads, begin_adamw, rounding_of, step_scalars
+from megatier.numerics.masters import weight_dtype
 from megatier.ranks.ranks import Ranks
-from megatier.tier import Kind
 from megatier.workers import Workers
 
 TILE_ELEMENTS = 65_536
@@ -339,19 +337,13 @@ class AdamW:
     ) -> _native.Batch | None:
         start, stop = elements
         segments = self._segments(self.layouts[unit], start, stop, scalars.decay)
-        rounding = self._rounding(scalars.step, unit, start)
-        return begin_adamw(self._pool, planes, grad, segments, scalars.of_kernels, before, rounding)
-
-    def _rounding(self, step: int, unit: str, start: int) -> Rounding | None:
-        """Return how the moments of elements from `start` on are rounded; None: they are fp32."""
-        layout = self.layouts[unit]
-        if plane_dtype(layout.schema, Kind.EXP_AVG) is torch.float32:
-            return None
 
         # Shards of a unit are equally long and follow each other in the order of the ranks. Elements are counted in the
-        # whole unit, so that they are rounded alike whatever it is cut into.
-        offset = 0 if self._ranks is None else self._ranks.rank * layout.num_elements
-        return rounding_key(self._seed, step, unit), offset + start
+        # whole unit, so that moments are rounded alike whatever it is cut into.
+        layout = self.layouts[unit]
+        first = start if self._ranks is None else self._ranks.rank * layout.num_elements + start
+        rounding = rounding_of(layout.schema, self._seed, scalars.step, unit, first)
+        return begin_adamw(self._pool, planes, grad, segments, scalars.of_kernels, before, rounding)
 
     def close(self) -> None:
         """Stop the threads."""
