@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatier.checkpoint.room import Room
+from megatier.config.schema import OutputConfig
 from megatier.errors import CapacityError, TransferError
 
 SIZE, EXPORT = 1200, 200
@@ -81,6 +83,59 @@ def test_another_is_taken_if_the_export_still_fits(
     free: int, present: int, takes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert room(tmp_path, monkeypatch, free, present).takes_another(2) == takes
+
+
+@pytest.mark.parametrize(
+    ("free", "settings", "kept"),
+    [
+        (3 * SIZE, {}, 2),
+        (3 * SIZE - 1, {}, 1),
+        (EXPORT, {}, 0),
+        (3 * SIZE, {"checkpoint_every": 5}, 2),
+        (EXPORT, {"checkpoint_every": 0}, 0),
+        (EXPORT, {"savepoint_every": 5}, 0),
+        (EXPORT - 1, {}, None),
+        (3 * SIZE - 1, {"checkpoint_every": 5}, None),
+    ],
+)
+def test_run_keeps_what_it_is_told_to_or_what_fits(
+    free: int, settings: dict[str, Any], kept: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = room(tmp_path, monkeypatch, free)
+    if kept is not None:
+        assert found.num_kept(OutputConfig(**settings)) == kept
+        return
+    with pytest.raises(CapacityError):
+        found.num_kept(OutputConfig(**settings))
+    with pytest.raises(CapacityError):
+        found.described(OutputConfig(**settings), here=True)
+
+
+@pytest.mark.parametrize(
+    ("free", "settings", "words"),
+    [
+        (3 * SIZE, {}, "takes up to 3.5 KiB: 2 checkpoints, then one more or the export (200 B)."),
+        (2 * SIZE, {}, "Its drive has 2.3 KiB free, so 1 of the checkpoints will be kept. Name an output.directory"),
+        (SIZE, {}, "Its drive has 1.2 KiB free, so no checkpoint will be written. Name an output.directory"),
+        (SIZE, {"checkpoint_every": 0}, "takes up to 200 B: the export (200 B)."),
+    ],
+)
+def test_room_is_described(
+    free: int, settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert words in room(tmp_path, monkeypatch, free).described(OutputConfig(**settings), here=True)
+
+
+def test_room_of_a_run_on_another_machine_is_not_asked_for(tmp_path: Path) -> None:
+    said = Room(tmp_path / "gone", 1 << 62, 0).described(OutputConfig(keep_checkpoints=1), here=False)
+    assert said.endswith(": 1 checkpoint, then one more.")
+    assert Room(tmp_path / "gone", SIZE, 0).described(OutputConfig(checkpoint_every=0), here=True) == ""
+
+
+def test_room_of_a_directory_that_is_not_made_yet_is_that_of_its_drive(tmp_path: Path) -> None:
+    found = Room(tmp_path / "not" / "there", SIZE, EXPORT, is_made=False)
+    found.check(2)
+    assert found.free_bytes > 0
 
 
 def test_drive_that_is_gone_is_one_error(tmp_path: Path) -> None:

@@ -108,6 +108,19 @@ def test_plan_names_the_bytes_of_gradients_that_ram_does_not_take(
     assert 0 < found[0] < found[1]
 
 
+def test_plan_of_what_the_drive_cannot_keep_is_refused_as_the_run_would_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [QUICKSTART, "--tiers.device=cpu", "--output.keep_checkpoints=1000000000000"]
+    directory = f"--output.directory={tmp_path / 'not' / 'there'}"
+    assert main(["plan", *words, directory, "--output.checkpoint_every=1", "--json"]) == 2
+    said = capsys.readouterr()
+    assert f"there is no room for 1000000000001 checkpoints in {tmp_path}/not/there/checkpoints" in said.err
+    assert said.out == ""
+    assert plan("--output.keep_checkpoints=1000000000000", directory, "--output.checkpoint_every=1") == 0
+    assert "1000000000000 checkpoints, then one more or the export" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -10,16 +10,23 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from megatier.checkpoint.checkpoint import checkpoint_bytes
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, checkpoints
 from megatier.config.schema import OutputConfig
-from megatier.errors import CapacityError, TransferError
+from megatier.errors import CapacityError, TransferError, mib
+from megatier.models.decoder import Unit
 from megatier.models.export import export_bytes
-from megatier.session.session import Session
 from megatier.session.workload import COMPUTE_DTYPES
 
 REMEDY = "Free space there, or name another output.directory."
 REMEDY_OF_CHECKPOINTS = "Free space there, set a smaller output.keep_checkpoints, or name another output.directory."
+
+
+def num_wanted(output: OutputConfig) -> int:
+    """Return the number of checkpoints that a run keeps if its drive has room for them; 0: it writes none."""
+    return output.keep_checkpoints if output.saves_by_time or output.checkpoint_every not in ("auto", 0) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +39,24 @@ class Room:
     """Bytes of one checkpoint."""
     export_bytes: int
     """Bytes of the exported model; 0 if nothing is exported."""
+    is_made: bool = True
+    """Whether the run directory is there. Otherwise the directory in which it will be made is asked for its room."""
 
     @classmethod
-    def of(cls, output: OutputConfig, session: Session) -> Room:
-        """Return the room that a planned run needs.
+    def of(cls, output: OutputConfig, model: PreTrainedModel, units: tuple[Unit, ...], *, is_made: bool = True) -> Room:
+        """Return the room that a run needs.
+
+        Args:
+            output: the run's output.
+            model: the skeleton.
+            units: its units, with the shards of all ranks.
+            is_made: whether the run directory is there.
 
         Raises:
             UnsupportedModelError: the model cannot be exported.
         """
-        exported = 0
-        if output.export:
-            exported = export_bytes(session.model, session.wholes, COMPUTE_DTYPES[output.export_dtype])
-        return cls(Path(output.directory), checkpoint_bytes(session.wholes), exported)
+        exported = export_bytes(model, units, COMPUTE_DTYPES[output.export_dtype]) if output.export else 0
+        return cls(Path(output.directory), checkpoint_bytes(units), exported, is_made)
 
     @property
     def free_bytes(self) -> int:
@@ -52,10 +65,51 @@ class Room:
         Raises:
             TransferError: the drive is gone.
         """
+        asked = self.directory.absolute()
+        while not self.is_made and not asked.exists():
+            asked = asked.parent
+
         try:
-            return shutil.disk_usage(self.directory).free
+            return shutil.disk_usage(asked).free
         except OSError as error:
             raise TransferError("asking for room", "disk", str(self.directory), 0, error.errno or 0) from error
+
+    def num_kept(self, output: OutputConfig) -> int:
+        """Return how many checkpoints a run keeps, after a check that the drive has room for what it is told to save.
+
+        Raises:
+            CapacityError: there is less room.
+        """
+        # By time there are as many as the drive takes. There are none if it has no room for two of them, because the
+        # new one has to be whole before the old one goes.
+        count = num_wanted(output)
+        if output.saves_by_time:
+            count = self.num_that_fit(count)
+        self.check(count)
+        return count
+
+    def described(self, output: OutputConfig, *, here: bool) -> str:
+        """Return in words what a planned run needs, and what it does not get; empty if it saves nothing.
+
+        Args:
+            output: the run's output.
+            here: whether this machine will run it, so that its drive is asked.
+
+        Raises:
+            CapacityError: the drive has less room than the run is told to save.
+        """
+        wanted = num_wanted(output)
+        last = f"the export ({mib(self.export_bytes)})" if self.export_bytes else ""
+        if wanted:
+            last = f"{wanted} checkpoint{'s' if wanted > 1 else ''}, then one more{' or ' if last else ''}{last}"
+        if not last:
+            return ""
+
+        said = f"{self.directory} takes up to {mib(self.needed_bytes(wanted))}: {last}."
+        if here and (kept := self.num_kept(output)) < wanted:
+            then = f"{kept} of the checkpoints will be kept" if kept else "no checkpoint will be written"
+            said += f" Its drive has {mib(self.free_bytes)} free, so {then}. Name an output.directory with more room."
+        return said
 
     def needed_bytes(self, num_kept: int) -> int:
         """Return the bytes that a run still takes if it keeps so many checkpoints."""

@@ -50,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
     console.print(f"{options.config}: loading PyTorch and transformers", highlight=False, soft_wrap=True)
     with _nothing_collected():
         plan, chosen = _planned(loaded, given, rates, world, elsewhere, searches=searches)
+    room = plan.room.described(loaded.output, here=here)
 
     threads, why = io_threads(loaded.tiers.io_threads, rates)
     figures = as_dict(rates)
@@ -76,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
     if loaded.tiers.nvme:
         console.print(f"NVMe: {threads} I/O threads each way, {why}.", highlight=False, soft_wrap=True)
     steps = None if loaded.train.epochs is not None else loaded.train.steps
-    console.print(*_sentences(plan, steps), sep="\n", markup=False, highlight=False)
+    console.print(*_sentences(plan, steps, room), sep="\n", markup=False, highlight=False)
     if assumed:
         said = _assumption(rates, assumed, loaded.tiers.nvme, searches=searches)
         console.print(said, markup=False, highlight=False, soft_wrap=True)
@@ -292,12 +293,13 @@ def _change_table(plan: Plan) -> Table:
     return table
 
 
-def _sentences(plan: Plan, steps: int | None) -> Iterator[str]:
+def _sentences(plan: Plan, steps: int | None, room: str) -> Iterator[str]:
     """Yield sentences about what the tables do not show.
 
     Args:
         plan: the plan.
         steps: those of the run; None: its text decides, by epochs.
+        room: what the run directory takes, in words; empty if it takes nothing.
     """
     from megatier.tier import Tier
 
@@ -326,13 +328,7 @@ def _sentences(plan: Plan, steps: int | None) -> Iterator[str]:
     if plan.hidden_at is not None:
         yield f"From {format_count(plan.hidden_at)} tokens a step on all but compute is hidden, if activations fit."
 
-    yield f"A checkpoint has {mib(plan.checkpoint_bytes)}{_writing(plan)}."
-    if plan.generation_bytes:
-        sizes = [f"{mib(size)} ({use})" for use, size in plan.generation_bytes.items()]
-        yield f"With tiers.generations NVMe also holds {', '.join(sizes)}."
-        words = "" if plan.savepoint_seconds is None else f" and takes {format_seconds(plan.savepoint_seconds)}"
-        yield f"A savepoint writes {mib(plan.savepoint_bytes)}{words}; the rest stays where it lies on NVMe."
-
+    yield from _saves(plan, room)
     if plan.written_bytes_per_step:
         written = plan.written_bytes_per_step
         whole = "" if steps is None else f" and {written * steps / 1e12:,.3g} TB in the run"
@@ -341,6 +337,19 @@ def _sentences(plan: Plan, steps: int | None) -> Iterator[str]:
     if steps is not None:
         seconds = format_seconds(plan.forecast.seconds * steps)
         yield f"The {steps:,} steps of the run take {seconds}, in addition to its start and its saves."
+
+
+def _saves(plan: Plan, room: str) -> Iterator[str]:
+    """Yield sentences about what the run saves, and the room that it takes."""
+    yield f"A checkpoint has {mib(plan.room.checkpoint_bytes)}{_writing(plan)}."
+    if room:
+        yield room
+
+    if plan.generation_bytes:
+        sizes = [f"{mib(size)} ({use})" for use, size in plan.generation_bytes.items()]
+        yield f"With tiers.generations NVMe also holds {', '.join(sizes)}."
+        words = "" if plan.savepoint_seconds is None else f" and takes {format_seconds(plan.savepoint_seconds)}"
+        yield f"A savepoint writes {mib(plan.savepoint_bytes)}{words}; the rest stays where it lies on NVMe."
 
 
 def _ranks(world: World) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from megatier.checkpoint.checkpoint import checkpoint_bytes
-from megatier.config.schema import RunConfig
+from megatier.checkpoint.room import Room
+from megatier.config.schema import RunConfig, TrainConfig
 from megatier.errors import PlanError
 from megatier.models.experts import cut_units
 from megatier.planner.memory import ActivationBytes, mask_bytes
@@ -96,8 +96,8 @@ class Plan:
     """Shortest and longest step, as the drives waver. The two are equal if that was not measured."""
     compute_seconds: float
     """Seconds that a step's compute takes with nothing else going on."""
-    checkpoint_bytes: int
-    """Bytes of one checkpoint, of all ranks together."""
+    room: Room
+    """Bytes that the run directory takes, of all ranks together: one checkpoint, and the export."""
     checkpoint_seconds: float | None
     """Seconds of writing one, to a drive such as the first; None: no drive is known."""
     checkpoint_pause_seconds: float | None
@@ -162,7 +162,8 @@ class Plan:
             "alone_seconds": {lane: seconds for lane, seconds in made.alone_seconds.items() if seconds},
             "moved_bytes": dict(made.moved_bytes),
             "written_bytes_per_day": self.written_bytes_per_day,
-            "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoint_bytes": self.room.checkpoint_bytes,
+            "export_bytes": self.room.export_bytes,
             "checkpoint_seconds": self.checkpoint_seconds,
             "checkpoint_pause_seconds": self.checkpoint_pause_seconds,
             "savepoint_bytes": self.savepoint_bytes,
@@ -211,8 +212,10 @@ def make_plan(
     made = trial.forecast(placement)
     tokens = config.train.batch * config.data.sequence_length
     drives = trial.rates.drives
-    num_bytes = checkpoint_bytes(work.units)
-    written_s = checkpoint_seconds(num_bytes // world.ranks, placement.state_bytes.get(Tier.NVME, 0), drives)
+    room = Room.of(config.output, model, work.units, is_made=False)
+    written_s = checkpoint_seconds(
+        room.checkpoint_bytes // world.ranks, placement.state_bytes.get(Tier.NVME, 0), drives
+    )
 
     # A savepoint leaves on NVMe what lies there, and writes the rest.
     resident = placement.state_bytes.get(Tier.GPU, 0) + placement.state_bytes.get(Tier.RAM, 0)
@@ -232,14 +235,14 @@ def make_plan(
         forecast=made,
         seconds_range=trial.seconds_range(placement, made),
         compute_seconds=trial.compute_seconds,
-        checkpoint_bytes=num_bytes,
+        room=room,
         checkpoint_seconds=written_s,
         checkpoint_pause_seconds=pause_seconds(written_s, made) if written_s is not None else None,
         savepoint_bytes=resident,
         savepoint_seconds=checkpoint_seconds(resident, 0, drives),
         generation_bytes=generation_bytes(trial, placement),
         hidden_at=hidden_at(trial, placement, tokens),
-        changes=_changes(trial, tokens, tokens / made.seconds, spills=bool(placement.spilled)),
+        changes=_changes(trial, config.train, tokens, tokens / made.seconds, spills=bool(placement.spilled)),
     )
 
 
@@ -339,18 +342,20 @@ def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
     return math.ceil(tokens * high)
 
 
-def _changes(trial: Trial, tokens: int, tokens_per_s: float, *, spills: bool) -> tuple[Change, ...]:
+def _changes(trial: Trial, train: TrainConfig, tokens: int, tokens_per_s: float, *, spills: bool) -> tuple[Change, ...]:
     """Return the changes that would help, each tried alone, the best first.
 
     Args:
         trial: the run.
+        train: its batch and groups, for the words.
         tokens: tokens of a step.
         tokens_per_s: tokens a second without a change.
         spills: whether any state lies on NVMe.
     """
     budgets = trial.budgets
     tried: list[tuple[str, Trial, float]] = [
-        ("twice the tokens in a group", trial.times(2), 2),
+        (f"twice the tokens in a group (batch {2 * train.batch})", trial.times(2), 2),
+        (f"twice the groups (batch {2 * train.batch}, groups {2 * train.groups})", trial.with_groups(2), 2),
         ("a quarter more RAM", replace(trial, budgets=replace(budgets, ram=budgets.ram * 5 // 4)), 1),
         ("a quarter more GPU memory for state", replace(trial, budgets=replace(budgets, gpu=budgets.gpu * 5 // 4)), 1),
     ]

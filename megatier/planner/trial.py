@@ -150,6 +150,13 @@ class Trial:
         seconds = {use: seconds * tokens for use, seconds in self.seconds.items()}
         return replace(self, work=replace(self.work, specs=specs), seconds=seconds)
 
+    def with_groups(self, times: int) -> Self:
+        """Return the trial with so many times the groups, of as many tokens each."""
+        count = self.work.policy.groups
+        accesses = (replace(use, group=use.group + count * turn) for turn in range(times) for use in self.accesses)
+        policy = replace(self.work.policy, groups=count * times)
+        return replace(self, work=replace(self.work, policy=policy), accesses=tuple(accesses))
+
     @property
     def compute_seconds(self) -> float:
         """Seconds of a step's compute, with nothing else going on."""

@@ -49,7 +49,7 @@ class SavePlan:
             CapacityError: the drive has too little room for what the run is told to save, or for the export.
             UnsupportedModelError: the model cannot be exported.
         """
-        room = Room.of(output, session)
+        room = Room.of(output, session.model, session.wholes)
         crew = session.ranks or Alone()
         num_kept = crew.first(lambda: _checked_count(output, session, room, is_done=is_done))
         cost_s = expected_cost(session, expected)
@@ -107,13 +107,7 @@ def _checked_count(output: OutputConfig, session: Session, room: Room, *, is_don
         room.check(0)
         return output.keep_checkpoints
 
-    # By time there are as many as the drive takes. There are none if it has no room for two of them, because the new
-    # one has to be whole before the old one goes.
-    num_kept = output.keep_checkpoints if output.checkpoint_every != 0 else 0
-    if output.checkpoint_every == "auto":
-        num_kept = room.num_that_fit(num_kept) if output.saves_by_time else 0
-
-    room.check(num_kept)
+    num_kept = room.num_kept(output)
     if output.savepoint_every:
         check_savepoint_room(session, Path(output.directory) / SAVEPOINT_FOLDER)
     return num_kept
