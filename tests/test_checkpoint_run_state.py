@@ -11,6 +11,7 @@ from megatier.checkpoint.run_state import RunState
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, OutputConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import CheckpointError, ConfigError, DataError
+from megatier.numerics.tiles import Decision
 
 CPU = torch.device("cpu")
 CONFIG = RunConfig(
@@ -32,6 +33,26 @@ def test_run_state_written_and_read_is_the_same() -> None:
     assert again.step == 3
     assert again.changes(CONFIG, CPU) == []
     again.check_text(TEXT)
+
+
+TILES = {"layers.0.mlp": Decision("it draws", ()), "layers.0.norm": Decision(None, ("x",))}
+
+
+def test_run_state_notes_which_modules_run_in_tiles_and_older_ones_do_not() -> None:
+    state = RunState.of(3, CONFIG, CPU, TEXT, tiles=TILES)
+    found = json.loads(json.dumps(state.to_dict()))
+    assert RunState.read(found).tiles == TILES
+    del found["tiles"]
+    assert RunState.read(found).tiles == {}
+
+
+@pytest.mark.parametrize("told", [3, [], {"why_whole": None}, {"why_whole": 3, "keywords": []}])
+def test_read_of_damaged_notes_of_tiles_is_refused(told: object) -> None:
+    keywords = {"why_whole": None, "keywords": [3]}
+    for tiles in (told, {"layers.0": told}, {"layers.0": keywords}):
+        if tiles != []:
+            with pytest.raises(CheckpointError, match="damaged: tiles is"):
+                RunState.read({**stored(), "tiles": tiles})
 
 
 def test_read_of_a_state_of_an_older_version_takes_no_notice_of_its_random_states() -> None:

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from megatier.errors import UnsupportedModelError
 from megatier.guards.crossing import check_inside
-from megatier.guards.token_rows import why_joined
+from megatier.guards.token_rows import names_of_rows, why_joined
 from megatier.models.decoder import build_skeleton, decoder_layers
-from megatier.numerics.tiles import TiledModule, names_of_rows
+from megatier.numerics.tiles import Decision, TiledModule
 
 TILE = 20
 """Tokens of a tile: the last one of a batch has fewer."""
@@ -330,7 +330,7 @@ def test_module_that_another_rank_could_not_cut_runs_whole_here_too() -> None:
     rows = torch.randn(1, 40, 8)
     found = tiled(Wide(), 16, rows)
     assert found.is_cut
-    found.decide("it draws random numbers", is_cut=False)
+    found.decide(Decision("it draws random numbers", ()))
     assert found.why_whole == "it draws random numbers"
     assert torch.equal(found.module(rows), Wide.forward(found.module, rows))  # type: ignore[arg-type]
 

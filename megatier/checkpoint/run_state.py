@@ -23,6 +23,7 @@ from megatier.config.schema import RunConfig
 from megatier.errors import CheckpointError, ConfigError, DataError
 from megatier.files import read_regular, replace_file
 from megatier.hardware import cpu_has_bf16
+from megatier.numerics.tiles import Decision
 
 FREE_SECTIONS = ("tiers", "output")
 """Sections of the config that change no number."""
@@ -60,6 +61,8 @@ class RunState:
     origin: dict[str, Any] = field(default_factory=dict)
     """Model and tokenizer, as `origin.origin_of` gives them; empty in checkpoints of older versions, which did not note
     them."""
+    tiles: Mapping[str, Decision] = field(default_factory=dict)
+    """Which modules run in tiles of tokens, as `UnitModel.tiles` gives it; empty in checkpoints of older versions."""
 
     @classmethod
     def of(
@@ -69,6 +72,7 @@ class RunState:
         device: torch.device,
         text: dict[str, Any],
         origin: Mapping[str, str] = MappingProxyType({}),
+        tiles: Mapping[str, Decision] = MappingProxyType({}),
     ) -> Self:
         """Return the present state of this process.
 
@@ -78,6 +82,7 @@ class RunState:
             device: the device whose kernels count.
             text: position in the text.
             origin: model and tokenizer.
+            tiles: which modules run in tiles of tokens.
         """
         return cls(
             step=step,
@@ -85,6 +90,7 @@ class RunState:
             environment=environment(device),
             text=text,
             origin=dict(origin),
+            tiles=dict(tiles),
         )
 
     @classmethod
@@ -105,7 +111,7 @@ class RunState:
 
         if stored["step"] < 0:
             raise CheckpointError(f"the checkpoint is damaged: step is {stored['step']}.")
-        return cls(**{name: stored[name] for name in FIELDS})
+        return cls(**{name: stored[name] for name in FIELDS}, tiles=read_tiles(stored))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as plain JSON."""
@@ -166,6 +172,27 @@ class RunState:
             raise DataError(
                 f"the text is not that of the checkpoint: {what}. Bring the old text back, or add --accept-changes."
             )
+
+
+def read_tiles(stored: Mapping[str, Any]) -> dict[str, Decision]:
+    """Return which modules run in tiles of tokens, from the state of a checkpoint; empty if it is of an older version.
+
+    Raises:
+        CheckpointError: what is there is of another type.
+    """
+    try:
+        found = {path: _decision(**told) for path, told in stored.get("tiles", {}).items()}
+    except (TypeError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint is damaged: tiles is {str(stored['tiles'])[:100]!r}.") from error
+    return found
+
+
+def _decision(why_whole: object, keywords: Any) -> Decision:  # noqa: ANN401 - whatever the file has
+    """Return what a checkpoint notes about one module; a TypeError says that it does not."""
+    is_named = isinstance(keywords, list) and all(isinstance(name, str) for name in keywords)
+    if not is_named or not (why_whole is None or isinstance(why_whole, str)):
+        raise TypeError(why_whole)
+    return Decision(why_whole, tuple(keywords))
 
 
 def write_numbers(path: Path, config: RunConfig, origin: Mapping[str, str]) -> None:

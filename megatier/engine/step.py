@@ -86,8 +86,6 @@ class Engine:
         self._optimizer = optimizer
         self._ranks = ranks
         self._crew = ranks or Alone()
-        self._is_tried = options.tile_tokens is None
-        """Whether it is known which modules run in tiles of tokens."""
         self._is_learnt = options.slices == 1
         """Whether nodes know which of their arguments are cut into slices."""
         self._step = 0
@@ -355,7 +353,7 @@ class Engine:
 
     def _try_tiles(self, batch: Batch) -> None:
         """Find out, before the first step with tiles of tokens, which modules run in them."""
-        if self._is_tried:
+        if self.model.knows_tiles:
             return
 
         # A few tokens do, unless the batch has more than tokens: images belong to some of them.
@@ -363,7 +361,6 @@ class Engine:
         few = {key: value[:1, :FEW_TOKENS] if is_text else value[:1] for key, value in batch.items()}
         with torch.no_grad(), self.model.in_eval_mode(), self.model.trying_tiles(self._crew), self.evaluation():
             self.model.loss(few, None)
-        self._is_tried = True
 
     def _error(self, step: int, what: str, parameter: str | None, batch: Batch | None) -> NonFiniteError:
         """Make the error that ends the run. It names the parameter, and the first unit with a value that is not finite.

@@ -33,6 +33,7 @@ from megatier.numerics.compilation import Compilation
 from megatier.numerics.masters import weight_dtype
 from megatier.numerics.matmul import Fp32Products
 from megatier.numerics.optimizer import AdamW
+from megatier.numerics.tiles import Decision, TiledModule
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.tier import Activations
@@ -132,6 +133,8 @@ class UnitModel:
 
         self.nodes = [self._node(unit, name, places, lent) for unit, name, places, lent in bound]
         """The nodes, in the order of units. A module may have several."""
+        self.knows_tiles = not any(node.tiled for node in self.nodes)
+        """Whether it is known which modules run in tiles of tokens."""
         join(self.nodes)
 
         # The order of the two is the order of wrapping: the step's loss divides what the fused one gives.
@@ -219,6 +222,22 @@ class UnitModel:
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
 
+    @property
+    def tiles(self) -> dict[str, Decision]:
+        """What was found out about each module that may run in tiles of tokens, by its path; checkpoints note it."""
+        return {path: found for path, _, tiled in self._may_be_tiled() if (found := tiled.decision) is not None}
+
+    def take_tiles(self, decided: Mapping[str, Decision]) -> None:
+        """Go by what was found out before the run was resumed. Modules that are missing there are tried.
+
+        Args:
+            decided: `tiles` of that time; empty in checkpoints of older versions.
+        """
+        for path, _, tiled in self._may_be_tiled():
+            if path in decided:
+                tiled.decide(decided[path])
+        self._check_tiles()
+
     @contextmanager
     def trying_tiles(self, crew: Ranks | Alone) -> Iterator[None]:
         """Inside, run one forward without gradients: each module in tiles of tokens finds out whether it can be.
@@ -228,26 +247,40 @@ class UnitModel:
         Args:
             crew: all ranks, each of which comes here with a batch of its own.
         """
-        found = [(node, name, tiled) for node in self.nodes for name, tiled in node.tiled.items()]
-        for _, _, tiled in found:
+        found = [tiled for _, _, tiled in self._may_be_tiled() if tiled.decision is None]
+        for tiled in found:
             tiled.try_next(why_joined)
         yield
 
         # Ranks have tried with other tokens, and have to compute alike. The first one has those with which a single
         # process would have tried.
-        decided = crew.first(lambda: [(tiled.why_whole, tiled.is_cut) for _, _, tiled in found])
-        for (_, _, tiled), (why, is_cut) in zip(found, decided, strict=True):
-            tiled.decide(why, is_cut=is_cut)
+        decided = crew.first(lambda: [tiled.decision for tiled in found])
+        for tiled, decision in zip(found, decided, strict=True):
+            if decision is not None:
+                tiled.decide(decision)
+        self._check_tiles()
+        self.knows_tiles = True
+
+    def _check_tiles(self) -> None:
+        """Note whether all is known, and warn of modules that run whole."""
+        found = list(self._may_be_tiled())
+        self.knows_tiles = all(tiled.decision is not None for _, _, tiled in found)
 
         # Once for each kind of module, since layers are alike. Inside of one that runs in tiles, all get no more.
         whole: dict[str, str] = {}
-        for node, name, tiled in found:
-            if tiled.why_whole is not None and not any(name.startswith(around) for around in node.in_tiles):
+        for path, is_inside, tiled in found:
+            if tiled.why_whole is not None and not is_inside:
                 kind = type(tiled.module).__name__
-                path = f"{node.module_name}.{name}".rstrip(".")
                 whole.setdefault(kind, f"{path} ({kind}) runs whole, without tiles of tokens: {tiled.why_whole}")
         for warning in whole.values():
             warnings.warn(warning, stacklevel=2)
+
+    def _may_be_tiled(self) -> Iterator[tuple[str, bool, TiledModule]]:
+        """Yield each module that may run in tiles: its path, whether one around it runs in tiles, and what runs it."""
+        for node in self.nodes:
+            around = node.in_tiles
+            for name, tiled in node.tiled.items():
+                yield f"{node.module_name}.{name}".rstrip("."), any(map(name.startswith, around)), tiled
 
     def _node(self, unit: Unit, name: str, places: Sequence[Binding], lent: Sequence[Binding]) -> Node:
         """Install the node of one module of a unit."""

@@ -8,6 +8,7 @@ experts are nearly equal. So a few tokens may change there.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,6 +22,34 @@ ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The part of a token's norm by which roundings may change it, by the dtype of the result."""
 COARSE = 0.03
 """The same for bf16, and for dtypes that are not named."""
+
+
+def names_of_rows(module: nn.Module, *, is_layer: bool) -> list[str]:
+    """The modules that might run in tiles, by their names in a module: those of a layer, or the module itself.
+
+    They have parameters, and take nothing that they can do without: no mask, positions or cache. Such modules inside of
+    them come behind them. They are given a tile already, unless the one around them has to run whole.
+    """
+    if not is_layer:
+        return ["", *_names_inside(module, "")] if _may_have_rows(module) else []
+    return _names_inside(module, "")
+
+
+def _names_inside(module: nn.Module, path: str) -> list[str]:
+    names = []
+    for name, part in module.named_children():
+        if _may_have_rows(part):
+            names += [f"{path}{name}", *_names_inside(part, f"{path}{name}.")]
+    return names
+
+
+def _may_have_rows(module: nn.Module) -> bool:
+    """Whether a module has parameters, holds something inside, and takes nothing that it can do without."""
+    if isinstance(module, (nn.Linear, nn.Embedding, nn.ModuleList)) or next(module.parameters(), None) is None:
+        return False
+    _, *taken = inspect.signature(type(module).forward).parameters.values()
+    named = [one for one in taken if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return bool(named) and all(one.default is one.empty for one in named)
 
 
 def why_joined(module: nn.Module, run: Callable[..., object], rows: Sequence[Tensor]) -> str | None:

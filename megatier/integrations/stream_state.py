@@ -11,6 +11,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, restore, settle_replaced
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.run_directory import last_checkpoint, step_of
+from megatier.checkpoint.run_state import read_tiles
 from megatier.errors import BlockNotFoundError, CapacityError, CheckpointError, StreamedModelError
 from megatier.hardware import ram_available_bytes
 from megatier.integrations.stream_optimizer import StreamedAdamW
@@ -29,6 +31,7 @@ from megatier.models.decoder import Unit
 from megatier.models.experts import places_of
 from megatier.models.export import export
 from megatier.models.weights import chunks
+from megatier.numerics.tiles import Decision
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.session.session import Session
@@ -176,7 +179,8 @@ class StreamedState(ABC):
         path = Path(folder)
         self._crew.first(lambda: _make_ready(path))
         settings = self.optimizer.saved_settings()
-        state = {"streamed": settings, "groups": self.groups}
+        tiles = {path: asdict(found) for path, found in self._session.engine.model.tiles.items()}
+        state = {"streamed": settings, "groups": self.groups, "tiles": tiles}
         return CheckpointWriter(self._session, path, self.steps, state).wait()
 
     def saved_groups(self, folder: str | os.PathLike[str]) -> int | None:
@@ -203,12 +207,13 @@ class StreamedState(ABC):
         # Not `_settle`: a torn state refuses to be drained. `loading` drains a whole one, and resets a torn one.
         self._check_between_steps("Restoring a checkpoint")
         self._meet("restore()")
-        checkpoint, settings = self._crew.first(lambda: _find_saved(Path(folder)))
+        checkpoint, settings, tiles = self._crew.first(lambda: _find_saved(Path(folder)))
 
         # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
         with self._session.player.loading():
             restore(self._session, checkpoint)
             self.optimizer.take_saved_settings(settings)
+            self._session.engine.model.take_tiles(tiles)
             self.steps = step_of(checkpoint)
 
     def _settle(self, what: str, call: str) -> None:
@@ -275,8 +280,8 @@ def _make_ready(folder: Path) -> None:
     settle_replaced(folder)
 
 
-def _find_saved(folder: Path) -> tuple[Path, Settings]:
-    """Return the last checkpoint of a folder, and the settings of the optimizer that it was saved with.
+def _find_saved(folder: Path) -> tuple[Path, Settings, Mapping[str, Decision]]:
+    """Return the last checkpoint of a folder, the settings of its optimizer, and which modules ran in tiles of tokens.
 
     Raises:
         CheckpointError: there is none, or it is of a run of `megatier train`, or it is damaged.
@@ -284,11 +289,12 @@ def _find_saved(folder: Path) -> tuple[Path, Settings]:
     settle_replaced(folder)
     if (checkpoint := last_checkpoint(folder)) is None:
         raise CheckpointError(f"{folder} holds no checkpoint of a streamed model; Streamed.save writes them.")
-    settings = read_state(checkpoint).get("streamed")
+    state = read_state(checkpoint)
+    settings = state.get("streamed")
     if not isinstance(settings, list):
         raise CheckpointError(f"{checkpoint} is of a `megatier train` run; go on with `megatier resume`.")
 
     # The warning shows the line that called `Streamed.restore`.
     if not is_bound(checkpoint):
         warnings.warn(UNBOUND.format(checkpoint), stacklevel=5)
-    return checkpoint, settings
+    return checkpoint, settings, read_tiles(state)

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
+from megatier.guards.token_rows import names_of_rows
 from megatier.layout import Layout, TensorSlice
 from megatier.models.buffers import initialise_buffers, parameters_on_meta
 from megatier.models.limits import counted
-from megatier.numerics.tiles import names_of_rows
 from megatier.numerics.vector_math import warm
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")

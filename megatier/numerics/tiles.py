@@ -16,8 +16,8 @@ Source: the tiled compute of Arctic Long Sequence Training (arXiv 2506.13996).
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,23 +40,14 @@ _running: Mapping[str, TiledModule] = {}
 _SWITCHED_OFF = torch._C._dispatch_tls_local_exclude_set()
 
 
-def names_of_rows(module: nn.Module, *, is_layer: bool) -> list[str]:
-    """The modules that might run in tiles, by their names in a module: those of a layer, or the module itself.
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was found out about a module."""
 
-    They have parameters, and take nothing that they can do without: no mask, positions or cache. Such modules inside of
-    them come behind them. They are given a tile already, unless the one around them has to run whole.
-    """
-    if not is_layer:
-        return ["", *_names_inside(module, "")] if _may_have_rows(module) else []
-    return _names_inside(module, "")
-
-
-def _names_inside(module: nn.Module, path: str) -> list[str]:
-    names = []
-    for name, part in module.named_children():
-        if _may_have_rows(part):
-            names += [f"{path}{name}", *_names_inside(part, f"{path}{name}.")]
-    return names
+    why_whole: str | None
+    """Why it cannot run in tiles; None: it can."""
+    keywords: tuple[str, ...]
+    """The names of those arguments that have one."""
 
 
 class TiledModule:
@@ -109,10 +100,18 @@ class TiledModule:
         """Find out with the arguments of the next call whether the module can run in tiles."""
         self._trial = trial
 
-    def decide(self, why_whole: str | None, *, is_cut: bool) -> None:
-        """Take over what another rank has found out about its own module of this name."""
-        self.why_whole = why_whole
-        self.is_cut = is_cut
+    @property
+    def decision(self) -> Decision | None:
+        """What was found out about the module; None: nothing yet."""
+        is_known = self.is_cut or self.why_whole is not None
+        return Decision(self.why_whole, self._keywords) if is_known else None
+
+    def decide(self, found: Decision) -> None:
+        """Go by what was found out elsewhere: by another rank, or before the run was resumed."""
+        self._trial = None
+        self.why_whole = found.why_whole
+        self.is_cut = found.why_whole is None
+        self._keywords = found.keywords
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
         """Run the module's forward. In tiles, its arguments and its result are all that exists whole."""
@@ -357,15 +356,6 @@ def _outside_of_operators() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------- rows
-
-
-def _may_have_rows(module: nn.Module) -> bool:
-    """Whether a module has parameters, holds something inside, and takes nothing that it can do without."""
-    if isinstance(module, (nn.Linear, nn.Embedding, nn.ModuleList)) or next(module.parameters(), None) is None:
-        return False
-    _, *taken = inspect.signature(type(module).forward).parameters.values()
-    named = [one for one in taken if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    return bool(named) and all(one.default is one.empty for one in named)
 
 
 def _are_rows(values: Sequence[Any]) -> bool:

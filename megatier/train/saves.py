@@ -296,7 +296,8 @@ class Saves:
 
     def _state(self, step: int) -> dict[str, Any]:
         """Return everything that is saved besides arrays."""
-        return RunState.of(step, self._config, self._device, self._text.state, self._origin).to_dict()
+        tiles = self._session.engine.model.tiles
+        return RunState.of(step, self._config, self._device, self._text.state, self._origin, tiles).to_dict()
 
 
 def _is_about_room(error: CapacityError | TransferError) -> bool:

@@ -156,4 +156,6 @@ class Start:
                 restore(session, self.checkpoint, lambda unit: work.advance(unit.layout.num_elements))
             else:
                 session.load(reader, lambda unit: work.advance(unit.layout.num_elements))
+        if self.state is not None:
+            session.engine.model.take_tiles(self.state.tiles)
         say(console, f"{what} in place ({format_seconds(time.perf_counter() - began)})")
