@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from _pytest.mark import ParameterSet
+from plain_adamw import PlainAdamW
 from small_timelines import planned_loads, planned_updates
 from tiny_runs import (
     BATCH,
@@ -30,11 +29,8 @@ from tiny_runs import (
     run_in_fresh_process,
     run_steps,
 )
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from megatier.config.schema import TrainConfig
-from megatier.models.decoder import decays
 from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.timeline import Timeline
 from megatier.session.session import Session
@@ -294,41 +290,6 @@ def test_exactness_fp32_equals_a_plain_model_with_a_plain_adamw(
         assert torch.equal(found[Kind.WEIGHT][name], parameter), name
         assert torch.equal(found[Kind.EXP_AVG][name], expected.exp_avg[name]), name
         assert torch.equal(found[Kind.EXP_AVG_SQ][name], expected.exp_avg_sq[name]), name
-
-
-class PlainAdamW:
-    """AdamW of megatier's definition in single torch operations, which are each rounded on their own."""
-
-    def __init__(self, model: PreTrainedModel, clip: float | None) -> None:
-        self.model, self.clip, self.decayed = model, clip, decays(model)
-        self.exp_avg = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-        self.exp_avg_sq = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-
-    @torch.no_grad()
-    def step(self, step: int, rate: float) -> float:
-        """Update every parameter; returns the global norm."""
-        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
-        scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
-        for name, parameter in self.model.named_parameters():
-            grad = grads[name] * scale
-            moment = self.exp_avg[name] = settle(self.exp_avg[name] * 0.9 + grad * (1 - 0.9))
-            square = self.exp_avg_sq[name] = settle(self.exp_avg_sq[name] * 0.999 + grad * grad * (1 - 0.999))
-            change = moment / (root(square) / (1 - 0.999**step) ** 0.5 + 1e-8)
-            decay = 1 - rate * 0.1 if name in self.decayed else 1.0
-            parameter.copy_(parameter * decay - change * (rate / (1 - 0.9**step)))
-            parameter.grad = None
-        return norm
-
-
-def root(square: Tensor) -> Tensor:
-    """Square root, correctly rounded; torch's own on the CPU is not."""
-    return torch.from_numpy(np.sqrt(square.numpy()))
-
-
-def settle(moment: Tensor) -> Tensor:
-    """Subnormals become 0."""
-    return torch.where(moment.abs() < 2.0**-126, 0.0, moment)
 
 
 @pytest.mark.parametrize(("groups", "slices"), [(1, 1), (1, 2), (3, 1)])

@@ -19,7 +19,9 @@ from tiny_models import tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from megatier.adapters.lora import add_adapters
 from megatier.checkpoint.checkpoint import parameter_shapes
+from megatier.config.lora import LoraConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.drives.mounts import budget_bytes
 from megatier.engine.step import StepResult
@@ -130,6 +132,7 @@ def opened(
     gpu_direct: bool = False,
     numerics: NumericsConfig = UNGUARDED,
     frozen: Sequence[str] = (),
+    lora: LoraConfig | None = None,
     fp32_products: bool = False,
     seed: int | None = 5,
     **model_options: Any,
@@ -147,6 +150,7 @@ def opened(
         gpu_direct: NVMe is read to the GPU past RAM.
         numerics: the guard; without it and without clipping, updates run inside the backward.
         frozen: parameters that are not trained.
+        lora: adapters that are trained instead of the model.
         fp32_products: products as on a CPU without bf16 instructions, whatever this machine's CPU has.
         seed: of dropout, as in `megatier train`; None: as in loops of others, torch's generators are the caller's.
         model_options: of ModelConfig.
@@ -164,6 +168,8 @@ def opened(
         gpu_direct=gpu_direct,
     )
     skeleton = build_skeleton(config, model.attention)
+    if lora is not None:
+        add_adapters(skeleton, lora, "base")
     freeze(skeleton, frozen)
     budgets = least_budgets(skeleton, model, tiers, train, numerics, tokens, place)
     tiers = replace(tiers, gpu=budgets.gpu, ram=budgets.ram)

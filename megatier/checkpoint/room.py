@@ -12,12 +12,12 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from megatier.adapters.folder import export_bytes
 from megatier.checkpoint.checkpoint import checkpoint_bytes
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, checkpoints
 from megatier.config.schema import OutputConfig
 from megatier.errors import CapacityError, TransferError, mib
 from megatier.models.decoder import Unit
-from megatier.models.export import export_bytes
 from megatier.session.workload import COMPUTE_DTYPES
 
 REMEDY = "Free space there, or name another output.directory."

@@ -20,8 +20,9 @@ from typing import Any, get_args, get_type_hints
 from jsonargparse import ArgumentParser, get_loader
 from jsonargparse.typing import register_type
 
+from megatier.config.overrides import NESTED, joined, take_nested
 from megatier.config.schema import SECTIONS, RunConfig
-from megatier.config.values import ByteCount, parse_bytes, parse_list, parse_yaml, read_yaml, require_unit
+from megatier.config.values import ByteCount, parse_bytes, parse_list, read_yaml, require_unit
 from megatier.errors import ConfigError
 from megatier.foreign import shown
 
@@ -100,13 +101,14 @@ def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConf
 def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunConfig:
     """Return the config of a tree of sections, with overrides laid over it."""
     # Overrides go into the tree one after the other, so the last one of a setting wins, and each wins over the file.
-    words = _joined(_take_model_config(overrides, tree))
+    words = joined(take_nested(overrides, tree))
     _check_known(word[2:].partition("=")[0] for word in words if word.startswith("--"))
 
-    # `model.config` goes past the parser, which would take its quoted "1" and "null" for 1 and null.
-    model_config = tree.setdefault("model", {}).pop("config", None)
-    if not isinstance(model_config, dict | None):
-        raise ConfigError(_refusal("model", "config", f"is {shown(repr(model_config))}"))
+    # What is nested goes past the parser, which would take quoted "1" and "null" in it for 1 and null.
+    nested = {key: tree.setdefault("model", {}).pop(key, None) for key in NESTED}
+    for key, value in nested.items():
+        if not isinstance(value, dict | None):
+            raise ConfigError(_refusal("model", key, f"is {shown(repr(value))}"))
 
     # The parser raises errors that are not its own for a word such as "!!timestamp x", and for an int too large for a
     # float.
@@ -115,7 +117,7 @@ def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunCon
     except (ArgumentError, AttributeError, OverflowError) as error:
         raise ConfigError(_one_line(str(error))) from error
 
-    values["model"]["config"] = model_config
+    values["model"].update(nested)
     _check_given(values)
     return RunConfig(
         **{
@@ -126,7 +128,7 @@ def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunCon
 
 
 def given(path: Path | None, overrides: Sequence[str] = ()) -> frozenset[str]:
-    """Return the dotted names of settings that a file and overrides give, without those inside `model.config`.
+    """Return the dotted names of settings that a file and overrides give, without those inside of others.
 
     Call `load` first, which refuses what is wrong with them.
     """
@@ -136,7 +138,7 @@ def given(path: Path | None, overrides: Sequence[str] = ()) -> frozenset[str]:
 def given_in(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> frozenset[str]:
     """Return the same for sections, after `from_dict`."""
     sections = copy.deepcopy(dict(tree))
-    words = _take_model_config(overrides, sections)
+    words = take_nested(overrides, sections)
     named = {f"{name}.{key}" for name, keys in sections.items() for key in keys}
     return frozenset(named | {word[2:].partition("=")[0] for word in words if word.startswith("--")})
 
@@ -259,49 +261,6 @@ def check_sections(tree: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _take_model_config(overrides: Sequence[str], tree: dict[str, dict[str, Any]]) -> list[str]:
-    """Set overrides of `model.config`, and of keys inside it, in the tree; returns the other words."""
-    words = list(overrides)
-    rest = []
-
-    while words:
-        word = words.pop(0)
-        name, equals, text = word.removeprefix("--").partition("=")
-        if not (word.startswith("--") and f"{name}.".startswith("model.config.")):
-            rest.append(word)
-            continue
-
-        # The value stands after an equals sign, or is the next word.
-        if not equals and (not words or words[0].startswith("--")):
-            raise ConfigError(f"{name} has no value. Write it as {name} VALUE.")
-
-        *parents, leaf = name.split(".")
-        target: dict[str, Any] = tree
-        for parent in parents:
-            if not isinstance(target.get(parent), dict):
-                target[parent] = {}
-            target = target[parent]
-
-        try:
-            target[leaf] = parse_yaml(text if equals else words.pop(0), get_loader("yaml"))
-        except ConfigError as error:
-            raise ConfigError(f"{name} is {error}") from error
-
-    return rest
-
-
-def _joined(words: Sequence[str]) -> list[str]:
-    """Words in which a value that begins with a minus is joined to its key, since the parser takes it for a key."""
-    joined: list[str] = []
-    for word in words:
-        is_value = word.startswith("-") and not word.startswith("--")
-        if is_value and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
-
-
 def _dotted(name: str, keys: Mapping[str, Any]) -> Iterator[str]:
     return (f"{name}.{key}" for key in keys)
 
@@ -338,7 +297,7 @@ def _check_trainer(tree: Mapping[str, Any], where: str) -> None:
 def _check_units(tiers: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Refuse budgets without a unit that are too small to be meant as bytes."""
     found = dict(tiers)
-    words = _joined(overrides)
+    words = joined(overrides)
     for word, following in itertools.pairwise([*words, ""]):
         name, equals, text = word.partition("=")
         if name.startswith("--tiers."):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatier.config.data_section import DataConfig
+from megatier.config.lora import LoraConfig, read_lora
 from megatier.config.values import ByteCount, MountBudget, check_choices, parse_mount, read_text
 from megatier.config.values import require as _require
 from megatier.errors import ConfigError
@@ -33,6 +34,9 @@ class ModelConfig:
     """Parameters that are not trained, as patterns for the names of parameters or modules, with the wildcards *, ?
     and [0-7]. A pattern after ! names what is trained all the same. The last pattern that fits a parameter decides.
     Examples: model.embed_tokens,model.layers.[0-7] and *,!*.q_proj."""
+    lora: dict[str, Any] | None = None
+    """LoRA adapters to train over the frozen model, by the settings of docs/adapters.md such as rank; {} takes their
+    defaults. This needs the extra megatier[lora] and model.path. None: the model itself is trained."""
     compute_dtype: Literal["bf16", "fp32"] = "bf16"
     """Type of the weights that compute. Master weights are fp32 either way."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
@@ -73,11 +77,17 @@ class ModelConfig:
         _require(
             all(name.strip("! ") for name in self.frozen), "model.frozen", list(self.frozen), "without empty names"
         )
+        read_lora(self)
         _require(0 <= self.saved_share <= 1, "model.saved_share", self.saved_share, "from 0 to 1")
         _require(self.loss_chunk >= 1, "model.loss_chunk", self.loss_chunk, "at least 1 token")
         tile = self.tile_tokens
         _require(tile is None or tile >= 1, "model.tile_tokens", tile, "at least 1 token, or null for all at once")
         _require(self.expert_parts >= 1, "model.expert_parts", self.expert_parts, "at least 1")
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        """The adapters of the run; None: the model itself is trained."""
+        return None if self.lora is None else LoraConfig.of(self.lora)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -315,7 +315,8 @@ def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[st
 
     for name, module in model.named_modules():
         owned = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
-        is_whole = id(module) in layers or owned or (id(module) not in decoder and _is_one_piece(module))
+        is_piece = _is_adapter(module) or (id(module) not in decoder and _is_one_piece(module))
+        is_whole = id(module) in layers or owned or is_piece
         if (inside is not None and name.startswith(inside)) or not is_whole:
             continue
         if id(module) not in layers and any(id(child) in layers for child in module.modules()):
@@ -347,8 +348,21 @@ def _refuse_large(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]])
 
 def _is_one_piece(module: nn.Module) -> bool:
     """Return whether a module has parameters, and no list of modules, which somebody else would call one by one."""
-    has_list = any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in module.modules())
+    has_list = any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in _own_modules(module))
     return not has_list and next(module.parameters(), None) is not None
+
+
+def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all below it but what is inside of adapters."""
+    yield module
+    if not _is_adapter(module):
+        for child in module.children():
+            yield from _own_modules(child)
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    """Return whether a module is PEFT's, with one of the model's own inside, and so calls its lists itself."""
+    return type(module).__module__.startswith("peft.")
 
 
 def _checked_shape(model: PreTrainedModel, name: str, parameter: Tensor) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,28 +66,52 @@ def export(
         TransferError: writing failed. What was written is removed.
         UnsupportedModelError: no layout of the weights is known that loads back.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not empty; export writes only to a new or empty folder. Choose another one.")
-
+    check_new(folder)
     outgoing = _Outgoing(model, units, dtype)
     shards = _cut(outgoing.num_bytes, shard_bytes)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    total = sum(outgoing.num_bytes.values())
 
-    with becoming(partial, folder, "the export"):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder)
-        total = sum(outgoing.num_bytes.values())
-        free = shutil.disk_usage(folder.parent).free
-        if free < total:
-            remedy = "Free space on this disk, or export to another one."
-            raise CapacityError(f"the export in {folder.parent}", total, free, remedy)
-
-        partial.mkdir()
+    with new_folder(folder, total) as partial:
         for file_name, names in shards.items():
             outgoing.write_shard(partial / file_name, names, read)
         if len(shards) > 1:
             _write_index(partial / INDEX_FILE, shards, total)
         _write_settings(partial, model, dtype, tokenizer)
+
+
+def check_new(folder: Path) -> None:
+    """Refuse a folder that holds something.
+
+    Raises:
+        ConfigError: it is not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty; export writes only to a new or empty folder. Choose another one.")
+
+
+@contextmanager
+def new_folder(folder: Path, num_bytes: int) -> Iterator[Path]:
+    """Yield a folder that takes the name of another one when all of it is on the drive; or leave nothing of it.
+
+    Args:
+        folder: a new or empty folder.
+        num_bytes: bytes of the weights that are written.
+
+    Raises:
+        CapacityError: they do not fit on this disk.
+        TransferError: writing failed.
+    """
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    with becoming(partial, folder, "the export"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        free = shutil.disk_usage(folder.parent).free
+        if free < num_bytes:
+            remedy = "Free space on this disk, or export to another one."
+            raise CapacityError(f"the export in {folder.parent}", num_bytes, free, remedy)
+
+        partial.mkdir()
+        yield partial
 
 
 def export_bytes(model: PreTrainedModel, units: Sequence[Unit], dtype: torch.dtype) -> int:

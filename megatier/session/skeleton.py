@@ -11,6 +11,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
+from megatier.adapters.lora import add_adapters
+from megatier.adapters.weights import AdaptedWeights
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, reason_of, shown
@@ -19,7 +21,7 @@ from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.models.limits import check_counts
-from megatier.models.location import CONFIG_FILE, resolve
+from megatier.models.location import CONFIG_FILE, find_local, resolve
 from megatier.models.weights import SafetensorsFolder
 
 NAME_CHARACTERS_MAX = 100
@@ -38,9 +40,9 @@ def skeleton_of(config: ModelConfig) -> PreTrainedModel:
 
     Raises:
         UnsupportedModelError: transformers does not take its config, or it cannot be streamed.
-        ConfigError: a pattern of what is frozen names nothing.
+        ConfigError: a pattern of what is frozen, or a target of adapters, names nothing.
     """
-    return _skeleton_in(_folder_of(config), config)
+    return _adapted(_plain_in(_folder_of(config), config), config)
 
 
 def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
@@ -50,8 +52,13 @@ def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
         ConfigError, UnsupportedModelError: there is no such model, or it cannot be streamed.
     """
     folder = _folder_of(config.model)
-    model = _skeleton_in(folder, config.model)
-    return model, SafetensorsFolder(folder, model) if folder is not None else Initialiser(model, config.train.seed)
+    model = _plain_in(folder, config.model)
+    seed = config.train.seed
+    reader: WeightReader = SafetensorsFolder(folder, model) if folder is not None else Initialiser(model, seed)
+
+    # The files hold the base, so they are compared with it before it has adapters.
+    model = _adapted(model, config.model)
+    return model, AdaptedWeights(reader, model, seed) if config.model.lora is not None else reader
 
 
 def model_config_of(config: ModelConfig) -> PretrainedConfig:
@@ -68,8 +75,17 @@ def _folder_of(config: ModelConfig) -> Path | None:
     return resolve(config.path) if config.path is not None else None
 
 
-def _skeleton_in(folder: Path | None, config: ModelConfig) -> PreTrainedModel:
-    model = build_skeleton(read_model_config(config, folder), config.attention)
+def _plain_in(folder: Path | None, config: ModelConfig) -> PreTrainedModel:
+    """Return the model without its weights, as transformers builds it."""
+    return build_skeleton(read_model_config(config, folder), config.attention)
+
+
+def _adapted(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """Add the adapters to a model, if there are any, and freeze what is not trained."""
+    if config.adapters is not None:
+        assert config.path is not None
+        local = find_local(config.path)
+        add_adapters(model, config.adapters, config.path if local is None else str(local.resolve()))
     freeze(model, config.frozen)
     return model
 

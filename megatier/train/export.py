@@ -9,6 +9,8 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from megatier.adapters.folder import export
+from megatier.adapters.lora import adapter_config
 from megatier.checkpoint.checkpoint import UNBOUND, find_checkpoint, is_bound, open_masters, read_state
 from megatier.checkpoint.run_directory import (
     CHECKPOINT_FOLDER,
@@ -24,7 +26,6 @@ from megatier.config.schema import RunConfig
 from megatier.data.tokenizer import load_tokenizer
 from megatier.errors import CheckpointError, DamagedCheckpointError, ExportError, MegatierError, mib
 from megatier.models.decoder import Unit, find_units
-from megatier.models.export import export
 from megatier.ranks.channel import Alone
 from megatier.report.history import read_what_there_is
 from megatier.session.session import Session
@@ -184,7 +185,7 @@ def write_model(
     dtype: str,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write master weights with `models.export.export`, and say where they are.
+    """Write master weights with `adapters.folder.export`, and say where they are.
 
     Args:
         console: what a person sees.
@@ -193,9 +194,12 @@ def write_model(
         units: the model's units.
         read: reads elements of a unit's masters.
         tokenizer: is written into the folder too.
-        dtype: `bf16` or `fp32`.
+        dtype: `bf16` or `fp32`, of a whole model.
         shard_bytes: see `models.export.export`.
     """
     export(folder, model, units, read, COMPUTE_DTYPES[dtype], shard_bytes, tokenizer)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    console.print(f"model written to {folder} ({mib(size)}, {dtype})", markup=False, highlight=False, soft_wrap=True)
+    what = f"model written to {folder} ({mib(size)}, {dtype})"
+    if adapter_config(model) is not None:
+        what = f"adapter written to {folder} ({mib(size)}, fp32)"
+    console.print(what, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,123 @@
+"""The first weights of a model with adapters: those of the base from its folder, and those that PEFT begins with."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatier.layout import Layout, TensorSlice
+from megatier.models.decoder import Unit
+from megatier.models.weights import chunks
+
+AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
+"""The parts of names that PEFT puts between a module of the base and what is above it."""
+PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_\w+)\.\w+(\.weight)?")
+"""A parameter of an adapter."""
+MAGNITUDE = "lora_magnitude_vector"
+"""The part of an adapter with DoRA that begins with the lengths of the rows of the weight that it adapts."""
+
+
+class BaseReader(Protocol):
+    """A source of the base's weights, by the names that they have in the base."""
+
+    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first element, flat fp32 tensor) pieces of a layout, in increasing order."""
+
+
+def base_name(name: str) -> str:
+    """Return the name that a parameter of the base has in the base itself."""
+    return AROUND.sub("", name)
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return whether a parameter is one of an adapter, and none of the base or a copy of one."""
+    return PART.fullmatch(name) is not None
+
+
+class AdaptedWeights:
+    """The weights of a base, and of the adapters in it as PEFT initialises them.
+
+    The values of an adapter depend on the seed and on its own name alone, so they are the same for any number of ranks.
+    The matrices of one adapter exist whole in fp32 while they are read, and with DoRA the weight that it adapts.
+    """
+
+    def __init__(self, base: BaseReader, model: PreTrainedModel, seed: int) -> None:
+        """Keep what gives the weights.
+
+        Args:
+            base: gives those of the base.
+            model: the skeleton with its adapters.
+            seed: decides the values.
+        """
+        self._base = base
+        self._seed = seed
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._transposed = {
+            name.partition(f".{MAGNITUDE}.")[0]
+            for name, module in model.named_modules()
+            if f".{MAGNITUDE}." in name and getattr(module, "fan_in_fan_out", False)
+        }
+
+    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first element in the layout, flat fp32 CPU tensor), in order.
+
+        Args:
+            unit: the unit.
+            shard: the layout of a rank's shard of it, which is read then; None: the whole unit is.
+
+        Raises:
+            TransferError: the base cannot be read.
+        """
+        for tensor in (shard or unit.layout).tensors:
+            if not is_of_adapter(tensor.name):
+                yield from self._read_base(unit, replace(tensor, name=base_name(tensor.name)))
+                continue
+
+            value = self._drawn(unit, tensor.name).flatten()[slice(*tensor.elements)]
+            for start, stop in chunks(value.numel()):
+                yield tensor.start + start, value[start:stop]
+
+    def _read_base(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
+        """Yield a tensor of the base, or a run of it, under the name that it has there."""
+        return self._base.read(unit, replace(unit.layout, tensors=(tensor,)))
+
+    def _drawn(self, unit: Unit, name: str) -> Tensor:
+        """Return the whole value of a parameter of an adapter, as PEFT's `reset_lora_parameters` sets it."""
+        found = PART.fullmatch(name)
+        assert found is not None
+        if found["part"] == MAGNITUDE:
+            return self._lengths(unit, found["module"])
+
+        value = torch.zeros(self._shapes[name])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_seed_of(self._seed, found["module"]))
+            if found["part"] == "lora_A":
+                nn.init.kaiming_uniform_(value, a=math.sqrt(5))
+            elif found["part"] == "lora_embedding_B":
+                nn.init.normal_(value)
+        return value
+
+    def _lengths(self, unit: Unit, module: str) -> Tensor:
+        """Return the lengths of the rows of an adapted weight: its adapter adds nothing to them at first."""
+        stored = f"{module}.base_layer.weight"
+        shape = self._shapes[stored]
+        weight = torch.empty(math.prod(shape))
+        for start, values in self._read_base(unit, TensorSlice(base_name(stored), shape, 0)):
+            weight[start : start + values.numel()] = values
+
+        weight = weight.view(shape)
+        lengths: Tensor = torch.linalg.norm(weight.T if module in self._transposed else weight, dim=1)
+        return lengths
+
+
+def _seed_of(seed: int, module: str) -> int:
+    """Return the seed of an adapter, which does not depend on others or on their order."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{module}".encode()).digest()[:8], "little")

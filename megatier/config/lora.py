@@ -1,0 +1,128 @@
+"""The section `model.lora`: adapters that are trained in place of the model's own parameters. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
+
+from megatier.config.values import parse_list, require
+from megatier.errors import ConfigError
+from megatier.foreign import shown
+
+if TYPE_CHECKING:
+    from megatier.config.schema import ModelConfig
+
+ALL_LINEAR = "all-linear"
+"""The target that stands for every linear layer but the head."""
+LISTS = ("targets", "modules_to_save")
+"""Settings that are lists of text, or one text with commas."""
+ELSEWHERE = {
+    "r": "rank",
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "target_modules": "targets",
+    "lora_target": "targets",
+    "use_rslora": "rslora",
+    "use_dora": "dora",
+}
+"""Settings by the names that PEFT and other trainers give them, for suggestions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """The adapters of a run. In Python, lists may be given as text too."""
+
+    rank: int = 16
+    """Columns of the first matrix of an adapter and rows of the second one, at least 1."""
+    alpha: float | None = None
+    """What an adapter adds is scaled by alpha / rank, above 0. None: twice the rank, so that the scale is 2."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that are dropped in training, 0 to below 1."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Modules that get an adapter: ends of their names such as q_proj, or patterns of whole names with the wildcards
+    of model.frozen, such as model.layers.[0-7]. The default all-linear is every linear layer but the head."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
+    dora: bool = False
+    """Also train the length of each row of the adapted matrix (DoRA)."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained whole, beside the adapters, by the ends of their names, such as lm_head."""
+
+    def __post_init__(self) -> None:
+        """Check each value."""
+        for key in LISTS:
+            value = getattr(self, key)
+            is_text = isinstance(value, str) or (
+                isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+            )
+            require(is_text, f"model.lora.{key}", value, "a list of text")
+            object.__setattr__(self, key, parse_list(value))
+
+        for key in ("rslora", "dora"):
+            require(isinstance(getattr(self, key), bool), f"model.lora.{key}", getattr(self, key), "true or false")
+        rank: object = self.rank
+        is_count = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
+        require(is_count, "model.lora.rank", rank, "a whole number of at least 1")
+        alpha = self.alpha
+        require(alpha is None or _is_above_0(alpha), "model.lora.alpha", alpha, "above 0, or null for twice the rank")
+        is_share = _is_number(self.dropout) and 0 <= self.dropout < 1
+        require(is_share, "model.lora.dropout", self.dropout, "from 0 to below 1")
+        require(bool(self.targets), "model.lora.targets", list(self.targets), "at least one module")
+        require(
+            ALL_LINEAR not in self.targets or len(self.targets) == 1,
+            "model.lora.targets",
+            list(self.targets),
+            f"{ALL_LINEAR} alone, or names and patterns without it",
+        )
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Return the section of settings by name, such as YAML gives them.
+
+        Raises:
+            ConfigError: a setting is not known, or its value is out of bounds. Names it.
+        """
+        known = [item.name for item in fields(cls)]
+        for key in given:
+            if key not in known:
+                near = [ELSEWHERE[key]] if key in ELSEWHERE else difflib.get_close_matches(str(key), known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
+                raise ConfigError(f"unknown setting model.lora.{shown(str(key))}; {hint}")
+        return cls(**given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain lists, numbers and text."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    @property
+    def scaled_alpha(self) -> float:
+        """Alpha as PEFT takes it."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+
+def read_lora(section: ModelConfig) -> None:
+    """Read `model.lora` of a section that is being built, so that all settings of the adapters are noted.
+
+    Raises:
+        ConfigError: a value is out of bounds, or other settings do not go with adapters.
+    """
+    if section.lora is None:
+        return
+    require(isinstance(section.lora, dict), "model.lora", section.lora, "keys with values, such as rank: 16")
+    object.__setattr__(section, "lora", LoraConfig.of(section.lora).to_dict())
+    base = "the folder or name of a model with model.lora, whose adapters belong to a base that stays as it is"
+    require(section.path is not None, "model.path", None, base)
+    require(not section.frozen, "model.frozen", list(section.frozen), "empty with model.lora, which freezes the base")
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number: YAML also gives true and text."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_above_0(value: float) -> bool:
+    return _is_number(value) and 0 < value < math.inf

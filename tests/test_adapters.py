@@ -1,0 +1,141 @@
+"""Adapters over a frozen base give the numbers of PEFT over plain transformers, on any tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_adamw import PlainAdamW
+from tiny_adapters import ATTENTION, peft_model
+from tiny_gradients import attention_of
+from tiny_models import tiny_config
+from tiny_runs import (
+    KIB,
+    MIB,
+    PLACES,
+    SMALL,
+    ModelWeights,
+    Outcome,
+    one_thread,
+    opened,
+    outcome,
+    random_groups,
+    read_parameters,
+    run_steps,
+)
+
+from megatier.config.lora import LoraConfig
+from megatier.config.schema import TrainConfig
+from megatier.tier import Kind, Tier
+
+CASES: dict[str, tuple[str, dict[str, Any], LoraConfig]] = {
+    "llama": ("llama", {"attention_dropout": 0.2}, LoraConfig(rank=4, dropout=0.1)),
+    "tied": ("llama_tied", {}, LoraConfig(rank=3, alpha=7.0, targets=("q_proj", "v_proj", "down_proj"))),
+    "qwen2": ("qwen2", {}, LoraConfig(rank=4, rslora=True)),
+    "fused": ("phi3", {}, LoraConfig(rank=4)),
+    "gemma": ("gemma2", {}, LoraConfig(rank=2, dropout=0.3)),
+    "moe": ("qwen3_moe", {}, LoraConfig(rank=4, targets=ATTENTION)),
+    "mixtral": ("mixtral", {}, LoraConfig(rank=4, targets=ATTENTION)),
+    "transposed": ("gpt2", {}, LoraConfig(rank=4)),
+    "head": ("llama", {}, LoraConfig(rank=4, targets=("q_proj", "embed_tokens", "lm_head"))),
+    "saved": ("llama", {}, LoraConfig(rank=4, targets=("v_proj",), modules_to_save=("lm_head", "model.norm"))),
+    "dora": ("llama", {}, LoraConfig(rank=4, dora=True)),
+    "recurrent": ("qwen3_5_text", {}, LoraConfig(rank=4)),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_take_three_steps_like_peft_over_a_plain_model_bit_for_bit(case: str, tmp_path: Path) -> None:
+    family, options, lora = CASES[case]
+    config = tiny_config(family, **options)
+    train = TrainConfig(steps=3, batch=6, clip=0.5, weight_decay=0.1)
+    model = peft_model(config, lora, attention_of(config))
+    place = PLACES["nvme"]
+    with opened(
+        config, tmp_path, place, train, source=ModelWeights(model), lora=lora, compute_dtype="fp32", seed=None
+    ) as session:
+        torch.manual_seed(5)
+        results = run_steps(session, train, 3)
+        found = {kind: read_parameters(session, kind) for kind in (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)}
+    expected = PlainAdamW(model, train.clip)
+    torch.manual_seed(5)
+    for step, result in enumerate(results, 1):
+        [batch] = random_groups(train, config.vocab_size, step)
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        norm = expected.step(step, 1e-2)
+        assert result.loss == loss.item(), f"loss of step {step}"
+        assert result.grad_norm == pytest.approx(norm, rel=1e-14)
+    weights = dict(model.named_parameters())
+    assert [name for name, value in found[Kind.WEIGHT].items() if not torch.equal(value, weights[name])] == []
+    for kind, moments in ((Kind.EXP_AVG, expected.exp_avg), (Kind.EXP_AVG_SQ, expected.exp_avg_sq)):
+        assert found[kind].keys() == moments.keys()
+        assert [name for name, value in moments.items() if not torch.equal(found[kind][name], value)] == []
+
+
+CONFIG = tiny_config("llama", **SMALL, vocab_size=6336, num_hidden_layers=4, attention_dropout=0.2)
+LORA = LoraConfig(rank=4, dropout=0.1)
+ROOMY = {
+    # The adapters of a layer take 32,768 elements of each plane that is updated, and weights are slots beside them.
+    "ram": PLACES["ram"],
+    "gpu": PLACES["gpu"],
+    "ram_streamed": replace(PLACES["ram_streamed"], gpu=4 * MIB),
+    "nvme": PLACES["nvme"],
+    "nvme_twice": PLACES["nvme_twice"],
+    "gpu_ram_nvme": replace(PLACES["gpu_ram_nvme"], gpu=500 * KIB, ram=32 * KIB),
+}
+
+
+def trained_on(name: str, mount: Path, train: TrainConfig, **options: Any) -> Outcome:
+    """Four steps; what moved is what the placement demands."""
+    place = ROOMY[name]
+    with opened(CONFIG, mount, place, train, **options) as session:
+        assert {tier for tier, size in session.placement.state_bytes.items() if size} == {Tier(t) for t in place.tiers}
+        before = session.store.moved_bytes.copy()
+        results = run_steps(session, train, 4)
+        session.player.drain()
+        assert session.store.moved_bytes - before == session.player.demanded
+        return outcome(session, results)
+
+
+@pytest.mark.parametrize(
+    ("groups", "clip", "names"),
+    [
+        pytest.param(1, 0.5, tuple(ROOMY), id="all"),
+        pytest.param(3, None, ("ram", "nvme", "gpu_ram_nvme"), id="groups-unclipped"),
+    ],
+)
+def test_adapters_in_bf16_give_the_same_bits_on_any_tier(
+    groups: int, clip: float | None, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    source = ModelWeights(peft_model(CONFIG, LORA))
+    found = {}
+    for index, name in enumerate(names):
+        policy: Any = ("keep", "recompute", "offload")[index % 3]
+        train = TrainConfig(steps=5, batch=6, clip=clip, weight_decay=0.1, groups=groups, activations=policy)
+        found[name] = trained_on(name, tmp_path, train, lora=LORA, source=source)
+    assert [name for name, result in found.items() if result != found["ram"]] == []
+    assert len(set(found["ram"].losses)) == 4
+
+
+def test_adapters_beside_experts_in_parts_give_the_bits_of_whole_layers(tmp_path: Path) -> None:
+    config = tiny_config("qwen3_moe")
+    lora = LoraConfig(rank=4)
+    source = ModelWeights(peft_model(config, LoraConfig(rank=4, targets=ATTENTION)))
+    train = TrainConfig(steps=2, batch=6, clip=0.5)
+    found = []
+    for parts in (1, 2):
+        with opened(config, tmp_path, PLACES["ram"], train, source=source, lora=lora, expert_parts=parts) as session:
+            results = run_steps(session, train, 2)
+            found.append((results[0].loss, read_parameters(session, Kind.EXP_AVG).keys()))
+    assert found[0] == found[1]

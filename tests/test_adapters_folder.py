@@ -1,0 +1,113 @@
+"""Runs that train adapters: their folders, as PEFT loads them, and how they go on."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_commands import after_step, command
+from tiny_adapters import base_folder
+from tiny_runs import one_thread
+from transformers import AutoModelForCausalLM
+
+from megatier.cli import main
+from megatier.errors import ConfigError
+
+RUN: dict[str, Any] = {"model.lora.rank": 4, "model.lora.dropout": 0.1, "data.tokenizer": "bytes", "train.steps": 5}
+SPREAD: dict[str, Any] = {"tiers.state": "ram,nvme", "tiers.ram": "2600KiB", "tiers.gpu": "768KiB"}
+
+
+@pytest.fixture(autouse=True)
+def _settings_put_back() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    with one_thread():
+        yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return base_folder(tmp_path_factory.mktemp("base"))
+
+
+def words(folder: Path, base: Path, **settings: Any) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    return command(folder, {"model.path": str(base), **RUN, **settings})
+
+
+def test_train_with_adapters_writes_a_folder_that_peft_loads_with_the_same_logits(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    more = {"model.lora.dora": True, "model.lora.modules_to_save": "lm_head,model.norm", "model.fused_loss": False}
+    assert main(words(tmp_path, base, **more)) == 0
+    assert "adapter written to" in capsys.readouterr().out
+    folder = tmp_path / "run" / "model"
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(base.resolve())
+    assert (settings["r"], settings["lora_alpha"], settings["lora_dropout"]) == (4, 8.0, 0.1)
+
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    unadapted = plain(ids).logits
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name that it gives up
+        loaded = peft.PeftModel.from_pretrained(plain, folder).eval()
+    with torch.no_grad():
+        logits = loaded(ids).logits
+    assert not torch.equal(logits, unadapted)
+
+    # What PEFT itself would save is what is there, name by name and bit by bit.
+    stored = load_file(folder / "adapter_model.safetensors")
+    expected = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], value) for name, value in expected.items())
+    assert {path.name: path.read_bytes() for path in base.iterdir()} == before
+
+
+def test_train_with_adapters_goes_on_from_checkpoints_and_savepoints_to_the_same_bits(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(tmp_path / "whole", base)) == 0
+    whole = trained(tmp_path / "whole" / "run")
+
+    saved = ended_run(tmp_path / "checkpoint", base, **{"output.checkpoint_every": 2})
+    assert main(["resume", str(saved), *(f"--{name}={value}" for name, value in SPREAD.items())]) == 0
+    assert trained(saved) == whole
+    again = tmp_path / "exported"
+    assert main(["export", str(saved), str(again)]) == 0
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (again / name).read_bytes() == (saved / "model" / name).read_bytes()
+
+    spilling = {"tiers.state": "nvme", "tiers.gpu": "768KiB", "output.savepoint_every": 2, "tiers.generations": 3}
+    kept = ended_run(tmp_path / "savepoint", base, 5, **spilling)
+    assert main(["resume", str(kept)]) == 0
+    assert "savepoint step-00000004: weights and moments in place" in capsys.readouterr().out
+    assert trained(kept) == whole
+
+
+def trained(run: Path) -> tuple[list[float], bytes]:
+    """Losses and adapters of a whole run."""
+    return metrics_losses(run), (run / "model" / "adapter_model.safetensors").read_bytes()
+
+
+def ended_run(folder: Path, base: Path, step: int = 4, **settings: Any) -> Path:
+    def end() -> None:
+        raise ConfigError("ended by the test")
+
+    (folder / "drive").mkdir(parents=True)
+    with after_step(step, end):
+        assert main(words(folder, base, **{"tiers.nvme": f"{folder / 'drive'}:64MiB", **settings})) == 2
+    return folder / "run"
+
+
+def metrics_losses(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]

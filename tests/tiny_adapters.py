@@ -1,0 +1,45 @@
+"""Tiny models with adapters, as PEFT makes them of plain models of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from small_commands import MODEL
+from tiny_runs import plain_model
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
+
+from megatier.config.lora import ALL_LINEAR, LoraConfig
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def peft_model(config: PretrainedConfig, lora: LoraConfig, attention: str = "sdpa") -> PreTrainedModel:
+    """The plain model with PEFT's adapters, all of which add something."""
+    plain = plain_model(config, attention)
+    given = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.scaled_alpha,
+        lora_dropout=lora.dropout,
+        target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        modules_to_save=list(lora.modules_to_save) or None,
+        fan_in_fan_out=config.model_type == "gpt2",
+    )
+    model: PreTrainedModel = peft.inject_adapter_in_model(given, plain)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model
+
+
+def base_folder(folder: Path, **settings: Any) -> Path:
+    """A folder with a small model whose weights are bf16, as a base."""
+    model = plain_model(LlamaConfig(**{**MODEL, **settings})).bfloat16()
+    model.save_pretrained(folder)
+    return folder
