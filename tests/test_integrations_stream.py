@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,21 @@ def test_stream_leaves_the_model_it_was_given_as_it_was() -> None:
 def test_stream_without_a_backward_per_step_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="accumulation_steps is 0; it must be at least 1"):
         megatier.stream("nowhere", accumulation_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"learning_rate": 1e-3}, "has no argument learning_rate. Did you mean lr?"),
+        ({"attn_implementation": "sdpa"}, "Did you mean attention?"),
+        ({"acumulation_step": 2}, "Did you mean accumulation_steps?"),
+        ({"ram": "8GiB"}, 'Did you mean tiers={"ram": ...}?'),
+        ({"zero_stage": 3}, "has no argument zero_stage. It takes tiers, accumulation_steps, lr, "),
+    ],
+)
+def test_stream_argument_that_it_does_not_have_is_refused_by_name(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        megatier.stream("nowhere", **options)
 
 
 def test_streamed_step_tells_the_loss_that_its_forwards_gave() -> None:

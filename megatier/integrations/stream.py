@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import nn
@@ -14,7 +16,8 @@ from transformers import PreTrainedModel
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.config.values import require
-from megatier.errors import UnsupportedModelError
+from megatier.errors import ConfigError, UnsupportedModelError
+from megatier.foreign import shown
 from megatier.hardware import device_for
 from megatier.integrations.in_ram import InRam
 from megatier.integrations.streamed import Streamed
@@ -27,6 +30,27 @@ from megatier.session.process import share_interpreter
 from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader, read_model_config
 from megatier.session.workload import COMPUTE_DTYPES
+
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "max_grad_norm": "clip",
+    "gradient_clipping": "clip",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "adam_epsilon": "eps",
+    "dtype": "compute_dtype",
+    "torch_dtype": "compute_dtype",
+    "attn_implementation": "attention",
+    "gradient_checkpointing": 'activations="recompute"',
+    "torch_compile": "compile",
+    "gpu": 'tiers={"gpu": ...}',
+    "ram": 'tiers={"ram": ...}',
+    "nvme": 'tiers={"nvme": ...}',
+    "device": 'tiers={"device": ...}',
+    "optimizer": "lr, betas, eps and weight_decay, which are those of its AdamW",
+}
+"""Arguments by the names that other libraries give them."""
 
 
 def stream(
@@ -46,6 +70,7 @@ def stream(
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa",
     frozen: str | Sequence[str] = (),
     expert_parts: int = 1,
+    **unknown: Never,
 ) -> Streamed:
     """Place a model and its AdamW state on the tiers, for any loop.
 
@@ -75,11 +100,13 @@ def stream(
             (`models.frozen`). A single one may be given as text.
         expert_parts: number of units that the experts of a layer are cut into, so that slots need not take all of them
             at once.
+        **unknown: refused by name; type checkers refuse them as well.
 
     Raises:
         PlanError, CapacityError, ConfigError, UnsupportedModelError: the model or a setting cannot be taken. This is
             found before weights are read.
     """
+    _refuse_unknown(unknown)
     require(accumulation_steps >= 1, "accumulation_steps", accumulation_steps, "at least 1")
     if isinstance(tiers, Mapping):
         tiers = TiersConfig(**tiers)
@@ -92,6 +119,19 @@ def stream(
     train = TrainConfig(batch=accumulation_steps, groups=accumulation_steps, activations=activations, clip=clip)
     train = replace(train, learning_rate=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
     return _open(model, tiers or TiersConfig(), computing, train, frozen)
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    """Refuse arguments that `stream` does not have, with those that are meant.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    known = [name for name, given in inspect.signature(stream).parameters.items() if given.kind is given.KEYWORD_ONLY]
+    for name in names:
+        near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}."
+        raise ConfigError(f"megatier.stream has no argument {shown(name)}. {hint}")
 
 
 def _open(
