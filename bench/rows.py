@@ -53,6 +53,13 @@ SPILLED: dict[str, Any] = {
 }
 TWICE: dict[str, Any] = {"tiers": SPILLED["tiers"] | {"generations": 2, "ram": 84 * GIB}}
 CLIPPED: dict[str, Any] = {"train": SPILLED["train"] | {"clip": 1e-3}}
+ON_NVME = Run(
+    shape="3b24",
+    batch=16,
+    what="all state on NVMe, RAM 16 GiB",
+    tiers={"state": ("nvme",), "ram": 16 * GIB, "gpu": 40 * GIB},
+    nvme=32 * GIB,
+)
 ROWS = {
     1: Run(shape="8b", batch=16, what="free", tiers=FREE | {"gpu": 83 * GIB}),
     2: Run(
@@ -103,13 +110,7 @@ ROWS = {
         model={"saved_share": 0.0, "loss_chunk": 2048},
         train={"kept_attention": False},
     ),
-    11: Run(
-        shape="3b24",
-        batch=16,
-        what="all state on NVMe, RAM 16 GiB",
-        tiers={"state": ("nvme",), "ram": 16 * GIB, "gpu": 40 * GIB},
-        nvme=32 * GIB,
-    ),
+    11: ON_NVME,
     12: Run(
         shape="3b24",
         batch=16,
@@ -194,9 +195,10 @@ ROWS = {
         model={"saved_share": 0.0, "loss_chunk": 2048},
         train={"activations": "offload", "kept_attention": True},
     ),
+    25: replace(ON_NVME, what="all state on NVMe, RAM 16 GiB, moments in bf16", train={"moments": "bf16"}),
 }
-"""The rows by number. 9 is the second half of row 8, 11 to 16 have state on NVMe, 19 to 24 have long sequences, and 24
-has activations on NVMe."""
+"""The rows by number. 9 is the second half of row 8, 11 to 16 and 25 have state on NVMe, 19 to 24 have long sequences,
+and 24 has activations on NVMe."""
 
 
 def config_of(run: Run, deterministic: bool, directory: Path | None) -> RunConfig:

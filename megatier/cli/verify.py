@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="make 6 runs instead of 36: every placement, but one activation policy, and with clipping alone",
+        help="make 6 runs instead of 42: every placement, but one activation policy, with clipping and fp32 moments",
     )
     options = parser.parse_args(argv)
     announce(Console(), "loading PyTorch and transformers")

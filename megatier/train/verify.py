@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
@@ -48,7 +48,7 @@ PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
     "in ram, streamed": (("ram",), 16 << 20, 64 << 20, 0.8, 1),
     "all on nvme": (("nvme",), 4 << 20, 16 << 20, 0.0, 1),
     "all on nvme, twice": (("nvme",), 4 << 20, 16 << 20, 0.0, 2),
-    "gpu, ram and nvme": (("gpu", "ram", "nvme"), 4 << 20, 6 << 20, 0.0, 1),
+    "gpu, ram and nvme": (("gpu", "ram", "nvme"), 4 << 20, 5 << 20, 0.0, 1),
 }
 """The placements by name: tiers that may hold state, GPU budget and RAM budget in bytes, share that streams, and number
 of generations."""
@@ -57,6 +57,22 @@ NVME_BYTES = 64 << 20
 CLIP = 3.22
 """Some of the steps are above it, and some below, so that some speculative updates are confirmed and some are void."""
 
+
+class Mode(NamedTuple):
+    """Settings that change numbers, so that runs are compared within one mode alone."""
+
+    clip: float | None
+    """The norm to clip to; None: off."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """The type of the moments."""
+
+
+MODES = {
+    Mode(CLIP): tuple(Activations),
+    Mode(None): tuple(Activations),
+    Mode(CLIP, "bf16"): (Activations.KEEP,),
+}
+"""The modes, and the activation policies that are tried in each."""
 
 RANK_PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
     "all on the gpu": (("gpu",), 64 << 20, 64 << 20, 0.0, 1),
@@ -69,7 +85,7 @@ RANK_PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
 
 
 def verify(device: str, directory: Path, console: Console, *, is_quick: bool = False) -> bool:
-    """Train under every placement, activation policy and clipping mode, and print a table of the outcomes.
+    """Train under every placement and activation policy in several modes, and print a table of the outcomes.
 
     Under torchrun the ranks share the state under some placements, and each of them also trains alone.
 
@@ -77,10 +93,10 @@ def verify(device: str, directory: Path, console: Console, *, is_quick: bool = F
         device: auto, cuda or cpu.
         directory: on the drive to try; it holds the block files meanwhile.
         console: where the table goes.
-        is_quick: try every placement with one activation policy and one clipping mode.
+        is_quick: try every placement with one activation policy in one mode.
 
     Returns:
-        Whether all outcomes are equal, within each clipping mode.
+        Whether all outcomes are equal, within each mode.
     """
     torch.use_deterministic_algorithms(True)
     with joined(device_for(device)) as ranks:
@@ -88,24 +104,22 @@ def verify(device: str, directory: Path, console: Console, *, is_quick: bool = F
             quiet = console if ranks.rank == 0 else Console(quiet=True)
             return _verify_ranks(device, directory, quiet, ranks, is_quick=is_quick)
 
-    clips = (CLIP,) if is_quick else (CLIP, None)
-    policies = (Activations.KEEP,) if is_quick else tuple(Activations)
-    runs = list(itertools.product(clips, PLACEMENTS, policies))
+    modes = {Mode(CLIP): (Activations.KEEP,)} if is_quick else MODES
+    runs = [run for mode, policies in modes.items() for run in itertools.product((mode,), PLACEMENTS, policies)]
     total = len(runs)
-    table = Table("state", "activations", "clip", "NVMe bytes", "digest", "")
+    table = Table("state", "activations", "clip", "moments", "NVMe bytes", "digest", "")
     agree = True
 
-    # With and without clipping the numbers differ, so the first run of each mode says what the others must give.
-    expected: dict[float | None, str] = {}
+    # The numbers of two modes differ, so the first run of each mode says what the others must give.
+    expected: dict[Mode, str] = {}
     began = time.monotonic()
     with Work(console, "runs", total, "{:.0f}".format) as work:
-        for number, (clip, name, activations) in enumerate(runs):
-            digest, moved = _run(device, directory, PLACEMENTS[name], activations, clip)
-            is_equal = digest == expected.setdefault(clip, digest)
+        for number, (mode, name, activations) in enumerate(runs):
+            digest, moved = _run(device, directory, PLACEMENTS[name], activations, mode)
+            is_equal = digest == expected.setdefault(mode, digest)
             agree &= is_equal
             verdict = "[green]equal[/]" if is_equal else "[red]different[/]"
-            mode = "global" if clip is not None else "off"
-            table.add_row(name, activations, mode, f"{moved / 1e6:.1f} MB", digest, verdict)
+            table.add_row(name, activations, *_words(mode), f"{moved / 1e6:.1f} MB", digest, verdict)
 
             if not number:
                 about = format_seconds((time.monotonic() - began) * total)
@@ -114,35 +128,36 @@ def verify(device: str, directory: Path, console: Console, *, is_quick: bool = F
 
     console.print(table)
     outcome = "bit-identical" if agree else "NOT identical; please report this with `megatier doctor`"
-    console.print(f"{total} runs of {STEPS} steps, compared within each clipping mode: {outcome}", soft_wrap=True)
+    console.print(
+        f"{total} runs of {STEPS} steps, compared if clipping and moments are the same: {outcome}", soft_wrap=True
+    )
     return agree
 
 
 def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks, *, is_quick: bool) -> bool:
     """Train on all ranks under some placements, and on each rank alone, and print a table of the outcomes."""
-    table = Table("state", "processes", "clip", "NVMe bytes", "digest", "")
+    table = Table("state", "processes", "clip", "moments", "NVMe bytes", "digest", "")
     agree = True
-    clips = (CLIP,) if is_quick else (CLIP, None)
-    for clip in clips:
+    modes = (Mode(CLIP),) if is_quick else tuple(MODES)
+    for mode in modes:
         # All ranks train alone at the same time, so each has a folder of its own. Groups are a numeric choice, so there
         # are as many in both kinds of runs.
         own = directory / f"alone-{ranks.rank}"
         own.mkdir(parents=True, exist_ok=True)
-        expected, _ = _run(device, own, PLACEMENTS["all in ram"], Activations.KEEP, clip, groups=ranks.size)
+        expected, _ = _run(device, own, PLACEMENTS["all in ram"], Activations.KEEP, mode, groups=ranks.size)
         own.rmdir()
-        mode = "global" if clip is not None else "off"
-        table.add_row("all in ram", "1", mode, "0.0 MB", expected, "")
+        table.add_row("all in ram", "1", *_words(mode), "0.0 MB", expected, "")
 
         for name, placement in RANK_PLACEMENTS.items():
-            digest, moved = _run(device, directory, placement, Activations.KEEP, clip, groups=ranks.size, ranks=ranks)
+            digest, moved = _run(device, directory, placement, Activations.KEEP, mode, groups=ranks.size, ranks=ranks)
             # Every rank compares, so a GPU that computes other bits than the others is found.
             is_equal = all(ranks.agree(digest == expected))
             agree &= is_equal
             verdict = "[green]equal[/]" if is_equal else "[red]different[/]"
-            table.add_row(name, str(ranks.size), mode, f"{moved / 1e6:.1f} MB", digest, verdict)
+            table.add_row(name, str(ranks.size), *_words(mode), f"{moved / 1e6:.1f} MB", digest, verdict)
 
     console.print(table)
-    total = len(RANK_PLACEMENTS) * len(clips)
+    total = len(RANK_PLACEMENTS) * len(modes)
     outcome = "bit-identical to one process" if agree else "NOT identical; please report this with `megatier doctor`"
     console.print(f"{total} runs of {STEPS} steps on {ranks.size} ranks: {outcome}", soft_wrap=True)
     return agree
@@ -153,7 +168,7 @@ def _run(
     directory: Path,
     placement: tuple[tuple[str, ...], int, int, float, int],
     activations: str,
-    clip: float | None,
+    mode: Mode,
     *,
     groups: int = 1,
     ranks: Ranks | None = None,
@@ -165,7 +180,7 @@ def _run(
         directory: holds the block files.
         placement: one of `PLACEMENTS` or `RANK_PLACEMENTS`.
         activations: the policy.
-        clip: the norm to clip to; None: off.
+        mode: settings that change numbers.
         groups: groups of a step.
         ranks: the ranks that share the state. Every one of them has to call it, and gets the same digest.
     """
@@ -181,11 +196,11 @@ def _run(
         streamed_share=share,
         generations=generations,
     )
-    train = _settings(activations, clip, groups)
+    train = _settings(activations, mode, groups)
     digest = hashlib.sha256()
 
     # Without clipping and guard, updates run inside the backward, unless ranks share the state.
-    numerics = NumericsConfig(guard=clip is not None)
+    numerics = NumericsConfig(guard=mode.clip is not None)
     with Session(
         model, ModelConfig(config=MODEL), tiers, train, numerics, SEQUENCE_LENGTH, seed=0, ranks=ranks
     ) as session:
@@ -202,21 +217,27 @@ def _run(
         session.player.drain()
         _add_state(digest, session)
 
-        defers = clip is not None or ranks is not None
+        defers = mode.clip is not None or ranks is not None
         _check_placement(session, state, streams=share > 0 and defers)
         moved = session.store.moved_bytes
 
     return digest.hexdigest()[:8], moved["nvme_to_ram"] + moved["ram_to_nvme"]
 
 
-def _settings(activations: str, clip: float | None, groups: int) -> TrainConfig:
+def _words(mode: Mode) -> tuple[str, str]:
+    """Return what the table says of a mode."""
+    return "global" if mode.clip is not None else "off", mode.moments
+
+
+def _settings(activations: str, mode: Mode, groups: int) -> TrainConfig:
     """Return the settings of a run, with the same sequences in each group."""
     return TrainConfig(
         steps=STEPS,
         batch=SEQUENCES * groups,
         groups=groups,
         activations=activations,  # type: ignore[arg-type]
-        clip=clip,
+        clip=mode.clip,
+        moments=mode.moments,
         weight_decay=0.1,
     )
 
