@@ -83,6 +83,8 @@ class Layout:
     """Padded size of every other plane: the elements of trained parameters, which come first."""
     schema: StateSchema = ADAMW_BF16
     """The planes of state of an element that is trained."""
+    has_base: bool = False
+    """Whether the frozen parameters are a base, which a run reads anew whenever it begins and no checkpoint holds."""
 
     @staticmethod
     def of(shapes: Iterable[tuple[str, tuple[int, ...]]], frozen: Collection[str] = ()) -> Layout:
@@ -115,7 +117,7 @@ class Layout:
     def without(self, names: Collection[str]) -> Layout:
         """The other parameters, which are whole, placed anew."""
         shapes = [(tensor.name, tensor.shape) for tensor in self.tensors if tensor.name not in names]
-        return replace(Layout.of(shapes, self.frozen), schema=self.schema)
+        return replace(Layout.of(shapes, self.frozen), schema=self.schema, has_base=self.has_base)
 
     def padded(self, ranks: int) -> Layout:
         """Return a layout with more padding, so that trained and frozen elements can be cut into equal shards."""

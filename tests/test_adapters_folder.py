@@ -79,6 +79,9 @@ def test_train_with_adapters_goes_on_from_checkpoints_and_savepoints_to_the_same
     whole = trained(tmp_path / "whole" / "run")
 
     saved = ended_run(tmp_path / "checkpoint", base, **{"output.checkpoint_every": 2})
+    step = saved / "checkpoints" / "step-00000002"
+    names = {path.name for group in ("params", "exp_avg", "exp_avg_sq") for path in (step / group).iterdir()}
+    assert not [name for name in names - {"zarr.json"} if ".lora_" not in name]
     assert main(["resume", str(saved), *(f"--{name}={value}" for name, value in SPREAD.items())]) == 0
     assert trained(saved) == whole
     again = tmp_path / "exported"
@@ -91,6 +94,21 @@ def test_train_with_adapters_goes_on_from_checkpoints_and_savepoints_to_the_same
     assert main(["resume", str(kept)]) == 0
     assert "savepoint step-00000004: weights and moments in place" in capsys.readouterr().out
     assert trained(kept) == whole
+
+
+def test_resume_and_export_refuse_another_base_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = base_folder(tmp_path / "base")
+    run = ended_run(tmp_path / "run", base, **{"output.checkpoint_every": 2})
+    weights = base / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for words in (["resume", str(run)], ["export", str(run), str(tmp_path / "exported")]):
+        assert main(words) == 2
+        message = " ".join(capsys.readouterr().err.split())
+        assert "began with another model or tokenizer than" in message
+        assert "model.safetensors of the base was" in message
+    assert main(["resume", str(run), "--accept-changes"]) == 0
 
 
 def trained(run: Path) -> tuple[list[float], bytes]:

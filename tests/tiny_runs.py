@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from megatier.adapters.lora import add_adapters
-from megatier.checkpoint.checkpoint import parameter_shapes
 from megatier.config.lora import LoraConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.drives.mounts import budget_bytes
@@ -245,7 +244,7 @@ def read_parameters(session: Session, kind: Kind) -> dict[str, Tensor]:
     """Every parameter's fp32 master (Kind.WEIGHT), or moment if it is trained, by name, on the CPU."""
     session.player.drain()
     found: dict[str, list[Tensor]] = {}
-    shapes = parameter_shapes(session.units)
+    shapes = {tensor.name: tensor.parameter_shape for unit in session.units for tensor in unit.layout.tensors}
     for unit in session.units:
         plane, layout = read_unit(session, unit, kind), unit.layout if kind is Kind.WEIGHT else unit.layout.trained
         for tensor in layout.tensors:

@@ -2,7 +2,8 @@
 
     step-00000100/                       a Zarr group; its attribute "megatier" holds what is no array (`RunState`), and
                                          the manifest: the checksum of each other file by its place
-        params/<name>                    master weights; for frozen parameters, the weights that they compute with
+        params/<name>                    master weights; for frozen parameters, the weights that they compute with, but
+                                         not for the base of adapters
         exp_avg/<name>, exp_avg_sq/<name>   moments of the parameters that are trained
 
 Names are those of the model's parameters; a tied one comes once. `zarr.open_group(path)["params/lm_head.weight"][:]`
@@ -76,12 +77,12 @@ def arrays_of(units: Sequence[Unit]) -> dict[tuple[str, str], tuple[int, ...]]:
 
 
 def tensors_of(layout: Layout, name: str) -> tuple[TensorSlice, ...]:
-    """Return the tensors of a unit that lie in arrays of a group: frozen ones have no moments."""
-    return layout.tensors if name == MASTERS else layout.trained.tensors
+    """Return the tensors of a unit that lie in arrays of a group: frozen ones have no moments, and a base has none."""
+    return layout.tensors if name == MASTERS and not layout.has_base else layout.trained.tensors
 
 
 def parameter_shapes(units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters by name, frozen ones included."""
+    """Return the shapes of all parameters that a checkpoint has by name: frozen ones too, unless they are a base."""
     return {parameter: shape for (name, parameter), shape in arrays_of(units).items() if name == "params"}
 
 
@@ -244,7 +245,8 @@ def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> 
 def restore(session: Session, path: Path, progress: Callable[[Unit], None] = lambda _: None) -> None:
     """Fill the whole state of a run, also after something broke off while state was changed.
 
-    A rank reads the elements of its shards. It does not matter how many ranks have written them.
+    A rank reads the elements of its shards. It does not matter how many ranks have written them. The base of adapters
+    stays as it is, so it has to be loaded before.
 
     Args:
         session: sealed.
@@ -286,7 +288,8 @@ def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray], progress
 
                 # Units that hold parts of one parameter read their own elements of its array alone.
                 pieces = files.read(places, [tensor.elements for tensor in tensors])
-                session.fill(unit, planes, ((tensors[i].place(first), values) for i, first, values in pieces))
+                values = ((tensors[i].place(first), found) for i, first, found in pieces)
+                session.fill(unit, planes, values, base=not unit.layout.has_base)
             progress(unit)
 
 

@@ -198,7 +198,7 @@ class PlaneWriter:
         """Yield runs of a unit's elements with their planes, valid until the next run, which is on its way."""
         # Frozen elements come last in a layout, and have a weight alone. So no run has both sorts.
         runs = self._cut(0, unit.layout.num_trained)
-        if self._name == MASTERS:
+        if self._name == MASTERS and not unit.layout.has_base:
             runs += self._cut(unit.layout.num_trained, unit.layout.num_elements)
         if not runs:
             return

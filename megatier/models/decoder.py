@@ -127,7 +127,7 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
     A decoder layer is one unit, and so is any other outermost module that owns parameters (embedding, norm, head).
     Outside the decoder a unit is the outermost module without a list in it: a block of a vision tower, its embeddings,
     a projector. A module around the layers makes a unit of what it owns itself. Parameters that require no gradient are
-    frozen.
+    frozen, and the base of a model that has adapters.
 
     Raises:
         UnsupportedModelError: there are no decoder layers; or a parameter is shared in another way than embedding and
@@ -135,6 +135,7 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
     """
     names = _first_owners(model)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    has_base = any(_is_adapter(module) for module in model.modules())
     layers = {id(layer) for layer in decoder_layers(model)}
     units: dict[str, Unit] = {}
     unit_of: dict[str, str] = {}
@@ -150,7 +151,7 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
         # The first module that uses a parameter owns it. Only a head that is tied to the embedding may come second.
         if not shared:
             unit_of.update(dict.fromkeys(shapes, module_name))
-            layout = Layout.of(shapes.items(), frozen)
+            layout = replace(Layout.of(shapes.items(), frozen), has_base=has_base)
             unit = Unit(
                 name=module_name,
                 module_names=(module_name,),

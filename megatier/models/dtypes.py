@@ -119,7 +119,7 @@ def _lent(model: PreTrainedModel, units: Sequence[Unit], names: frozenset[str], 
     return Unit(
         name=IN_FP32,
         module_names=(_around(model, units),),
-        layout=replace(Layout.of(shapes, frozen), schema=schema),
+        layout=replace(Layout.of(shapes, frozen), schema=schema, has_base=units[0].layout.has_base),
         is_layer=False,
         is_lent=True,
     )

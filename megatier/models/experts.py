@@ -89,7 +89,7 @@ def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
         # Parts differ by one expert at most.
         bounds = [part * _count(module) // parts for part in range(parts + 1)]
         for start, stop in pairwise(bounds):
-            layout = _rows(tensors, start, stop, unit.layout.frozen)
+            layout = replace(_rows(tensors, start, stop, unit.layout.frozen), has_base=unit.layout.has_base)
             yield Unit(
                 name=f"{name}[{start}:{stop}]",
                 module_names=(name,),

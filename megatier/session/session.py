@@ -203,7 +203,7 @@ class Session:
             progress(unit)
         self.player.drain()
 
-    def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]]) -> None:
+    def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]], base: bool = True) -> None:
         """Overwrite planes of a unit's state: those of its master, or one moment.
 
         Args:
@@ -211,16 +211,17 @@ class Session:
             kinds: those of the master (`StateSchema.master_kinds`), or one kind that is fp32.
             pieces: (first element, flat fp32) of the unit's layout, in increasing order. Elements that they leave out
                 become 0. Only those of the master have frozen elements.
+            base: whether frozen elements are filled; else they stay as they are.
         """
         # If this fails midway, planes of the unit may be of different origins, so the state is torn then.
         with self.store.tear.change:
-            self._fill(unit, kinds, pieces)
+            self._fill(unit, kinds, pieces, base)
 
-    def _fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]]) -> None:
+    def _fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]], base: bool = True) -> None:
         ahead: tuple[int, Tensor] | None = None
         """The piece that reaches beyond the runs that are done."""
         runs = list(self._runs(unit))
-        is_master = Kind.WEIGHT in kinds
+        fills_frozen = base and Kind.WEIGHT in kinds
         schema = unit.layout.schema
 
         # One buffer for all runs, so that no unit lies in fp32 as a whole.
@@ -228,7 +229,7 @@ class Session:
 
         for elements in runs:
             is_frozen = elements[0] >= unit.layout.num_trained
-            if is_frozen and not is_master:
+            if is_frozen and not fills_frozen:
                 continue
 
             # All planes of a run are overwritten, so nothing is read before.
@@ -245,7 +246,7 @@ class Session:
                 state.write_back()
 
         # Updates write no frozen weights, so every generation needs them from here.
-        if is_master:
+        if fills_frozen:
             self.blocks.share_frozen(unit.name)
 
     def _runs(self, unit: Unit) -> Iterator[tuple[int, int]]:

@@ -1,8 +1,8 @@
 """The origin of a run: what it reads of its model and tokenizer whenever it begins or is resumed, but for the weights.
 
-A checkpoint has the weights. The config, the buffers and the tokenizer come from their folders each time. If one of
-them is another one now, every number changes from there on, though every file of the run is whole. So the run notes
-what they were, and they are compared when it is resumed.
+A checkpoint has the weights. The config, the buffers and the tokenizer come from their folders each time, and so does
+the base of adapters. If one of them is another one now, every number changes from there on, though every file of the
+run is whole. So the run notes what they were, and they are compared when it is resumed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from megatier.adapters.base import identity_of
 from megatier.config.schema import RunConfig
 from megatier.data.tokenizer import tokenizer_files
 from megatier.errors import ConfigError, DataError, UnsupportedModelError
@@ -51,6 +52,7 @@ def origin_of(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTo
     """
     return {
         **_settings(config),
+        **_base(config),
         **{name: _checksum(_content(buffer)) for name, buffer in _buffers(model)},
         **_tokenizer(config, tokenizer),
     }
@@ -100,6 +102,13 @@ def _settings(config: RunConfig) -> Origin:
         return {}
     settings = read_object(resolve(config.model.path) / CONFIG_FILE, SETTINGS_BYTES_MAX, UnsupportedModelError)
     return {f"{CONFIG_FILE} of the model: {name}": _shown(value) for name, value in _flat(settings)}
+
+
+def _base(config: RunConfig) -> Origin:
+    """Return the files of weights of the base of adapters, which no checkpoint has."""
+    if config.model.path is None or config.model.lora is None:
+        return {}
+    return {f"{name} of the base": found for name, found in identity_of(resolve(config.model.path)).items()}
 
 
 def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

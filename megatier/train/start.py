@@ -148,14 +148,18 @@ class Start:
                 say(console, UNBOUND.format(self.checkpoint.name))
             what = f"{self.checkpoint.name}: weights and moments"
 
-        total = sum(unit.layout.num_elements for unit in session.units)
+        # A checkpoint has no base, so the weights that the run began with are laid first.
+        has_base = any(unit.layout.has_base for unit in session.units)
+        loads = self.savepoint is None and (self.checkpoint is None or has_base)
+        rounds = 2 if loads and self.checkpoint is not None else 1
+        total = rounds * sum(unit.layout.num_elements for unit in session.units)
         with Work(console, f"{what} of parameters", total, format_count) as work:
+            if loads:
+                session.load(reader, lambda unit: work.advance(unit.layout.num_elements))
             if self.savepoint is not None:
                 self.savepoint.restore(session)
             elif self.checkpoint is not None:
                 restore(session, self.checkpoint, lambda unit: work.advance(unit.layout.num_elements))
-            else:
-                session.load(reader, lambda unit: work.advance(unit.layout.num_elements))
         if self.state is not None:
             session.engine.model.take_tiles(self.state.tiles)
         say(console, f"{what} in place ({format_seconds(time.perf_counter() - began)})")
