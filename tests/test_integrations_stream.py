@@ -175,5 +175,12 @@ def test_stream_takes_a_torch_dtype_and_a_dict_of_tiers() -> None:
     plain = plain_model(exactness_config("plain"))
     with megatier.stream(plain, tiers=tiers, compute_dtype=torch.float32) as streamed:
         assert streamed.model.dtype is torch.float32
+    with megatier.stream(plain, tiers=tiers, moments="bf16", seed=2) as streamed:
+        session = streamed._session
+        elements = sum(unit.layout.num_elements for unit in session.units)
+        assert sum(session.placement.state_bytes.values()) == 8 * elements
+    for wrong in ({"moments": "fp16"}, {"seed": -1}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            megatier.stream(plain, tiers=tiers, **wrong)
     with pytest.raises(ConfigError, match=r"compute_dtype is torch\.float16; it must be bf16 or fp32"):
         megatier.stream(plain, tiers=tiers, compute_dtype=torch.float16)

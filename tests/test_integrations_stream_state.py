@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,23 @@ def test_save_and_restore_on_other_tiers_goes_on_bit_by_bit(target: str, tmp_pat
         assert streamed.optimizer.param_groups[0]["lr"] == rate_of(4)
         torch.manual_seed(6)
         assert outcome(session, loop(streamed, train, 2112, first=4)) == expected
+
+
+def test_restore_of_moments_in_bf16_goes_on_bit_by_bit_and_in_fp32_is_refused(tmp_path: Path) -> None:
+    train = replace(train_config("plain", groups=1), moments="bf16", seed=3)
+    with streamed_on("ram", tmp_path, train, model="plain") as (session, streamed):
+        loop(streamed, train, 160, last=2)
+        streamed.save(tmp_path / "saved")
+        expected = outcome(session, loop(streamed, train, 160, first=3))
+    with streamed_on("nvme", tmp_path, train, model="plain") as (session, streamed):
+        streamed.restore(tmp_path / "saved")
+        assert outcome(session, loop(streamed, train, 160, first=3)) == expected
+    with streamed_on("ram", tmp_path, replace(train, moments="fp32"), model="plain") as (_, streamed):
+        with pytest.raises(
+            CheckpointError, match=r"has moments in bf16, .* megatier\.stream\(\.\.\., moments='bf16'\)"
+        ):
+            streamed.restore(tmp_path / "saved")
+        assert streamed.steps == 0
 
 
 @pytest.mark.parametrize("switches", [True, False])

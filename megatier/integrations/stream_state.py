@@ -24,6 +24,7 @@ from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.run_directory import last_checkpoint, step_of
 from megatier.checkpoint.run_state import read_tiles
 from megatier.errors import BlockNotFoundError, CapacityError, CheckpointError, StreamedModelError
+from megatier.foreign import shown
 from megatier.hardware import ram_available_bytes
 from megatier.integrations.stream_optimizer import StreamedAdamW
 from megatier.layout import TensorSlice
@@ -60,9 +61,10 @@ class StreamedState(ABC):
     groups: int
     _is_from_folder: bool
 
-    def __init__(self, session: Session) -> None:
-        """Take a session that is loaded."""
+    def __init__(self, session: Session, moments: str) -> None:
+        """Take a session that is loaded, and the type of its moments, fp32 or bf16."""
         self._session = session
+        self._moments = moments
         self._crew: Ranks | Alone = session.ranks or Alone()
 
     @abstractmethod
@@ -180,7 +182,7 @@ class StreamedState(ABC):
         self._crew.first(lambda: _make_ready(path))
         settings = self.optimizer.saved_settings()
         tiles = {path: asdict(found) for path, found in self._session.engine.model.tiles.items()}
-        state = {"streamed": settings, "groups": self.groups, "tiles": tiles}
+        state = {"streamed": settings, "groups": self.groups, "tiles": tiles, "moments": self._moments}
         return CheckpointWriter(self._session, path, self.steps, state).wait()
 
     def saved_groups(self, folder: str | os.PathLike[str]) -> int | None:
@@ -202,12 +204,13 @@ class StreamedState(ABC):
         (`TornStateError`).
 
         Raises:
-            CheckpointError: there is no checkpoint, or it is of another model, or it is damaged.
+            CheckpointError: there is no checkpoint, or it is of another model, or of moments of another type, or it is
+                damaged.
         """
         # Not `_settle`: a torn state refuses to be drained. `loading` drains a whole one, and resets a torn one.
         self._check_between_steps("Restoring a checkpoint")
         self._meet("restore()")
-        checkpoint, settings, tiles = self._crew.first(lambda: _find_saved(Path(folder)))
+        checkpoint, settings, tiles = self._crew.first(lambda: _find_saved(Path(folder), self._moments))
 
         # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
         with self._session.player.loading():
@@ -280,11 +283,16 @@ def _make_ready(folder: Path) -> None:
     settle_replaced(folder)
 
 
-def _find_saved(folder: Path) -> tuple[Path, Settings, Mapping[str, Decision]]:
+def _find_saved(folder: Path, moments: str | None = None) -> tuple[Path, Settings, Mapping[str, Decision]]:
     """Return the last checkpoint of a folder, the settings of its optimizer, and which modules ran in tiles of tokens.
 
+    Args:
+        folder: the folder.
+        moments: the type that its moments must have had; None: any.
+
     Raises:
-        CheckpointError: there is none, or it is of a run of `megatier train`, or it is damaged.
+        CheckpointError: there is none, or it is of a run of `megatier train` or of moments of another type, or it is
+            damaged.
     """
     settle_replaced(folder)
     if (checkpoint := last_checkpoint(folder)) is None:
@@ -293,6 +301,13 @@ def _find_saved(folder: Path) -> tuple[Path, Settings, Mapping[str, Decision]]:
     settings = state.get("streamed")
     if not isinstance(settings, list):
         raise CheckpointError(f"{checkpoint} is of a `megatier train` run; go on with `megatier resume`.")
+
+    # Older versions had moments in fp32 alone, and did not note it.
+    if moments not in (None, before := state.get("moments", "fp32")):
+        raise CheckpointError(
+            f"{checkpoint} has moments in {shown(before)}, and this model has them in {moments}. Open the model by "
+            f"megatier.stream(..., moments={shown(before)!r}) to go on from it."
+        )
 
     # The warning shows the line that called `Streamed.restore`.
     if not is_bound(checkpoint):

@@ -76,7 +76,7 @@ class Streamed(StreamedState):
             opened: ends the session, and the connection to other ranks; `close` does so.
             is_from_folder: whether the weights are those of the folder that the model's config names.
         """
-        super().__init__(session)
+        super().__init__(session, train.moments)
         self._opened = opened
         self._is_from_folder = is_from_folder
         self._engine = session.engine
