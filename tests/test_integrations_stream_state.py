@@ -18,6 +18,7 @@ from tiny_runs import one_thread, outcome
 
 from megatier import durable
 from megatier.checkpoint import chunkfile
+from megatier.engine import unit_model
 from megatier.errors import BlockNotFoundError, CheckpointError, StreamedModelError, TransferError
 from megatier.integrations.streamed import Streamed
 
@@ -84,6 +85,34 @@ def test_restore_of_moments_in_bf16_goes_on_bit_by_bit_and_in_fp32_is_refused(tm
         ):
             streamed.restore(tmp_path / "saved")
         assert streamed.steps == 0
+
+
+def test_loop_in_tiles_of_tokens_has_nearly_the_numbers_of_a_whole_one_and_goes_on_with_the_same_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = train_config("untied")
+    options: dict[str, Any] = {"model": "untied", "compute_dtype": "fp32"}
+    with streamed_on("ram", tmp_path, train, **options) as (_, streamed):
+        torch.manual_seed(5)
+        whole = loop(streamed, train, 2112, last=3)
+    with streamed_on("gpu_ram", tmp_path, train, tile_tokens=20, **options) as (session, streamed):
+        torch.manual_seed(5)
+        found = loop(streamed, train, 2112, last=3)
+        streamed.save(tmp_path / "saved")
+        torch.manual_seed(6)
+        expected = outcome(session, loop(streamed, train, 2112, first=4))
+
+    # The first step alone: AdamW turns roundings of small gradients into whole steps.
+    assert found != whole
+    assert found[0].loss == pytest.approx(whole[0].loss, rel=1e-6)
+    assert found[0].grad_norm == pytest.approx(whole[0].grad_norm, rel=1e-5)
+
+    # Tried again, all would run whole.
+    monkeypatch.setattr(unit_model, "why_joined", lambda *_: "the test says so")
+    with streamed_on("ram_nvme", tmp_path, train, tile_tokens=20, **options) as (session, streamed):
+        streamed.restore(tmp_path / "saved")
+        torch.manual_seed(6)
+        assert outcome(session, loop(streamed, train, 2112, first=4)) == expected
 
 
 @pytest.mark.parametrize("switches", [True, False])

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast, Trainer
 
 import megatier
 from megatier.errors import AbsentWeightError, ConfigError
+from megatier.numerics.tiles import TiledModule
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -115,6 +116,25 @@ def compare(kind: str, folder: Path, **options: Any) -> list[float]:
     assert found[0] == pytest.approx(losses, rel=1e-6)
     assert found[1] == pytest.approx(norms, rel=1e-6)
     return losses
+
+
+def test_trl_ten_steps_in_tiles_of_tokens_agree_with_the_plain_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward = TiledModule.backward
+    tiled = list[TiledModule]()
+
+    def note(module: TiledModule, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        tiled.append(module)
+        return backward(module, *args, **kwargs)
+
+    monkeypatch.setattr(TiledModule, "backward", note)
+    losses, norms = run(trl.SFTTrainer, plain_model(exactness_config("plain")), "sft", tmp_path)
+    with open_streamed(tmp_path, fused_loss=False, tile_tokens=20) as streamed:
+        found = run(streamed_class("sft"), streamed, "sft", tmp_path)
+    assert found[0] == pytest.approx(losses, rel=1e-6)
+    assert found[1] == pytest.approx(norms, rel=1e-5)
+    assert len(tiled) == 10 * 2 * len(set(tiled)) > 0, "from the first forward on"
 
 
 # ---------------------------------------------------------------------- the table of options in docs/trainers.md

@@ -79,7 +79,11 @@ def go_on(folder: Path) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"clip": None}, pytest.param({"fused_loss": False, "compute_dtype": "fp32"}, marks=pytest.mark.slow)],
+    [
+        {},
+        {"clip": None, "tile_tokens": 20},
+        pytest.param({"fused_loss": False, "compute_dtype": "fp32"}, marks=pytest.mark.slow),
+    ],
 )
 def test_loop_on_ranks_has_the_numbers_and_files_of_one_process(options: dict[str, Any], tmp_path: Path) -> None:
     (alone,) = POOL.run(run_loop, 1, tmp_path / "1", options)

@@ -15,7 +15,7 @@ and `drop_step`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -27,6 +27,7 @@ from megatier.engine.head import check_calls_loss_function
 from megatier.engine.stage import UnitPlayer, learning
 from megatier.engine.unit_model import Batch, EngineOptions, UnitModel, num_learnt
 from megatier.errors import NonFiniteError, UnsupportedModelError
+from megatier.guards.token_rows import few_tokens
 from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Unit, check_rows_are_apart
 from megatier.numerics.optimizer import AdamW
@@ -36,8 +37,6 @@ from megatier.ranks.ranks import Ranks
 
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
 """The advice of messages about numbers that are not finite."""
-FEW_TOKENS = 128
-"""Tokens of the forward that tries which modules run in tiles. Flex attention has other kernels for fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +113,8 @@ class Engine:
 
         # Before `begin_step`: it runs evaluations, which are passes of their own.
         self._learn(groups[0])
-        self._try_tiles(groups[0])
+        few = few_tokens(list(groups[0].values()))
+        self.try_tiles(lambda: self.model.loss(dict(zip(groups[0], few, strict=True)), None))
 
         # Asked first, since `train` walks over every module.
         if not self.model.skeleton.training:
@@ -351,16 +351,18 @@ class Engine:
 
         self._is_learnt = True
 
-    def _try_tiles(self, batch: Batch) -> None:
-        """Find out, before the first step with tiles of tokens, which modules run in them."""
+    def try_tiles(self, run: Callable[[], object], name: str = "evaluate") -> None:
+        """Find out, before the first forward with tiles of tokens, which modules run in them. All ranks come here.
+
+        Args:
+            run: makes a forward of a few tokens.
+            name: of its pass, as for `evaluation`.
+        """
         if self.model.knows_tiles:
             return
-
-        # A few tokens do, unless the batch has more than tokens: images belong to some of them.
-        is_text = all(value.shape == batch["input_ids"].shape for value in batch.values())
-        few = {key: value[:1, :FEW_TOKENS] if is_text else value[:1] for key, value in batch.items()}
-        with torch.no_grad(), self.model.in_eval_mode(), self.model.trying_tiles(self._crew), self.evaluation():
-            self.model.loss(few, None)
+        trying = self.model.trying_tiles(self._crew)
+        with self._crew.talking(), torch.no_grad(), self.model.in_eval_mode(), trying, self.evaluation(name):
+            run()
 
     def _error(self, step: int, what: str, parameter: str | None, batch: Batch | None) -> NonFiniteError:
         """Make the error that ends the run. It names the parameter, and the first unit with a value that is not finite.

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+FEW_TOKENS = 128
+"""Tokens of the forward that tries which modules run in tiles. Flex attention has other kernels for fewer."""
 TRIED = 64
 """The most tokens with which a module is tried."""
 FEW = 1 / 8
@@ -22,6 +25,23 @@ ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The part of a token's norm by which roundings may change it, by the dtype of the result."""
 COARSE = 0.03
 """The same for bf16, and for dtypes that are not named."""
+
+
+def few_tokens(arguments: Sequence[Any]) -> list[Any]:
+    """Return arguments of a model's forward for few tokens, which do to try its modules.
+
+    Args:
+        arguments: ids, labels and whatever else there is.
+
+    Returns:
+        The first tokens of the first row. If there is more than tokens, such as images, which belong to some of them:
+        all of the first row; or all rows, if not everything has one for each.
+    """
+    tensors = [x for x in arguments if torch.is_tensor(x) and x.numel() > 1]
+    cut: tuple[slice, ...] = (slice(1), slice(FEW_TOKENS))
+    while cut and len({x.shape[: len(cut)] for x in tensors}) > 1:
+        cut = cut[:-1]
+    return [x[cut] if torch.is_tensor(x) and x.numel() > 1 else x for x in arguments]
 
 
 def names_of_rows(module: nn.Module, *, is_layer: bool) -> list[str]:

@@ -72,6 +72,7 @@ def stream(
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa",
     frozen: str | Sequence[str] = (),
     expert_parts: int = 1,
+    tile_tokens: int | None = None,
     **unknown: Never,
 ) -> Streamed:
     """Place a model and its AdamW state on the tiers, for any loop.
@@ -105,6 +106,9 @@ def stream(
             (`models.frozen`). A single one may be given as text.
         expert_parts: number of units that the experts of a layer are cut into, so that slots need not take all of them
             at once.
+        tile_tokens: most tokens on which a norm, an MLP or the experts of a layer work at once, so that what they hold
+            does not grow with the sequence; None: on all. The first forward is preceded by one of a few tokens, which
+            tries whether they can. This changes the order of sums.
         **unknown: refused by name; type checkers refuse them as well.
 
     Raises:
@@ -121,7 +125,7 @@ def stream(
     require(moments in ("fp32", "bf16"), "moments", moments, "fp32 or bf16")
     require(seed >= 0, "seed", seed, "at least 0")
     computing = ModelConfig(path="", compute_dtype=dtype, compile=compile, attention=attention)
-    computing = replace(computing, fused_loss=fused_loss, expert_parts=expert_parts)
+    computing = replace(computing, fused_loss=fused_loss, expert_parts=expert_parts, tile_tokens=tile_tokens)
 
     train = TrainConfig(batch=accumulation_steps, groups=accumulation_steps, activations=activations, clip=clip)
     train = replace(train, learning_rate=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)

@@ -25,6 +25,7 @@ from megatier.checkpoint.run_directory import last_checkpoint, step_of
 from megatier.checkpoint.run_state import read_tiles
 from megatier.errors import BlockNotFoundError, CapacityError, CheckpointError, StreamedModelError
 from megatier.foreign import shown
+from megatier.guards.token_rows import few_tokens
 from megatier.hardware import ram_available_bytes
 from megatier.integrations.stream_optimizer import StreamedAdamW
 from megatier.layout import TensorSlice
@@ -60,6 +61,7 @@ class StreamedState(ABC):
     steps: int
     groups: int
     _is_from_folder: bool
+    _is_inside: bool
 
     def __init__(self, session: Session, moments: str) -> None:
         """Take a session that is loaded, and the type of its moments, fp32 or bf16."""
@@ -92,6 +94,29 @@ class StreamedState(ABC):
             "trainer, put the mixin before the trainer: class Mine(StreamedTrl, SFTTrainer) for TRL's (from "
             "megatier.integrations.trl_trainer), else class Mine(StreamedTraining, Trainer)."
         )
+
+    def try_tiles(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Find out, before the first forward with tiles of tokens, which modules run in them. All ranks come here.
+
+        Args:
+            forward: the forward that is to come.
+            args: what it is given.
+            kwargs: the same, by name.
+        """
+        if self._session.engine.model.knows_tiles or self._is_inside:
+            return
+
+        self._settle("The first forward", "a first forward")
+        few = few_tokens([*args, *kwargs.values()])
+        named = dict(zip(kwargs, few[len(args) :], strict=True))
+        self._is_inside = True
+        try:
+            self._session.engine.try_tiles(lambda: forward(*few[: len(args)], **named), "try tiles")
+        finally:
+            self._is_inside = False
+
+        # Nobody asks for the events of this pass, which would count for the first step.
+        self._session.player.take_events()
 
     def all_of(self, value: T) -> list[T]:
         """Return what each rank gives, in the order of the ranks: losses to add up, for example. Any object will do."""

@@ -304,6 +304,8 @@ class Streamed(StreamedState):
                 "fused_loss=False."
             )
 
+        self.try_tiles(forward, *args, **kwargs)
+
         # With images an evaluation uses other units than without them, so each kind has an order of its own.
         sees = sorted(name for name, value in kwargs.items() if name.startswith("pixel_values") and value is not None)
         with self.one_forward(" ".join(["evaluate", *sees])):

@@ -45,9 +45,14 @@ class StreamedTrl(StreamedTraining):
             if not kwargs.get("fused_lm_head"):
                 return forward(*args, **kwargs)
 
+            def lent(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+                with model.lent_head():
+                    return forward(*args, **kwargs)
+
             # The head is used outside its module, so this forward's order of units is another than the model's own.
-            with model.one_forward("evaluate with a lent head"), model.lent_head():
-                return forward(*args, **kwargs)
+            model.try_tiles(lent, *args, **kwargs)
+            with model.one_forward("evaluate with a lent head"):
+                return lent(*args, **kwargs)
 
         model.model.forward = entering
 
