@@ -257,6 +257,25 @@ def test_command_loads_no_library_that_it_does_without(words: list[str]) -> None
     assert done.stderr == "[]\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["verify", "--directory", "none"], "--directory: none is not a directory. Create it"),
+        (["export", "none", "out"], "none is no checkpoint and holds none. Name a run directory"),
+        (["export", "run", "out"], "run holds no checkpoint, but its model is in run/model already"),
+    ],
+)
+def test_command_on_what_is_not_there_is_refused_at_once(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    assert main(words) == 2
+    found = capsys.readouterr()
+    assert said in found.err
+    assert found.out == ""
+
+
 def test_resume_of_a_finished_run_is_refused_before_any_library_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "config.yaml").write_text((ROOT / "examples" / "quickstart.yaml").read_text())

@@ -36,7 +36,8 @@ def test_convert_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.Captu
     assert (config.train.batch, config.train.learning_rate) == (128, 2e-5)
     text = capsys.readouterr().out
     assert f"{tmp_path / 'run.yaml'} is written, from MegaTrain's {tmp_path / 'other.json'}. Keys: 17 carried" in text
-    assert len(text.splitlines()) == 8
+    assert text.endswith(f"next, `megatier plan {tmp_path / 'run.yaml'}` says whether it fits\n")
+    assert len(text.splitlines()) == 9
 
     account = (tmp_path / "run.yaml").read_text()
     assert "# Carried over:\n#   model.name: Qwen/Qwen2.5-7B-Instruct -> model.path: Qwen" in account
@@ -71,7 +72,9 @@ def test_convert_where_nothing_carries_over_writes_a_config_too(tmp_path: Path) 
 def test_convert_says_what_is_still_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "run.yaml"
     assert main(["convert", str(written(tmp_path, Z3_OFFLOAD)), "--output", str(output)]) == 0
-    assert "still needed, in the file or on the command line: model.path, data.files\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "still needed, in the file or on the command line: model.path, data.files\n" in said
+    assert "train.steps is at its default, 1,000: set it, or train.epochs\n" in said
     assert "# Still needed: model.path, data.files\n" in output.read_text()
     words = ["--model.config.model_type=llama", "--data.files=texts", "--data.tokenizer=bytes"]
     assert load(output, words).output.export_dtype == "bf16"

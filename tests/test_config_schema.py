@@ -164,6 +164,7 @@ def test_dump_of_any_text_is_read_again() -> None:
         (["--model.fused_loss", "x"], r"model\.fused_loss is 'x'; expected bool"),
         (["--model.compute_dtype", "fp16"], r"model\.compute_dtype is 'fp16'; expected bf16 or fp32\."),
         (["--tiers.gpu", "5bananas"], r"tiers\.gpu is '5bananas'; expected size such as 96GiB"),
+        (["--tiers.nvme", "null"], r"tiers\.nvme is null; expected a list of text \(\[\] for none\)"),
         (["--tiers.nvme", "/a:x"], r"tiers\.nvme is '/a:x': 'x' is no byte size"),
         (["--tiers.nvme", "/a,/a:1G"], r"tiers\.nvme is .* without repeats"),
         (["--tiers.state", "gpu,disk"], r"tiers\.state is \['gpu', 'disk'\]; it must be one or more of gpu, ram, nvme"),

@@ -66,7 +66,7 @@ def test_build_of_too_little_text_says_so(tmp_path: Path) -> None:
 
 def test_documents_malformed_row_names_dataset_split_and_row(tmp_path: Path) -> None:
     write(tmp_path / "set", "train", ["one", "two"])
-    with pytest.raises(DataError, match=r"set \(train\), row 1: no text under 'body'"):
+    with pytest.raises(DataError, match=r"set \(train\), row 1, row 2: no text under 'body'"):
         list(documents(DataConfig(dataset=str(tmp_path / "set"), text_field="body")))
 
 

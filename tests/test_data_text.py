@@ -133,11 +133,20 @@ def test_documents_bad_records_are_named_up_to_ten(tmp_path: Path) -> None:
     lines = ['{"text": "fine"}', "{", '{"text": 3}', '{"text": "fine too"}', *["{"] * 20]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(
-        DataError, match=r"^10 bad records or more: .*line 2: no valid JSON.*line 3: no text.*line 12"
+        DataError, match=r"^10 bad records or more: .*line 2, line 5, .*line 12: no valid JSON.*line 3: no text"
     ) as raised:
         read(tmp_path / "a.jsonl")
     assert "line 13" not in str(raised.value)
     assert str(raised.value).endswith("data.skip_bad leaves such records out.")
+
+
+def test_documents_bad_records_that_are_bad_alike_share_one_reason(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"messages": []}\n' * 3)
+    with pytest.raises(DataError) as raised:
+        read(tmp_path / "a.jsonl")
+    places = f"{tmp_path}/a.jsonl, line 1, line 2, line 3"
+    assert str(raised.value).startswith(f"3 bad records or more: {places}: no text under 'text'. ")
+    assert str(raised.value).count("Set data.chat to messages.") == 1
 
 
 def test_documents_bad_records_are_left_out_if_told_so(tmp_path: Path) -> None:

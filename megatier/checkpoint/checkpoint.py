@@ -31,7 +31,7 @@ from megatier.checkpoint.arrays import ArrayReader
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import Grid, StoredArray
 from megatier.checkpoint.manifest import METADATA_FILE, Manifest, digest_of, read_json
-from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, CHECKPOINT_NAME, checkpoints, last_checkpoint, step_of
+from megatier.checkpoint.run_directory import CHECKPOINT_NAME, checkpoints, step_of
 from megatier.durable import REPLACED, discard, settle
 from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
 from megatier.layout import Layout, TensorSlice
@@ -96,25 +96,6 @@ def check_room(folder: Path, units: Sequence[Unit]) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CapacityError(f"a checkpoint in {folder}", needed, free, "Free space there, or name another directory.")
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint at a path, or the last whole one of the run directory there.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    # Resolved, because the path may be `.` or end in `..`.
-    if CHECKPOINT_NAME.fullmatch(path.resolve().name) and path.is_dir():
-        return path
-    found = last_checkpoint(path / CHECKPOINT_FOLDER)
-    if found is None:
-        raise CheckpointError(
-            f"{path} is no checkpoint and holds none. Name a run directory or one of its {CHECKPOINT_FOLDER}/step-... "
-            "folders; a run writes them with output.checkpoint_every."
-        )
-
-    return found
 
 
 def prune(folder: Path, num_kept: int) -> None:

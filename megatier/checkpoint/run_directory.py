@@ -20,7 +20,7 @@ from megatier.config.file import to_dict
 from megatier.config.schema import RunConfig
 from megatier.config.text import dump
 from megatier.drives.leftovers import is_abandoned
-from megatier.errors import ConfigError
+from megatier.errors import CheckpointError, ConfigError
 from megatier.files import replace_file
 from megatier.foreign import read_text
 from megatier.private import LOCK_FILE, lock_directory
@@ -291,6 +291,29 @@ def last_checkpoint(folder: Path) -> Path | None:
     """Return the newest whole checkpoint in a folder; None if there is none."""
     found = checkpoints(folder)
     return found[-1] if found else None
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint at a path, or the last whole one of the run directory there.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    # Resolved, because the path may be `.` or end in `..`.
+    if CHECKPOINT_NAME.fullmatch(path.resolve().name) and path.is_dir():
+        return path
+    found = last_checkpoint(path / CHECKPOINT_FOLDER)
+    if found is None and (path / MODEL_FOLDER).is_dir():
+        raise CheckpointError(
+            f"{path} holds no checkpoint, but its model is in {path / MODEL_FOLDER} already, as the run exported it."
+        )
+    if found is None:
+        raise CheckpointError(
+            f"{path} is no checkpoint and holds none. Name a run directory or one of its {CHECKPOINT_FOLDER}/step-... "
+            "folders; a run writes them with output.checkpoint_every."
+        )
+
+    return found
 
 
 def killed_runs(directory: Path) -> Iterator[Path]:

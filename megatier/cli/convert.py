@@ -58,6 +58,9 @@ def run(argv: Sequence[str]) -> int:
     print(*_summary(made, options.output), sep="\n")
     if needed:
         print(f"still needed, in the file or on the command line: {', '.join(needed)}")
+    if names.isdisjoint({"train.steps", "train.epochs"}):
+        print(f"train.steps is at its default, {sections['train']['steps']:,}: set it, or train.epochs")
+    print(f"next, `megatier plan {options.output}` says whether it fits")
     return 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatier.checkpoint.run_directory import find_checkpoint
 from megatier.config.values import parse_bytes
 
 
@@ -40,6 +41,7 @@ def run(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     shard_bytes = parse_bytes(options.shard_size)
+    find_checkpoint(options.checkpoint)
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.train.export import export_checkpoint
 

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
+from megatier.drives.mounts import check_directory
 from megatier.hardware import scratch_directory
 from megatier.train.outlet import announce
 
@@ -36,6 +37,8 @@ def run(argv: Sequence[str]) -> int:
         help="make 6 runs instead of 42: every placement, but one activation policy, with clipping and fp32 moments",
     )
     options = parser.parse_args(argv)
+    if options.directory is not None:
+        check_directory(options.directory, "--directory")
     announce(Console(), "loading PyTorch and transformers")
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.train.verify import verify

@@ -173,6 +173,8 @@ class _CommaList(tuple[str, ...]):
 
     def __new__(cls, value: object) -> _CommaList:
         words = [value] if isinstance(value, str) else value
+        if words == ["null"]:
+            raise ConfigError("null is no list of text")
         if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
             raise ConfigError(f"{value!r} is no list of text")
         return super().__new__(cls, parse_list(value if isinstance(value, str) else words))
@@ -331,7 +333,11 @@ def _one_line(message: str) -> str:
     value = re.search(r"(?:Given value|Got value): (.*)|type _CommaList: (.*) is no", message)
     if key is None:
         return f"{' '.join(message.split())}; settings are written --section.key VALUE, after the config file."
-    found = f"is {value[1] or value[2]!r}" if value else "has no value"
+    found = "has no value"
+    if value:
+        # The parser has made None of null by then.
+        given = value[1] or value[2]
+        found = "is null" if given == "None" else f"is {given!r}"
     return _refusal(key[1] or key[3], key[2] or key[4], found)
 
 
@@ -349,7 +355,7 @@ def _refusal(section: str, name: str, found: str) -> str:
         (", ('\\w+')(?=$|, or null)", r" or \1"),
         ("'(\\w+)'", r"\1"),
         ("<class (\\w+)>", r"\1"),
-        ("tuple\\[str, \\.\\.\\.\\]", "a list of text"),
+        ("tuple\\[str, \\.\\.\\.\\]", "a list of text ([] for none)"),
         ("dict\\[str, Any\\]", "keys with values"),
     ):
         hint = re.sub(pattern, words, hint)

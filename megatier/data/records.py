@@ -66,7 +66,17 @@ class BadRecords:
     def said(self) -> str:
         """One sentence about how many were left out, and what is wrong with the first ones."""
         records = "bad record is" if self.count == 1 else "bad records are"
-        return f"{self.count:,} {records} left out (data.skip_bad). The first: {' '.join(self.first)}"
+        return f"{self.count:,} {records} left out (data.skip_bad). The first: {self._named}"
+
+    @property
+    def _named(self) -> str:
+        """The first ones: their places, and what is wrong with them, which often is the same of all in a file."""
+        lines: dict[tuple[str, str], list[str]] = {}
+        for said in self.first:
+            place, _, reason = said.partition(": ")
+            file, _, line = place.rpartition(", ")
+            lines.setdefault((file, reason), []).append(line)
+        return " ".join(f"{', '.join([file, *found])}: {reason}" for (file, reason), found in lines.items())
 
     @property
     def refuses(self) -> bool:
@@ -90,8 +100,8 @@ class BadRecords:
             DataError: names the first ones.
         """
         if self.refuses:
-            said = self.first[0] if self.count == 1 else f"{self.count} bad records or more: {' '.join(self.first)}"
-            raise DataError(f"{said} data.skip_bad leaves such records out.")
+            count = "" if self.count == 1 else f"{self.count} bad records or more: "
+            raise DataError(f"{count}{self._named} data.skip_bad leaves such records out.")
 
 
 def read_records(path: Path, file_format: str) -> Iterator[tuple[str, Any]]:

@@ -11,12 +11,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatier.adapters.folder import export
 from megatier.adapters.lora import adapter_config
-from megatier.checkpoint.checkpoint import UNBOUND, find_checkpoint, is_bound, open_masters, read_state
+from megatier.checkpoint.checkpoint import UNBOUND, is_bound, open_masters, read_state
 from megatier.checkpoint.run_directory import (
     CHECKPOINT_FOLDER,
     METRICS_FILE,
     MODEL_FOLDER,
     SAVEPOINT_FOLDER,
+    find_checkpoint,
     last_checkpoint,
     step_of,
 )
