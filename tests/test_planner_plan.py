@@ -114,6 +114,27 @@ def test_plan_of_one_long_sequence_takes_as_long_as_it_was_measured() -> None:
     assert seconds["flex_attention", True] < 131_072 / 2_400
 
 
+def test_plan_in_tiles_counts_the_sums_of_their_gradients() -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
+    shape = {"model_type": "llama", "num_hidden_layers": 4, "vocab_size": 1024, **sizes}
+    rates = read_rates(H200)
+    seconds = {}
+    for tile in (8192, 4096, 1024, 512):
+        config = RunConfig(
+            model=ModelConfig(config=shape, tile_tokens=tile, frozen=("*.down_proj.*",)),
+            data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=8192),
+            train=TrainConfig(batch=1),
+        )
+        made = make_plan(skeleton_of(config.model), config, rates, Budgets(8 << 30, 8 << 30, 0), compiles=True)
+        seconds[tile] = made.forecast.busy_seconds["compute"]
+
+    # Of each weight that is trained, a tile writes a gradient in bf16 and reads it, and reads and writes the sum.
+    trained = 4 * (2 * 1024 * 4096 + 2 * 1024)
+    a_tile = trained * (2 + 2 + 4 + 4) / (26 * rates.gpu_update_parameters_per_s)
+    assert seconds[1024] - seconds[4096] == pytest.approx((8 - 2) * a_tile)
+    assert seconds[512] - seconds[1024] == pytest.approx((16 - 8) * a_tile)
+
+
 @pytest.mark.parametrize(
     ("place", "groups", "activations"),
     [

@@ -20,6 +20,7 @@ from megatier.models.experts import cut_units
 from megatier.planner.memory import ActivationBytes, activation_bytes, in_tiles, interpolated, keeps_attention
 from megatier.ranks.ranks import check_groups
 from megatier.schedule.forecast import Forecast, floor, forecast
+from megatier.schedule.jobs import UPDATE_BYTES
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import ALONE, Rates, World
 from megatier.schedule.sizes import Budgets
@@ -210,12 +211,13 @@ def _compute_seconds(
 ) -> dict[tuple[str, Phase], float]:
     """Return the seconds of one use of a unit by one group, by unit and phase.
 
-    The forward takes 2 FLOPs for each parameter and token, and those of attention. The backward takes twice as many,
-    half of them for gradients of weights, which frozen ones do not have, and 2.5 times as many for attention. It runs
-    tiles of tokens again as a whole, once more if an uncompiled forward runs again around them. Causal
-    attention takes 2 x sequence x width FLOPs for each token in the forward, and twice that with a mask of all pairs,
-    whose kernel also computes what is masked. A mask by blocks spares the more FLOPs the shorter documents are; that is
-    not counted. Attention of compiled layers has the rate of its kernel (`session.attention_rule`).
+    The forward takes 2 FLOPs for each parameter and token, and those of attention. The backward takes twice as
+    many, half of them for gradients of weights, which frozen ones do not have, and 2.5 times as many for attention.
+    It runs tiles of tokens again as a whole, once more if an uncompiled forward runs again around them, and adds up
+    their gradients. Causal attention takes 2 x sequence x width FLOPs for each token in the forward, and twice that
+    with a mask of all pairs, whose kernel also computes what is masked. A mask by blocks spares the more FLOPs the
+    shorter documents are; that is not counted. Attention of compiled layers has the rate of its kernel
+    (`session.attention_rule`).
     """
     text = model.config.get_text_config()
     sequence = config.data.sequence_length
@@ -242,6 +244,7 @@ def _compute_seconds(
             forward = products / rates.flops_per_s
             backward = forward * (2 + repeated) - idle / rates.flops_per_s
             backward += attention[Phase.BACKWARD] * BACKWARD + attention[Phase.FORWARD] * again
+            backward += _sum_seconds(unit, config, tokens, tiled, rates)
             seconds[unit.name, Phase.FORWARD] = (forward + attention[Phase.FORWARD]) / uses
             seconds[unit.name, Phase.BACKWARD] = backward / uses
         elif head in unit.module_names:
@@ -253,6 +256,21 @@ def _compute_seconds(
             seconds[unit.name, Phase.BACKWARD] = 0.0 if fused else backward
 
     return seconds
+
+
+def _sum_seconds(unit: Unit, config: RunConfig, tokens: int, tiled: Container[str], rates: Rates) -> float:
+    """Return the seconds in which a group's tiles of tokens write the gradients of their weights, and add them up.
+
+    Each tile writes a gradient of each of its weights. It is read, and so is the sum in fp32, which is written again.
+    """
+    if config.model.tile_tokens is None:
+        return 0.0
+    trained = [tensor for tensor in unit.layout.trained.tensors if tensor.name in tiled]
+    tiles = config.train.slices * math.ceil(tokens / config.train.slices / config.model.tile_tokens)
+    num_bytes = sum(tensor.num_elements for tensor in trained) * (8 + 2 * unit.layout.schema.grad_width)
+
+    # AdamW on the GPU is bound by the memory of the GPU as well.
+    return tiles * num_bytes / (rates.gpu_update_parameters_per_s * UPDATE_BYTES)
 
 
 def _repeated(config: RunConfig, work: Workload, unit: Unit, hidden_size: int, compiles: bool) -> tuple[float, float]:
