@@ -69,12 +69,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no such target": ("llama", {"targets": ("q_prj",)}, r"targets: 'q_prj' names no module .* It has q_proj"),
     "a pattern": ("llama", {"targets": ("*.nothing",)}, r"targets: '\*\.nothing' names no module"),
     "one of several": ("llama", {"targets": ("q_proj", "x_y")}, "'x_y' names no module"),
-    "tied head": ("llama_tied", {"targets": ("lm_head",)}, "names lm_head, whose weight is both the embedding and"),
-    "tied embedding": ("gemma2", {"targets": ("embed_tokens",)}, "whose weight is both the embedding and the head"),
-    "tied copy": ("llama_tied", {"modules_to_save": ("lm_head",)}, "modules_to_save: 'lm_head' names lm_head, whose"),
+    "tied head": ("llama_tied", {"targets": ("lm_head",)}, "the weight of lm_head is both"),
+    "tied embedding": (
+        "gemma2",
+        {"targets": ("embed_tokens",)},
+        "the weight of model.embed_tokens is both",
+    ),
+    "tied copy": (
+        "llama_tied",
+        {"modules_to_save": ("lm_head",)},
+        "the weight of lm_head is both",
+    ),
     "a norm": ("llama", {"targets": ("input_layernorm",)}, "PEFT .* makes no such adapters: Target module"),
     "no such copy": ("llama", {"modules_to_save": ("head",)}, "modules_to_save: 'head' names no module"),
-    "a layer": ("llama", {"modules_to_save": ("model.layers.1",)}, "names model.layers.1, which holds whole layers"),
+    "a layer": (
+        "llama",
+        {"modules_to_save": ("model.layers.1",)},
+        "save: model.layers.1 holds whole layers",
+    ),
     "experts": ("qwen3_moe", {"targets": ("q_proj", "gate")}, "PEFT takes 'gate' for a part of the experts"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import peft
 import torch
 from small_commands import MODEL
 from tiny_runs import plain_model
-from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from megatier.config.lora import ALL_LINEAR, LoraConfig
 
@@ -42,4 +43,22 @@ def base_folder(folder: Path, **settings: Any) -> Path:
     """A folder with a small model whose weights are bf16, as a base."""
     model = plain_model(LlamaConfig(**{**MODEL, **settings})).bfloat16()
     model.save_pretrained(folder)
+    return folder
+
+
+def stored_adapter(base: Path, folder: Path, **settings: Any) -> Path:
+    """A folder as PEFT itself writes it, of adapters over a base that all add something."""
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(
+        **{"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "down_proj"], **settings}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT asks transformers by a name that it gives up
+        model = peft.get_peft_model(plain, config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    model.save_pretrained(folder, save_embedding_layers=False)
     return folder

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from megatier.errors import UnsupportedModelError
-from megatier.foreign import opened
+from transformers import PreTrainedModel
+
+from megatier.adapters.stored import CONFIG_FILE, noted_base, read_config
+from megatier.errors import ConfigError, UnsupportedModelError
+from megatier.foreign import opened, shown
 from megatier.models.folder import read_headers
 
+ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""Names of models on the hub. A relative path may look so as well, and then names nothing else."""
+NOTED = "identity_of_base"
+"""The attribute of a skeleton that has the identity of its base."""
 PLACES = 256
 """Places of a file that are looked at, the first and the last bytes among them."""
 PLACE_BYTES = 64 << 10
@@ -26,6 +35,45 @@ def identity_of(folder: Path) -> dict[str, str]:
     """
     paths = {tensor.path for tensor in read_headers(folder).values()}
     return {path.name: _described(path) for path in sorted(paths)}
+
+
+def check_base(adapter: Path, identity: Mapping[str, str], base: str) -> None:
+    """Refuse an adapter that says that it is for another base.
+
+    Args:
+        adapter: the folder of the adapter.
+        identity: of the base, as `identity_of` gives it.
+        base: the base's folder or its name on the hub.
+
+    Raises:
+        ConfigError: names what differs.
+    """
+    before = noted_base(adapter) or {}
+    if before and before != identity:
+        name = next(name for name in (*before, *identity) if before.get(name) != identity.get(name))
+        raise ConfigError(
+            f"model.lora.adapter: {adapter} was trained over another base than {base}: {name} was "
+            f"{before.get(name, 'missing')} and is {identity.get(name, 'missing')}. Set model.path to its own base."
+        )
+
+    # A folder may have been moved, and a name on the hub says little of it. Two names are of two models.
+    other = read_config(adapter).get("base_model_name_or_path")
+    if isinstance(other, str) and ON_HUB.fullmatch(other) and ON_HUB.fullmatch(base) and other != base:
+        raise ConfigError(
+            f"model.lora.adapter: {adapter} is for {shown(other)}, and model.path is {base}. Set model.path to it, or "
+            f"write {base} into its {CONFIG_FILE} if both are the same."
+        )
+
+
+def note(model: PreTrainedModel, identity: dict[str, str]) -> None:
+    """Note the identity of a model's base with the model, for the folder of its adapters."""
+    setattr(model, NOTED, identity)
+
+
+def noted(model: PreTrainedModel) -> dict[str, str]:
+    """Return the identity that was noted; empty: there is none."""
+    found: dict[str, str] = getattr(model, NOTED, {})
+    return found
 
 
 def _described(path: Path) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatier.adapters.lora import ADAPTER, adapter_config, load_peft
+from megatier.adapters.base import noted
+from megatier.adapters.lora import adapter_config, stored_names
+from megatier.adapters.stored import BASE, CONFIG_FILE, WEIGHTS_FILE
 from megatier.layout import TensorSlice
 from megatier.models import export as models
 from megatier.models.decoder import Unit
@@ -25,11 +27,6 @@ from megatier.models.weights import chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""Begins the names of all parameters in a folder of adapters."""
 
 Read = Callable[[Unit, int, int], Tensor]
 """Reads elements [start, stop) of a unit's layout as a flat fp32 CPU tensor."""
@@ -51,7 +48,7 @@ def export(
 
     models.check_new(folder)
     with models.new_folder(folder, export_bytes(model, units, dtype)) as partial:
-        _write_weights(partial / WEIGHTS_FILE, stored_names(model, units), read)
+        _write_weights(partial / WEIGHTS_FILE, _places(model, units), read, noted(model))
         (partial / CONFIG_FILE).write_text(json.dumps(_settings(model), indent=2, sort_keys=True) + "\n")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
@@ -65,30 +62,29 @@ def export_bytes(model: PreTrainedModel, units: Sequence[Unit], dtype: torch.dty
     """
     if adapter_config(model) is None:
         return models.export_bytes(model, units, dtype)
-    return 4 * sum(math.prod(tensor.shape) for _, tensor in stored_names(model, units).values())
+    return 4 * sum(math.prod(tensor.shape) for _, tensor in _places(model, units).values())
 
 
-def stored_names(model: PreTrainedModel, units: Sequence[Unit]) -> dict[str, tuple[Unit, TensorSlice]]:
-    """Return where each tensor of a folder of adapters lies in the units, by the name that PEFT gives it there.
+def _places(model: PreTrainedModel, units: Sequence[Unit]) -> dict[str, tuple[Unit, TensorSlice]]:
+    """Return where each tensor of a folder of adapters lies in the units, which are whole, by its name there."""
+    places = {tensor.name: (unit, tensor) for unit in units for tensor in unit.layout.tensors}
+    return {stored: places[name] for stored, name in stored_names(model).items()}
+
+
+def _write_weights(
+    path: Path, stored: Mapping[str, tuple[Unit, TensorSlice]], read: Read, base: Mapping[str, str]
+) -> None:
+    """Write the tensors of a folder of adapters, piece by piece. They are on disk when this returns.
 
     Args:
-        model: the skeleton with its adapters.
-        units: all of its units, whole.
+        path: the file.
+        stored: where each tensor lies.
+        read: reads elements of a unit.
+        base: the identity of the base, which is noted.
     """
-    # PEFT picks and renames tensors by their names alone, so stand-ins without bytes will do.
-    places = {tensor.name: (unit, tensor) for unit in units for tensor in unit.layout.tensors}
-    standing = {name: torch.empty(tensor.shape, device="meta") for name, (_, tensor) in places.items()}
-    name_of = {id(tensor): name for name, tensor in standing.items()}
-    stored = load_peft().get_peft_model_state_dict(
-        model, state_dict=standing, adapter_name=ADAPTER, save_embedding_layers=False
-    )
-    return {f"{PREFIX}{key}": places[name_of[id(tensor)]] for key, tensor in stored.items()}
-
-
-def _write_weights(path: Path, stored: dict[str, tuple[Unit, TensorSlice]], read: Read) -> None:
-    """Write the tensors of a folder of adapters, piece by piece. They are on disk when this returns."""
     with path.open("wb") as file:
-        file.write(write_header((name, torch.float32, tensor.shape) for name, (_, tensor) in stored.items()))
+        shapes = ((name, torch.float32, tensor.shape) for name, (_, tensor) in stored.items())
+        file.write(write_header(shapes, {BASE: json.dumps(base)} if base else {}))
         for unit, tensor in stored.values():
             for start, stop in chunks(tensor.num_elements):
                 values = read(unit, tensor.start + start, tensor.start + stop)

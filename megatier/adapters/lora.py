@@ -12,16 +12,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from megatier.adapters.stored import PREFIX, read_settings
 from megatier.config.lora import ALL_LINEAR, LoraConfig
 from megatier.errors import ConfigError
 from megatier.foreign import reading
-from megatier.models.decoder import decoder_layers
+from megatier.models.decoder import decoder_layers, is_adapter
 
 ADAPTER = "default"
 """The name that an adapter has in its model, as with PEFT."""
@@ -58,24 +61,16 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, base: str) -> Non
         ConfigError: peft is missing, a target or a module to save names nothing, is tied, or cannot have an adapter.
     """
     peft = load_peft()
-    targets = _targets(model, settings.targets)
-    saved = [module for name in settings.modules_to_save for module in _saved(model, name)]
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
-        r=settings.rank,
-        lora_alpha=settings.scaled_alpha,
-        lora_dropout=settings.dropout,
-        target_modules=targets,
-        use_rslora=settings.rslora,
-        use_dora=settings.dora,
-        modules_to_save=saved or None,
-        bias="none",
-    )
+    given = _chosen(model, settings) if settings.adapter is None else read_settings(Path(settings.adapter).expanduser())
+    is_by_name = settings.adapter is not None or settings.targets != (ALL_LINEAR,)
+    layers = decoder_layers(model)
+    tied = _tied_modules(model)
 
     with reading(f"model.lora: PEFT {peft.__version__} makes no such adapters", ConfigError), _quiet():
-        config.target_modules = _without_experts(config, model, settings.targets)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", base_model_name_or_path=base, **given)
+        _leave_experts(config, model, is_by_name=is_by_name)
         peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
+    _check_made(model, layers, tied)
 
 
 def adapter_config(model: PreTrainedModel) -> Any | None:  # noqa: ANN401 - PEFT's, which has no types
@@ -84,11 +79,40 @@ def adapter_config(model: PreTrainedModel) -> Any | None:  # noqa: ANN401 - PEFT
     return None if configs is None else configs[ADAPTER]
 
 
+def stored_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return the parameters of a model's adapters, by the names that PEFT gives them in a folder."""
+    # PEFT picks and renames tensors by their names alone, so a stand-in without bytes for each will do.
+    standing = {name: torch.empty(0) for name, _ in model.named_parameters()}
+    name_of = {id(tensor): name for name, tensor in standing.items()}
+    stored = load_peft().get_peft_model_state_dict(
+        model, state_dict=standing, adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    return {f"{PREFIX}{key}": name_of[id(tensor)] for key, tensor in stored.items()}
+
+
+def _chosen(model: PreTrainedModel, settings: LoraConfig) -> dict[str, Any]:
+    """Return the settings of a run as PEFT's `LoraConfig` takes them.
+
+    Raises:
+        ConfigError: a target or a module to save names nothing.
+    """
+    saved = [module for name in settings.modules_to_save for module in _named(model, name, "modules_to_save")]
+    return {
+        "r": settings.rank,
+        "lora_alpha": settings.scaled_alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": _targets(model, settings.targets),
+        "use_rslora": settings.rslora,
+        "use_dora": settings.dora,
+        "modules_to_save": saved or None,
+    }
+
+
 def _targets(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
     """Return the targets as PEFT takes them: names of modules, and ends of names.
 
     Raises:
-        ConfigError: one names nothing, or a weight that is tied.
+        ConfigError: one names nothing.
     """
     if wanted == (ALL_LINEAR,):
         head = model.get_output_embeddings()
@@ -102,51 +126,40 @@ def _targets(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _without_experts(config: Any, model: PreTrainedModel, wanted: Sequence[str]) -> set[str]:  # noqa: ANN401 - PEFT's
-    """Return the targets of a config without those that PEFT takes for experts, which are one parameter of a layer.
+def _leave_experts(config: Any, model: PreTrainedModel, *, is_by_name: bool) -> None:  # noqa: ANN401 - PEFT's
+    """Take those targets out of a config that PEFT takes for experts, which are one parameter of a layer.
 
     It takes the names of a model's first releases for experts, such as `gate_proj`, wherever they are.
 
+    Args:
+        config: PEFT's config, whose targets change.
+        model: the skeleton.
+        is_by_name: whether somebody has named the targets.
+
     Raises:
-        ConfigError: somebody asked for them by name, or nothing is left.
+        ConfigError: somebody has, or nothing is left.
     """
     tried = copy.deepcopy(config)
     conversion = importlib.import_module("peft.utils.transformers_weight_conversion")
     conversion.convert_peft_config_for_transformers(tried, model=model, conversions=None)
     if not getattr(tried, "target_parameters", None):
-        return set(config.target_modules)
+        return
 
-    if wanted != (ALL_LINEAR,) or not tried.target_modules:
-        experts = sorted(set(config.target_modules) - set(tried.target_modules))
+    if is_by_name or not tried.target_modules:
+        wanted = config.target_modules
+        experts = [wanted] if isinstance(wanted, str) else sorted(set(wanted) - set(tried.target_modules))
         raise ConfigError(
             f"model.lora.targets: in {type(model).__name__} PEFT takes {experts[0]!r} for a part of the experts, which "
             "get no adapters here. Leave it out."
         )
-    return set(tried.target_modules)
-
-
-def _saved(model: PreTrainedModel, name: str) -> list[str]:
-    """Return the modules of a name that are trained whole.
-
-    Raises:
-        ConfigError: there is none, or it is not inside of a unit.
-    """
-    found = _named(model, name, "modules_to_save")
-    layers = {id(layer) for layer in decoder_layers(model)}
-    for path in found:
-        if any(id(module) in layers for module in model.get_submodule(path).modules()):
-            raise ConfigError(
-                f"model.lora.modules_to_save: {name!r} names {path}, which holds whole layers. Name modules inside of "
-                "layers, or leave model.lora out and name what stays as it is in model.frozen."
-            )
-    return found
+    config.target_modules = tried.target_modules
 
 
 def _named(model: PreTrainedModel, name: str, setting: str) -> list[str]:
     """Return the modules that a name or a pattern stands for.
 
     Raises:
-        ConfigError: there is none, or one has a weight that is tied.
+        ConfigError: there is none.
     """
     is_pattern = bool(WILDCARDS & set(name))
     found = [
@@ -158,11 +171,6 @@ def _named(model: PreTrainedModel, name: str, setting: str) -> list[str]:
         ends = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, ADAPTED)}
         near = get_close_matches(name, sorted(ends), n=3, cutoff=0.5) or sorted(ends)
         raise ConfigError(f"model.lora.{setting}: {name!r} names no module of this model. It has {', '.join(near)}.")
-    if tied := sorted(set(found) & _tied_modules(model)):
-        raise ConfigError(
-            f"model.lora.{setting}: {name!r} names {tied[0]}, whose weight is both the embedding and the head: an "
-            "adapter would change one of them alone. Leave it out."
-        )
     return found
 
 
@@ -180,9 +188,37 @@ def _tied_modules(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(name for name, module in model.named_modules() if module is embedding or module is head)
 
 
+def _check_made(model: PreTrainedModel, layers: nn.ModuleList, tied: frozenset[str]) -> None:
+    """Refuse adapters that would not do what they say.
+
+    Args:
+        model: the skeleton with its adapters.
+        layers: its decoder layers, as they were before.
+        tied: the names of the embedding and the head, if they share a weight.
+
+    Raises:
+        ConfigError: names the module.
+    """
+    for name in sorted(tied):
+        if is_adapter(model.get_submodule(name)):
+            raise ConfigError(
+                f"model.lora: the weight of {name} is both the embedding and the head, and an adapter would change one "
+                "of them alone. Leave it out of targets and modules_to_save."
+            )
+
+    whole = {id(layer) for layer in layers}
+    for name, module in model.named_modules():
+        if is_adapter(module) and any(id(child) in whole for child in module.modules()):
+            raise ConfigError(
+                f"model.lora.modules_to_save: {name} holds whole layers. Name modules inside of layers, or leave "
+                "model.lora out and name what stays as it is in model.frozen."
+            )
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, PEFT says nothing of what it finds out by itself: that the matrices of GPT-2 lie transposed."""
+    """Inside, PEFT says nothing of what it mends by itself (GPT-2's transposed matrices), or what is refused here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer")
         yield

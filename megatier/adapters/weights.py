@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megatier.adapters.stored import StoredAdapter
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
 from megatier.models.weights import chunks
@@ -49,16 +50,20 @@ class AdaptedWeights:
     The matrices of one adapter exist whole in fp32 while they are read, and with DoRA the weight that it adapts.
     """
 
-    def __init__(self, base: BaseReader, model: PreTrainedModel, seed: int) -> None:
+    def __init__(
+        self, base: BaseReader, model: PreTrainedModel, seed: int, stored: StoredAdapter | None = None
+    ) -> None:
         """Keep what gives the weights.
 
         Args:
             base: gives those of the base.
             model: the skeleton with its adapters.
             seed: decides the values.
+            stored: gives those of the adapters, and of modules that are trained whole; None: they begin anew.
         """
         self._base = base
         self._seed = seed
+        self._stored = stored
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._transposed = {
             name.partition(f".{MAGNITUDE}.")[0]
@@ -77,11 +82,12 @@ class AdaptedWeights:
             TransferError: the base cannot be read.
         """
         for tensor in (shard or unit.layout).tensors:
-            if not is_of_adapter(tensor.name):
+            is_stored = self._stored is not None and tensor.name in self._stored
+            if not (is_stored or is_of_adapter(tensor.name)):
                 yield from self._read_base(unit, replace(tensor, name=base_name(tensor.name)))
                 continue
 
-            value = self._drawn(unit, tensor.name).flatten()[slice(*tensor.elements)]
+            value = self._value(unit, tensor.name).flatten()[slice(*tensor.elements)]
             for start, stop in chunks(value.numel()):
                 yield tensor.start + start, value[start:stop]
 
@@ -89,8 +95,12 @@ class AdaptedWeights:
         """Yield a tensor of the base, or a run of it, under the name that it has there."""
         return self._base.read(unit, replace(unit.layout, tensors=(tensor,)))
 
-    def _drawn(self, unit: Unit, name: str) -> Tensor:
-        """Return the whole value of a parameter of an adapter, as PEFT's `reset_lora_parameters` sets it."""
+    def _value(self, unit: Unit, name: str) -> Tensor:
+        """Return the whole value of a parameter of an adapter: as it is stored, or as PEFT would set it at first."""
+        if self._stored is not None:
+            return self._stored.read(name)
+
+        # As PEFT's `reset_lora_parameters` does.
         found = PART.fullmatch(name)
         assert found is not None
         if found["part"] == MAGNITUDE:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 """The target that stands for every linear layer but the head."""
+NAMES = ("targets", "modules_to_save", "adapter")
+"""Settings that are taken as they are written on the command line: YAML would see an alias in *.q_proj."""
 LISTS = ("targets", "modules_to_save")
 """Settings that are lists of text, or one text with commas."""
 ELSEWHERE = {
@@ -51,6 +53,8 @@ class LoraConfig:
     """Also train the length of each row of the adapted matrix (DoRA)."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that are trained whole, beside the adapters, by the ends of their names, such as lm_head."""
+    adapter: str | None = None
+    """Folder of an adapter in PEFT's format to go on with. It brings all other settings. None: a new one begins."""
 
     def __post_init__(self) -> None:
         """Check each value."""
@@ -78,6 +82,13 @@ class LoraConfig:
             list(self.targets),
             f"{ALL_LINEAR} alone, or names and patterns without it",
         )
+
+        adapter: object = self.adapter
+        is_folder = adapter is None or (isinstance(adapter, str) and adapter != "")
+        require(is_folder, "model.lora.adapter", adapter, "the folder of an adapter, or null for a new one")
+        changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+        if self.adapter is not None and changed != ["adapter"]:
+            raise ConfigError(f"model.lora.adapter brings its own settings: leave out model.lora.{changed[0]}.")
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

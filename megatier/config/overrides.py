@@ -7,15 +7,15 @@ from typing import Any
 
 from jsonargparse import get_loader
 
-from megatier.config.lora import LISTS
+from megatier.config.lora import NAMES
 from megatier.config.values import parse_yaml
 from megatier.errors import ConfigError
 
 NESTED = ("config", "lora")
 """Settings of the model that hold settings of their own."""
 BELOW = tuple(f"model.{key}." for key in NESTED)
-NAMES = tuple(f"model.lora.{key}" for key in LISTS)
-"""Nested settings that are taken as they are written: in YAML a pattern such as *.q_proj would have to be quoted."""
+AS_WRITTEN = tuple(f"model.lora.{key}" for key in NAMES)
+"""Nested settings that are no YAML."""
 
 
 def take_nested(overrides: Sequence[str], tree: dict[str, dict[str, Any]]) -> list[str]:
@@ -42,7 +42,7 @@ def take_nested(overrides: Sequence[str], tree: dict[str, dict[str, Any]]) -> li
             target = target[parent]
 
         value = text if equals else words.pop(0)
-        if name in NAMES:
+        if name in AS_WRITTEN:
             target[leaf] = value
             continue
         try:

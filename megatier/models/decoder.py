@@ -135,7 +135,7 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
     """
     names = _first_owners(model)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    has_base = any(_is_adapter(module) for module in model.modules())
+    has_base = any(is_adapter(module) for module in model.modules())
     layers = {id(layer) for layer in decoder_layers(model)}
     units: dict[str, Unit] = {}
     unit_of: dict[str, str] = {}
@@ -316,7 +316,7 @@ def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[st
 
     for name, module in model.named_modules():
         owned = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
-        is_piece = _is_adapter(module) or (id(module) not in decoder and _is_one_piece(module))
+        is_piece = is_adapter(module) or (id(module) not in decoder and _is_one_piece(module))
         is_whole = id(module) in layers or owned or is_piece
         if (inside is not None and name.startswith(inside)) or not is_whole:
             continue
@@ -356,12 +356,12 @@ def _is_one_piece(module: nn.Module) -> bool:
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
     """Yield a module and all below it but what is inside of adapters."""
     yield module
-    if not _is_adapter(module):
+    if not is_adapter(module):
         for child in module.children():
             yield from _own_modules(child)
 
 
-def _is_adapter(module: nn.Module) -> bool:
+def is_adapter(module: nn.Module) -> bool:
     """Return whether a module is PEFT's, with one of the model's own inside, and so calls its lists itself."""
     return type(module).__module__.startswith("peft.")
 

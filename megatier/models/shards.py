@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -84,12 +85,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return {tensor.name: tensor for tensor in tensors}
 
 
-def write_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+def write_header(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
     """Return the header of a shard whose tensors (name, dtype, shape) follow one another without gaps.
+
+    The metadata stand in it beside the format.
 
     Its length is a multiple of 8, so tensors are aligned if wider dtypes come first.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
 
     for name, dtype, shape in tensors:

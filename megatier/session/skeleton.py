@@ -11,7 +11,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
-from megatier.adapters.lora import add_adapters
+from megatier.adapters.base import check_base, identity_of, note
+from megatier.adapters.lora import add_adapters, stored_names
+from megatier.adapters.stored import StoredAdapter
 from megatier.adapters.weights import AdaptedWeights
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.errors import UnsupportedModelError
@@ -58,7 +60,16 @@ def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
 
     # The files hold the base, so they are compared with it before it has adapters.
     model = _adapted(model, config.model)
-    return model, AdaptedWeights(reader, model, seed) if config.model.lora is not None else reader
+    if folder is None or config.model.adapters is None:
+        return model, reader
+
+    identity = identity_of(folder)
+    note(model, identity)
+    if (given := config.model.adapters.adapter) is None:
+        return model, AdaptedWeights(reader, model, seed)
+    adapter = Path(given).expanduser()
+    check_base(adapter, identity, _base_of(config.model))
+    return model, AdaptedWeights(reader, model, seed, StoredAdapter(adapter, model, stored_names(model)))
 
 
 def model_config_of(config: ModelConfig) -> PretrainedConfig:
@@ -83,11 +94,16 @@ def _plain_in(folder: Path | None, config: ModelConfig) -> PreTrainedModel:
 def _adapted(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """Add the adapters to a model, if there are any, and freeze what is not trained."""
     if config.adapters is not None:
-        assert config.path is not None
-        local = find_local(config.path)
-        add_adapters(model, config.adapters, config.path if local is None else str(local.resolve()))
+        add_adapters(model, config.adapters, _base_of(config))
     freeze(model, config.frozen)
     return model
+
+
+def _base_of(config: ModelConfig) -> str:
+    """Return the base of adapters as their folder names it: the whole path of a folder, or a name on the hub."""
+    assert config.path is not None
+    local = find_local(config.path)
+    return config.path if local is None else str(local.resolve())
 
 
 def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedConfig:

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatier.adapters.base import identity_of
+from megatier.adapters.stored import read_settings
 from megatier.config.schema import RunConfig
 from megatier.data.tokenizer import tokenizer_files
 from megatier.errors import ConfigError, DataError, UnsupportedModelError
@@ -105,10 +107,14 @@ def _settings(config: RunConfig) -> Origin:
 
 
 def _base(config: RunConfig) -> Origin:
-    """Return the files of weights of the base of adapters, which no checkpoint has."""
+    """Return the files of the base of adapters, and the settings of an adapter to go on with: no checkpoint has them."""
     if config.model.path is None or config.model.lora is None:
         return {}
-    return {f"{name} of the base": found for name, found in identity_of(resolve(config.model.path)).items()}
+    found = {f"{name} of the base": file for name, file in identity_of(resolve(config.model.path)).items()}
+    if config.model.adapters is not None and (given := config.model.adapters.adapter) is not None:
+        settings = read_settings(Path(given).expanduser())
+        found |= {f"{name} of the adapter": _shown(value) for name, value in settings.items()}
+    return found
 
 
 def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

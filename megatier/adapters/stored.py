@@ -1,0 +1,183 @@
+"""Adapters in a folder in PEFT's format: their config, and their weights for a model with such adapters."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatier.errors import ConfigError, TransferError
+from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, opened, parse_json, read_object, shown
+from megatier.models.shards import DTYPES, StoredTensor, read_header
+from megatier.models.weights import FULL_PRECISION
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Begins the names of all parameters in a folder of adapters."""
+BASE = "base"
+"""The entry of the weights' metadata that says which base an adapter was trained over: `base.identity_of` as JSON."""
+
+TAKEN = (
+    *(
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "target_modules",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "use_rslora",
+        "use_dora",
+    ),
+    *("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"),
+)
+"""Settings of PEFT's config that are taken as they are."""
+FREE = (
+    *(
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "peft_type",
+        "peft_version",
+        "revision",
+        "task_type",
+    ),
+    *("loftq_config", "megatron_config", "megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
+    *("eva_config", "corda_config", "lora_ga_config"),
+)
+"""Settings that say nothing of the layers: of first values, of names, of other programs."""
+FIRST_VALUES = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Ways to make first values that leave the base as it is."""
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of a folder's adapters, as PEFT's `LoraConfig` takes them.
+
+    Raises:
+        ConfigError: there is none, or it is of a kind that is not trained here. Names the setting.
+    """
+    found = read_config(folder)
+    kind = found.get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(f"model.lora.adapter: {folder} holds adapters of the kind {shown(str(kind))}, not LORA.")
+
+    others = {"bias": found.get("bias", "none") != "none"}
+    others["init_lora_weights"] = found.get("init_lora_weights") not in FIRST_VALUES
+    others |= {key: bool(value) for key, value in found.items() if key not in (*TAKEN, *FREE, *others)}
+    if refused := next((key for key, is_set in others.items() if is_set), None):
+        raise ConfigError(
+            f"model.lora.adapter: {folder / CONFIG_FILE} sets {shown(refused)} to {shown(str(found[refused]))}, and "
+            "such adapters are not trained here."
+        )
+    return {key: found[key] for key in TAKEN if found.get(key) is not None}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the config of a folder of adapters, as it is written there.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, ConfigError)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"model.lora.adapter: {folder} has no {CONFIG_FILE}. Give the folder of an adapter in PEFT's format."
+        ) from error
+
+
+class StoredAdapter:
+    """The weights of a folder of adapters, by the names that they have in a model."""
+
+    def __init__(self, folder: Path, model: PreTrainedModel, names: Mapping[str, str]) -> None:
+        """Check the weights' header against the adapters in a model.
+
+        Args:
+            folder: the folder of adapters.
+            model: the skeleton with such adapters.
+            names: the parameters of the adapters, by the names that they have in a folder.
+
+        Raises:
+            ConfigError: a tensor is missing, superfluous, of another shape or not in full precision. Names it.
+        """
+        path = folder / WEIGHTS_FILE
+        if not path.is_file():
+            raise ConfigError(
+                f"model.lora.adapter: {folder} has no {WEIGHTS_FILE}. Load it with PEFT, and save it with "
+                "save_pretrained()."
+            )
+
+        stored = read_header(path)
+        odd = sorted(stored.keys() ^ names.keys())
+        if odd:
+            what = "holds {}, which is no part of" if odd[0] in stored else "lacks {}, a part of"
+            raise ConfigError(
+                f"model.lora.adapter: {path} {what.format(shown(odd[0]))} such adapters of {type(model).__name__} "
+                f"({len(odd)} such tensors). Is it an adapter for another base?"
+            )
+
+        self._stored = {names[name]: tensor for name, tensor in stored.items()}
+        for name, tensor in self._stored.items():
+            _check(path, tensor, tuple(model.get_parameter(name).shape))
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a parameter of the model is in the folder."""
+        return name in self._stored
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole parameter, flat and in fp32.
+
+        Raises:
+            TransferError: the file has become shorter or unreadable meanwhile.
+        """
+        stored = self._stored[name]
+        with stored.path.open("rb") as file:
+            file.seek(stored.offset)
+            raw = bytearray(file.read(stored.num_bytes))
+        if len(raw) < stored.num_bytes:
+            raise TransferError("reading weights", "disk", str(stored.path), stored.offset, 0)
+        return torch.frombuffer(raw, dtype=DTYPES[stored.dtype]).float() if raw else torch.empty(0)
+
+
+def noted_base(folder: Path) -> dict[str, str] | None:
+    """Return the identity of the base that a folder of adapters was trained over; None: it does not say.
+
+    Raises:
+        ConfigError: the weights have no header.
+    """
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        return None
+    with opened(path, ConfigError) as file:
+        size = min(int.from_bytes(file.read(8), "little"), TABLE_BYTES_MAX)
+        header = parse_json(file.read(size), f"{path}: the safetensors header", ConfigError)
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    noted = metadata.get(BASE) if isinstance(metadata, dict) else None
+    if not isinstance(noted, str):
+        return None
+    found = json.loads(noted) if noted.startswith("{") else None
+    return found if isinstance(found, dict) else None
+
+
+def _check(path: Path, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+    """Compare a tensor with the parameter that it is for.
+
+    Raises:
+        ConfigError: it is of another shape, or not in full precision.
+    """
+    if tensor.shape != shape or math.prod(tensor.shape) != math.prod(shape):
+        raise ConfigError(
+            f"model.lora.adapter: {path}: tensor {shown(tensor.name)} has shape {tensor.shape}; this base asks for "
+            f"{shape}. Is it an adapter for another base?"
+        )
+    if tensor.dtype not in FULL_PRECISION:
+        raise ConfigError(
+            f"model.lora.adapter: {path}: tensor {shown(tensor.name)} is {shown(tensor.dtype)}; adapters are read in "
+            f"{', '.join(FULL_PRECISION)}."
+        )

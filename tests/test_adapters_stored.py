@@ -1,0 +1,155 @@
+"""Adapters that are there already: runs go on with them, and refuse those that do not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_commands import command
+from tiny_adapters import base_folder, stored_adapter
+from tiny_runs import one_thread
+
+from megatier.adapters.base import identity_of
+from megatier.adapters.stored import noted_base, read_settings
+from megatier.cli import main
+from megatier.config.lora import LoraConfig
+from megatier.errors import ConfigError
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+@pytest.fixture(autouse=True)
+def _settings_put_back() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    with one_thread():
+        yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return base_folder(tmp_path_factory.mktemp("base"))
+
+
+def words(folder: Path, base: Path, adapter: Path, **settings: Any) -> list[str]:
+    given = {"model.path": str(base), "model.lora.adapter": str(adapter), "train.steps": 1, **settings}
+    return command(folder, given)
+
+
+def test_train_goes_on_with_an_adapter_of_peft(base: Path, tmp_path: Path) -> None:
+    """Without a learning rate what is written is what was read, bit by bit, with all that its config says."""
+    given = stored_adapter(
+        base,
+        tmp_path / "given",
+        use_dora=True,
+        use_rslora=True,
+        lora_dropout=0.25,
+        rank_pattern={"down_proj": 2},
+        alpha_pattern={"down_proj": 5},
+        target_modules=r"model\.layers\.[02]\..*_proj",
+        exclude_modules=["k_proj"],
+        modules_to_save=["lm_head"],
+    )
+    assert main(words(tmp_path, base, given, **{"train.learning_rate": 0, "model.fused_loss": False})) == 0
+    written = tmp_path / "run" / "model"
+    before, after = load_file(given / WEIGHTS), load_file(written / WEIGHTS)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert read_settings(written) == read_settings(given)
+
+
+def test_train_goes_on_with_its_own_adapter_which_names_its_base(base: Path, tmp_path: Path) -> None:
+    first = {"model.path": str(base), "model.lora.rank": 4, "train.steps": 2}
+    assert main(command(tmp_path, {**first, "output.directory": str(tmp_path / "first")})) == 0
+    adapter = tmp_path / "first" / "model"
+    assert noted_base(adapter) == identity_of(base)
+    assert main(words(tmp_path, base, adapter)) == 0
+    assert read_settings(tmp_path / "run" / "model") == read_settings(adapter)
+    assert not torch.equal(
+        *(next(iter(load_file(folder / WEIGHTS).values())) for folder in (adapter, tmp_path / "run/model"))
+    )
+
+
+def other_base(given: Path, base: Path) -> None:
+    tensors = load_file(given / WEIGHTS)
+    noted = dict.fromkeys(identity_of(base), "1 byte, checksum 00")
+    save_file(tensors, given / WEIGHTS, metadata={"format": "pt", "base": json.dumps(noted)})
+
+
+def other_shape(given: Path, base: Path) -> None:
+    tensors = load_file(given / WEIGHTS)
+    name = next(iter(tensors))
+    save_file({**tensors, name: torch.zeros(3, 3)}, given / WEIGHTS)
+
+
+def missing(given: Path, base: Path) -> None:
+    tensors = load_file(given / WEIGHTS)
+    del tensors[next(iter(tensors))]
+    save_file(tensors, given / WEIGHTS)
+
+
+def superfluous(given: Path, base: Path) -> None:
+    save_file({**load_file(given / WEIGHTS), "a.layer": torch.zeros(1)}, given / WEIGHTS)
+
+
+def integers(given: Path, base: Path) -> None:
+    save_file({name: value.to(torch.int8) for name, value in load_file(given / WEIGHTS).items()}, given / WEIGHTS)
+
+
+def without_weights(given: Path, base: Path) -> None:
+    (given / WEIGHTS).unlink()
+
+
+def without_config(given: Path, base: Path) -> None:
+    (given / CONFIG).unlink()
+
+
+def setting(key: str, value: object) -> Any:
+    def change(given: Path, base: Path) -> None:
+        settings = json.loads((given / CONFIG).read_text())
+        (given / CONFIG).write_text(json.dumps({**settings, key: value}))
+
+    return change
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "other base": (other_base, "was trained over another base than .*: model.safetensors was 1 byte"),
+    "other shape": (other_shape, r"has shape \(3, 3\); this base asks for .* adapter for another base\?"),
+    "missing": (missing, "lacks base_model.model.* such adapters of LlamaForCausalLM"),
+    "superfluous": (superfluous, "holds a.layer, which is no part of such adapters"),
+    "integers": (integers, "is I8; adapters are read in F32, BF16, F16"),
+    "no weights": (without_weights, f"has no {WEIGHTS}"),
+    "no config": (without_config, f"has no {CONFIG}"),
+    "kind": (setting("peft_type", "IA3"), "adapters of the kind IA3, not LORA"),
+    "biases": (setting("bias", "all"), "sets bias to all, and such adapters are not trained here"),
+    "parameters": (setting("target_parameters", ["experts.down"]), "sets target_parameters to"),
+    "first values": (setting("init_lora_weights", "pissa"), "sets init_lora_weights to pissa"),
+    "unknown": (setting("a_new_way", True), "sets a_new_way to True"),
+    "targets": (setting("target_modules", ["qq_proj"]), "PEFT .* makes no such adapters: Target modules"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_train_refuses_an_adapter_that_does_not_fit(
+    case: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harm, message = REFUSED[case]
+    given = stored_adapter(base, tmp_path / "given")
+    harm(given, base)
+    assert main(words(tmp_path, base, given)) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "model.lora" in error
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(error)
+
+
+def test_lora_with_an_adapter_takes_no_other_setting() -> None:
+    assert LoraConfig(adapter="a").targets == LoraConfig().targets
+    with pytest.raises(ConfigError, match=r"model\.lora\.adapter brings its own settings: leave out model\.lora\.rank"):
+        LoraConfig(adapter="a", rank=4)
