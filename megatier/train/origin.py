@@ -107,7 +107,7 @@ def _settings(config: RunConfig) -> Origin:
 
 
 def _base(config: RunConfig) -> Origin:
-    """Return the files of the base of adapters, and the settings of an adapter to go on with: no checkpoint has them."""
+    """Return the files of the base of adapters, and the settings of a given adapter: no checkpoint has them."""
     if config.model.path is None or config.model.lora is None:
         return {}
     found = {f"{name} of the base": file for name, file in identity_of(resolve(config.model.path)).items()}
