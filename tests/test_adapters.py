@@ -109,20 +109,22 @@ def trained_on(name: str, mount: Path, train: TrainConfig, **options: Any) -> Ou
 
 
 @pytest.mark.parametrize(
-    ("groups", "clip", "names"),
+    ("groups", "clip", "names", "moments"),
     [
-        pytest.param(1, 0.5, tuple(ROOMY), id="all"),
-        pytest.param(3, None, ("ram", "nvme", "gpu_ram_nvme"), id="groups-unclipped"),
+        pytest.param(1, 0.5, tuple(ROOMY), "fp32", id="all"),
+        pytest.param(3, None, ("ram", "nvme", "gpu_ram_nvme"), "fp32", id="groups-unclipped"),
+        pytest.param(1, 0.5, ("ram", "nvme", "gpu"), "bf16", id="moments in bf16"),
     ],
 )
 def test_adapters_in_bf16_give_the_same_bits_on_any_tier(
-    groups: int, clip: float | None, names: tuple[str, ...], tmp_path: Path
+    groups: int, clip: float | None, names: tuple[str, ...], moments: Any, tmp_path: Path
 ) -> None:
     source = ModelWeights(peft_model(CONFIG, LORA))
     found = {}
     for index, name in enumerate(names):
         policy: Any = ("keep", "recompute", "offload")[index % 3]
         train = TrainConfig(steps=5, batch=6, clip=clip, weight_decay=0.1, groups=groups, activations=policy)
+        train = replace(train, moments=moments)
         found[name] = trained_on(name, tmp_path, train, lora=LORA, source=source)
     assert [name for name, result in found.items() if result != found["ram"]] == []
     assert len(set(found["ram"].losses)) == 4
