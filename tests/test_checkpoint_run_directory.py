@@ -67,6 +67,15 @@ def test_run_directory_with_a_run_is_refused_and_left_alone(name: str, tmp_path:
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
 
 
+def test_run_directory_of_a_run_that_could_go_on_says_how(tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).touch()
+    with pytest.raises(ConfigError, match=f"go on with it .`megatier resume {tmp_path}`., name another"):
+        RunDirectory(config_in(tmp_path))
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match="Nothing was changed; name another"):
+        RunDirectory(config_in(tmp_path))
+
+
 def test_run_directory_refused_before_the_first_step_leaves_nothing_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(KeyError), RunDirectory(config_in(tmp_path)) as directory:

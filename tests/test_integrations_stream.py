@@ -123,6 +123,30 @@ def test_stream_argument_that_it_does_not_have_is_refused_by_name(options: dict[
         megatier.stream("nowhere", **options)
 
 
+@pytest.mark.parametrize(
+    ("tiers", "said"),
+    [
+        ({"vram": "8GiB"}, "tiers has no vram; it takes device, gpu, gpu_limit, ram, "),
+        ({"ram": 64}, "tiers.ram is 64, and a number without a unit is bytes"),
+        ("8GiB", "tiers is '8GiB'; it must be a TiersConfig or keys with values"),
+    ],
+)
+def test_stream_tiers_that_are_no_section_are_refused_by_name(tiers: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        megatier.stream("nowhere", tiers=tiers)
+
+
+def test_streamed_taken_for_an_engine_names_what_it_has_instead() -> None:
+    with megatier.stream(plain_model(exactness_config("plain")), tiers=TIERS) as streamed:
+        engine: Any = streamed
+        with pytest.raises(StreamedModelError, match=r"call its \.model, as in streamed\.model"):
+            engine(input_ids=torch.zeros(1, 4))
+        with pytest.raises(AttributeError, match=r"no attribute 'backward'\. Use loss\.backward\(\) instead"):
+            engine.backward(torch.ones(()))
+        with pytest.raises(AttributeError, match=r"To train it by a trainer, put the mixin before"):
+            engine.get_input_embeddings()
+
+
 def test_streamed_step_tells_the_loss_that_its_forwards_gave() -> None:
     train = train_config("untied")
     with megatier.stream(plain_model(exactness_config("untied")), tiers=TIERS, accumulation_steps=2) as streamed:

@@ -269,9 +269,11 @@ def _refuse_run(path: Path) -> None:
     """
     folders = (MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, TENSORBOARD_FOLDER)
     if taken := [name for name in (CONFIG_FILE, METRICS_FILE, *folders) if (path / name).exists()]:
+        goes_on = (path / CONFIG_FILE).is_file() and not (path / MODEL_FOLDER).exists()
+        remedy = f"go on with it (`megatier resume {path}`), " if goes_on else ""
         raise ConfigError(
-            f"{path} holds a run already ({taken[0]}). Nothing was changed; name another --output.directory or move "
-            "the old run away."
+            f"{path} holds a run already ({taken[0]}). Nothing was changed; {remedy}name another --output.directory or "
+            "move the old run away."
         )
 
 

@@ -75,7 +75,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: the file cannot be read, or a key or value is wrong; names the key, the value and what is allowed.
     """
     tree = {} if path is None else _read_sections(path)
-    _check_units(tree.get("tiers", {}), overrides)
+    check_units(tree.get("tiers", {}), overrides)
     return _parsed(tree, overrides)
 
 
@@ -85,7 +85,7 @@ def load_saved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: as `load`.
     """
-    _check_units({}, overrides)
+    check_units({}, overrides)
     return _parsed(_read_sections(path), overrides)
 
 
@@ -296,8 +296,16 @@ def _check_trainer(tree: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _check_units(tiers: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Refuse budgets without a unit that are too small to be meant as bytes."""
+def check_units(tiers: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
+    """Refuse budgets without a unit that are too small to be meant as bytes.
+
+    Args:
+        tiers: the section, as somebody wrote it.
+        overrides: command-line words, which win over it.
+
+    Raises:
+        ConfigError: names the budget.
+    """
     found = dict(tiers)
     words = joined(overrides)
     for word, following in itertools.pairwise([*words, ""]):

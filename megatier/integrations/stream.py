@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from megatier.config.file import check_units
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.config.values import require
 from megatier.errors import ConfigError, UnsupportedModelError
@@ -48,6 +49,7 @@ ELSEWHERE = {
     "ram": 'tiers={"ram": ...}',
     "nvme": 'tiers={"nvme": ...}',
     "device": 'tiers={"device": ...}',
+    "deepspeed": "tiers",
     "optimizer": "lr, betas, eps and weight_decay, which are those of its AdamW",
 }
 """Arguments by the names that other libraries give them."""
@@ -117,8 +119,7 @@ def stream(
     """
     _refuse_unknown(unknown)
     require(accumulation_steps >= 1, "accumulation_steps", accumulation_steps, "at least 1")
-    if isinstance(tiers, Mapping):
-        tiers = TiersConfig(**tiers)
+    tiers = _tiers(tiers)
     names = {found: name for name, found in COMPUTE_DTYPES.items()}
     dtype: Any = names.get(compute_dtype) if isinstance(compute_dtype, torch.dtype) else compute_dtype
     require(dtype in COMPUTE_DTYPES, "compute_dtype", compute_dtype, "bf16 or fp32")
@@ -130,7 +131,7 @@ def stream(
     train = TrainConfig(batch=accumulation_steps, groups=accumulation_steps, activations=activations, clip=clip)
     train = replace(train, learning_rate=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
     train = replace(train, moments=moments, seed=seed)
-    return _open(model, tiers or TiersConfig(), computing, train, frozen)
+    return _open(model, tiers, computing, train, frozen)
 
 
 def _refuse_unknown(names: Iterable[str]) -> None:
@@ -141,9 +142,29 @@ def _refuse_unknown(names: Iterable[str]) -> None:
     """
     known = [name for name, given in inspect.signature(stream).parameters.items() if given.kind is given.KEYWORD_ONLY]
     for name in names:
-        near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1)
+        near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
         hint = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}."
         raise ConfigError(f"megatier.stream has no argument {shown(name)}. {hint}")
+
+
+def _tiers(given: TiersConfig | Mapping[str, Any] | None) -> TiersConfig:
+    """Return the section `tiers`.
+
+    Raises:
+        ConfigError: it is of another type, or has a key or value that no section has.
+    """
+    if given is None or isinstance(given, TiersConfig):
+        return given or TiersConfig()
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"tiers is {given!r}; it must be a TiersConfig or keys with values, such as {{'ram': '96GiB'}}."
+        )
+
+    known = list(TiersConfig.__dataclass_fields__)
+    if unknown := [str(name) for name in given if name not in known]:
+        raise ConfigError(f"tiers has no {shown(unknown[0])}; it takes {', '.join(known)}.")
+    check_units(given)
+    return TiersConfig(**given)
 
 
 def _open(

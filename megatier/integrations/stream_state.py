@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, Never, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,19 @@ from megatier.session.workload import COMPUTE_DTYPES
 from megatier.train.export import SHARD_BYTES
 
 T = TypeVar("T")
+
+OF_ENGINES = {
+    "backward": "loss.backward()",
+    "step": "its .optimizer.step()",
+    "module": "its .model",
+    "save_checkpoint": "its .save(folder)",
+    "load_checkpoint": "its .restore(folder)",
+    "save_16bit_model": "its .export(folder)",
+    "save_pretrained": "its .export(folder)",
+    "get_global_grad_norm": "its .grad_norm()",
+    "global_steps": "its .steps",
+}
+"""What DeepSpeed's engine, or a model, has, and what a streamed model has for it."""
 
 Settings = Sequence[Mapping[str, Any]]
 """The settings of each group of an optimizer, as plain JSON."""
@@ -87,8 +100,18 @@ class StreamedState(ABC):
         """Whether the weights are still those of the folder that the model's config names."""
         return self._is_from_folder and not self.steps
 
+    def __call__(self, *_: Never, **__: Never) -> NoReturn:
+        """Say what is called instead.
+
+        Raises:
+            StreamedModelError: always.
+        """
+        raise StreamedModelError("a Streamed is no model itself: call its .model, as in streamed.model(**batch).")
+
     def __getattr__(self, name: str) -> NoReturn:
-        """Say what to give to those who take this for a model."""
+        """Say what to give to those who take this for a model, or for DeepSpeed's engine."""
+        if name in OF_ENGINES:
+            raise AttributeError(f"'Streamed' object has no attribute {name!r}. Use {OF_ENGINES[name]} instead.")
         raise AttributeError(
             f"'Streamed' object has no attribute {name!r}. Hugging Face's model is its .model. To train it by a "
             "trainer, put the mixin before the trainer: class Mine(StreamedTrl, SFTTrainer) for TRL's (from "
