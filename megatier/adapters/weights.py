@@ -38,6 +38,13 @@ def base_name(name: str) -> str:
     return AROUND.sub("", name)
 
 
+def adapter_module(name: str) -> str:
+    """Return the module that has the adapter of which a parameter is."""
+    found = PART.fullmatch(name)
+    assert found is not None
+    return found["module"]
+
+
 def is_of_adapter(name: str) -> bool:
     """Return whether a parameter is one of an adapter, and none of the base or a copy of one."""
     return PART.fullmatch(name) is not None
@@ -63,7 +70,8 @@ class AdaptedWeights:
         """
         self._base = base
         self._seed = seed
-        self._stored = stored
+        self.stored = stored
+        """Gives the weights of adapters that are there; None: they begin anew."""
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._transposed = {
             name.partition(f".{MAGNITUDE}.")[0]
@@ -82,7 +90,7 @@ class AdaptedWeights:
             TransferError: the base cannot be read.
         """
         for tensor in (shard or unit.layout).tensors:
-            is_stored = self._stored is not None and tensor.name in self._stored
+            is_stored = self.stored is not None and tensor.name in self.stored
             if not (is_stored or is_of_adapter(tensor.name)):
                 yield from self._read_base(unit, replace(tensor, name=base_name(tensor.name)))
                 continue
@@ -97,8 +105,8 @@ class AdaptedWeights:
 
     def _value(self, unit: Unit, name: str) -> Tensor:
         """Return the whole value of a parameter of an adapter: as it is stored, or as PEFT would set it at first."""
-        if self._stored is not None:
-            return self._stored.read(name)
+        if self.stored is not None:
+            return self.stored.read(name)
 
         # As PEFT's `reset_lora_parameters` does.
         found = PART.fullmatch(name)

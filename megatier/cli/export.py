@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -24,7 +25,8 @@ def run(argv: Sequence[str]) -> int:
         "checkpoint",
         type=Path,
         metavar="RUN_OR_CHECKPOINT",
-        help="output.directory of a run, whose last checkpoint is used, or one of its checkpoints/step-...",
+        help="output.directory of a run, whose last checkpoint is used, or one of its checkpoints/step-...; with "
+        "--merge also the folder of an adapter",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="new or empty folder to write to")
     parser.add_argument(
@@ -39,13 +41,23 @@ def run(argv: Sequence[str]) -> int:
         help="export even if config.json, a buffer or the tokenizer differs from that of the run; the new ones are "
         "written",
     )
+    parser.add_argument(
+        "--merge", action="store_true", help="merge the adapters into their base, and write a model that needs no PEFT"
+    )
+    parser.add_argument(
+        "--base", metavar="FOLDER_OR_ID", help="with --merge, the base of an adapter (default: the one it names)"
+    )
     options = parser.parse_args(argv)
+    if options.base is not None and not options.merge:
+        parser.error("--base goes with --merge")
     shard_bytes = parse_bytes(options.shard_size)
-    find_checkpoint(options.checkpoint)
+    if not (options.merge and (options.checkpoint / "adapter_config.json").is_file()):
+        find_checkpoint(options.checkpoint)
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
-    from megatier.train.export import export_checkpoint
+    from megatier.train.export import export_checkpoint, export_merged
 
-    export_checkpoint(
+    write = partial(export_merged, base=options.base) if options.merge else export_checkpoint
+    write(
         Console(),
         options.checkpoint,
         options.folder,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatier.adapters.folder import export
 from megatier.adapters.lora import adapter_config
+from megatier.adapters.merge import MergedWeights
+from megatier.adapters.stored import CONFIG_FILE as ADAPTER_FILE
+from megatier.adapters.stored import read_config
+from megatier.adapters.weights import AdaptedWeights
 from megatier.checkpoint.checkpoint import UNBOUND, is_bound, open_masters, read_state
 from megatier.checkpoint.run_directory import (
     CHECKPOINT_FOLDER,
@@ -22,10 +28,11 @@ from megatier.checkpoint.run_directory import (
     step_of,
 )
 from megatier.checkpoint.run_state import RunState
+from megatier.config.data_section import DataConfig
 from megatier.config.file import from_dict
-from megatier.config.schema import RunConfig
+from megatier.config.schema import ModelConfig, RunConfig
 from megatier.data.tokenizer import load_tokenizer
-from megatier.errors import CheckpointError, DamagedCheckpointError, ExportError, MegatierError, mib
+from megatier.errors import CheckpointError, ConfigError, DamagedCheckpointError, ExportError, MegatierError, mib
 from megatier.models.decoder import Unit, find_units
 from megatier.ranks.channel import Alone
 from megatier.report.history import read_what_there_is
@@ -78,11 +85,7 @@ def export_checkpoint(
     model, _ = open_model(config)
     units = find_units(model)
     tokenizer = load_tokenizer(config)
-    if not state.origin:
-        console.print(UNKNOWN.format(checkpoint.name), markup=False, highlight=False, soft_wrap=True)
-    elif not accepts_changes:
-        changes = differences(exported(state.origin), exported(origin_of(config, model, tokenizer)))
-        check_origin(changes, config, remedy=", or add --accept-changes to export it with these")
+    _check_same(console, checkpoint, config, model, tokenizer, accepts_changes=accepts_changes)
 
     try:
         with open_masters(checkpoint, units) as read:
@@ -94,6 +97,104 @@ def export_checkpoint(
         if checkpoint.exists():
             raise
         raise CheckpointError(f"{checkpoint} was removed meanwhile, by its run or by hand. Export again.") from error
+
+
+def _check_same(
+    console: Console,
+    checkpoint: Path,
+    config: RunConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    accepts_changes: bool,
+) -> None:
+    """Refuse another config, buffer, tokenizer or base than those of the checkpoint.
+
+    Raises:
+        ConfigError: names what has changed.
+    """
+    origin = RunState.read(read_state(checkpoint)).origin
+    if not origin:
+        console.print(UNKNOWN.format(checkpoint.name), markup=False, highlight=False, soft_wrap=True)
+    elif not accepts_changes:
+        changes = differences(exported(origin), exported(origin_of(config, model, tokenizer)))
+        check_origin(changes, config, remedy=", or add --accept-changes to export it with these")
+
+
+def export_merged(
+    console: Console,
+    path: Path,
+    folder: Path,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    base: str | None = None,
+    accepts_changes: bool = False,
+) -> None:
+    """Write a base with adapters merged into it, in pieces, as a folder that needs no PEFT.
+
+    Args:
+        console: what a person sees.
+        path: a folder of adapters, a checkpoint, or a run directory, whose last whole checkpoint is taken.
+        folder: a new or empty folder.
+        dtype: `bf16` or `fp32`; None: as the run's `output.export_dtype`, and bf16 for a folder of adapters.
+        shard_bytes: see `models.export.export`.
+        base: the base of a folder of adapters; None: the one that its config names.
+        accepts_changes: see `export_checkpoint`.
+
+    Raises:
+        ConfigError: there are no adapters, or they are for another base.
+        CheckpointError, CapacityError, TransferError, UnsupportedModelError: see `export_checkpoint`.
+    """
+    is_folder = (path / ADAPTER_FILE).is_file()
+    if not is_folder and base is not None:
+        raise ConfigError(f"--base is for a folder of adapters, and {path} has no {ADAPTER_FILE}: leave it out.")
+
+    checkpoint = None if is_folder else find_checkpoint(path)
+    config = _config_of(path, base) if checkpoint is None else from_dict(RunState.read(read_state(checkpoint)).config)
+    if config.model.lora is None:
+        raise ConfigError(f"--merge: {path} has no adapters. Leave it out.")
+    console.print(f"from {checkpoint or path}", markup=False, highlight=False, soft_wrap=True)
+
+    model, reader = open_model(config)
+    assert isinstance(reader, AdaptedWeights)
+    tokenizer = load_tokenizer(config)
+    plain, weights = open_model(replace(config, model=replace(config.model, lora=None)))
+    with ExitStack() as stack:
+        if checkpoint is not None:
+            _check_same(console, checkpoint, config, model, tokenizer, accepts_changes=accepts_changes)
+            merged = MergedWeights(weights, model, _reading_whole(stack, checkpoint, find_units(model)))
+        else:
+            assert reader.stored is not None
+            merged = MergedWeights(weights, model, reader.stored.read)
+        chosen = dtype or config.output.export_dtype
+        write_model(console, folder, plain, find_units(plain), merged.read, tokenizer, chosen, shard_bytes)
+
+
+def _config_of(adapter: Path, base: str | None) -> RunConfig:
+    """Return the config of a run that would go on with a folder of adapters.
+
+    Raises:
+        ConfigError: it names no base.
+    """
+    found = base or read_config(adapter).get("base_model_name_or_path")
+    if not isinstance(found, str) or not found:
+        raise ConfigError(f"{adapter / ADAPTER_FILE} names no base. Give it with --base.")
+    own = str(adapter) if (adapter / "tokenizer_config.json").is_file() else None
+    model = ModelConfig(path=found, lora={"adapter": str(adapter)})
+    return RunConfig(model=model, data=DataConfig(files=("none",), tokenizer=own))
+
+
+def _reading_whole(stack: ExitStack, checkpoint: Path, units: Sequence[Unit]) -> Callable[[str], Tensor]:
+    """Return what reads whole parameters of a checkpoint, until the stack closes."""
+    read = stack.enter_context(open_masters(checkpoint, units))
+    places = {tensor.name: (unit, tensor) for unit in units for tensor in unit.layout.trained.tensors}
+
+    def trained(name: str) -> Tensor:
+        unit, tensor = places[name]
+        return read(unit, tensor.start, tensor.stop)
+
+    return trained
 
 
 def _mention_later_steps(console: Console, path: Path, step: int) -> None:
