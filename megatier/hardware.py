@@ -259,13 +259,22 @@ def udev_is_readable(root: Path = ROOT) -> bool:
 
 def default_budgets(device: str, root: Path = ROOT) -> DefaultBudgets:
     """Return the budgets of a run on "cuda" or "cpu". On a CPU the arena of the gpu tier lies in RAM as well."""
-    ram_bytes = int(ram_available_bytes(root) * RAM_SHARE)
+    ram_bytes = ram_available_bytes(root) * RAM_SHARE
     if device == "cuda":
         import torch  # slow, and a plan with budgets of its own does without
 
         current = gpus()[torch.cuda.current_device()]
-        return DefaultBudgets(int(current.free_bytes * GPU_SHARE), ram_bytes)
-    return DefaultBudgets(ram_bytes // 2, ram_bytes // 2)
+        return DefaultBudgets(readable_bytes(current.free_bytes * GPU_SHARE), readable_bytes(ram_bytes))
+    return DefaultBudgets(readable_bytes(ram_bytes / 2), readable_bytes(ram_bytes / 2))
+
+
+def readable_bytes(num_bytes: float) -> int:
+    """Return a budget in whole mebibytes, which can be read and typed; one below a gibibyte as it is.
+
+    Of larger ones, what is left out is less than a thousandth.
+    """
+    whole = int(num_bytes)
+    return whole - whole % (1 << 20) if whole >= 1 << 30 else whole
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[_CgroupFiles, Path, int]]:

@@ -142,6 +142,13 @@ def test_default_budgets_cpu_halves_share_of_available(tmp_path: Path) -> None:
     assert hardware.default_budgets("cpu", write(tmp_path, files)) == hardware.DefaultBudgets(400_000, 400_000)
 
 
+@pytest.mark.parametrize(
+    ("given", "readable"), [(400_000.5, 400_000), ((1 << 30) - 1, (1 << 30) - 1), (9649009459, 9202 << 20)]
+)
+def test_readable_bytes_are_whole_mebibytes_from_a_gibibyte_on(given: float, readable: int) -> None:
+    assert hardware.readable_bytes(given) == readable
+
+
 @pytest.mark.parametrize(("current", "budget"), [(0, 500), (1, 1500)])
 def test_default_budgets_cuda_takes_free_memory_of_the_current_device(
     monkeypatch: pytest.MonkeyPatch, current: int, budget: int

@@ -60,6 +60,13 @@ def test_wait_shorter_than_the_cost_of_asking_is_no_stall() -> None:
     assert [event.name for event in recorder.take([]) if event.lane == "stall"] == ["b"]
 
 
+def test_time_in_which_nothing_was_waited_for_is_no_stall() -> None:
+    recorder = Recorder()
+    recorder.access(access("a"), "", At(0), At(10 * STALL_NS_MIN), At(900_000))
+    (found,) = recorder.take([])
+    assert (found.lane, found.start_ns, found.end_ns) == ("compute", 10 * STALL_NS_MIN, 900_000)
+
+
 def test_pause_inside_a_use_is_a_stall_and_no_compute() -> None:
     recorder = Recorder()
     recorder.pause("ranks", At(0), At(50_000))

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from megatier.config.schema import RunConfig
 from megatier.errors import PlanError
+from megatier.hardware import readable_bytes
 from megatier.models.experts import cut_units
 from megatier.planner.trial import Trial, with_parts
 from megatier.schedule.forecast import Forecast
@@ -292,8 +293,4 @@ def _fitted(trial: Trial) -> Trial:
         needed = round(trial.activations.peak)
         had = round(trial.gpu_bytes)
         raise PlanError("GPU memory for activations", needed, had, "This is an estimate. Train on fewer tokens a step.")
-
-    # Whole mebibytes can be read and typed. Of a gibibyte and more, the rest is less than a thousandth.
-    if left >= 1 << 30:
-        left -= left % (1 << 20)
-    return replace(trial, budgets=replace(trial.budgets, gpu=left))
+    return replace(trial, budgets=replace(trial.budgets, gpu=readable_bytes(left)))

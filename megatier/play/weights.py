@@ -174,7 +174,7 @@ class UnitWeights:
             lease = self._store.lease(key, Tier.GPU)
             self._held.append(lease)
 
-        cause = causes.most_common(1)[0][0] if causes else "ram_to_gpu"
+        cause = causes.most_common(1)[0][0] if causes else ""
         return Use(self, access, lease, asked, cause)
 
     def _on_demand(self, unit: str, key: str) -> list[Transfer]:

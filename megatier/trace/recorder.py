@@ -41,7 +41,15 @@ class Recorder:
         self._events: list[TraceEvent] = []
 
     def access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
-        """Note one use of a unit: when compute asked, had the weights, and gave them back."""
+        """Note one use of a unit: when compute asked, had the weights, and gave them back.
+
+        Args:
+            access: the use.
+            cause: what compute waited for most; empty: nothing, so the time until it had the weights is the host's.
+            asked: when it asked for them.
+            entered: when it had them.
+            left: when it gave them back.
+        """
         self._accesses.append((access, cause, asked, entered, left, self._pauses))
         self._pauses = []
 
@@ -135,8 +143,8 @@ class Recorder:
         self._events.append(TraceEvent(lane="compute", name=name, start_ns=from_ns, end_ns=left.ns()))
 
     def _note_stall(self, unit: str, cause: str, start_ns: int, end_ns: int) -> bool:
-        """Note a wait of compute, and return whether it was long enough for that."""
-        is_long = end_ns - start_ns >= STALL_NS_MIN
+        """Note a wait of compute, and return whether it was one: something was waited for, and for long enough."""
+        is_long = cause != "" and end_ns - start_ns >= STALL_NS_MIN
         if is_long:
             stall = TraceEvent(lane="stall", name=unit, start_ns=start_ns, end_ns=end_ns, cause=cause)
             self._events.append(stall)
