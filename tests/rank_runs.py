@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import unittest.mock
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,17 +20,21 @@ from tiny_vision import image_batch, text_batch, vision_config
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatier.adapters.lora import add_adapters
+from megatier.config.lora import LoraConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.step import StepResult
 from megatier.engine.unit_model import Batch
+from megatier.layout import Layout
 from megatier.models import weights
-from megatier.models.decoder import build_skeleton
+from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.ranks import ranks as ranks_module
 from megatier.ranks.ranks import Ranks, joined
 from megatier.schedule.sizes import Policy, host_ram
 from megatier.session.session import Session
+from megatier.session.skeleton import WeightReader
 from megatier.tier import Kind, Phase, Tier, Way
 
 KINDS = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
@@ -50,6 +56,8 @@ class RankRun:
     tile_tokens: int | None = None
     activations: Literal["keep", "recompute", "offload"] = "keep"
     frozen: tuple[str, ...] = ()
+    adapters: int = 0
+    """The rank of the adapters that are trained; 0: the model is."""
     learning_rate: float = 1e-2
     moments: Literal["fp32", "bf16"] = "fp32"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -134,6 +142,8 @@ def session_on_ranks(run: RankRun, place: Place, mount: Path) -> Iterator[Sessio
         compile=False,
     )
     skeleton = build_skeleton(config, model.attention)
+    if run.adapters:
+        add_adapters(skeleton, LoraConfig(rank=run.adapters, dropout=run.dropout), "base")
     freeze(skeleton, run.frozen)
     os.environ["NCCL_P2P_DISABLE"] = "0" if run.way in (None, Way.COPIES) else "1"
     with (
@@ -170,10 +180,25 @@ def image_groups(run: RankRun, step: int) -> list[Batch]:
     ]
 
 
+class DrawnWeights:
+    """Weights that depend on the names of parameters alone, as a source for Session.load."""
+
+    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
+        for tensor in (shard or unit.layout).tensors:
+            generator = torch.Generator().manual_seed(zlib.crc32(tensor.name.encode()))
+            whole = torch.randn(math.prod(tensor.parameter_shape), generator=generator) * 0.1
+            yield tensor.start, whole[slice(*tensor.elements)]
+
+
+def first_weights(session: Session, run: RankRun) -> WeightReader:
+    """What a run begins with."""
+    return DrawnWeights() if run.adapters else Initialiser(session.model, 0)
+
+
 def train_on_ranks(run: RankRun, place: Place, mount: Path) -> RankOutcome:
     """Run on this rank. Call it on all."""
     with session_on_ranks(run, place, mount) as session:
-        session.load(Initialiser(session.model, 0))
+        session.load(first_weights(session, run))
         return train_steps(session, run)
 
 

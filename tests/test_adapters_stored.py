@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "integers": (integers, "is I8; adapters are read in F32, BF16, F16"),
     "no weights": (without_weights, f"has no {WEIGHTS}"),
     "no config": (without_config, f"has no {CONFIG}"),
-    "kind": (setting("peft_type", "IA3"), "adapters of the kind IA3, not LORA"),
+    "kind": (setting("peft_type", "IA3"), "is of the kind IA3; LORA alone is trained here"),
     "biases": (setting("bias", "all"), "sets bias to all, and such adapters are not trained here"),
     "parameters": (setting("target_parameters", ["experts.down"]), "sets target_parameters to"),
     "first values": (setting("init_lora_weights", "pissa"), "sets init_lora_weights to pissa"),

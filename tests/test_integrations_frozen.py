@@ -72,7 +72,7 @@ def test_stream_refuses_a_model_of_which_nothing_is_trained() -> None:
 def test_stream_refuses_a_model_with_other_modules_than_its_config_makes() -> None:
     model = plain_model(exactness_config("tied"))
     with pytest.raises(UnsupportedModelError, match="Sequential is no model of transformers"):
-        megatier.stream(torch.nn.Sequential(model), tiers=TIERS)  # type: ignore[arg-type]
+        megatier.stream(torch.nn.Sequential(model), tiers=TIERS)
     layer = model.get_submodule("model.layers.0.mlp")
     layer.up_proj = torch.nn.Sequential(layer.get_submodule("up_proj"))  # as adapters do
     with pytest.raises(UnsupportedModelError, match=r"no parameter model\.layers\.0\.mlp\.up_proj\.weight"):

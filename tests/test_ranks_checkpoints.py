@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import POOL
-from rank_runs import RankRun, session_on_ranks, train_step
+from rank_runs import RankRun, first_weights, session_on_ranks, train_step
 from test_ranks_exactness import PLACES
 from tiny_runs import Place
 
@@ -60,9 +60,10 @@ def train_between(
     """Go on to a step, and write a checkpoint after it: losses and norms. Call it on all ranks."""
     first, last = steps
     with cut(chunks), session_on_ranks(run, place, mount) as session:
-        if (before := last_checkpoint(folder)) is None:
-            session.load(Initialiser(session.model, 0))
-        else:
+        before = last_checkpoint(folder)
+        if before is None or run.adapters:  # whose base no checkpoint has
+            session.load(first_weights(session, run))
+        if before is not None:
             restore(session, before)
         results = [train_step(session, run, step) for step in range(first, last + 1)]
         session.player.drain()
@@ -84,6 +85,7 @@ RUNS = {
     "tied, fp32": RankRun(steps=2, model="tied", dtype="fp32"),
     "frozen": RankRun(steps=2, frozen=("model.embed_tokens", "model.layers.0.self_attn", "model.layers.1.mlp")),
     "expert parts": RankRun(steps=2, model="moe", expert_parts=3),
+    "adapters": RankRun(steps=2, adapters=3),
 }
 ON_GPUS = RankRun(device="cuda", groups=2, model="flash")
 CASES = [
@@ -93,6 +95,7 @@ CASES = [
     ("tied, fp32", "ram", 2, CHUNKS),
     ("frozen", "nvme", 2, CHUNKS),
     ("expert parts", "ram", 2, CHUNKS),
+    ("adapters", "nvme", 2, CHUNKS),
 ]
 
 
@@ -120,6 +123,15 @@ def test_run_that_goes_on_with_other_numbers_of_ranks_has_the_bits_of_one_proces
         found = POOL.run(train_between, size, run, PLACES[place], tmp_path, folder, (first, last))
         assert found == [figures[first - 1 : last]] * size
     assert digest(folder / "step-00000005") == digest(expected)
+
+
+def test_adapters_that_go_on_with_another_number_of_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    figures, expected = alone("adapters", tmp_path.parent, 2, None)
+    for size, step in ((2, 1), (1, 2)):
+        found = POOL.run(train_between, size, RUNS["adapters"], PLACES["ram"], tmp_path, folder, (step, step))
+        assert found == [figures[step - 1 : step]] * size
+    assert digest(folder / "step-00000002") == digest(expected)
 
 
 # ---------------------------------------------------------------------- shards that cut every unit

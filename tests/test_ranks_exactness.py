@@ -113,6 +113,7 @@ RUNS = {
     "tiles of tokens": RankRun(model="tied", tile_tokens=10),
     "routers in fp32": RankRun(model="routers"),
     "moments in bf16": RankRun(moments="bf16"),
+    "adapters": RankRun(adapters=3),
     "one round": RankRun(groups=2),
     "not clipped": RankRun(clip=None),
     "steps left out": RankRun(learning_rate=1e38),
@@ -133,7 +134,7 @@ def test_two_ranks_that_stream_beside_homes_on_the_gpu_have_the_bits_of_one_proc
     check(RankRun(), "gpu, ram, streamed", 2, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tied", "frozen", "expert parts", "routers in fp32", "moments in bf16"])
+@pytest.mark.parametrize("name", ["tied", "frozen", "expert parts", "routers in fp32", "moments in bf16", "adapters"])
 def test_two_ranks_that_spill_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
     check(RUNS[name], "nvme", 2, tmp_path)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -60,9 +60,23 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, base: str) -> Non
     Raises:
         ConfigError: peft is missing, a target or a module to save names nothing, is tied, or cannot have an adapter.
     """
-    peft = load_peft()
     given = _chosen(model, settings) if settings.adapter is None else read_settings(Path(settings.adapter).expanduser())
-    is_by_name = settings.adapter is not None or settings.targets != (ALL_LINEAR,)
+    inject(model, given, base, is_by_name=settings.adapter is not None or settings.targets != (ALL_LINEAR,))
+
+
+def inject(model: PreTrainedModel, given: Mapping[str, Any], base: str, *, is_by_name: bool = True) -> None:
+    """Let PEFT put its layers into a skeleton, and freeze all but the adapters.
+
+    Args:
+        model: the skeleton of the base.
+        given: settings of PEFT's `LoraConfig`.
+        base: the folder or name of the base, which is noted in the adapter's config.
+        is_by_name: whether somebody has named the targets.
+
+    Raises:
+        ConfigError: see `add_adapters`.
+    """
+    peft = load_peft()
     layers = decoder_layers(model)
     tied = _tied_modules(model)
 

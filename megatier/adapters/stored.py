@@ -62,18 +62,29 @@ def read_settings(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it is of a kind that is not trained here. Names the setting.
     """
-    found = read_config(folder)
+    return checked_settings(read_config(folder), f"model.lora.adapter: {folder / CONFIG_FILE}")
+
+
+def checked_settings(found: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings of a config of PEFT's that its `LoraConfig` is made of here.
+
+    Args:
+        found: the config, with its kind.
+        where: begins messages.
+
+    Raises:
+        ConfigError: adapters of this kind are not trained here. Names the setting.
+    """
     kind = found.get("peft_type")
     if kind != "LORA":
-        raise ConfigError(f"model.lora.adapter: {folder} holds adapters of the kind {shown(str(kind))}, not LORA.")
+        raise ConfigError(f"{where} is of the kind {shown(str(kind))}; LORA alone is trained here.")
 
     others = {"bias": found.get("bias", "none") != "none"}
     others["init_lora_weights"] = found.get("init_lora_weights") not in FIRST_VALUES
     others |= {key: bool(value) for key, value in found.items() if key not in (*TAKEN, *FREE, *others)}
     if refused := next((key for key, is_set in others.items() if is_set), None):
         raise ConfigError(
-            f"model.lora.adapter: {folder / CONFIG_FILE} sets {shown(refused)} to {shown(str(found[refused]))}, and "
-            "such adapters are not trained here."
+            f"{where} sets {shown(refused)} to {shown(str(found[refused]))}, and such adapters are not trained here."
         )
     return {key: found[key] for key in TAKEN if found.get(key) is not None}
 

@@ -40,8 +40,7 @@ def check_given(given: Mapping[str, Any]) -> None:
             (hasattr(rows, "__len__") and not len(rows), "train_dataset has no rows."),  # type: ignore[arg-type]
             (
                 given.get("peft_config") is not None,
-                "peft_config: megatier makes no adapters. Leave it out; frozen of megatier.stream trains a part of a "
-                "model.",
+                "peft_config: a streamed model has its adapters already. Give peft_config to megatier.stream instead.",
             ),
             (
                 getattr(args, "fsdp", None) or getattr(args, "deepspeed", None),

@@ -8,12 +8,16 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, Never
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from megatier.adapters.base import identity_of, note
+from megatier.adapters.given import add_given, check_trained, unwrapped
+from megatier.adapters.weights import AdaptedWeights
 from megatier.config.file import check_units
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.config.values import require
@@ -56,7 +60,7 @@ ELSEWHERE = {
 
 
 def stream(
-    model: str | os.PathLike[str] | PreTrainedModel,
+    model: str | os.PathLike[str] | nn.Module,
     *,
     tiers: TiersConfig | Mapping[str, Any] | None = None,
     accumulation_steps: int = 1,
@@ -73,6 +77,7 @@ def stream(
     compile: bool | None = None,
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa",
     frozen: str | Sequence[str] = (),
+    peft_config: Any | None = None,  # noqa: ANN401 - PEFT's, which has no types
     expert_parts: int = 1,
     tile_tokens: int | None = None,
     **unknown: Never,
@@ -84,7 +89,8 @@ def stream(
 
     Args:
         model: a folder in Hugging Face's format or a hub id, whose weights stream in; or a model in RAM, which is
-            copied and stays as it is. Its parameters that require no gradient are frozen.
+            copied and stays as it is. Its parameters that require no gradient are frozen. It may be a `PeftModel` of
+            PEFT: then its adapters alone are trained.
         tiers: budgets and mounts, as a `TiersConfig` or as the section `tiers` of a config; None: taken from the
             machine, without NVMe.
         accumulation_steps: backwards per `optimizer.step`, at least 1. Each is one pass over the units. Under
@@ -97,7 +103,8 @@ def stream(
         compute_dtype: type of weights and activations, by its name or torch's; masters are fp32.
         moments: type in which both moments of AdamW are stored. bf16 takes 8 bytes of state a parameter instead of 12,
             and rounds stochastically.
-        seed: of the random numbers by which moments in bf16 are rounded, at least 0, and of nothing else.
+        seed: of the random numbers by which moments in bf16 are rounded, and with which the adapters of peft_config
+            begin, at least 0; of nothing else.
         activations: whether activations are kept between forward and backward, or computed again.
         fused_loss: whether head and loss are one chunked node. The model then takes labels and gives a loss, but no
             logits. A model that does more between the two than scale and cap logits once runs without it, with a
@@ -106,6 +113,7 @@ def stream(
         attention: the attention implementation of transformers.
         frozen: names or patterns of parameters that are not trained, or, after "!", that are trained all the same
             (`models.frozen`). A single one may be given as text.
+        peft_config: a `LoraConfig` of PEFT: adapters that are trained over the model, which is frozen.
         expert_parts: number of units that the experts of a layer are cut into, so that slots need not take all of them
             at once.
         tile_tokens: most tokens on which a norm, an MLP or the experts of a layer work at once, so that what they hold
@@ -131,7 +139,7 @@ def stream(
     train = TrainConfig(batch=accumulation_steps, groups=accumulation_steps, activations=activations, clip=clip)
     train = replace(train, learning_rate=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
     train = replace(train, moments=moments, seed=seed)
-    return _open(model, tiers, computing, train, frozen)
+    return _open(model, tiers, computing, train, frozen, peft_config)
 
 
 def _refuse_unknown(names: Iterable[str]) -> None:
@@ -168,11 +176,12 @@ def _tiers(given: TiersConfig | Mapping[str, Any] | None) -> TiersConfig:
 
 
 def _open(
-    model: str | os.PathLike[str] | PreTrainedModel,
+    model: str | os.PathLike[str] | nn.Module,
     tiers: TiersConfig,
     computing: ModelConfig,
     train: TrainConfig,
     frozen: str | Sequence[str],
+    peft_config: Any | None,  # noqa: ANN401 - PEFT's, which has no types
 ) -> Streamed:
     """Open a session for a model and read its weights in.
 
@@ -182,24 +191,9 @@ def _open(
         computing: how the model computes. Its path is not read.
         train: settings of the steps, with the groups of one rank.
         frozen: as for `stream`.
+        peft_config: as for `stream`.
     """
-    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is no model of transformers. Give the model itself, and name what is not trained "
-            "in frozen. If it has adapters, merge them first."
-        )
-
-    # The reader comes before `freeze`: a model in RAM says which of its parameters are frozen, and the patterns that
-    # the caller names win over that.
-    reader: WeightReader
-    if isinstance(model, PreTrainedModel):
-        skeleton = build_skeleton(model.config, computing.attention)
-        reader = InRam(model, skeleton)
-    else:
-        folder = resolve(os.fspath(model))
-        skeleton = build_skeleton(read_model_config(computing, folder), computing.attention)
-        reader = SafetensorsFolder(folder, skeleton)
-    freeze(skeleton, frozen, "frozen")
+    skeleton, reader = _source(model, computing, frozen, peft_config, train.seed)
 
     # The session owns files on the drives, which nobody would remove if loading fails or is interrupted.
     share_interpreter()
@@ -213,4 +207,58 @@ def _open(
         opened.enter_context(session)
         session.store.seal()
         session.load(reader)
-        return Streamed(session, train, opened.pop_all(), is_from_folder=not isinstance(model, PreTrainedModel))
+        return Streamed(session, train, opened.pop_all(), is_from_folder=not isinstance(model, nn.Module))
+
+
+def _source(
+    model: str | os.PathLike[str] | nn.Module,
+    computing: ModelConfig,
+    frozen: str | Sequence[str],
+    peft_config: Any | None,  # noqa: ANN401 - PEFT's, which has no types
+    seed: int,
+) -> tuple[PreTrainedModel, WeightReader]:
+    """Return the skeleton of a model, with its adapters and with what is frozen, and the reader of its weights."""
+    # The reader comes before `freeze`: a model in RAM says which of its parameters are frozen, and the patterns that
+    # the caller names win over that.
+    if isinstance(model, nn.Module):
+        skeleton, reader, is_adapted = _in_ram(model, computing, is_new=peft_config is not None)
+        base = str(skeleton.config._name_or_path)
+    else:
+        folder = resolve(os.fspath(model))
+        skeleton = build_skeleton(read_model_config(computing, folder), computing.attention)
+        reader = SafetensorsFolder(folder, skeleton)
+        is_adapted = False
+        base = str(folder.resolve()) if Path(model).is_dir() else os.fspath(model)
+
+    if peft_config is not None:
+        if not isinstance(model, nn.Module):
+            note(skeleton, identity_of(resolve(os.fspath(model))))
+        add_given(skeleton, peft_config, base)
+        reader = AdaptedWeights(reader, skeleton, seed)
+    freeze(skeleton, frozen, "frozen")
+    if peft_config is not None or is_adapted:
+        check_trained(skeleton)
+    return skeleton, reader
+
+
+def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[PreTrainedModel, WeightReader, bool]:
+    """Return the skeleton of a model in RAM with its own adapters, its reader, and whether it has any.
+
+    Args:
+        model: a model of transformers, or a `PeftModel` around one.
+        computing: how the model computes.
+        is_new: whether other adapters are to be put into it.
+    """
+    inside, config = unwrapped(model)
+    if not isinstance(inside, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{type(inside).__name__} is no model of transformers. Give the model itself, and name what is not trained "
+            "in frozen."
+        )
+    if is_new and config is not None:
+        raise UnsupportedModelError("the model has adapters already: leave out peft_config, or give the model itself.")
+
+    skeleton = build_skeleton(inside.config, computing.attention)
+    if config is not None:
+        add_given(skeleton, config, config.base_model_name_or_path or "")
+    return skeleton, InRam(inside, skeleton), config is not None

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from megatier.adapters.base import noted
+from megatier.adapters.folder import export
 from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, restore, settle_replaced
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.run_directory import last_checkpoint, step_of
@@ -31,7 +33,6 @@ from megatier.integrations.stream_optimizer import StreamedAdamW
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.models.experts import places_of
-from megatier.models.export import export
 from megatier.models.weights import chunks
 from megatier.numerics.tiles import Decision
 from megatier.ranks.channel import Alone
@@ -196,7 +197,9 @@ class StreamedState(ABC):
         dtype: Literal["bf16", "fp32"] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """Write a folder that `from_pretrained` loads. The weights are written piece by piece, by the first rank.
+        """Write a folder that `from_pretrained` loads, or that of `PeftModel` if the model has adapters.
+
+        The weights are written piece by piece, by the first rank.
 
         Args:
             folder: a new or empty folder.
@@ -231,6 +234,7 @@ class StreamedState(ABC):
         settings = self.optimizer.saved_settings()
         tiles = {path: asdict(found) for path, found in self._session.engine.model.tiles.items()}
         state = {"streamed": settings, "groups": self.groups, "tiles": tiles, "moments": self._moments}
+        state["base"] = noted(self.model)
         return CheckpointWriter(self._session, path, self.steps, state).wait()
 
     def saved_groups(self, folder: str | os.PathLike[str]) -> int | None:
@@ -259,6 +263,7 @@ class StreamedState(ABC):
         self._check_between_steps("Restoring a checkpoint")
         self._meet("restore()")
         checkpoint, settings, tiles = self._crew.first(lambda: _find_saved(Path(folder), self._moments))
+        self._crew.first(lambda: _check_base(checkpoint, noted(self.model)))
 
         # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
         with self._session.player.loading():
@@ -361,3 +366,18 @@ def _find_saved(folder: Path, moments: str | None = None) -> tuple[Path, Setting
     if not is_bound(checkpoint):
         warnings.warn(UNBOUND.format(checkpoint), stacklevel=5)
     return checkpoint, settings, read_tiles(state)
+
+
+def _check_base(checkpoint: Path, base: Mapping[str, str]) -> None:
+    """Refuse a checkpoint of adapters over another base, which it does not hold.
+
+    Args:
+        checkpoint: the checkpoint.
+        base: the identity of the model's base; empty: it has none, or it came from RAM and is not known.
+
+    Raises:
+        CheckpointError: the checkpoint is of another one.
+    """
+    before = read_state(checkpoint).get("base") or {}
+    if base and before and before != base:
+        raise CheckpointError(f"{checkpoint} is of adapters over another base. Stream the base that they belong to.")

@@ -1,0 +1,83 @@
+"""Adapters that somebody else's program has made or described with PEFT's own classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from megatier.adapters.lora import ADAPTER, inject, stored_names
+from megatier.adapters.stored import checked_settings
+from megatier.errors import ConfigError, UnsupportedModelError
+from megatier.foreign import shown
+from megatier.models.decoder import is_adapter
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, Any | None]:
+    """Return the model of transformers inside a `PeftModel`, and PEFT's config of the adapters in it.
+
+    Args:
+        model: a `PeftModel`, or a model of transformers with adapters or without.
+
+    Returns:
+        The model, and the config; None: it has no adapters.
+
+    Raises:
+        UnsupportedModelError: the adapters are several, merged into the base, not trained, or none that PEFT puts into
+            a model's modules.
+    """
+    inside: Any = model
+    if is_adapter(model) and hasattr(model, "get_base_model"):
+        inside = inside.get_base_model()
+    configs = getattr(inside, "peft_config", None) or getattr(model, "peft_config", None)
+    if not configs:
+        return inside, None
+
+    if list(configs) != [ADAPTER]:
+        raise UnsupportedModelError(
+            f"the model has adapters with the names {shown(', '.join(map(str, configs)))}; only one is streamed, with "
+            f"the name {ADAPTER!r}."
+        )
+    if any(getattr(module, "merged_adapters", None) for module in inside.modules()):
+        raise UnsupportedModelError("the model's adapters are merged into its base. Call unmerge_adapter() first.")
+    if not any(parameter.requires_grad for parameter in inside.parameters()):
+        raise UnsupportedModelError(
+            "no parameter of the model and of its adapters requires a gradient. Load them with "
+            "PeftModel.from_pretrained(..., is_trainable=True)."
+        )
+    return inside, configs[ADAPTER]
+
+
+def add_given(model: PreTrainedModel, config: Any, base: str) -> None:  # noqa: ANN401 - PEFT's, which has no types
+    """Put the adapters of a config of PEFT's into a skeleton, and freeze all else.
+
+    Args:
+        model: the skeleton of the base.
+        config: a `LoraConfig` of PEFT, which stays as it is.
+        base: the folder or name of the base, which is noted in the adapters' config.
+
+    Raises:
+        ConfigError: it is none, or of a kind that is not trained here; see also `add_adapters`.
+    """
+    found = config.to_dict() if hasattr(config, "to_dict") else None
+    if not isinstance(found, Mapping) or "peft_type" not in found:
+        raise ConfigError(f"peft_config is a {type(config).__name__}; it must be a LoraConfig of PEFT.")
+    kind = found["peft_type"]
+    inject(model, checked_settings({**found, "peft_type": getattr(kind, "value", kind)}, "peft_config"), base)
+
+
+def check_trained(model: PreTrainedModel) -> None:
+    """Refuse a model with adapters that trains something else, or not all of them: a folder of them would lack it.
+
+    Raises:
+        ConfigError: names the first parameter.
+    """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    adapters = set(stored_names(model).values())
+    if odd := sorted(trained ^ adapters):
+        what = "is trained, but no part of" if odd[0] in trained else "is not trained, but a part of"
+        raise ConfigError(
+            f"{odd[0]} {what} the adapters. Leave frozen out, and name what is trained beside them in modules_to_save."
+        )
