@@ -55,7 +55,7 @@ def test_train_killed_leaves_blocks_that_clean_removes_and_a_run_that_it_mention
     assert len(list(leftovers(tmp_path))) == 3, "its block directory, the lock in there, and the run's lock"
     assert main(["clean", str(tmp_path), "--yes"]) == 0
     output = capsys.readouterr().out
-    assert re.search(r"megatier-\w+: .* ago, removed\n", output)
+    assert re.search(rf"megatier-\w+: .* ago, of the run {tmp_path}/run, begun [-\d]+ [\d:]+, removed\n", output)
     assert f"{tmp_path / 'run'}: a killed run" in output
     assert list(leftovers(tmp_path)) == [tmp_path / "run" / "lock"]
     assert metrics(tmp_path)
