@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from small_commands import after_step, command
-from tiny_adapters import base_folder
+from tiny_adapters import base_folder, peft
 from tiny_runs import one_thread
 from transformers import AutoModelForCausalLM
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from plain_adamw import PlainAdamW
 from safetensors.torch import load_file
-from tiny_adapters import stored_adapter
+from tiny_adapters import peft, stored_adapter
 from tiny_models import tiny_config
 from tiny_runs import MIB, one_thread, plain_model, random_groups
 from torch import Tensor, nn

@@ -14,6 +14,8 @@ from megatier.config.lora import LoraConfig
 from megatier.errors import ConfigError
 from megatier.models.decoder import build_skeleton, find_units
 
+pytest.importorskip("peft")
+
 
 def adapted(family: str = "llama", **settings: Any) -> PreTrainedModel:
     model = build_skeleton(tiny_config(family), "sdpa")

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from small_commands import command
-from tiny_adapters import base_folder, stored_adapter
+from tiny_adapters import base_folder, peft, stored_adapter
 from tiny_models import tiny_config
 from tiny_runs import one_thread, plain_model
 from torch import Tensor

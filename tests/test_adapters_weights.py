@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from tiny_adapters import base_folder
+from tiny_adapters import base_folder, peft
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

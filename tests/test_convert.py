@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from megatier.cli import main
+from megatier.config.file import load
+from megatier.config.lora import LoraConfig
 from megatier.convert.conversion import Conversion
 from megatier.convert.source import convert
 from megatier.errors import ConfigError
@@ -353,9 +356,33 @@ def test_convert_llama_factory_values_that_depend_on_others(
 
 
 @pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, {"rank": 8, "alpha": 16, "targets": ["all-linear"]}),
+        ({"lora_rank": 64, "lora_alpha": 32, "lora_dropout": 0.1}, {"rank": 64, "alpha": 32, "dropout": 0.1}),
+        ({"lora_target": "q_proj, v_proj", "additional_target": "norm"}, {"targets": ["q_proj", "v_proj"]}),
+        ({"lora_target": ["q_proj"], "use_dora": True, "use_rslora": True}, {"targets": ["q_proj"], "dora": True}),
+    ],
+)
+def test_convert_llama_factory_adapters(more: dict[str, object], expected: dict[str, object], tmp_path: Path) -> None:
+    source = {"model_name_or_path": "a", "dataset": "x", "finetuning_type": "lora", **more}
+    made = convert(written(tmp_path, source))
+    given: Any = made.settings["model.lora"]
+    lora = LoraConfig.of(given)
+    assert {key: lora.to_dict()[key] for key in expected} == expected
+    assert set(findings(made, "carried")) >= {"finetuning_type", *more}
+
+    # LLaMA-Factory trains adapters unless it is told otherwise.
+    del source["finetuning_type"]
+    assert convert(written(tmp_path, source)).settings == made.settings
+    main(["convert", str(written(tmp_path, source)), "--output", str(tmp_path / "run.yaml")])
+    assert load(tmp_path / "run.yaml").model.adapters == lora
+
+
+@pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"finetuning_type": "lora"}, "finetuning_type is lora; it must be full: all parameters are trained"),
+        ({"finetuning_type": "oft"}, "finetuning_type is oft; megatier trains full or lora"),
         ({"stage": "dpo"}, "stage is dpo; `megatier train` does sft and pt"),
         ({"cutoff_len": 1}, "cutoff_len is 1; it must be a whole number of at least 2"),
     ],

@@ -76,6 +76,8 @@ def alone(name: str, base: Path, last: int, chunks: int | None) -> tuple[list[tu
     """Losses and norms of one process, and its checkpoint."""
     folder = base / f"alone {name} {last} {chunks}"
     run = replace({**RUNS, "two GPUs": ON_GPUS}[name], steps=last)
+    if run.adapters:
+        pytest.importorskip("peft")
     (figures,) = POOL.run(train_between, 1, run, PLACES["ram"], base, folder, (1, last), chunks)
     return figures, folder / f"step-{last:08d}"
 

@@ -53,6 +53,8 @@ def alone(run: RankRun, mount: Path) -> RankOutcome:
 
 def check(run: RankRun, place: str, size: int, mount: Path) -> list[RankOutcome]:
     """Train on so many ranks, and compare everything with one process."""
+    if run.adapters:
+        pytest.importorskip("peft")
     reference = alone(replace(run, way=None), mount.parent)
     outcomes: list[RankOutcome] = POOL.run(train_on_ranks, size, run, ALL_PLACES[place], mount)
     for outcome in outcomes:

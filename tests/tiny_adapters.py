@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import peft
+import pytest
 import torch
 from small_commands import MODEL
 from tiny_runs import plain_model
@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 
 from megatier.config.lora import ALL_LINEAR, LoraConfig
 
+peft = pytest.importorskip("peft")
+"""PEFT itself. Tests that need it are left out where it is not installed."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatier.config.lora import ALL_LINEAR
 from megatier.convert.conversion import Conversion
 from megatier.errors import ConfigError
 
@@ -18,9 +19,21 @@ ATTENTION = {"sdpa": "sdpa", "disabled": "eager"}
 FIGURES = "metrics.jsonl has every step; `megatier report` draws it"
 ONE_PASS = "the text is tokenised once, before the first step"
 ELSEWHERE = "only architectures of transformers itself are run"
-NO_LORA = "all parameters are trained, and there are no adapters here"
 EVALUATION = "data.holdout_fraction keeps a part of the text for evaluation, and data.holdout_split names a split"
 VISION = "vision towers are not trained"
+
+LORA_KEYS = (
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target",
+    "use_rslora",
+    "use_dora",
+    "additional_target",
+)
+ADAPTER = "model.lora.adapter goes on with an adapter, whose own settings then count"
+QUANTISED = "the base stays in full precision"
+FIRST_VALUES = "adapters begin as PEFT's do by default"
 
 REASONS = {
     "do_train": "`megatier train` trains",
@@ -61,6 +74,12 @@ REASONS = {
     "use_liger_kernel": "head and loss are one, chunk by chunk (model.fused_loss)",
     "enable_liger_kernel": "head and loss are one, chunk by chunk (model.fused_loss)",
     "data_seed": "data.seed sets the order of the text",
+    "adapter_name_or_path": ADAPTER,
+    "create_new_adapter": ADAPTER,
+    "quantization_bit": QUANTISED,
+    "quantization_method": QUANTISED,
+    "pissa_init": FIRST_VALUES,
+    "loraplus_lr_ratio": "all parameters of adapters have one learning rate",
 }
 DIFFERING = {
     "eval_dataset",
@@ -76,6 +95,12 @@ DIFFERING = {
     "freeze_multi_modal_projector",
     "optim",
     "data_seed",
+    "adapter_name_or_path",
+    "create_new_adapter",
+    "quantization_bit",
+    "quantization_method",
+    "pissa_init",
+    "loraplus_lr_ratio",
 }
 """Those without which a run's numbers may differ."""
 
@@ -96,18 +121,48 @@ def convert(made: Conversion) -> None:
 
 
 def _kind(made: Conversion) -> None:
-    """Refuse what would be trained as something else: adapters, preferences, rewards."""
+    """Refuse what would be trained as something else: preferences, rewards, other kinds of adapters."""
     stage = made.text("stage") or "sft"
     if stage not in ("sft", "pt"):
         raise ConfigError(
             f"{made.source}: stage is {stage}; `megatier train` does sft and pt. DPO runs with StreamedTrl "
             "(docs/trainers.md)."
         )
-    method = made.text("finetuning_type")
-    if method not in (None, "full"):
-        raise ConfigError(f"{made.source}: finetuning_type is {method}; it must be full: {NO_LORA}.")
+    method = made.text("finetuning_type") or "lora"
+    if method not in ("full", "lora"):
+        raise ConfigError(f"{made.source}: finetuning_type is {method}; megatier trains full or lora.")
     made.carry("stage", {}, "as dataset_info.json describes the records")
-    made.carry("finetuning_type", {}, NO_LORA if method is None else "as here")
+    if method == "lora":
+        _adapters(made)
+    else:
+        made.carry("finetuning_type", {}, "as here")
+
+
+def _adapters(made: Conversion) -> None:
+    """Convert the settings of LoRA. The numbers are LLaMA-Factory's defaults."""
+    rank = made.count("lora_rank") or 8
+    alpha = made.number("lora_alpha")
+    targets = _names(made, "lora_target") or ["all"]
+    lora = {
+        "rank": rank,
+        "alpha": 2 * rank if alpha is None else alpha,
+        "dropout": made.number("lora_dropout") or 0.0,
+        "targets": [ALL_LINEAR] if targets == ["all"] else targets,
+        "rslora": made.flag("use_rslora") or False,
+        "dora": made.flag("use_dora") or False,
+        "modules_to_save": _names(made, "additional_target"),
+    }
+    made.carry("finetuning_type", {"model.lora": lora}, "needs megatier[lora]")
+    for key in LORA_KEYS:
+        if made.has(key):
+            made.carry(key, {}, "see finetuning_type")
+
+
+def _names(made: Conversion, key: str) -> list[str]:
+    """Return names that stand in a list, or in one text with commas."""
+    value = made.raw(key)
+    words = value if isinstance(value, list) else (made.text(key) or "").split(",")
+    return [str(word).strip() for word in words if str(word).strip()]
 
 
 def _model(made: Conversion) -> None:
