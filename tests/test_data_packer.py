@@ -51,7 +51,7 @@ def test_lay_windows_are_whole_rows_and_texts_in_between_keep_their_place(monkey
     made = Packer(config, byte_tokenizer(), BadRecords(skips=False))
     documents: list[str | Conversation] = ["text", conversation("a"), conversation("b" * 100), conversation("c"), "end"]
     laid = [np.concatenate([*made.lay(document), np.empty(0, np.int64)]) for document in documents]
-    assert [len(tokens) for tokens in laid] == [5, 0, 64 - 5 + 3 * 64, 0, 64 + 4]
+    assert [len(tokens) for tokens in laid] == [5, 0, 64 - 5 + 2 * 64, 0, 64 + 4]
     rest = np.concatenate(list(made.end()))
     tokens = np.concatenate([*laid, rest])
     assert len(tokens) % 64 == 0
@@ -60,6 +60,23 @@ def test_lay_windows_are_whole_rows_and_texts_in_between_keep_their_place(monkey
     assert (rows[0, 5:] == 256).all()
     assert (tokens.reshape(-1, 64)[1:, 0] & FIRST != 0).all(), "each row begins a document, also that which goes on"
     assert bytes(rows[-1, :3].tolist()) == b"end"
+
+
+def test_lay_windows_hand_on_what_their_emptiest_row_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of two rows would leave a quarter of them empty. Each conversation comes once, and whole."""
+    monkeypatch.setattr(packer, "WINDOW_ROWS", 2)
+    config = DataConfig(files=("a",), tokenizer="bytes", sequence_length=256, window_rows=1, chat="messages")
+    made = Packer(config, byte_tokenizer(), BadRecords(skips=False))
+    draw = random.Random(4)
+    answers = [f"<{number:03}{'x' * draw.randrange(60)}>" for number in range(400)]
+    pieces = [piece for answer in answers for piece in made.lay(conversation(answer))] + list(made.end())
+
+    tokens = np.concatenate(pieces)
+    assert len(tokens) % 256 == 0
+    text = bytes((tokens >> MARK_BITS)[(tokens >> MARK_BITS) < 256].astype(np.uint8).tolist()).decode()
+    assert sorted(found for found in answers if text.count(found) == 1) == sorted(answers)
+    fill = np.count_nonzero(tokens == byte_tokenizer().eos_token_id << MARK_BITS | FIRST)
+    assert fill < 0.05 * len(tokens)
 
 
 def test_lay_same_conversations_same_tokens_whatever_is_tokenised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

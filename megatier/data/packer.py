@@ -66,6 +66,8 @@ class Packer:
         self._window: list[Conversation] = []
         """Conversations that wait to be packed."""
         self._window_bytes = 0
+        self._handed_on: list[NDArray[np.int64]] = []
+        """The pieces of a window's emptiest row, which are packed with the next window."""
 
     def lay(self, document: str | Conversation) -> Iterator[NDArray[np.int64]]:
         """Yield the tokens that come next with this document: none, its own, or those of a window."""
@@ -73,11 +75,11 @@ class Packer:
             self._window.append(document)
             self._window_bytes += document.num_bytes
             if is_window(self._config, len(self._window), self._window_bytes):
-                yield from self._lay_window()
+                yield from self._lay_window(hands_on=True)
             return
 
         # A text is not packed, so it comes after the conversations that wait.
-        yield from self._lay_window()
+        yield from self._lay_window(hands_on=False)
         first = FIRST
         for piece in self._marked(document):
             if len(piece):
@@ -90,22 +92,36 @@ class Packer:
 
     def end(self) -> Iterator[NDArray[np.int64]]:
         """Yield the tokens that still wait, and the fill of a row that was begun, if documents are apart."""
-        yield from self._lay_window()
+        yield from self._lay_window(hands_on=False)
         yield from self._end_row()
 
-    def _lay_window(self) -> Iterator[NDArray[np.int64]]:
-        """Yield whole rows of the conversations that wait."""
-        if not self._window:
+    def _lay_window(self, *, hands_on: bool) -> Iterator[NDArray[np.int64]]:
+        """Yield whole rows of the conversations that wait.
+
+        Args:
+            hands_on: keep what the emptiest row holds for the next window. Else each window would end in a row that is
+                half empty, and of long rows a window has few.
+        """
+        if not (self._window or self._handed_on):
             return
         yield from self._end_row()
-        pieces = [piece for made in self._tokenise_chats(self._window) for piece in _cut(made, self._row)]
+        made = self._tokenise_chats(self._window)
+        pieces = [*self._handed_on, *(piece for tokens in made for piece in _cut(tokens, self._row))]
         self._window = []
         self._window_bytes = 0
+        self._handed_on = []
 
-        for numbers in best_fit([len(piece) for piece in pieces], self._row):
+        rows = best_fit([len(piece) for piece in pieces], self._row)
+        used = [sum(len(pieces[number]) for number in numbers) for numbers in rows]
+        emptiest = min(range(len(rows)), key=used.__getitem__, default=None)
+
+        for place, numbers in enumerate(rows):
+            if hands_on and place == emptiest:
+                self._handed_on = [pieces[number] for number in numbers]
+                continue
             for number in numbers:
                 yield pieces[number]
-            self._left = self._row - sum(len(pieces[number]) for number in numbers)
+            self._left = self._row - used[place]
             yield from self._end_row()
 
     def _end_row(self) -> Iterator[NDArray[np.int64]]:
