@@ -48,19 +48,39 @@ CASES: dict[str, tuple[str, dict[str, Any], LoraConfig]] = {
 }
 
 
+POLICIES = ("keep", "recompute", "offload")
+ROOMY = {
+    # The adapters of a layer take 32,768 elements of each plane that is updated, and weights are slots beside them.
+    "ram": PLACES["ram"],
+    "gpu": PLACES["gpu"],
+    "ram_streamed": replace(PLACES["ram_streamed"], gpu=4 * MIB),
+    "nvme": PLACES["nvme"],
+    "nvme_twice": PLACES["nvme_twice"],
+    "gpu_ram_nvme": replace(PLACES["gpu_ram_nvme"], gpu=500 * KIB, ram=32 * KIB),
+}
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     with one_thread():
         yield
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_adapters_take_three_steps_like_peft_over_a_plain_model_bit_for_bit(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "name", "activations"),
+    [
+        *((case, list(ROOMY)[number % len(ROOMY)], POLICIES[number % 3]) for number, case in enumerate(CASES)),
+        *(("llama", name, "keep") for name in list(ROOMY)[1:]),
+    ],
+)
+def test_adapters_take_three_steps_like_peft_over_a_plain_model_bit_for_bit(
+    case: str, name: str, activations: Any, tmp_path: Path
+) -> None:
     family, options, lora = CASES[case]
     config = tiny_config(family, **options)
-    train = TrainConfig(steps=3, batch=6, clip=0.5, weight_decay=0.1)
+    train = TrainConfig(steps=3, batch=6, clip=0.5, weight_decay=0.1, activations=activations)
     model = peft_model(config, lora, attention_of(config))
-    place = PLACES["nvme"]
+    place = ROOMY[name]
     with opened(
         config, tmp_path, place, train, source=ModelWeights(model), lora=lora, compute_dtype="fp32", seed=None
     ) as session:
@@ -85,15 +105,6 @@ def test_adapters_take_three_steps_like_peft_over_a_plain_model_bit_for_bit(case
 
 CONFIG = tiny_config("llama", **SMALL, vocab_size=6336, num_hidden_layers=4, attention_dropout=0.2)
 LORA = LoraConfig(rank=4, dropout=0.1)
-ROOMY = {
-    # The adapters of a layer take 32,768 elements of each plane that is updated, and weights are slots beside them.
-    "ram": PLACES["ram"],
-    "gpu": PLACES["gpu"],
-    "ram_streamed": replace(PLACES["ram_streamed"], gpu=4 * MIB),
-    "nvme": PLACES["nvme"],
-    "nvme_twice": PLACES["nvme_twice"],
-    "gpu_ram_nvme": replace(PLACES["gpu_ram_nvme"], gpu=500 * KIB, ram=32 * KIB),
-}
 
 
 def trained_on(name: str, mount: Path, train: TrainConfig, **options: Any) -> Outcome:
@@ -122,7 +133,7 @@ def test_adapters_in_bf16_give_the_same_bits_on_any_tier(
     source = ModelWeights(peft_model(CONFIG, LORA))
     found = {}
     for index, name in enumerate(names):
-        policy: Any = ("keep", "recompute", "offload")[index % 3]
+        policy: Any = POLICIES[index % 3]
         train = TrainConfig(steps=5, batch=6, clip=clip, weight_decay=0.1, groups=groups, activations=policy)
         train = replace(train, moments=moments)
         found[name] = trained_on(name, tmp_path, train, lora=LORA, source=source)
@@ -141,3 +152,13 @@ def test_adapters_beside_experts_in_parts_give_the_bits_of_whole_layers(tmp_path
             results = run_steps(session, train, 2)
             found.append((results[0].loss, read_parameters(session, Kind.EXP_AVG).keys()))
     assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiles", [False, True])
+def test_adapters_on_a_gpu_give_the_same_bits_on_any_tier(compiles: bool, tmp_path: Path) -> None:
+    source = ModelWeights(peft_model(CONFIG, LORA))
+    train = TrainConfig(steps=5, batch=6, clip=0.5, weight_decay=0.1)
+    options: dict[str, Any] = {"lora": LORA, "source": source, "device": "cuda", "compile": compiles}
+    found = [trained_on(name, tmp_path, train, **options) for name in ROOMY]
+    assert found == [found[0]] * len(ROOMY)

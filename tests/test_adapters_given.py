@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tiny_adapters import peft, stored_adapter
 from tiny_models import tiny_config
 from tiny_runs import MIB, one_thread, plain_model, random_groups
+from tiny_vision import image_batch, vision_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -112,6 +113,26 @@ def test_stream_with_peft_config_streams_the_base_from_its_folder(base: Path, tm
         pytest.raises(CheckpointError, match="of adapters over another base"),
     ):
         streamed.restore(tmp_path / "saved")
+
+
+def test_stream_of_a_vision_language_model_with_adapters_takes_the_steps_of_the_plain_one() -> None:
+    """Also its tower has adapters."""
+    plain = plain_model(vision_config("qwen2_5_vl"))
+    targets = [name for name, module in plain.named_modules() if type(module) is nn.Linear and name != "lm_head"]
+    model = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=targets), plain)
+    options: dict[str, Any] = {"compute_dtype": "fp32", "fused_loss": False, "lr": 1e-2, "weight_decay": 0.1}
+    with megatier.stream(model, tiers=TIERS, **options) as streamed:
+        for step in (1, 2):
+            streamed.model(**image_batch("qwen2_5_vl", 2, step)).loss.backward()
+            streamed.optimizer.step()
+        found = streamed.state_dict()
+    optimizer = PlainAdamW(model, 1.0)
+    for step in (1, 2):
+        model(**image_batch("qwen2_5_vl", 2, step)).loss.backward()
+        optimizer.step(step, 1e-2)
+    adapters = {name: value for name, value in model.named_parameters() if ".lora_" in name}
+    assert any("visual" in name for name in adapters)
+    assert [name for name, value in adapters.items() if not torch.equal(found[name], value)] == []
 
 
 def several(model: Any) -> Any:
