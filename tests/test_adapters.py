@@ -162,3 +162,23 @@ def test_adapters_on_a_gpu_give_the_same_bits_on_any_tier(compiles: bool, tmp_pa
     options: dict[str, Any] = {"lora": LORA, "source": source, "device": "cuda", "compile": compiles}
     found = [trained_on(name, tmp_path, train, **options) for name in ROOMY]
     assert found == [found[0]] * len(ROOMY)
+
+
+def test_adapters_beside_a_head_that_is_trained_whole_have_a_fused_loss(tmp_path: Path) -> None:
+    lora = LoraConfig(rank=4, targets=("v_proj",), modules_to_save=("lm_head",))
+    source = ModelWeights(peft_model(CONFIG, lora))
+    train = TrainConfig(steps=3, batch=6, clip=0.5, weight_decay=0.1, beta1=0.0)
+    losses, grads = [], []
+    for fused in (False, True):
+        options: dict[str, Any] = {"lora": lora, "source": source, "compute_dtype": "fp32", "fused_loss": fused}
+        with opened(CONFIG, tmp_path, PLACES["ram"], train, **options) as session:
+            assert session.engine.model.fuses_loss == fused
+            losses.append(run_steps(session, train, 1)[0].loss)
+            grads.append(read_parameters(session, Kind.EXP_AVG))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert "lm_head.modules_to_save.default.weight" in grads[0]
+    for name, expected in grads[0].items():
+        assert (grads[1][name] - expected).norm() <= 1e-4 * expected.norm(), name
+
+    found = [trained_on(name, tmp_path, train, lora=lora, source=source, fused_loss=True) for name in ("ram", "nvme")]
+    assert found[0] == found[1]

@@ -26,7 +26,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
-from megatier.models.decoder import Unit, decoder_layers
+from megatier.models.decoder import Unit, decoder_layers, is_adapter
 
 IGNORED = -100
 """Label of a token that does not count."""
@@ -67,19 +67,30 @@ def check_fusable(model: PreTrainedModel, units: Sequence[Unit]) -> None:
         raise UnsupportedModelError(f"{name} of transformers {transformers.__version__} computes its loss by itself.")
     if not any(model.get_submodule(module) is head for unit in units for module in unit.module_names):
         raise UnsupportedModelError(f"the output embedding of {name} is not a unit of its own.")
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+    if (product := product_of(head)) is None:
         raise UnsupportedModelError(f"the output embedding of {name} is no plain product but a {type(head).__name__}.")
     if model.loss_function is not ForCausalLMLoss:
         raise UnsupportedModelError(f"{name} has a loss function of its own, {_name_of(model.loss_function)}.")
 
-    logits, whole = _ask(model, head, head.out_features)
+    logits, whole = _ask(model, head, product.in_features, product.out_features)
     with without_softcap(model) as cap:
-        hidden, bare = _ask(model, head, head.in_features)
+        hidden, bare = _ask(model, head, product.in_features, product.in_features)
 
     # The scale that fits best; if the forward does more than that, it does not fit well.
     scale = (hidden * bare).sum() / hidden.square().sum()
     if not (_agree(bare, scale * hidden) and _agree(whole, capped(scale * logits, cap))):
         raise UnsupportedModelError(f"the forward of {name} does more to the logits than to scale or cap them once.")
+
+
+def product_of(head: nn.Module | None) -> nn.Linear | None:
+    """Return the plain product that an output embedding is; None if it is something else.
+
+    If PEFT trains a copy of a head as a whole (`modules_to_save`), the product is that copy.
+    """
+    if head is not None and is_adapter(head) and hasattr(head, "modules_to_save"):
+        (head,) = cast("nn.ModuleDict", head.modules_to_save).values()
+    is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    return cast("nn.Linear", head) if is_plain else None
 
 
 def check_calls_loss_function(model: PreTrainedModel, remedy: str) -> None:
@@ -191,12 +202,12 @@ class _Passage:
                 raise UnsupportedModelError(f"{name} adds a loss of the logits to the loss function's.")
 
 
-def _ask(model: PreTrainedModel, head: nn.Linear, width: int) -> tuple[Tensor, Tensor]:
+def _ask(model: PreTrainedModel, head: nn.Module, in_features: int, width: int) -> tuple[Tensor, Tensor]:
     """Run one forward; returns what the head gave and what reached the loss function, each fp64 [tokens, width]."""
     name = type(model).__name__
     passage = _Passage()
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
-    hidden = torch.empty(ROWS, TOKENS, head.in_features, device="meta")
+    hidden = torch.empty(ROWS, TOKENS, in_features, device="meta")
     own_loss = model.loss_function
     loss = None
     model.loss_function = passage.loss
@@ -225,7 +236,7 @@ def _ask(model: PreTrainedModel, head: nn.Linear, width: int) -> tuple[Tensor, T
     return given.double().flatten(0, -2), arrived.double().reshape(-1, given.shape[-1])
 
 
-def _body(model: PreTrainedModel, head: nn.Linear) -> nn.Module:
+def _body(model: PreTrainedModel, head: nn.Module) -> nn.Module:
     """The module that the forward calls for its hidden states: the outermost with the layers and without the head."""
     layers = decoder_layers(model)
     module = cast("nn.Module", model)

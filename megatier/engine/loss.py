@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from megatier.engine.gradient import Gradients
-from megatier.engine.head import IGNORED, capped, without_softcap
+from megatier.engine.head import IGNORED, capped, product_of, without_softcap
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
 from megatier.errors import UnsupportedModelError
@@ -44,7 +44,9 @@ class FusedLoss:
         """
         self._head = head
         self._chunk = chunk
-        self._names = {leaf: tensor.name for _, leaf, tensor in head.bindings}
+        product = product_of(head.module)
+        assert product is not None
+        self._names = {leaf: tensor.name for own, leaf, tensor in head.bindings if own is product._parameters}
         with without_softcap(model) as cap:
             self._cap = cap
 
