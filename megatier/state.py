@@ -34,6 +34,9 @@ class StateSchema:
 
     planes: tuple[Plane, ...]
     """The weight, which is the copy that computes, comes first."""
+    by_matrix: bool = False
+    """Whether an update needs whole matrices, on the device that computes. Else each element is updated by itself, so
+    any run of them is, wherever it lies."""
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -112,3 +115,14 @@ ADAMW_BF16 = ADAMW["bf16", "fp32"]
 
 ADAMW_FP32 = ADAMW["fp32", "fp32"]
 """AdamW with fp32 compute and fp32 moments."""
+
+MUON = {
+    compute: StateSchema(
+        planes=(*master, Plane(kind=Kind.MOMENTUM, dtype="float32", width=4, array="momentum")), by_matrix=True
+    )
+    for compute, master in (("bf16", SPLIT), ("fp32", WHOLE))
+}
+"""Muon's state by compute dtype: 8 bytes a parameter."""
+
+ARRAYS = tuple(dict.fromkeys(name for schema in (*ADAMW.values(), *MUON.values()) for name in schema.arrays))
+"""The groups that a checkpoint may have, each once."""

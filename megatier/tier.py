@@ -18,12 +18,13 @@ class Tier(StrEnum):
 
 
 class Kind(StrEnum):
-    """The sort of bytes that a block holds. The first four are the state of a unit."""
+    """The sort of bytes that a block holds. The first five are the state of a unit."""
 
     WEIGHT = "weight"
     REMAINDER = "remainder"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    MOMENTUM = "momentum"
     GRAD = "grad"
     ACTIVATION = "activation"
     GATHERED = "gathered"
@@ -88,7 +89,7 @@ class Way(StrEnum):
 SHARED_STAGES = 2
 """Regions that each rank of a host has in shared RAM. One is written while the other is read."""
 
-STATE_KINDS = (Kind.WEIGHT, Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+STATE_KINDS = (Kind.WEIGHT, Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM)
 """All kinds of state that any schema has (`megatier.state`)."""
 
 

@@ -99,6 +99,9 @@ class Adder:
         if elements[0] == 0:
             self.updated.append(unit)
 
+    def matrices(self, unit: str) -> Sequence[Elements]:
+        return ()
+
     def accumulate(self, unit: str, total: Tensor, part: Tensor, *, group: int) -> None:
         added = part.view(torch.int32) + (total.view(torch.int32) if group else 0)
         total.view(torch.int32).copy_(added)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatier.checkpoint.room import Room
-from megatier.config.schema import OutputConfig
+from megatier.config.output_section import OutputConfig
 from megatier.errors import CapacityError, TransferError
 
 SIZE, EXPORT = 1200, 200

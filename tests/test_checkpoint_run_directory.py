@@ -19,7 +19,8 @@ from megatier.checkpoint.run_directory import (
 )
 from megatier.config.data_section import DataConfig
 from megatier.config.file import load
-from megatier.config.schema import ModelConfig, OutputConfig, RunConfig
+from megatier.config.output_section import OutputConfig
+from megatier.config.schema import ModelConfig, RunConfig
 from megatier.errors import ConfigError, RunLockedError
 from megatier.private import lock_directory
 

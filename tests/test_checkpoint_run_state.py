@@ -9,7 +9,8 @@ import torch
 
 from megatier.checkpoint.run_state import RunState
 from megatier.config.data_section import DataConfig
-from megatier.config.schema import ModelConfig, OutputConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.output_section import OutputConfig
+from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import CheckpointError, ConfigError, DataError
 from megatier.numerics.tiles import Decision
 
@@ -97,6 +98,17 @@ def test_changes_of_a_run_of_a_version_without_narrow_moments_are_none() -> None
     narrow = replace(CONFIG, train=TrainConfig(moments="bf16"))
     expected = ["train.moments was 'fp32' and is 'bf16'"]
     assert state.changes(narrow, CPU) == state.changes_of_blocks(narrow) == expected
+
+
+def test_another_optimizer_is_refused_even_if_the_user_accepts_it() -> None:
+    before = stored()
+    del before["config"]["train"]["optimizer"]  # an older version
+    state = RunState.read(before)
+    assert state.changes(CONFIG, CPU) == []
+    changes = state.changes(replace(CONFIG, train=TrainConfig(optimizer="muon")), CPU)
+    assert changes == ["train.optimizer was 'adamw' and is 'muon'"]
+    with pytest.raises(ConfigError, match=r"is 'muon', whose state step \d+ does not have. Go on with what it was, or"):
+        state.check(changes, changes)
 
 
 def test_check_on_another_library_or_device_is_refused() -> None:

@@ -58,11 +58,11 @@ def test_savepoints_change_no_bit(run: Run, place: str, tmp_path: Path, without:
 
 
 @pytest.mark.parametrize("place", ["nvme, two", "all, two", "nvme, three"])
-@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize(("optimizer", "moments"), [("adamw", "fp32"), ("adamw", "bf16"), ("muon", "bf16")])
 def test_savepoints_beside_several_groups_and_a_clipped_step_change_no_bit(
-    place: str, moments: str, tmp_path: Path, without: Callable[[Run], Outcome]
+    place: str, optimizer: str, moments: str, tmp_path: Path, without: Callable[[Run], Outcome]
 ) -> None:
-    run = Run(model="untied", groups=3, clip=1e9, moments=moments)
+    run = Run(model="untied", groups=3, clip=1e9, optimizer=optimizer, moments=moments)
     run = replace(run, clip=0.999 * max(without(run).norms))
     assert with_savepoints(run, PLACES[place], tmp_path) == without(run)
 

@@ -16,9 +16,10 @@ from transformers import PretrainedConfig
 from megatier.errors import UnsupportedModelError
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.models.dtypes import IN_FP32 as IN_FP32_UNIT
-from megatier.models.dtypes import buffer_dtypes, with_schemas
+from megatier.models.dtypes import VECTORS, buffer_dtypes, with_schemas
 from megatier.models.experts import cut_units, places_of
-from megatier.state import ADAMW, ADAMW_BF16, ADAMW_FP32
+from megatier.models.frozen import freeze
+from megatier.state import ADAMW, ADAMW_BF16, ADAMW_FP32, MUON
 
 OTHERS: dict[str, dict[str, Any]] = {
     "minimax": {
@@ -144,3 +145,47 @@ def test_parts_of_experts_of_which_some_parameters_are_in_fp32_are_refused(monke
     assert any(unit.is_lent for unit in with_schemas(model, cut_units(model, 1), "bf16"))
     with pytest.raises(UnsupportedModelError, match=r"experts\[0:4\] stay in fp32, .* Set model.expert_parts to 1"):
         with_schemas(model, cut_units(model, 2), "bf16")
+
+
+@pytest.mark.parametrize(("model_type", "parts"), [("qwen3_moe", 1), ("qwen3_moe", 2), ("ernie4_5_moe", 1)])
+@pytest.mark.parametrize("compute_dtype", ["bf16", "fp32"])
+def test_muon_trains_matrices_and_stacks_of_experts_in_layers(model_type: str, parts: int, compute_dtype: str) -> None:
+    model = build_skeleton(config_of(model_type), "sdpa")
+    found = with_schemas(model, cut_units(model, parts), compute_dtype, "bf16", "muon")
+    muon = MUON[compute_dtype]
+    assert {unit.layout.schema for unit in found if unit.is_layer or unit.experts is not None} == {muon}
+    trained = {tensor.name for unit in found if unit.layout.schema is muon for tensor in unit.layout.trained.tensors}
+    # Routers of ERNIE stay in fp32 beside bf16, and their optimizer must not depend on the compute dtype.
+    assert trained == {
+        name
+        for name, parameter in model.named_parameters()
+        if name.startswith("model.layers.") and parameter.dim() > 1 and not (model_type[0] == "e" and ".gate." in name)
+    }
+    assert places_of(found).keys() == dict(model.named_parameters()).keys()
+    [vectors] = [unit for unit in found if unit.name == VECTORS]
+    assert vectors.is_lent
+    assert vectors.layout.schema is ADAMW[compute_dtype, "bf16"]
+    assert "model.layers.0.input_layernorm.weight" in {tensor.name for tensor in vectors.layout.tensors}
+
+
+def test_muon_leaves_vectors_that_are_frozen_where_they_are() -> None:
+    model = build_skeleton(config_of("qwen3_moe"), "sdpa")
+    freeze(model, ("*norm*",))
+    units = find_units(model)
+    found = with_schemas(model, units, "bf16", "fp32", "muon")
+    assert [unit.name for unit in found] == [unit.name for unit in units]
+    assert {unit.layout.schema for unit in found if unit.is_layer} == {MUON["bf16"]}
+
+
+def test_muon_trains_no_matrix_that_is_no_weight() -> None:
+    """The state matrix of Mamba has two dimensions, its convolution three."""
+    model = build_skeleton(config_of("falcon_mamba"), "sdpa")
+    found = with_schemas(model, find_units(model), "bf16", "fp32", "muon")
+    names = {tensor.name.split(".", 3)[-1] for unit in found if unit.is_layer for tensor in unit.layout.tensors}
+    assert names == {f"mixer.{name}_proj.weight" for name in ("in", "x", "dt", "out")}
+
+
+def test_muon_refuses_parts_of_experts_that_have_biases() -> None:
+    model = build_skeleton(config_of("gpt_oss"), "eager")
+    with pytest.raises(UnsupportedModelError, match=r"experts\[0:2\] .* are no matrices for Muon, .*expert_parts to 1"):
+        with_schemas(model, cut_units(model, 2), "bf16", "fp32", "muon")

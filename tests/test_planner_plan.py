@@ -149,18 +149,19 @@ def test_plan_in_tiles_counts_the_sums_of_their_gradients() -> None:
     ],
 )
 @pytest.mark.parametrize(
-    ("model", "fused", "moments"),
+    ("model", "fused", "optimizer", "moments"),
     [
-        ("untied", False, "fp32"),
-        ("untied", True, "bf16"),
-        ("tied", True, "fp32"),
-        ("moe", False, "fp32"),
+        ("untied", False, "adamw", "fp32"),
+        ("untied", True, "adamw", "bf16"),
+        ("untied", True, "muon", "bf16"),
+        ("tied", True, "adamw", "fp32"),
+        ("moe", False, "adamw", "fp32"),
     ],
 )
 def test_plan_foretells_the_order_and_the_bytes_of_a_real_run(
-    model: str, fused: bool, moments: str, place: str, groups: int, activations: str, tmp_path: Path
+    model: str, fused: bool, optimizer: str, moments: str, place: str, groups: int, activations: str, tmp_path: Path
 ) -> None:
-    choices: dict[str, Any] = {"activations": activations, "moments": moments}
+    choices: dict[str, Any] = {"activations": activations, "optimizer": optimizer, "moments": moments}
     train = TrainConfig(batch=BATCH, groups=groups, learning_rate=1e-2, **choices)
     config = exactness_config(model)
     with opened(config, tmp_path, PLACES[place], train, fused_loss=fused) as session:

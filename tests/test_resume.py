@@ -106,6 +106,8 @@ def test_resume_that_is_refused_leaves_the_config_as_it_was(stopped: Path, capsy
     assert (stopped / "config.yaml").read_text() == before
     assert main(["resume", str(stopped), "--train.moments=bf16"]) == 2
     assert "train.moments was 'fp32' and is 'bf16'. Go on with what it was, or add" in capsys.readouterr().err
+    assert main(["resume", str(stopped), "--train.optimizer=muon", "--accept-changes"]) == 2
+    assert "train.optimizer was 'adamw' and is 'muon', whose state step" in capsys.readouterr().err
     words = ["--train.steps=4", "--train.moments=bf16", "--accept-changes"]
     assert main(["resume", str(stopped), *words]) == 0
     assert "steps: 4" in (stopped / "config.yaml").read_text()

@@ -16,7 +16,7 @@ from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.sizes import Budgets, Policy, UnitSpec
 from megatier.schedule.timeline import Access, Load, Scatter, build, scatters_of
-from megatier.state import ADAMW, ADAMW_BF16
+from megatier.state import ADAMW, ADAMW_BF16, MUON
 from megatier.tier import Kind, Phase, Tier, Way
 
 MIB = 1 << 20
@@ -191,6 +191,22 @@ def test_forecast_of_moments_in_bf16_moves_and_updates_a_third_less() -> None:
     assert narrow.moved_bytes["ram_to_nvme"] == pytest.approx(8 * 6 * MIB)
     assert wide.moved_bytes["ram_to_nvme"] == pytest.approx(12 * 6 * MIB)
     assert narrow.alone_seconds["update_nvme"] == pytest.approx(wide.alone_seconds["update_nvme"] * 18 / 26)
+
+
+@pytest.mark.parametrize("home", ["gpu", "ram", "nvme"])
+def test_forecast_of_muon_carries_matrices_from_ram_and_takes_the_time_of_their_products(home: str) -> None:
+    budgets, policy = PLACES[home]
+    found = []
+    for flops in (1e6, 1e6 + FAST.flops_per_s / 10):
+        units = [replace(unit, schema=MUON["bf16"], update_flops=flops) for unit in UNITS]
+        found.append(forecast(accesses(1), SECONDS, units, place(units, budgets, policy), policy, FAST))
+    short, long = found
+    carried = 0 if home == "gpu" else 6 * MIB
+    assert short.moved_bytes.get("state_to_gpu", 0) == pytest.approx(10 * carried)
+    assert short.moved_bytes.get("state_to_ram", 0) == pytest.approx(8 * carried)
+    assert short.moved_bytes.get("ram_to_nvme", 0) == pytest.approx(8 * 6 * MIB * (home == "nvme"))
+    # Compute cannot go on meanwhile.
+    assert long.seconds - short.seconds == pytest.approx(6 * 0.1, rel=0.1)
 
 
 def test_forecast_of_a_unit_frozen_but_for_one_chunk_updates_it_in_one_piece() -> None:

@@ -22,7 +22,7 @@ from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.pace import Pace
 from megatier.checkpoint.room import Room
 from megatier.cli import main
-from megatier.config.schema import OutputConfig
+from megatier.config.output_section import OutputConfig
 from megatier.models import export
 from megatier.train import save_plan, saves
 from megatier.train.save_plan import SavePlan

@@ -37,7 +37,7 @@ from megatier.schedule.sizes import Budgets
 from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader
 from megatier.session.workload import Workload
-from megatier.tier import Kind, Tier, round_up
+from megatier.tier import STATE_KINDS, Kind, Tier, round_up
 
 KIB, MIB = 1 << 10, 1 << 20
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 24, "head_dim": 8}
@@ -109,7 +109,7 @@ class Outcome:
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     digests: tuple[str, ...]
-    """Of the masters and of both moments."""
+    """Of the masters, and of moments and momentum where there are any."""
 
 
 def exactness_config(model: str) -> PretrainedConfig:
@@ -262,11 +262,13 @@ def read_unit(session: Session, unit: Unit, kind: Kind) -> Tensor:
 def outcome(session: Session, results: Sequence[StepResult]) -> Outcome:
     """Summarise a run that is over."""
     session.player.drain()
+    held = {kind for unit in session.units for kind in unit.layout.schema.kinds} - {Kind.REMAINDER}
     digests = []
-    for kind in (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ):
+    for kind in sorted(held, key=STATE_KINDS.index):
         digest = hashlib.sha256()
         for unit in session.units:
-            digest.update(read_unit(session, unit, kind).view(torch.uint8).numpy().tobytes())
+            if kind in unit.layout.schema.kinds:
+                digest.update(read_unit(session, unit, kind).view(torch.uint8).numpy().tobytes())
         digests.append(digest.hexdigest())
     return Outcome(tuple(r.loss for r in results), tuple(r.grad_norm for r in results), tuple(digests))
 
@@ -298,6 +300,7 @@ class Run:
     eps: float = 1e-8
     """AdamW's. With a large one, an update is in proportion to its gradient, and no gradient near zero decides."""
     moments: str = "fp32"
+    optimizer: str = "adamw"
     expert_parts: int = 1
     gpu_direct: bool = False
     guard: bool = False
@@ -323,6 +326,7 @@ class Run:
             weight_decay=0.1,
             eps=self.eps,
             moments=self.moments,  # type: ignore[arg-type]
+            optimizer=self.optimizer,  # type: ignore[arg-type]
         )
 
     def __call__(self, mount: Path) -> Outcome:

@@ -4,7 +4,8 @@
                                          the manifest: the checksum of each other file by its place
         params/<name>                    master weights; for frozen parameters, the weights that they compute with, but
                                          not for the base of adapters
-        exp_avg/<name>, exp_avg_sq/<name>   moments of the parameters that are trained
+        exp_avg/<name>, exp_avg_sq/<name>   moments of the parameters that AdamW trains
+        momentum/<name>                  momentum of those that Muon trains
 
 Names are those of the model's parameters; a tied one comes once. `zarr.open_group(path)["params/lm_head.weight"][:]`
 reads a tensor.
@@ -38,10 +39,8 @@ from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
 from megatier.ranks.channel import Alone
 from megatier.session.session import Session
-from megatier.state import ADAMW_BF16, MASTERS
+from megatier.state import ARRAYS, MASTERS
 
-ARRAYS = tuple(ADAMW_BF16.arrays)
-"""The groups of arrays. They hold fp32, so they are the same whatever the compute dtype is."""
 FORMAT = 3
 """The format that is written."""
 UNBOUND_FORMAT = 2
@@ -70,14 +69,22 @@ def arrays_of(units: Sequence[Unit]) -> dict[tuple[str, str], tuple[int, ...]]:
     """
     return {
         (name, tensor.name): tensor.parameter_shape
-        for name in ARRAYS
+        for name in groups_of(units)
         for unit in units
         for tensor in tensors_of(unit.layout, name)
     }
 
 
+def groups_of(units: Sequence[Unit]) -> tuple[str, ...]:
+    """Return the groups of a checkpoint's arrays, which hold fp32 whatever the compute dtype is."""
+    found = {name for unit in units for name in unit.layout.schema.arrays}
+    return tuple(name for name in ARRAYS if name in found)
+
+
 def tensors_of(layout: Layout, name: str) -> tuple[TensorSlice, ...]:
     """Return the tensors of a unit that lie in arrays of a group: frozen ones have no moments, and a base has none."""
+    if name not in layout.schema.arrays:
+        return ()
     return layout.tensors if name == MASTERS and not layout.has_base else layout.trained.tensors
 
 
@@ -187,7 +194,7 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
     if found["format"] == FORMAT:
         manifest = Manifest.read(file, found.get("manifest"))
         digested = {"state": state, "manifest": found["manifest"]}
-    elif any(read_json(path / name / METADATA_FILE).get("attributes") for name in ARRAYS):
+    elif any(read_json(path / name / METADATA_FILE).get("attributes") for name in ARRAYS if (path / name).is_dir()):
         raise DamagedCheckpointError(str(file), "is of an older checkpoint than the arrays beside it")
 
     if not isinstance(state, dict) or found.get("digest") != digest_of(digested):
@@ -217,7 +224,7 @@ def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> 
 
     # Files that nobody wrote there are refused too: an array of another checkpoint could be among them.
     manifest.check_folder(root, "", (METADATA_FILE,))
-    for name in ARRAYS:
+    for name in (MASTERS, *(name for name in ARRAYS if name in manifest.checksums and name != MASTERS)):
         manifest.check_metadata(root, name)
         manifest.check_folder(root, name, (METADATA_FILE,))
     return {place: manifest.array(root, "/".join(place), grid) for place, grid in grids.items()}

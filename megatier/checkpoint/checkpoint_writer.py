@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from megatier.checkpoint.checkpoint import (
-    ARRAYS,
     FORMAT,
     WRITING,
     arrays_of,
     check_room,
     checkpoint_bytes,
+    groups_of,
     parameter_shapes,
     prune,
     remove_leftovers,
@@ -169,10 +169,10 @@ class CheckpointWriter:
         self._opened.callback(buffers.close)
 
         owners = ChunkOwners(wholes, self._crew.rank, self._crew.size)
-        for name in ARRAYS:
+        for name in groups_of(wholes):
             files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_THREADS, num_staged))
             self._writers.append(PlaneWriter(self._session, files, self._partial, name, buffers, owners))
-        self._workers = Workers(len(ARRAYS), "megatier-checkpoint")
+        self._workers = Workers(len(self._writers), "megatier-checkpoint")
 
         # Called first of all, because the threads fill what the others free.
         self._opened.callback(self._workers.close)
@@ -267,10 +267,10 @@ def _write_metadata(
     # The groups say too that there is a manifest. If a misdirected write put an older root's metadata in place of this
     # one's, that would deny it.
     root = zarr.create_group(store=str(folder), zarr_format=3)
-    groups = {name: root.create_group(name, attributes={"megatier": {"format": FORMAT}}) for name in ARRAYS}
+    groups = {name: root.create_group(name, attributes={"megatier": {"format": FORMAT}}) for name in groups_of(units)}
     _create_arrays(folder, groups, arrays_of(units))
 
-    checksums = {name: [checksum_of(read_bytes(folder / name / METADATA_FILE))] for name in ARRAYS}
+    checksums = {name: [checksum_of(read_bytes(folder / name / METADATA_FILE))] for name in groups}
     for node, values in sorted(chunks.items()):
         checksums[node] = [checksum_of(read_bytes(folder / node / METADATA_FILE)), *values]
 

@@ -197,7 +197,8 @@ class PlaneWriter:
     def _runs(self, unit: Unit, generation: Generation) -> Generator[tuple[tuple[int, int], list[Tensor]]]:
         """Yield runs of a unit's elements with their planes, valid until the next run, which is on its way."""
         # Frozen elements come last in a layout, and have a weight alone. So no run has both sorts.
-        runs = self._cut(0, unit.layout.num_trained)
+        has_array = self._name in unit.layout.schema.arrays
+        runs = self._cut(0, unit.layout.num_trained) if has_array else []
         if self._name == MASTERS and not unit.layout.has_base:
             runs += self._cut(unit.layout.num_trained, unit.layout.num_elements)
         if not runs:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from megatier.adapters.folder import export_bytes
 from megatier.checkpoint.checkpoint import checkpoint_bytes
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, checkpoints
-from megatier.config.schema import OutputConfig
+from megatier.config.output_section import OutputConfig
 from megatier.errors import CapacityError, TransferError, mib
 from megatier.models.decoder import Unit
 from megatier.session.workload import COMPUTE_DTYPES

@@ -38,10 +38,12 @@ FREE = (
     "numerics.max_skips",
 )
 """Settings in other sections that change no number of the steps to come."""
-ADDED = {"train.moments": "fp32"}
+ADDED = {"train.moments": "fp32", "train.optimizer": "adamw", "train.momentum": 0.95}
 """Settings that change numbers and that older versions did not have, with what these did."""
-WIDTHS = ("model.compute_dtype", "train.moments")
-"""Settings that decide how many bytes an element of a kind has."""
+WIDTHS = ("model.compute_dtype", "train.moments", "train.optimizer")
+"""Settings that decide which kinds there are, and how many bytes an element of them has."""
+KEPT = "train.optimizer"
+"""The setting that may not change: the state of another optimizer is not in the checkpoint."""
 FIELDS = {"step": int, "config": dict, "environment": dict, "text": dict, "origin": dict}
 """The types of `RunState`, as JSON has them."""
 
@@ -133,15 +135,20 @@ class RunState:
         ]
 
     def check(self, changes: Collection[str], accepted: Container[str] = ()) -> None:
-        """Refuse to go on with other numbers.
+        """Refuse to go on with other numbers, and with another optimizer even if that was accepted.
 
         Args:
             changes: those that `changes` returned.
             accepted: changes that the user has accepted.
 
         Raises:
-            ConfigError: one of the changes was not accepted.
+            ConfigError: one of the changes was not accepted, or may not be.
         """
+        if other := [change for change in changes if change.startswith(f"{KEPT} ")]:
+            raise ConfigError(
+                f"{other[0]}, whose state step {self.step} does not have. Go on with what it was, or export the model "
+                "and begin a run with it."
+            )
         if refused := [change for change in changes if change not in accepted]:
             raise ConfigError(
                 f"the numbers of this run would change after step {self.step}: {'; '.join(refused)}. Go on with "

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from megatier.config.data_section import DataConfig
 from megatier.config.lora import LoraConfig, read_lora
+from megatier.config.output_section import OutputConfig
 from megatier.config.values import ByteCount, MountBudget, check_choices, parse_mount, read_text
 from megatier.config.values import require as _require
 from megatier.errors import ConfigError
@@ -196,6 +197,9 @@ class TrainConfig:
     offload_attention: bool = False
     """Under offload, take what attention gave and is kept off the GPU too, with the input of its layer, instead of
     keeping it there. This never changes a number."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """What trains the matrices of decoder layers. muon: 8 bytes of state a parameter. Embeddings, head, norms and other
+    vectors have AdamW either way."""
     learning_rate: float = 3e-4
     """Peak learning rate, at least 0."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -210,9 +214,11 @@ class TrainConfig:
     """Decay of the first moment, 0 to below 1."""
     beta2: float = 0.999
     """Decay of the second moment, 0 to below 1."""
+    momentum: float = 0.95
+    """Decay of Muon's momentum, 0 to below 1."""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """Type in which both moments are stored. bf16: 8 bytes of state a parameter instead of 12, so a third less moves,
-    and moments lose precision. They are rounded stochastically, by random numbers that depend on train.seed."""
+    """Type in which both moments of AdamW are stored. bf16: 8 bytes of state a parameter instead of 12, so a third less
+    moves, and moments lose precision. They are rounded stochastically, by random numbers that depend on train.seed."""
     eps: float = 1e-8
     """Number that is added to the root of the second moment, above 0."""
     clip: float | None = 1.0
@@ -237,7 +243,7 @@ class TrainConfig:
         for name in ("warmup_steps", "kept_layers", "seed", "evaluate_every", "learning_rate", "weight_decay"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"train.{name}", value, "at least 0")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "from 0 to below 1")
 
         _require(0 <= self.stall_timeout < math.inf, "train.stall_timeout", self.stall_timeout, "at least 0")
@@ -278,48 +284,6 @@ class NumericsConfig:
     def __post_init__(self) -> None:
         """Check each value."""
         _require(self.max_skips >= 0, "numerics.max_skips", self.max_skips, "at least 0")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutputConfig:
-    """What the run writes."""
-
-    directory: str = "runs/megatier"
-    """Run directory, for the resolved config, metrics.jsonl, checkpoints and the export. One run may use it at a
-    time."""
-    export: bool = True
-    """Write the model as a Hugging Face folder at the end."""
-    export_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Type of the exported weights. fp32 writes the master weights."""
-    checkpoint_every: int | Literal["auto"] = "auto"
-    """Steps between checkpoints, with one more at the end; at least 0. auto: as often as takes 2 % of the run's
-    time at most, and one if the export fails; none if savepoint_every is set, or if the drive has no room for two.
-    0: only if the run is stopped by Ctrl-C or SIGTERM, is ended by steps that are not finite, or cannot export its
-    model."""
-    savepoint_every: int = 0
-    """Steps between savepoints, at least 0. A savepoint leaves a generation of what spilled in place on NVMe and
-    writes only the rest, so it takes less time than a checkpoint. `resume` goes on from it on the same tiers and
-    drives. The last one is kept until there is a newer checkpoint. 0: none."""
-    keep_checkpoints: int = 2
-    """Number of checkpoints to keep, at least 1. The last ones stay."""
-    trace: bool = False
-    """Write a trace of transfers, compute and stalls that Perfetto can read."""
-    tensorboard: bool = False
-    """Also write the figures of each step for TensorBoard. This needs the extra megatier[tensorboard]."""
-
-    def __post_init__(self) -> None:
-        """Check each value."""
-        check_choices(self, "output")
-        _require(self.directory != "", "output.directory", self.directory, "a path")
-        every = self.checkpoint_every
-        _require(every == "auto" or every >= 0, "output.checkpoint_every", every, "auto or at least 0")
-        _require(self.savepoint_every >= 0, "output.savepoint_every", self.savepoint_every, "at least 0")
-        _require(self.keep_checkpoints >= 1, "output.keep_checkpoints", self.keep_checkpoints, "at least 1")
-
-    @property
-    def saves_by_time(self) -> bool:
-        """Whether the clock decides when a checkpoint is written, because no setting does."""
-        return self.checkpoint_every == "auto" and not self.savepoint_every
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

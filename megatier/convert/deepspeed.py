@@ -54,7 +54,7 @@ REASONS = {
     "gradient_predivide_factor": ONE_GPU,
     "disable_allgather": ONE_GPU,
     "sparse_gradients": "gradients are dense",
-    "zero_allow_untested_optimizer": "AdamW is the one optimizer here",
+    "zero_allow_untested_optimizer": "train.optimizer is adamw or muon",
     "zero_force_ds_cpu_optimizer": "AdamW runs where the state lies",
     "dataloader_drop_last": "steps are always full",
     "data_types": "gradients are added up in fp32",
@@ -64,7 +64,7 @@ REASONS = {
     "fp16": NO_SCALING,
     "amp": "model.compute_dtype is bf16 or fp32, for all layers",
     "torch_autocast": "model.compute_dtype is bf16 or fp32, for all layers",
-    "optimizer": "AdamW is the one optimizer here, and has no such setting",
+    "optimizer": "AdamW has no such setting here",
     "scheduler": "train.schedule is constant, linear or cosine, and has no such setting",
     "aio": "tiers.io_threads, 4 unless set, read and write requests of 8 MiB; `megatier bench` shows what they reach",
     "activation_checkpointing": "train.activations says what happens to activations of every layer",
@@ -218,7 +218,7 @@ def _optimizer(made: Conversion) -> None:
         return
 
     if kind is not None:
-        made.carry("optimizer.type", {}, "AdamW, the one optimizer here")
+        made.carry("optimizer.type", {}, "AdamW, as train.optimizer says")
     for name in ("adam_w_mode", "torch_adam"):
         if made.has(f"optimizer.params.{name}"):
             made.carry(f"optimizer.params.{name}", {}, "AdamW as torch has it")

@@ -70,7 +70,7 @@ REASONS = {
     "freeze_multi_modal_projector": VISION,
     "image_max_pixels": VISION,
     "video_max_pixels": VISION,
-    "optim": "AdamW is the one optimizer here",
+    "optim": "train.optimizer is adamw or muon",
     "use_liger_kernel": "head and loss are one, chunk by chunk (model.fused_loss)",
     "enable_liger_kernel": "head and loss are one, chunk by chunk (model.fused_loss)",
     "data_seed": "data.seed sets the order of the text",

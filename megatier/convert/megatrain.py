@@ -150,6 +150,6 @@ def _optimizer(made: Conversion) -> None:
 
     kind = made.text("optimizer.type")
     if kind in ("deepspeed_adam", "adamw"):
-        made.carry("optimizer.type", {}, "AdamW, the one optimizer here")
+        made.carry("optimizer.type", {}, "AdamW, as train.optimizer says")
     elif kind is not None:
-        made.leave("optimizer.type", "AdamW is the one optimizer here", differs=True)
+        made.leave("optimizer.type", "train.optimizer is adamw or muon", differs=True)

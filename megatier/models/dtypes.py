@@ -4,6 +4,9 @@ MiniMax multiplies activations with its buffers. Routers of ERNIE 4.5 and convol
 even if all other weights are in bf16. Such parameters are small and lie in large layers, while a unit has one schema of
 state. So all of them together are one unit, which is lent to the whole forward. A unit that has no others stays as it
 is: the norm of DeepSeek-V4, the head of Hy-V4.
+
+If Muon trains the matrices of layers, the same is done with what else is trained in layers: norms, biases, convolutions
+and other vectors, which AdamW trains.
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ from transformers import PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
 from megatier.layout import Layout
-from megatier.models.decoder import Unit
-from megatier.models.experts import WHOLE
-from megatier.state import ADAMW, StateSchema
+from megatier.models.decoder import Unit, decays
+from megatier.models.experts import WHOLE, experts_in
+from megatier.state import ADAMW, MUON, StateSchema
 
 IN_FP32 = "parameters in fp32"
 """The name of the unit of those parameters that stay in fp32 inside of units that are bf16."""
+VECTORS = "vectors of layers"
+"""The name of the unit of those parameters of layers that AdamW trains if Muon trains the others."""
 
 
 def place_buffers(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
@@ -64,60 +69,101 @@ def names_in_fp32(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str
 
 
 def with_schemas(
-    model: PreTrainedModel, units: Sequence[Unit], compute_dtype: str, moments: str = "fp32"
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    compute_dtype: str,
+    moments: str = "fp32",
+    optimizer: str = "adamw",
 ) -> tuple[Unit, ...]:
-    """Give each unit the schema of its state. What stays in fp32 inside of bf16 units becomes a unit of its own.
+    """Give each unit the schema of its state. What has another one inside of it becomes part of a unit that is lent.
+
+    That is what stays in fp32 inside of bf16 units, and what AdamW trains in layers whose matrices Muon trains.
 
     Args:
         model: the skeleton.
         units: all of its units.
         compute_dtype: as `model.compute_dtype` names it.
-        moments: their dtype, as `train.moments` names it.
+        moments: dtype of AdamW's moments, as `train.moments` names it.
+        optimizer: as `train.optimizer` names it.
 
     Raises:
         UnsupportedModelError: a part of a layer's experts has such parameters beside others.
     """
     schema = ADAMW[compute_dtype, moments]
     wide = ADAMW["fp32", moments]
-    kept = names_in_fp32(model, (tensor.name for unit in units for tensor in unit.layout.tensors))
+    in_fp32 = names_in_fp32(model, (tensor.name for unit in units for tensor in unit.layout.tensors))
+    matrices = matrices_of_layers(model, units) - in_fp32 if optimizer == "muon" else frozenset[str]()
+    kept = in_fp32 if schema is not wide else frozenset[str]()
+    lent_schemas = {IN_FP32: wide, VECTORS: schema}
     found: list[Unit] = []
-    mixed: list[Unit] = []
+    mixed: dict[str, list[tuple[Unit, frozenset[str]]]] = {IN_FP32: [], VECTORS: []}
 
     for unit in units:
-        names = {tensor.name for tensor in unit.layout.tensors}
-        if schema is wide or names <= kept:
+        names = frozenset(tensor.name for tensor in unit.layout.tensors)
+        if names <= kept:
             found.append(replace(unit, layout=replace(unit.layout, schema=wide)))
             continue
 
+        own = MUON[compute_dtype] if names & matrices else schema
+        vectors = names - unit.layout.frozen - matrices - kept if own.by_matrix else frozenset[str]()
         layout = unit.layout
-        if names & kept:
-            _check_whole(unit)
-            mixed.append(unit)
-            layout = layout.without(kept)
-        found.append(replace(unit, layout=replace(layout, schema=schema)))
+        for lent, leaving in ((IN_FP32, names & kept), (VECTORS, vectors)):
+            if leaving:
+                _check_whole(unit)
+                mixed[lent].append((unit, leaving))
+                layout = layout.without(leaving)
+        found.append(replace(unit, layout=replace(layout, schema=own)))
 
-    if mixed:
-        lent = _lent(model, mixed, kept, wide)
-        found.insert(_first_inside(found, lent), lent)
+    for name, parts in mixed.items():
+        if parts:
+            made = _lent(model, name, parts, lent_schemas[name])
+            found.insert(_first_inside(found, made), made)
     return tuple(found)
 
 
+def matrices_of_layers(model: PreTrainedModel, units: Sequence[Unit]) -> frozenset[str]:
+    """Return the names of the parameters that Muon trains.
+
+    They are weights of two dimensions in decoder layers, but for embeddings and what does not decay, and the stacks of
+    fused experts, which have three.
+    """
+    decayed = decays(model)
+    stacks = {f"{name}.{leaf}" for name, module in experts_in(model) for leaf in module._parameters}
+    found = set[str]()
+    for unit in units:
+        if not (unit.is_layer or unit.experts is not None):
+            continue
+
+        for tensor in unit.layout.trained.tensors:
+            owner, _, leaf = tensor.name.rpartition(".")
+            is_stack = tensor.name in stacks and len(tensor.parameter_shape) == 3
+            is_weight = leaf == "weight" and len(tensor.parameter_shape) == 2
+            is_embedding = isinstance(model.get_submodule(owner), nn.Embedding)
+            if tensor.name in decayed and (is_stack or (is_weight and not is_embedding)):
+                found.add(tensor.name)
+
+    return frozenset(found)
+
+
 def _check_whole(unit: Unit) -> None:
-    """Refuse a part of a layer's experts of which some parameters are in fp32: a module is lent whole ones alone.
+    """Refuse a part of a layer's experts of which some parameters have another schema: a module is lent whole ones.
 
     Raises:
         UnsupportedModelError: the unit is one.
     """
     if unit.experts is not None:
-        raise UnsupportedModelError(f"some parameters of {unit.name} stay in fp32, so they cannot be cut. {WHOLE}")
+        raise UnsupportedModelError(
+            f"some parameters of {unit.name} stay in fp32, or are no matrices for Muon, so they cannot be cut. {WHOLE}"
+        )
 
 
-def _lent(model: PreTrainedModel, units: Sequence[Unit], names: frozenset[str], schema: StateSchema) -> Unit:
-    """Return the unit of those parameters of units that have these names. The module around all units lends it."""
-    shapes = [(t.name, t.shape) for unit in units for t in unit.layout.tensors if t.name in names]
+def _lent(model: PreTrainedModel, name: str, parts: Sequence[tuple[Unit, frozenset[str]]], schema: StateSchema) -> Unit:
+    """Return the unit of those parameters of units that have some names. The module around all units lends it."""
+    units = [unit for unit, _ in parts]
+    shapes = [(t.name, t.shape) for unit, names in parts for t in unit.layout.tensors if t.name in names]
     frozen = frozenset[str]().union(*(unit.layout.frozen for unit in units))
     return Unit(
-        name=IN_FP32,
+        name=name,
         module_names=(_around(model, units),),
         layout=replace(Layout.of(shapes, frozen), schema=schema, has_base=units[0].layout.has_base),
         is_layer=False,

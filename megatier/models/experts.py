@@ -51,7 +51,7 @@ def cut_units(model: PreTrainedModel, parts: int) -> tuple[Unit, ...]:
 
 def most_parts(model: PreTrainedModel) -> int:
     """Return the number of parts that the experts of every layer can be cut into; 1 if there are no experts."""
-    return min((_count(module) for _, module in _experts_in(model)), default=1)
+    return min((_count(module) for _, module in experts_in(model)), default=1)
 
 
 def places_of(units: Sequence[Unit]) -> dict[str, list[tuple[Unit, TensorSlice]]]:
@@ -70,7 +70,7 @@ def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
         return
 
     layer = model.get_submodule(unit.name)
-    fused = {f"{unit.name}.{name}": module for name, module in _experts_in(layer)}
+    fused = {f"{unit.name}.{name}": module for name, module in experts_in(layer)}
     if not fused:
         yield unit
         return
@@ -109,7 +109,7 @@ def _rows(tensors: Sequence[TensorSlice], start: int, stop: int, frozen: Set[str
     return replace(layout, tensors=tuple(slices))
 
 
-def _experts_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def experts_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield modules that hold all experts in parameters of three dimensions, of which the first is the expert."""
     for name, child in module.named_modules():
         owned = [parameter for parameter in child._parameters.values() if parameter is not None]

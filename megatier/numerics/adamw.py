@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,6 +28,22 @@ Planes = Mapping[Kind, Tensor]
 Rounding = tuple[int, int]
 """How moments in bf16 are rounded: the key (`seeds.rounding_key`), and the number of the planes' first element in the
 whole unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """The numbers of one step that an update takes in addition to the planes."""
+
+    decay: float
+    """The factor on the weights of parameters that decay: 1 - learning rate * weight decay."""
+    step: int
+    """The number of the step, which decides how moments in bf16 are rounded."""
+    learning_rate: float
+    """Of Muon, which takes it as it is; AdamW's is in the step size."""
+    momentum: float
+    """The decay of Muon's momentum."""
+    of_kernels: tuple[float, float, float, float, float, float, float, float]
+    """beta1, 1 - beta1, beta2, 1 - beta2, eps, step size, root of the bias correction, clip coefficient."""
 
 
 def step_scalars(
@@ -108,4 +125,4 @@ def _addresses(planes: Planes) -> tuple[int, int, int, int]:
     )
 
 
-__all__ = ["Planes", "Rounding", "adamw_threads", "begin_adamw", "rounding_of", "step_scalars"]
+__all__ = ["Planes", "Rounding", "Scalars", "adamw_threads", "begin_adamw", "rounding_of", "step_scalars"]

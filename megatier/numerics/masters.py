@@ -23,7 +23,13 @@ def weight_dtype(schema: StateSchema) -> torch.dtype:
 
 
 def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Write fp32 [n] on the CPU as weight bf16 [n] and remainder int16 [n], on one device; see `join_master`."""
+    """Write fp32 [n] as weight bf16 [n] and remainder int16 [n], which are on one device; see `join_master`.
+
+    The master lies on the CPU or, like the planes, on the GPU.
+    """
+    if master.is_cuda:
+        split_by_torch(master, weight, remainder)
+        return
     if weight.is_cuda:
         planes = torch.empty_like(weight, device="cpu"), torch.empty_like(remainder, device="cpu")
         # Split by the C code on the CPU, so that there is one definition of the rounding.
@@ -35,8 +41,17 @@ def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     _native.split(master.data_ptr(), weight.data_ptr(), remainder.data_ptr(), master.numel())
 
 
+def split_by_torch(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Do what `split_one` of native/reduce.h does, on any device."""
+    # All NaNs become one, whose high half does not wrap around.
+    bits = torch.where(master.isnan(), torch.nan, master).view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    weight.copy_(high.to(torch.int16).view(torch.bfloat16))
+    remainder.copy_(bits - (high << 16))
+
+
 def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
-    """Write the fp32 master of two planes, all flat [n], exactly; the master lies on the CPU."""
+    """Write the fp32 master of two planes, all flat [n], exactly; the master lies on the CPU or beside the planes."""
     if weight.is_cuda:
         # The weight is the high half of the master's bits. The sum wraps around in int32 as it does in C.
         master.copy_(((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32))
@@ -44,4 +59,4 @@ def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
     _native.join(weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), weight.numel())
 
 
-__all__ = ["join_master", "plane_dtype", "split_master", "weight_dtype"]
+__all__ = ["join_master", "plane_dtype", "split_by_torch", "split_master", "weight_dtype"]

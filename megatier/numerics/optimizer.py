@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -31,8 +31,9 @@ from torch import Tensor
 from megatier import _native
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
-from megatier.numerics.adamw import Planes, adamw_threads, begin_adamw, rounding_of, step_scalars
+from megatier.numerics.adamw import Planes, Scalars, adamw_threads, begin_adamw, rounding_of, step_scalars
 from megatier.numerics.masters import weight_dtype
+from megatier.numerics.muon import Muon
 from megatier.ranks.ranks import Ranks
 from megatier.workers import Workers
 
@@ -44,18 +45,6 @@ Apply = Callable[[str, tuple[int, int], Planes, Tensor, Planes], _native.Batch |
 """Runs AdamW on some elements of a unit: see `AdamW.apply`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scalars:
-    """The numbers of one step that AdamW takes in addition to the planes."""
-
-    decay: float
-    """The factor on the weights of parameters that decay: 1 - learning rate * weight decay."""
-    step: int
-    """The number of the step, which decides how moments in bf16 are rounded."""
-    of_kernels: tuple[float, float, float, float, float, float, float, float]
-    """beta1, 1 - beta1, beta2, 1 - beta2, eps, step size, root of the bias correction, clip coefficient."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hyperparameters:
     """The settings of AdamW that do not change from step to step, unlike the learning rate."""
@@ -64,6 +53,8 @@ class Hyperparameters:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
+    momentum: float = 0.95
+    """The decay of Muon's momentum."""
     clip: float | None = 1.0
     """The global norm to which gradients are clipped; None: not at all."""
     deferred: bool = True
@@ -71,7 +62,7 @@ class Hyperparameters:
 
 
 class AdamW:
-    """The optimizer of one run.
+    """The optimizer of one run: Muon for units whose schema is by matrix, AdamW for all others.
 
     Threads: the training loop calls `begin_step` and `norm`. The lanes that update call `apply`, `accumulate` and
     `check`. Both call `measure`.
@@ -104,7 +95,8 @@ class AdamW:
         self._seed = seed
         self._pool = adamw_threads(num_threads)
         self._workers = Workers(num_threads, "megatier-gradient")
-        self._begun = self._scalars = Scalars(1.0, 0, (0.0,) * 8)
+        self._begun = self._scalars = Scalars(1.0, 0, 0.0, 0.0, (0.0,) * 8)
+        self._muon = Muon(layouts)
         self._sums: dict[str, list[Tensor]] = {}
         self._refused: str | None = None
 
@@ -135,14 +127,15 @@ class AdamW:
         """Return the coefficient for this norm. From now on updates read it, and the scalars of the step begun."""
         limit = self.hyper.clip
         coefficient = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-        self._scalars = Scalars(self._begun.decay, self._begun.step, (*self._begun.of_kernels[:-1], coefficient))
+        self._scalars = replace(self._begun, of_kernels=(*self._begun.of_kernels[:-1], coefficient))
         return coefficient
 
     def _scalars_of(self, step: int, learning_rate: float) -> Scalars:
         """The scalars of a step in which nothing is clipped."""
         hyper = self.hyper
         scalars = step_scalars(step, learning_rate, (hyper.beta1, hyper.beta2), hyper.eps)
-        return Scalars(1 - learning_rate * hyper.weight_decay, step, (*scalars, 1.0))
+        decay = 1 - learning_rate * hyper.weight_decay
+        return Scalars(decay, step, learning_rate, hyper.momentum, (*scalars, 1.0))
 
     def norm(self) -> float:
         """The global norm of the measured gradients: the root of the exact sum of the partial sums."""
@@ -336,6 +329,11 @@ class AdamW:
         before: Planes,
     ) -> _native.Batch | None:
         start, stop = elements
+        if self.layouts[unit].schema.by_matrix:
+            assert not before, "matrices are updated in place"
+            self._muon.apply(unit, elements, planes, grad, scalars)
+            return None
+
         segments = self._segments(self.layouts[unit], start, stop, scalars.decay)
 
         # Shards of a unit are equally long and follow each other in the order of the ranks. Elements are counted in the
@@ -344,6 +342,10 @@ class AdamW:
         first = start if self._ranks is None else self._ranks.rank * layout.num_elements + start
         rounding = rounding_of(layout.schema, self._seed, scalars.step, unit, first)
         return begin_adamw(self._pool, planes, grad, segments, scalars.of_kernels, before, rounding)
+
+    def matrices(self, unit: str) -> Sequence[tuple[int, int]]:
+        """Return the runs of a unit's elements that are updated one at a time; see play.optimizer.Optimizer."""
+        return self._muon.runs(unit)
 
     def close(self) -> None:
         """Stop the threads."""

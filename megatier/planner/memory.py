@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 from megatier.config.schema import RunConfig
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, tiled_names
+from megatier.numerics.muon import matrices_of
 from megatier.session.attention_rule import FLEX
 from megatier.session.workload import COMPUTE_DTYPES, Workload, attention_parts, boundary_width, hidden_width
 
@@ -50,6 +51,11 @@ INPUTS_CUT = 4
 and of the experts."""
 ATTENTION_FROM = 0.8
 """Least saved share at which attention is among what `SAVED` counts."""
+MATRIX_BYTES = 30
+"""Bytes that the update of a matrix takes for each of its elements: 10 are carried, and the rest are fp32 and bf16
+copies, of which those of splitting the master are the most."""
+GRAM_BYTES = 4
+"""Bytes for each element of its square of the shorter side: of two products in bf16."""
 ATTENTION_PASSING = 2
 """Layers whose attention is on the GPU at once, if it is offloaded: it comes back one layer ahead."""
 BOUNDARIES = {"loss": 2, "backward": 4}
@@ -109,7 +115,7 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     # One layer at a time repeats what it did not save, so the largest one decides. Slices do so one after the other.
     mask = mask_bytes(config, work)
     in_layer = REPEATED * largest * boundary + item * mask
-    beside = mask + passing + _lent_bytes(work)
+    beside = mask + passing + _lent_bytes(work) + _update_bytes(work)
     return ActivationBytes(
         saved,
         saved + logits + head_sum + BOUNDARIES["loss"] * boundary + beside,
@@ -151,6 +157,19 @@ def _lent_bytes(work: Workload) -> int:
     """Bytes of the copies that modules around the layers lend. In the backward each gives way to its gradient."""
     lent = (unit.layout for unit in work.units if unit.is_lent)
     return sum(tensor.num_elements * layout.schema.grad_width for layout in lent for tensor in layout.tensors)
+
+
+def _update_bytes(work: Workload) -> int:
+    """Bytes that the update of the largest matrix takes: its state and gradient, if they are carried, and its products.
+
+    Updates run under the forward, and those in the immediate mode under the backward.
+    """
+    found = [matrix for unit in work.units if unit.layout.schema.by_matrix for matrix in matrices_of(unit.layout)]
+    sizes = (
+        MATRIX_BYTES * matrix.rows * matrix.columns + GRAM_BYTES * min(matrix.rows, matrix.columns) ** 2
+        for matrix in found
+    )
+    return max(sizes, default=0)
 
 
 def _is_of_layer(unit: Unit) -> bool:

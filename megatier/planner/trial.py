@@ -187,16 +187,21 @@ def with_parts(
 def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...]:
     """Return the order in which a step uses its units, which is that of the modules.
 
-    A fused loss makes the head's gradient in the forward, so the backward does not use the head. A backward ends at the
-    first unit that is trained.
+    A fused loss makes the head's gradient in the forward, so the backward does not use the head. Copies are lent to the
+    backward too, which therefore does not use their unit. A backward ends at the first unit that is trained, or that
+    trained copies may have been lent to.
     """
     uses = [(unit.name, name) for unit in work.units for name in unit.module_names if name != head]
 
     # The head runs after all layers, although its unit may come first: an embedding that is tied to it lies there too.
     uses += [(unit.name, head) for unit in work.units if head in unit.module_names]
+    lent = {unit.name for unit in work.units if unit.is_lent}
     trained = {unit.name for unit in work.units if unit.layout.num_trained}
-    first = next(index for index, (unit, _) in enumerate(uses) if unit in trained)
-    back = [use for use in reversed(uses[first:]) if use[1] != head or not config.model.fused_loss]
+    if lent & trained:
+        trained |= {unit.name for unit in work.units if unit.is_layer}
+    first = next(index for index, (unit, _) in enumerate(uses) if unit in trained - lent)
+    back = [use for use in reversed(uses[first:]) if use[0] not in lent]
+    back = [use for use in back if use[1] != head or not config.model.fused_loss]
 
     steps = []
     for group in range(work.policy.groups):

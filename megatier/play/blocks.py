@@ -93,7 +93,8 @@ class UnitBlocks:
 
     def chunks(self, name: str) -> list[Elements]:
         """The runs of trained elements of a unit: AdamW works on one run at a time."""
-        return self._cut(name, 0, self.units[name].num_trained)
+        unit = self.units[name]
+        return [(0, unit.num_trained)] if unit.schema.by_matrix else self._cut(name, 0, unit.num_trained)
 
     def frozen_chunks(self, name: str) -> list[Elements]:
         """The runs of a unit's frozen elements, which follow the trained ones."""

@@ -16,7 +16,7 @@ import torch
 from megatier.errors import TransferError
 from megatier.play.optimizer import Elements
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy, UnitSpec, final_grad_bytes, grad_bytes
+from megatier.schedule.sizes import Policy, UnitSpec, final_grad_bytes, grad_bytes, updated_at_once
 from megatier.store.store import TieredStore
 from megatier.tier import BlockSpec, Kind, Tier
 
@@ -66,7 +66,8 @@ class GradBlocks:
         # Chunk by chunk, and each one leaves for NVMe before the next comes: all of them may have to share one slot in
         # RAM. Evicting now means that a slot is free as soon as its bytes are written.
         if self._placement.grad_homes[name] is Tier.NVME:
-            step = self._placement.chunk_elements * unit.schema.grad_width
+            chunk = self._placement.chunk_elements
+            step = max(chunk, updated_at_once(unit, chunk)) * unit.schema.grad_width
             for start in range(0, size, step):
                 span = start, min(start + step, size)
                 self._store.write_back(key, Tier.GPU, span, wait=True)

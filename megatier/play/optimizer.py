@@ -1,17 +1,21 @@
 """The optimizer as the lanes that update see it: a protocol, and work that is under way.
 
-The optimizer itself knows no tier. The lanes bring it planes and gradients, and take the planes home.
+The optimizer itself knows no tier. The lanes bring it planes and gradients, and take the planes home. Units that are
+updated by matrix are updated on the device that computes. If their planes are in RAM, one matrix after the other is
+carried there and back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from megatier.store.store import TieredStore
 from megatier.store.transfer import FAILURES
 from megatier.tear import Tear
 from megatier.tier import Kind
@@ -51,6 +55,12 @@ class Optimizer(Protocol):
     def unclipped(self) -> Apply:
         """AdamW of the step that has begun, with a clip coefficient of 1."""
 
+    def matrices(self, unit: str) -> Sequence[Elements]:
+        """The runs of a unit's elements that are updated one at a time, on the device that computes.
+
+        They have no gaps between them. There are none if any run of elements may be updated wherever it lies.
+        """
+
     def accumulate(self, unit: str, total: torch.Tensor, part: torch.Tensor, *, group: int) -> None:
         """Add one group's fp32 gradient to the sum in RAM.
 
@@ -82,6 +92,48 @@ class Optimizer(Protocol):
 
     def check(self, unit: str) -> None:
         """Raise NonFiniteError when the unit's measured gradient is not finite."""
+
+
+def in_ram(store: TieredStore, optimizer: Optimizer, apply: Apply) -> Apply:
+    """Return an update for planes in RAM: of any run of elements there, of matrices on the device that computes."""
+    return partial(_apply_in_ram, store, optimizer, apply)
+
+
+def _apply_in_ram(
+    store: TieredStore,
+    optimizer: Optimizer,
+    apply: Apply,
+    unit: str,
+    elements: Elements,
+    planes: Planes,
+    grad: torch.Tensor,
+    before: Planes,
+) -> Work | None:
+    runs = optimizer.matrices(unit)
+    if not runs:
+        return apply(unit, elements, planes, grad, before)
+
+    # Each plane is read where the generation before has it, and written where the new one has it.
+    sources = {**planes, **before, Kind.GRAD: grad}
+    for run in runs:
+        parts = {kind: _part(plane, elements, run) for kind, plane in sources.items()}
+        carried = {kind: torch.empty_like(part, device=store.device) for kind, part in parts.items()}
+        for move in [store.carry(unit, carried[kind], part, to_gpu=True) for kind, part in parts.items()]:
+            move.wait()
+
+        apply(unit, run, {kind: carried[kind] for kind in planes}, carried[Kind.GRAD], {})
+        targets = {kind: _part(plane, elements, run) for kind, plane in planes.items()}
+        for move in [store.carry(unit, target, carried[kind], to_gpu=False) for kind, target in targets.items()]:
+            move.wait()
+
+    return None
+
+
+def _part(plane: torch.Tensor, elements: Elements, run: Elements) -> torch.Tensor:
+    """The bytes that a run has in a plane of some elements."""
+    start, stop = elements
+    width = plane.numel() // (stop - start)
+    return plane[(run[0] - start) * width : (run[1] - start) * width]
 
 
 class Applied:

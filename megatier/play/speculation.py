@@ -26,10 +26,10 @@ from typing import Literal
 
 from megatier.play.blocks import UnitBlocks
 from megatier.play.generations import Generation
-from megatier.play.optimizer import Apply, Optimizer
+from megatier.play.optimizer import Apply, Optimizer, in_ram
 from megatier.play.spilled import CHUNK_DEPTH, UpdateChunk, update_chunk
 from megatier.schedule.demand import Demand
-from megatier.schedule.moves import Move, read, write
+from megatier.schedule.moves import Move, carried, read, write
 from megatier.store.queue import Queue
 from megatier.store.transfer import Transfer
 from megatier.tier import round_up
@@ -121,7 +121,7 @@ class Speculation:
 
         # Until steps have been decided, nothing speaks against it.
         if self._units and 2 * sum(self._clipped) <= len(self._clipped):
-            self._attempt = Attempt(apply=self._optimizer.unclipped())
+            self._attempt = Attempt(apply=in_ram(self._store, self._optimizer, self._optimizer.unclipped()))
 
     def submit(self, unit: str, after: Sequence[Transfer]) -> None:
         """Update a unit whose gradient is final, if this pass speculates and the unit has a spare generation.
@@ -242,6 +242,8 @@ class Speculation:
     def _update_chunk(self, chunk: SpeculativeChunk) -> None:
         """Run AdamW on one chunk, and start its way to the new generation."""
         update_chunk(self._blocks, self._recorder, chunk.attempt.apply, chunk, feeds=False)
+        for move in carried(self._blocks.units[chunk.unit]):
+            self._count(chunk.attempt, move)
         for kind in self._blocks.spilled(chunk.unit):
             start, stop = self._blocks.span(chunk.unit, kind, chunk.elements)
             self._count(chunk.attempt, write(round_up(stop) - start))

@@ -21,7 +21,7 @@ from megatier.errors import StepAbandonedError
 from megatier.play.blocks import UnitBlocks
 from megatier.play.gate import Gate
 from megatier.play.generations import Generation
-from megatier.play.optimizer import Apply, Elements, Optimizer
+from megatier.play.optimizer import Apply, Elements, Optimizer, in_ram
 from megatier.schedule.slots import UPDATE_DEPTH
 from megatier.schedule.timeline import Load, Update
 from megatier.store.queue import Queue
@@ -149,11 +149,12 @@ class SpilledUpdates:
             # these may be leased here meanwhile.
             feeds = update.load is not None and self._may_feed(update.load)
 
+            apply = in_ram(self._blocks.store, self._optimizer, self._optimizer.apply)
             for chunk in chunks:
                 self._recorder.busy["update_nvme"] = "nvme_to_ram"
                 self._read_ahead()
                 self._ahead.popleft()
-                update_chunk(self._blocks, self._recorder, self._optimizer.apply, chunk, feeds=feeds)
+                update_chunk(self._blocks, self._recorder, apply, chunk, feeds=feeds)
 
             if feeds:
                 self._blocks.feed_frozen(unit)

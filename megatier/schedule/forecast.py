@@ -66,11 +66,12 @@ class Forecast:
         return max({**needs, "nvme": disk}.items(), key=lambda item: item[1])[0]
 
 
-def lanes_of(rates: Rates, ranks: int = 1) -> dict[str, Lane]:
+def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[str, Lane]:
     """The lanes of a machine, with the drives and the host's memory that they share.
 
     One of several ranks has the rates of `Rates.of_rank`. While bytes come from other ranks, its compute is slower: the
-    two share the GPU's processors, of which collectives take the share `ranks_slowdown`.
+    two share the GPU's processors, of which collectives take the share `ranks_slowdown`. If updates on the GPU multiply
+    matrices, they and compute share the processors as well.
 
     Drives that read 14 bytes and write 12 at the same time do 26 bytes in 26 / mixed seconds. Alone, the two would take
     14 / read and 12 / write. So each direction uses the share disk = (26 / mixed) / (14 / read + 12 / write) of the
@@ -103,9 +104,10 @@ def lanes_of(rates: Rates, ranks: int = 1) -> dict[str, Lane]:
             links = {"to_gpu": rate / rates.to_gpu_bytes_per_s, "to_ram": rate * sent / rates.to_ram_bytes_per_s}
             shared[name] = lane(rate, 1 + sent, **processors, **links)
 
+    products = {"processors": 1.0} if multiplies else {}
     return {
         "host": Lane(1.0),
-        "compute": Lane(1.0),
+        "compute": Lane(1.0, products),
         "nvme_to_ram": lane(read, 2, disk=disk),
         "nvme_to_gpu": lane(read, 2, disk=disk, to_gpu=min(1.0, read / rates.to_gpu_bytes_per_s)),
         "ram_to_nvme": lane(write, 2, disk=disk),
@@ -115,7 +117,7 @@ def lanes_of(rates: Rates, ranks: int = 1) -> dict[str, Lane]:
         "state_to_ram": lane(rates.to_ram_bytes_per_s, 1, to_ram=1.0),
         "update": lane(rates.update_parameters_per_s, UPDATE_BYTES),
         "update_nvme": lane(rates.update_parameters_per_s, UPDATE_BYTES),
-        "update_gpu": Lane(rates.gpu_update_parameters_per_s),
+        "update_gpu": Lane(rates.gpu_update_parameters_per_s, products),
         **shared,
     }
 
@@ -141,13 +143,13 @@ def forecast(
     Raises:
         PlanError: a unit must be loaded and there is no GPU slot.
     """
-    jobs = _jobs(compute_seconds, units, placement, policy)
+    jobs = _jobs(compute_seconds, units, placement, policy, rates)
     first, later = _timelines(accesses, units, placement, policy)
 
     # The first step has no updates to do. The second does those of the first; its last writes and its exchange reach
     # into the third, which is therefore as all later ones.
     ends = [jobs.step(timeline) for timeline in (first, *[later] * (NUM_STEPS - 1))]
-    lanes = lanes_of(rates, policy.ranks)
+    lanes = lanes_of(rates, policy.ranks, multiplies=_multiplies(units))
     times = simulate(jobs.jobs, lanes)
     start = times[ends[-2]][1]
     stop = times[ends[-1]][1]
@@ -188,10 +190,15 @@ def floor(
     to the next one (last writes, the exchange, updates in the backward) are not. Arguments and errors are those of
     `forecast`.
     """
-    jobs = _jobs(compute_seconds, units, placement, policy)
+    jobs = _jobs(compute_seconds, units, placement, policy, rates)
     jobs.follow_a_step()
     jobs.step(_timelines(accesses, units, placement, policy)[1])
-    return least_seconds(jobs.jobs, lanes_of(rates, policy.ranks), "compute")
+    return least_seconds(jobs.jobs, lanes_of(rates, policy.ranks, multiplies=_multiplies(units)), "compute")
+
+
+def _multiplies(units: Sequence[UnitSpec]) -> bool:
+    """Whether updates on the GPU have products of matrices, which compute has to share the processors with."""
+    return any(unit.update_flops for unit in units)
 
 
 def _jobs(
@@ -199,9 +206,13 @@ def _jobs(
     units: Sequence[UnitSpec],
     placement: Placement,
     policy: Policy,
+    rates: Rates,
 ) -> StepJobs:
     """The jobs of no step yet, of a rank or of a process that is alone."""
-    return (RankJobs if policy.ranks > 1 else StepJobs)(compute_seconds, units, placement, policy)
+    if policy.ranks > 1:
+        return RankJobs(compute_seconds, units, placement, policy)
+    per_flop = rates.gpu_update_parameters_per_s / rates.flops_per_s
+    return StepJobs(compute_seconds, units, placement, policy, per_flop)
 
 
 def _timelines(

@@ -43,6 +43,7 @@ class StepJobs:
         units: Sequence[UnitSpec],
         placement: Placement,
         policy: Policy,
+        parameters_per_flop: float = 0.0,
     ) -> None:
         """No step was added yet.
 
@@ -52,6 +53,7 @@ class StepJobs:
             units: all units.
             placement: homes, slots.
             policy: groups, clipping.
+            parameters_per_flop: parameters that AdamW on the GPU updates while a product does one operation.
         """
         self.jobs: list[Job] = []
         """All jobs so far."""
@@ -59,6 +61,7 @@ class StepJobs:
         self._units = {unit.name: unit for unit in units}
         self._placement = placement
         self._policy = policy
+        self._parameters_per_flop = parameters_per_flop
         self._moves = Moves(self._units, placement, policy)
         self._begun: int | None = None
         """The end of the last step, which lets the present one begin; None: this is the first."""
@@ -92,6 +95,8 @@ class StepJobs:
         """The last copies to RAM of activations that spill."""
         self._sums: deque[int] = deque(maxlen=GRAD_DEPTH)
         """The last sums that emptied a RAM slot for gradients."""
+        self._carried: dict[str, int] = {}
+        """The last job that carried matrices home, by the lane that updates: a lane carries one after the other."""
         self._chunks: deque[int] = deque(maxlen=UPDATE_DEPTH)
         """The last writes that emptied a RAM slot for update chunks."""
 
@@ -236,22 +241,20 @@ class StepJobs:
         if lane == "update_nvme":
             self._update_spilled(unit, update.load)
         else:
-            gradient = self._grads.get(unit.name)
-            self._updates[unit.name] = self._add(lane, unit.name, _updated(unit), self._begun, gradient)
+            self._updates[unit.name] = self._work(lane, unit, 1, self._begun, self._grads.get(unit.name))
 
     def _update_spilled(self, unit: UnitSpec, fed: Load | None) -> None:
         """Run AdamW on a unit with bytes on NVMe, piece by piece: read, update, feed, write."""
         gradient = self._grads.get(unit.name)
-        pieces = self._num_pieces(unit.num_trained)
+        pieces = 1 if unit.schema.by_matrix else self._num_pieces(unit.num_trained)
         is_speculative = unit.name in self._placement.speculative
-        amount = _updated(unit, elsewhere=is_speculative)
         updated = -1
 
         for _ in range(pieces):
             # Nothing is read ahead of an update that is not due yet, so reads wait for the gradient too.
             free = self._chunks[0] if len(self._chunks) == UPDATE_DEPTH else None
             read = self._part(self._moves.read_state(unit.name), unit.name, pieces, self._begun, free, gradient)
-            updated = self._add("update_nvme", unit.name, amount / pieces, read)
+            updated = self._work("update_nvme", unit, pieces, read, elsewhere=is_speculative)
             if fed is not None:
                 weights = self._moves.feed(unit.name)
                 self._arrivals[unit.name] = self._part(weights, unit.name, pieces, updated, self._slot_free(fed))
@@ -266,8 +269,32 @@ class StepJobs:
     def _update_streamed(self, unit: UnitSpec, arrival: int) -> int:
         """Run AdamW on the GPU, when weights, gradient and state are there; returns the job that takes weights home."""
         needs = [arrival, self._grads.get(unit.name), self._states.get(unit.name)]
-        self._updates[unit.name] = self._add("update_gpu", unit.name, _updated(unit), *needs)
+        self._updates[unit.name] = self._work("update_gpu", unit, 1, *needs)
         return self._chain(self._moves.return_weights(unit.name), unit.name, self._updates[unit.name])
+
+    def _work(self, lane: str, unit: UnitSpec, pieces: int, *after: int | None, elsewhere: bool = False) -> int:
+        """Do one of so many pieces of a unit's update, of matrices on the GPU; returns the job that ends it.
+
+        Args:
+            lane: the one that updates.
+            unit: the unit.
+            pieces: how many there are.
+            after: the jobs that bring what it needs.
+            elsewhere: whether it writes to another generation.
+        """
+        if not unit.schema.by_matrix:
+            return self._add(lane, unit.name, _updated(unit, elsewhere=elsewhere) / pieces, *after)
+
+        moves = self._moves.carry(unit.name)
+        amount = _updated(unit) + unit.update_flops * self._parameters_per_flop
+        if not moves:
+            return self._add("update_gpu", unit.name, amount, *after)
+
+        there, back = moves
+        arrived = self._part([there], unit.name, 1, self._carried.get(lane), *after)
+        updated = self._add("update_gpu", unit.name, amount, arrived)
+        self._carried[lane] = self._part([back], unit.name, 1, updated)
+        return self._carried[lane]
 
     def _exchange(self, exchange: Exchange) -> None:
         """Move streamed state home when the CPU is through with its own updates, and to the GPU again."""

@@ -152,8 +152,12 @@ class Moves:
         return (write(self._spilled_bytes(unit)),)
 
     def update(self, unit: str) -> tuple[Move, ...]:
-        """Moves of an update that reads from NVMe and writes there, and feeds nothing."""
-        return (*self.read_state(unit), *self.write_state(unit))
+        """Moves of an update on the CPU, or of one that is carried to the GPU, that feeds nothing."""
+        return (*self.read_state(unit), *self.carry(unit), *self.write_state(unit))
+
+    def carry(self, unit: str) -> tuple[Move, ...]:
+        """Moves that carry a unit's matrices from RAM to the GPU and back; none if they are updated where they lie."""
+        return carried(self._units[unit]) if self._placement.update_lane(unit) != "update_gpu" else ()
 
     # ------------------------------------------------------------------ streamed state
 
@@ -251,6 +255,14 @@ def by_lane(moves: Iterable[Move]) -> Counter[str]:
     for move in moves:
         moved[move.lane] += move.num_bytes
     return +moved
+
+
+def carried(unit: UnitSpec) -> tuple[Move, ...]:
+    """Moves that carry state in RAM to the GPU, with its gradient, and back, if it is updated by matrix; else none."""
+    if not unit.schema.by_matrix:
+        return ()
+    state = unit.num_trained * unit.schema.bytes_per_parameter
+    return Move("state_to_gpu", state + unit.num_trained * unit.schema.grad_width), Move("state_to_ram", state)
 
 
 def read(num_bytes: int) -> Move:

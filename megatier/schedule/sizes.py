@@ -66,6 +66,8 @@ class UnitSpec:
     gradient."""
     schema: StateSchema = ADAMW_BF16
     """The planes of state that the optimizer keeps of an element that is trained."""
+    update_flops: float = 0.0
+    """Floating-point operations of products of matrices in one update."""
 
     @property
     def num_trained(self) -> int:
@@ -133,6 +135,11 @@ def host_ram(ram: int, policy: Policy) -> int:
     while bay_bytes(ram + SHARED_STAGES * bay) > bay:
         bay *= 2
     return (ram + SHARED_STAGES * bay) * policy.host_ranks
+
+
+def updated_at_once(unit: UnitSpec, chunk_elements: int) -> int:
+    """Elements that an update of a unit that spills takes at once: a chunk, or all if it is by matrix."""
+    return unit.num_trained if unit.schema.by_matrix else min(chunk_elements, unit.num_trained)
 
 
 def trained(units: Iterable[UnitSpec]) -> list[UnitSpec]:

@@ -15,6 +15,7 @@ from megatier.schedule.sizes import (
     group_grad_bytes,
     passing_kinds_of,
     trained,
+    updated_at_once,
 )
 from megatier.tier import Kind, Tier, round_up
 
@@ -174,6 +175,10 @@ def chunk_slots(
         [replace(unit, num_elements=align, frozen_elements=0) for unit in units] for units in (passing, updated)
     )
     smallest = update_slots(align, passing_chunk, updated_chunk, policy, spills_grads=spills_grads)
+    if any(unit.schema.by_matrix for unit in updated):
+        # What is updated by matrix passes whole, whatever the chunk is. The others have the rest of the room.
+        least = update_slots(align, passing, updated, policy, spills_grads=spills_grads)
+        room -= total_bytes(least)
     fits = max(0, room) // (total_bytes(smallest) // align)
     most = min(CHUNK_ELEMENTS_FAST, fits) if spills_grads else min(CHUNK_ELEMENTS_MAX, fits // 4)
     # A chunk begins and ends where checksums do, so that drives can move and verify it by itself.
@@ -199,19 +204,24 @@ def update_slots(
     depth = UPDATE_DEPTH + (SLOTS_MIN if policy.speculates else 0)
     # Frozen elements have weights alone, so slots of the other planes need not take more than the trained ones.
     sizes = {
-        kind: max(min(chunk, unit.num_trained) * unit.schema.width(kind) for unit in updated if kind in unit.kinds)
+        kind: max(updated_at_once(unit, chunk) * unit.schema.width(kind) for unit in updated if kind in unit.kinds)
         for kind in passing_kinds_of(updated)
     }
     if spills_grads:
-        grads = (min(chunk * unit.schema.grad_width, grad_bytes(unit, policy)) for unit in updated)
+        grads = (
+            min(max(chunk, updated_at_once(unit, chunk)) * unit.schema.grad_width, grad_bytes(unit, policy))
+            for unit in updated
+        )
         sizes[Kind.GRAD] = max(grads, default=0)
     others = [
         SlotPlan(tier=Tier.RAM, kind=kind, slot_bytes=size, num_slots=depth) for kind, size in sizes.items() if size
     ]
+    loaded = [min(chunk, unit.num_elements) * unit.schema.width(Kind.WEIGHT) for unit in passing]
+    taken = [updated_at_once(unit, chunk) * unit.schema.width(Kind.WEIGHT) for unit in updated]
     weights = SlotPlan(
         tier=Tier.RAM,
         kind=Kind.WEIGHT,
-        slot_bytes=max(min(chunk, unit.num_elements) * unit.schema.width(Kind.WEIGHT) for unit in passing),
+        slot_bytes=max(*loaded, *taken, 0),
         num_slots=depth + SLOTS_MIN,
     )
 

@@ -157,6 +157,7 @@ class Session:
             beta2=train.beta2,
             eps=train.eps,
             weight_decay=train.weight_decay,
+            momentum=train.momentum,
             clip=train.clip,
             deferred=work.policy.deferred,
         )

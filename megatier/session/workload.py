@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.drives.blockfile import IoOptions
-from megatier.errors import PlanError, UnsupportedModelError
+from megatier.errors import ConfigError, PlanError, UnsupportedModelError
 from megatier.models.decoder import Unit, decoder_layers
 from megatier.models.dtypes import with_schemas
 from megatier.models.experts import cut_units, most_parts
+from megatier.numerics.muon import matrices_of
 from megatier.schedule.rates import ALONE, World
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import GPU_SLOTS
@@ -67,13 +68,14 @@ class Workload:
             units: all units of the model (`models.experts.cut_units`), still without their schemas.
             model_config: compute dtype.
             tiers: chunk, streaming, I/O.
-            train: groups, slices, activations, clipping, moments.
+            train: groups, slices, activations, clipping, optimizer, moments.
             numerics: the guard, for which updates wait as they do for clipping.
             tokens: tokens per sequence.
             savepoints: whether one generation of what spills may be kept.
             world: the ranks that share the state and compute the groups of a step, and their hosts.
         """
-        units = with_schemas(model, units, model_config.compute_dtype, train.moments)
+        units = with_schemas(model, units, model_config.compute_dtype, train.moments, train.optimizer)
+        _check_ranks(units, world)
         units = tuple(replace(unit, layout=unit.layout.padded(world.ranks)) for unit in units)
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         options = _io_options(tiers)
@@ -94,6 +96,7 @@ class Workload:
                 activation_bytes=hidden_bytes if u.name in offloaded else 0,
                 frozen_elements=(u.layout.num_elements - u.layout.num_trained) // world.ranks,
                 schema=u.layout.schema,
+                update_flops=sum(matrix.flops for matrix in matrices_of(u.layout)) if u.layout.schema.by_matrix else 0,
             )
             for u in units
         )
@@ -204,6 +207,19 @@ def _io_options(tiers: TiersConfig) -> IoOptions:
         checksums=tiers.checksums,
         gpu_direct=tiers.gpu_direct,
     )
+
+
+def _check_ranks(units: Sequence[Unit], world: World) -> None:
+    """Refuse to share what is updated by matrix: the shards of a unit are runs of elements, which cut matrices.
+
+    Raises:
+        ConfigError: several ranks share it.
+    """
+    if world.ranks > 1 and any(unit.layout.schema.by_matrix for unit in units):
+        raise ConfigError(
+            f"train.optimizer is muon, which needs whole matrices, and {world.ranks} ranks would each have a part. "
+            "Train with one process, or set train.optimizer to adamw."
+        )
 
 
 def _policy(

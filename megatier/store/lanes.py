@@ -103,6 +103,13 @@ class Lanes:
         """Copy uint8 [n] on the GPU to uint8 [n] in RAM."""
         return self.submit(queue, key, source.numel(), lambda: self.copy(queue, target, source), after, behind)
 
+    def carry(self, key: str, target: torch.Tensor, source: torch.Tensor, *, to_gpu: bool) -> Transfer:
+        """Copy uint8 [n] of state between RAM and any memory on the GPU, behind the present point of compute."""
+        point = self.point(key)
+        if to_gpu:
+            return self.to_gpu(key, target, source, (), point, queue="state_to_gpu")
+        return self.to_ram(key, target, source, (), point, queue="state_to_ram")
+
     def point(self, key: str) -> list[Transfer]:
         """Return the present point of compute, in a list. The list is empty if compute is synchronous."""
         point = mark(self.clock, key)

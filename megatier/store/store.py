@@ -342,6 +342,14 @@ class TieredStore:
         with self._lock, self.tear.call:
             return self._outside.pull(key, tensor, start)
 
+    def carry(self, key: str, target: torch.Tensor, source: torch.Tensor, *, to_gpu: bool) -> Transfer:
+        """Start copying uint8 [n] of state between RAM and memory on the gpu device that is the caller's own.
+
+        The caller leases what is in RAM, and keeps both until the copy is over. It comes after what is enqueued now.
+        """
+        with self._lock, self.tear.call:
+            return self._lanes.carry(key, target, source, to_gpu=to_gpu)
+
     def copy_out(self, key: str, span: Span, target: torch.Tensor) -> Transfer:
         """Start copying bytes from home, on the gpu or on NVMe, to RAM outside of the store; see `Outside.copy_out`."""
         with self._lock, self.tear.call:

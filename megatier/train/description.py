@@ -190,6 +190,7 @@ def _model(session: Session, config: RunConfig) -> str:
     num_trained = sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.trained.tensors)
     trained = f" ({format_count(num_trained)} trained)" if num_trained < num_parameters else ""
     moments = f" with {config.train.moments} moments" if config.train.moments != "fp32" else ""
+    moments += f", optimizer {config.train.optimizer}" if config.train.optimizer != "adamw" else ""
     return (
         f"{format_count(num_parameters)} parameters{trained} in {len(session.units)} units, "
         f"{config.model.compute_dtype}{moments}, on {session.engine.options.device}"

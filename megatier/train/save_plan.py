@@ -11,7 +11,7 @@ from megatier.checkpoint.pace import SHARE, Pace, about, every_seconds, first_se
 from megatier.checkpoint.room import Room
 from megatier.checkpoint.run_directory import SAVEPOINT_FOLDER
 from megatier.checkpoint.savepoint import check_savepoint_room
-from megatier.config.schema import OutputConfig
+from megatier.config.output_section import OutputConfig
 from megatier.errors import mib
 from megatier.planner.plan import checkpoint_seconds, pause_seconds
 from megatier.ranks.channel import Alone

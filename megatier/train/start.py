@@ -93,14 +93,14 @@ class Start:
         """Return the changes of numeric choices, libraries and devices since the run began or was saved.
 
         Raises:
-            ConfigError: there are some that the user has not accepted.
+            ConfigError: there are some that the user has not accepted, or another optimizer.
         """
         if self.state is None:
             return check_numbers(self.directory / NUMBERS_FILE, config, accepts_changes=self.accepts_changes)
 
         changes = self.state.changes(config, choose_device(config.tiers))
-        if changes and not self.accepts_changes:
-            self.state.check(changes, self._accepted_before)
+        if changes:
+            self.state.check(changes, changes if self.accepts_changes else self._accepted_before)
         return changes
 
     def check_origin(self, now: Origin, config: RunConfig, console: Console) -> list[str]:

@@ -1,0 +1,56 @@
+"""The section `output` of a run's configuration: what the run writes, and where.
+
+`config.schema` has the other sections. Pure: no file is opened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatier.config.values import check_choices, require
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputConfig:
+    """What the run writes."""
+
+    directory: str = "runs/megatier"
+    """Run directory, for the resolved config, metrics.jsonl, checkpoints and the export. One run may use it at a
+    time."""
+    export: bool = True
+    """Write the model as a Hugging Face folder at the end."""
+    export_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Type of the exported weights. fp32 writes the master weights."""
+    checkpoint_every: int | Literal["auto"] = "auto"
+    """Steps between checkpoints, with one more at the end; at least 0. auto: as often as takes 2 % of the run's
+    time at most, and one if the export fails; none if savepoint_every is set, or if the drive has no room for two.
+    0: only if the run is stopped by Ctrl-C or SIGTERM, is ended by steps that are not finite, or cannot export its
+    model."""
+    savepoint_every: int = 0
+    """Steps between savepoints, at least 0. A savepoint leaves a generation of what spilled in place on NVMe and
+    writes only the rest, so it takes less time than a checkpoint. `resume` goes on from it on the same tiers and
+    drives. The last one is kept until there is a newer checkpoint. 0: none."""
+    keep_checkpoints: int = 2
+    """Number of checkpoints to keep, at least 1. The last ones stay."""
+    trace: bool = False
+    """Write a trace of transfers, compute and stalls that Perfetto can read."""
+    tensorboard: bool = False
+    """Also write the figures of each step for TensorBoard. This needs the extra megatier[tensorboard]."""
+
+    def __post_init__(self) -> None:
+        """Check each value."""
+        check_choices(self, "output")
+        require(self.directory != "", "output.directory", self.directory, "a path")
+        every = self.checkpoint_every
+        require(every == "auto" or every >= 0, "output.checkpoint_every", every, "auto or at least 0")
+        require(self.savepoint_every >= 0, "output.savepoint_every", self.savepoint_every, "at least 0")
+        require(self.keep_checkpoints >= 1, "output.keep_checkpoints", self.keep_checkpoints, "at least 1")
+
+    @property
+    def saves_by_time(self) -> bool:
+        """Whether the clock decides when a checkpoint is written, because no setting does."""
+        return self.checkpoint_every == "auto" and not self.savepoint_every
+
+
+__all__ = ["OutputConfig"]

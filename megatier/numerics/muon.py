@@ -1,0 +1,154 @@
+"""Muon on planes of state, one matrix at a time, on whichever device they lie.
+
+    g = grad * scale              m = m + (1 - mu) (g - m)            u = g + mu (m - g)
+    X = bf16(u) / |u|             five times: A = X X^T, X = a X + (b A + c A A) X
+    x = x (1 - lr wd) - lr 0.2 sqrt(max(rows, columns)) X
+
+x is the fp32 master, which may be split into weight plane and remainder. m is fp32. `scale` is the clip coefficient.
+X is multiplied in bf16, and transposed meanwhile if it has more rows than columns. The last factor gives changes the
+size of AdamW's, so both have the same learning rate and decay.
+
+These are the operations of `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, in its order. Products of matrices
+are those of the device's libraries, so a CPU and a GPU give other bits. On one device they depend on nothing but the
+matrix: what is multiplied lies in memory of its own, never in planes, whose alignment differs from place to place.
+
+Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; Liu et al. (Moonshot AI), arXiv 2502.16982.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megatier.layout import Layout
+from megatier.numerics.adamw import Planes, Scalars
+from megatier.numerics.masters import join_master, split_master
+from megatier.tier import Kind
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""a, b and c of an iteration."""
+NUM_ITERATIONS = 5
+EPS = 1e-7
+"""Least norm by which a matrix is divided."""
+RMS = 0.2
+"""Root of the mean square of AdamW's changes, over the learning rate."""
+FLOPS_OF_ITERATION = (4, 2)
+"""Floating-point operations of an iteration, over (shorter side squared * longer side) and over the former's cube."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix in the planes of a unit: a parameter, or that of one expert."""
+
+    start: int
+    """Its first element in the unit."""
+    rows: int
+    columns: int
+
+    @property
+    def stop(self) -> int:
+        """One past its last element."""
+        return self.start + self.rows * self.columns
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the products of its update."""
+        short, long = sorted((self.rows, self.columns))
+        outer, inner = FLOPS_OF_ITERATION
+        return NUM_ITERATIONS * (outer * short * short * long + inner * short**3)
+
+
+class Muon:
+    """The arithmetic of all units of a run that are updated by matrix. Any thread may call it."""
+
+    def __init__(self, layouts: Mapping[str, Layout]) -> None:
+        """Find the matrices of units, whose layouts are given by name."""
+        self._matrices = {unit: tuple(matrices_of(of)) for unit, of in layouts.items() if of.schema.by_matrix}
+        self._stops = {unit: layouts[unit].num_trained for unit in self._matrices}
+
+    def runs(self, unit: str) -> Sequence[tuple[int, int]]:
+        """Return the runs of a unit's elements that are updated one at a time; none if any run will do."""
+        # Padding belongs to the matrix before it.
+        starts = [matrix.start for matrix in self._matrices.get(unit, ())]
+        return list(pairwise([*starts, self._stops[unit]])) if starts else []
+
+    def apply(self, unit: str, elements: tuple[int, int], planes: Planes, grad: Tensor, scalars: Scalars) -> None:
+        """Update those matrices of a unit that lie in a run of its elements, in place; see `AdamW.apply`."""
+        start, stop = elements
+        for matrix in self._matrices[unit]:
+            if start <= matrix.start < stop:
+                update_matrix(matrix, planes, grad, scalars, start)
+
+
+def matrices_of(layout: Layout) -> Iterator[Matrix]:
+    """Yield the matrices of a unit's trained parameters, each of which has two dimensions, or three if of experts."""
+    for tensor in layout.trained.tensors:
+        *count, rows, columns = tensor.shape
+        for index in range(math.prod(count)):
+            yield Matrix(tensor.start + index * rows * columns, rows, columns)
+
+
+@torch.no_grad()
+def update_matrix(matrix: Matrix, planes: Planes, grad: Tensor, scalars: Scalars, first: int) -> None:
+    """Update a matrix in place.
+
+    Args:
+        matrix: its place and shape.
+        planes: uint8, the planes of each kind of state, all on one device.
+        grad: uint8, the gradient of the same elements, in the dtype of the weights.
+        scalars: of the step.
+        first: the number in the unit of the planes' first element.
+    """
+    run = slice(matrix.start - first, matrix.stop - first)
+    is_split = Kind.REMAINDER in planes
+    dtype = torch.bfloat16 if is_split else torch.float32
+    weight = planes[Kind.WEIGHT].view(dtype)[run]
+    momentum = planes[Kind.MOMENTUM].view(torch.float32)[run]
+
+    # A copy, since the gradient is read again if this update turns out to be void.
+    change = grad.view(dtype)[run].to(torch.float32, copy=True).mul_(scalars.of_kernels[-1])
+    momentum.lerp_(change, 1 - scalars.momentum)
+    change.lerp_(momentum, scalars.momentum)
+    factor = orthogonal(change.view(matrix.rows, matrix.columns)).reshape(-1)
+    del change
+
+    master = weight
+    if is_split:
+        master = torch.empty(weight.numel(), device=weight.device)
+        join_master(weight, planes[Kind.REMAINDER].view(torch.int16)[run], master)
+
+    rate = scalars.learning_rate * (RMS * math.sqrt(max(matrix.rows, matrix.columns)))
+    master.mul_(scalars.decay).add_(factor, alpha=-rate)
+    if is_split:
+        split_master(master, weight, planes[Kind.REMAINDER].view(torch.int16)[run])
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return a matrix with nearly the same singular vectors, and singular values between 0.7 and 1.2.
+
+    Args:
+        matrix: fp32 [rows, columns].
+
+    Returns:
+        bf16 [rows, columns]; it may be a transposed view.
+    """
+    a, b, c = COEFFICIENTS
+    found = matrix.bfloat16()
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    if is_tall:
+        found = found.T
+    found.div_(found.norm().clamp(min=EPS))
+
+    for _ in range(NUM_ITERATIONS):
+        gram = found @ found.T
+        step = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.addmm(found, step, found, beta=a)
+    return found.T if is_tall else found
+
+
+__all__ = ["Matrix", "Muon", "matrices_of", "orthogonal", "update_matrix"]
