@@ -106,6 +106,24 @@ def test_trl_ten_steps_agree_with_the_plain_trainer(kind: str, tmp_path: Path) -
     assert len(losses) == 10
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_trl_over_adapters_agrees_with_the_plain_trainer(kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    plain = plain_model(exactness_config("plain"))
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "up_proj"])
+    model = peft.get_peft_model(plain, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
+
+    options: dict[str, Any] = {"compute_dtype": "fp32", "fused_loss": False, "accumulation_steps": 2, "clip": 0.5}
+    with megatier.stream(model, tiers=TIERS, **options) as streamed:
+        found = run(streamed_class(kind), streamed, kind, tmp_path / "streamed")
+    expected = run({"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[kind], model, kind, tmp_path / "plain")
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert found[1] == pytest.approx(expected[1], rel=1e-6)
+
+
 def compare(kind: str, folder: Path, **options: Any) -> list[float]:
     """The losses, which with and without megatier are the same."""
     plain = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[kind]
