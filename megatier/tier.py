@@ -44,6 +44,18 @@ class Phase(StrEnum):
     BACKWARD = "backward"
 
 
+class Leg(StrEnum):
+    """A forward or a backward of a whole pass. The legs of a training pass, in order, are its course."""
+
+    FORWARD = "F"
+    """The first forward of a group."""
+    FURTHER = "f"
+    """Another forward of the group, before its backward."""
+    ASIDE = "a"
+    """A forward without gradients between a forward of the group and its backward."""
+    BACKWARD = "B"
+
+
 class Activations(StrEnum):
     """The policy for a unit's activations between forward and backward, as everyone but the node sees it.
 

@@ -225,3 +225,35 @@ def stored_model(base: Path, folder: Path) -> Any:
     """A PeftModel as PEFT loads it to train on."""
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return peft.PeftModel.from_pretrained(plain, stored_adapter(base, folder / "given"), is_trainable=True)
+
+
+def test_disabled_adapters_give_the_reference_of_a_step_as_with_peft(base: Path) -> None:
+    model = peft_model(base, use_dora=True, modules_to_save=["model.norm"])
+    options: dict[str, Any] = {"compute_dtype": "fp32", "fused_loss": False, "lr": 1e-2, "weight_decay": 0.1}
+
+    def preference(called: Any, disabled: Any, step: int) -> Tensor:
+        """A loss over two forwards, with two more by the base, as preference trainers make it."""
+        pair = [batch_of(step), batch_of(step + 50)]
+        losses = [called(**batch).loss for batch in pair]
+        with torch.no_grad(), disabled():
+            references = [called(**batch).loss for batch in pair]
+        margin = losses[0] - references[0] - losses[1] + references[1]
+        loss: Tensor = losses[0] - nn.functional.logsigmoid(-margin)
+        return loss
+
+    with megatier.stream(model, tiers=TIERS, **options) as streamed:
+        found = []
+        for step in (1, 2, 3):
+            loss = preference(streamed.model, streamed.disable_adapter, step)
+            loss.backward()
+            streamed.optimizer.step()
+            found.append(loss.item())
+        weights = streamed.state_dict()
+    optimizer = PlainAdamW(model.base_model.model, 1.0)
+    for step, loss_found in enumerate(found, 1):
+        loss = preference(model, model.disable_adapter, step)
+        loss.backward()
+        optimizer.step(step, 1e-2)
+        assert loss.item() == loss_found
+    plain = dict(model.base_model.model.named_parameters())
+    assert [name for name, value in plain.items() if not torch.equal(weights[name], value)] == []

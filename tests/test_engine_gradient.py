@@ -265,7 +265,7 @@ def test_gradients_group_ends_with_the_backward_that_it_watches() -> None:
 
         @staticmethod
         def backward(ctx: object, grad: Tensor) -> Tensor:
-            gradients.watch_backward()
+            gradients.watch_backward(gradients.forward)
             seen.append(gradients.is_open)
             return grad
 

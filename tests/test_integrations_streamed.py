@@ -220,13 +220,6 @@ def test_more_backwards_than_declared_are_refused(two_groups: tuple[Streamed, An
     streamed.optimizer.step()
 
 
-def test_forward_while_another_waits_for_its_backward_is_refused(two_groups: tuple[Streamed, Any]) -> None:
-    streamed, batch = two_groups
-    streamed.model(**batch)
-    with pytest.raises(StreamedModelError, match=r"no_grad\(\)"):
-        streamed.model(**batch)
-
-
 @pytest.mark.parametrize("call", ["read", "state_dict", "save", "export", "evaluate"])
 def test_weights_in_the_middle_of_a_step_are_refused(
     call: str, two_groups: tuple[Streamed, Any], tmp_path: Path

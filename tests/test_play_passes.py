@@ -9,7 +9,7 @@ from small_timelines import accesses, placement, planned_updates
 
 from megatier.errors import TimelineError
 from megatier.play.passes import Orders, Pass
-from megatier.schedule.timeline import Access
+from megatier.schedule.timeline import Access, Load
 from megatier.tier import Phase
 
 UNITS = {"a", "b", "c"}
@@ -68,3 +68,65 @@ def test_pass_leaves_units_out_and_notes_which() -> None:
     assert played.left_out == {("b", 0)}
     with pytest.raises(TimelineError, match="not what step 1 recorded"):
         played.leave_out(Access("z", Phase.FORWARD, 0), UNITS)
+
+
+def played_on(course: str, order: Sequence[Access]) -> Pass:
+    played = recorded("train", order)
+    played.course = course
+    return played
+
+
+def test_orders_expect_the_course_that_followed_the_last_one() -> None:
+    made = Orders(placement("abc", 2))
+    expected = []
+    for course in ("FB", "FfB", "FfB", "FB", "FfB", "FB"):
+        made.record(played_on(course, accesses("abccba")))
+        expected.append(made.expected("train"))
+    assert expected == ["FB", "FfB", "FfB", "FfB", "FB", "FfB"]
+
+
+def test_pass_that_leaves_its_course_is_planned_anew_from_empty_slots() -> None:
+    made = Orders(placement("abc", 2))
+    made.record(played_on("FfB", accesses("abcabccbacba")))
+    made.record(played_on("FB", accesses("abccba")))
+    made.record(played_on("FB", accesses("abccba")))
+    played = played_on("F", accesses("abc"))
+    played.timeline = made.timeline("train", frozenset({"a", "b", "c"}), frozenset())
+    played.planned = made.expected("train")
+    on_course = [played.is_on_course]
+    played.course = "Ff"
+    assert [*on_course, played.is_on_course] == [True, False]
+    played.check_turn(is_alone=True)
+    made.turn(played)
+    timeline = played.timeline
+    assert played.planned == "FfB"
+    assert timeline is not None
+    assert timeline.accesses == tuple(accesses("abcabccbacba"))
+    loads = [item for item in timeline.items if isinstance(item, Load)]
+    assert loads == list(timeline.items)
+    assert [load.access for load in loads[:2]] == [3, 4]
+    assert [load.after_access for load in loads[:2]] == [-1, -1]
+    assert all(3 <= load.after_access < load.access for load in loads[2:])
+
+
+def test_pass_on_a_course_that_is_not_known_is_recorded_from_there() -> None:
+    made = orders()
+    played = played_on("Fa", accesses("abc"))
+    played.timeline = made.timeline("train", frozenset(), frozenset())
+    made.turn(played)
+    assert played.timeline is None
+    assert played.recorded_from == 3
+    played.accesses.extend(accesses("abccba"))
+    made.record(played)
+    assert made.expected("train") == "Fa"
+
+
+def test_course_is_not_left_by_several_ranks_or_before_all_updates_have_begun() -> None:
+    played = played_on("Ff", accesses("ab"))
+    played.timeline = orders().timeline("train", frozenset(), frozenset())
+    with pytest.raises(TimelineError, match=r"another course \(Ff\)"):
+        played.check_turn(is_alone=False)
+    played.check_turn(is_alone=True)
+    played.timeline = orders().timeline("train", frozenset({"c"}), frozenset())
+    with pytest.raises(TimelineError, match="leaves units out"):
+        played.check_turn(is_alone=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -66,6 +67,24 @@ def add_given(model: PreTrainedModel, config: Any, base: str) -> None:  # noqa: 
         raise ConfigError(f"peft_config is a {type(config).__name__}; it must be a LoraConfig of PEFT.")
     kind = found["peft_type"]
     inject(model, checked_settings({**found, "peft_type": getattr(kind, "value", kind)}, "peft_config"), base)
+
+
+@contextmanager
+def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, a skeleton's modules compute as in its base: as inside of PEFT's `disable_adapter`.
+
+    PEFT's own also changes which parameters require a gradient, which the units of a skeleton have fixed.
+    """
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+
+    try:
+        yield
+    finally:
+        for layer, was_disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = was_disabled
 
 
 def check_trained(model: PreTrainedModel) -> None:

@@ -1,9 +1,10 @@
 """Gradients of units: summed in fp32 over slices, uses and groups, rounded once to the weights' dtype, handed over.
 
 A unit's gradient of a group is whole when every forward use has had its backward, or when the backward is over without
-having come to all of them. The first summand waits as autograd made it, and the last one is added on the way into the
-buffer that is handed over: two slices are one pass over memory. Parameters without a gradient count as zero. Everything
-is addressed by parameter, never by a running offset.
+having come to all of them. A group may have several forwards: its backward goes over them all, the last one first. The
+first summand waits as autograd made it, and the last one is added on the way into the buffer that is handed over: two
+slices are one pass over memory. Parameters without a gradient count as zero. Everything is addressed by parameter,
+never by a running offset.
 
 A unit to which no backward of a step came has no gradient and is not updated, as in torch. If only some of a step's
 groups left it out, their part is zero.
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from megatier.errors import StreamedModelError
 from megatier.layout import Layout
 from megatier.numerics.masters import weight_dtype
 
@@ -86,6 +88,12 @@ class Gradients:
         """The padding of each unit."""
         self.group = 0
         """The present group."""
+        self.forward = 0
+        """The number of the present forward, which grows through the run."""
+        self._first_forward = 0
+        """The number of this group's first forward."""
+        self._reached: set[int] = set()
+        """The forwards of this group to which its backward has come."""
 
         self._summands: Counter[str] = Counter()
         """The number of summands that each unit's gradient of this group has: a slice of a use each."""
@@ -112,6 +120,9 @@ class Gradients:
         self.group = group
         self._is_watched = False
         self._is_over = False
+        self.begin_forward()
+        self._first_forward = self.forward
+        self._reached.clear()
         if not group:
             self._shipped.clear()
 
@@ -120,6 +131,19 @@ class Gradients:
         self._firsts.clear()
         self._sums.clear()
         self._buffers.clear()
+
+    def begin_forward(self) -> None:
+        """Begin one more forward of the group, whose backward will go over it too.
+
+        Raises:
+            StreamedModelError: the backward has begun.
+        """
+        if self._is_watched:
+            raise StreamedModelError(
+                "a backward has begun and has not come to its end, so it cannot go over a further forward. Make all "
+                "forwards before loss.backward(), or drop the step with abandon()."
+            )
+        self.forward += 1
 
     def takes(self, unit: str, name: str) -> bool:
         """Whether a parameter of a unit has a gradient. The others are frozen."""
@@ -130,20 +154,51 @@ class Gradients:
         """Whether a forward use of this group may still have its backward, or the backward did not come to its end."""
         return self._is_watched > self._is_over or any(self._left.values())
 
+    @property
+    def takes_forwards(self) -> bool:
+        """Whether a forward of this group waits for the backward, which has not begun."""
+        return self.is_open and not self._is_watched
+
     def expect(self, unit: str, num_slices: int) -> None:
         """Note a use in a forward, whose backward will follow in so many slices."""
         self._summands[unit] += num_slices
         self._left[unit] += 1
 
-    def watch_backward(self) -> None:
-        """Note that this group's backward has begun. Call it inside of it: the group is over when the backward is."""
+    def watch_backward(self, forward: int) -> None:
+        """Note that this group's backward has come to a forward. Call it inside: the group is over when that is.
+
+        Args:
+            forward: the number of the forward.
+
+        Raises:
+            StreamedModelError: the forward's group has had its backward.
+        """
+        if self._is_over or forward < self._first_forward:
+            raise StreamedModelError(
+                "this backward goes over a forward of a group that has had its backward. All forwards of a group have "
+                "one backward: add up their losses, or call each one's backward before the next forward."
+            )
+        self._reached.add(forward)
+
         # Autograd calls it when the whole backward has ended, whoever began that.
         if not self._is_watched:
             self._is_watched = True
             Variable._execution_engine.queue_callback(self.end_group)
 
     def end_group(self) -> None:
-        """Hand over what is left when the backward is over."""
+        """Hand over what is left when the backward is over.
+
+        Raises:
+            StreamedModelError: it has not come to all forwards of the group.
+        """
+        forwards = self.forward + 1 - self._first_forward
+        if 0 < len(self._reached) < forwards:
+            raise StreamedModelError(
+                f"the backward came to {len(self._reached)} of the {forwards} forwards before it. Add up the losses of "
+                "all of them and call backward once, run forwards that need none under torch.no_grad(), or call each "
+                "one's backward before the next forward. This step cannot go on: drop it with abandon()."
+            )
+
         # No output of some uses led to the loss, so no backward came to them. Others of the unit made a gradient.
         for unit in [unit for unit, left in self._left.items() if left and self._added[unit]]:
             self._ship(unit)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from megatier.engine.gradient import Gradients
 from megatier.engine.head import IGNORED, capped, product_of, without_softcap
@@ -234,6 +235,14 @@ class StepLoss:
         return torch.lerp(losses[0][0], total, rounded)
 
 
+def without_logits(outputs: Any) -> Any:  # noqa: ANN401 - of whichever model
+    """Return the outputs of a model with a fused loss without its logits, which it does not have."""
+    # Hidden states stand under the name of logits, where a metric would take them.
+    if not isinstance(outputs, ModelOutput):
+        return (outputs[0], None, *outputs[2:])
+    return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
+
+
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of matrix products with weights of a dtype: autocast's, if it is on for the device."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
@@ -296,11 +305,12 @@ class _Watched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, anchor: Tensor, gradients: Gradients) -> Tensor:  # noqa: ANN401
         ctx.gradients = gradients
+        ctx.number = gradients.forward
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        ctx.gradients.watch_backward()
+        ctx.gradients.watch_backward(ctx.number)
         return grad, None, None
 
 

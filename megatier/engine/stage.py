@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatier.engine.gradient import Gradients, GradSink
 from megatier.numerics.compilation import Compilation
-from megatier.tier import Phase
+from megatier.tier import Leg, Phase
 
 
 class WeightUse(Protocol):
@@ -41,11 +41,18 @@ class WeightSource(Protocol):
         """Bring back all that was taken, in that order."""
 
 
+class PassSource(WeightSource, Protocol):
+    """What brings weights for a whole pass, whose course it follows."""
+
+    def begin_leg(self, leg: Leg) -> None:
+        """Say that a forward of a training pass follows. A backward is seen by itself."""
+
+
 class UnitPlayer(Protocol):
     """What plays the timeline of each pass under the engine."""
 
     @property
-    def weights(self) -> WeightSource:
+    def weights(self) -> PassSource:
         """Brings weights, and takes activations."""
 
     @property

@@ -8,8 +8,9 @@ A deferred step is left out if its loss or norm is not finite: its gradients are
 stay as they were, bit for bit. Its number counts all the same, for the learning rate and the bias correction.
 
 Whoever runs forward and backward in a loop of their own calls the parts of a step: `begin_step`; for each group
-`begin_group`, forward and backward; `measure`; `finish_step`. Or `abandon`, at any time; of several ranks `sit_out`
-and `drop_step`.
+`begin_group`, forward and backward; `measure`; `finish_step`. A group may have more forwards before its backward: those
+with gradients after `begin_forward`, others inside `aside`. Or `abandon`, at any time; of several ranks `sit_out` and
+`drop_step`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from megatier.numerics.optimizer import AdamW
 from megatier.numerics.seeds import group_seed, seed_generators
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
+from megatier.tier import Leg
 
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
 """The advice of messages about numbers that are not finite."""
@@ -144,12 +146,7 @@ class Engine:
         return replace(result, own_seconds=tuple(seconds for _, seconds in told))
 
     def begin_step(self, step: int, rate: float) -> None:
-        """Start a step, and the updates of the one before.
-
-        Args:
-            step: 1, 2, ...
-            rate: learning rate.
-        """
+        """Start a step, 1, 2, ..., with its learning rate, and the updates of the one before."""
         self._step = step
 
         # At each step, since users and trainers may switch it on at any time.
@@ -162,7 +159,24 @@ class Engine:
     def begin_group(self, group: int) -> None:
         """Say that the forward of a group follows, then its backward: group 0, 1, ..."""
         self._seed_group(group)
+        self._player.weights.begin_leg(Leg.FORWARD)
         self.model.stage.gradients.begin_group(group)
+
+    def begin_forward(self) -> AbstractContextManager[None]:
+        """Say that one more forward of the group follows, inside, and then one backward over all of them."""
+        self.model.stage.gradients.begin_forward()
+        return self._leg(Leg.FURTHER)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Run one forward without gradients inside, between a forward of the group and its backward."""
+        return self._leg(Leg.ASIDE)
+
+    @contextmanager
+    def _leg(self, leg: Leg) -> Iterator[None]:
+        self._player.weights.begin_leg(leg)
+        refused = refused_outside(self.model.skeleton)
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(leg is Leg.FURTHER), refused:
+            yield
 
     def measure(self, step: int) -> float:
         """Return the gradients' global norm, after the last backward. The host waits for the device.
@@ -240,6 +254,11 @@ class Engine:
         """Whether a forward of this group still has all or a part of its backward before it."""
         return self.model.stage.gradients.is_open
 
+    @property
+    def takes_forwards(self) -> bool:
+        """Whether a forward of this group waits for its backward, which has not begun."""
+        return self.model.stage.gradients.takes_forwards
+
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss per counted token, on the weights of the last whole step. Modules keep their mode.
 
@@ -292,8 +311,6 @@ class Engine:
     def _train_group(self, step: int, group: int, batch: Batch, divisor: int | None, share: float) -> Tensor:
         """Run forward and backward of one group; returns its part of the step's loss, which the host does not read."""
         self.begin_group(group)
-
-        # Weights in use are given back.
         try:
             loss = self.model.loss(batch, divisor, share)
         except UnsupportedModelError:

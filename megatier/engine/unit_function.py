@@ -75,9 +75,9 @@ class _SliceGraph:
 class _UnitFunction(torch.autograd.Function):
     """Forward and backward of one use of one unit.
 
-    Its context holds the call, the position of the input that is offloaded (`stashed`), what goes with it (`beside`),
-    whether graphs stay (`keeps`), the graphs, and what is needed to make them again (`replays`, and `kept`: what
-    attention gave).
+    Its context holds the call, the number of its forward, the position of the input that is offloaded (`stashed`), what
+    goes with it (`beside`), whether graphs stay (`keeps`), the graphs, and what is needed to make them again
+    (`replays`, and `kept`: what attention gave).
     """
 
     @staticmethod
@@ -85,6 +85,7 @@ class _UnitFunction(torch.autograd.Function):
         node = call.node
         stage = node.stage
         ctx.call = call
+        ctx.number = stage.gradients.forward
         ctx.graphs = []
         ctx.replays = []
         ctx.kept = []
@@ -138,7 +139,7 @@ class _UnitFunction(torch.autograd.Function):
         call: Call = ctx.call
         node = call.node
         stage = node.stage
-        stage.gradients.watch_backward()
+        stage.gradients.watch_backward(ctx.number)
 
         # The activation first: it was asked for while the unit before was worked on.
         fetched = _fetch(ctx)
@@ -178,6 +179,7 @@ class _Lent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, node: Called, anchor: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
         ctx.node = node
+        ctx.number = node.stage.gradients.forward
         use = node.stage.source.enter(node.unit, Phase.FORWARD, node.stage.gradients.group)
         leaves = node.leaves(use.bytes)
 
@@ -192,7 +194,7 @@ class _Lent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:  # noqa: ANN401
         node: Called = ctx.node
-        node.stage.gradients.watch_backward()
+        node.stage.gradients.watch_backward(ctx.number)
 
         # The weights are not asked for: the copies were enough for whoever computed with them.
         parts = zip(node.names, grads, strict=True)

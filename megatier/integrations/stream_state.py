@@ -11,6 +11,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Never, NoReturn, TypeVar
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatier.adapters.base import noted
 from megatier.adapters.folder import export
+from megatier.adapters.given import without_adapters
 from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, restore, settle_replaced
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.run_directory import last_checkpoint, step_of
@@ -141,6 +143,10 @@ class StreamedState(ABC):
 
         # Nobody asks for the events of this pass, which would count for the first step.
         self._session.player.take_events()
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Inside, forwards are those of the base without its adapters. Use it under `torch.no_grad`."""
+        return without_adapters(self.model)
 
     def all_of(self, value: T) -> list[T]:
         """Return what each rank gives, in the order of the ranks: losses to add up, for example. Any object will do."""

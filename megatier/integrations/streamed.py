@@ -5,9 +5,8 @@
         loss.backward()                       # twice: each backward is one group
         streamed.optimizer.step()
 
-The step is that of `engine.step`, cut at the user's calls. The first forward begins it, each forward with gradients
-begins a group, and `optimizer.step` ends it. Its updates run ahead of the next forward. Evaluations, checkpoints,
-exports and all else that reads weights wait for them.
+The step is that of `engine.step`, cut at the user's calls. The first forward begins it, and `optimizer.step` ends it.
+A group is all forwards up to a backward. Updates run ahead of the next forward; whatever else reads weights waits.
 
 Under `torchrun` the processes are ranks, which share the state. Each makes forwards and backwards of its own rows, and
 `optimizer.step` adds up the gradients of all of them.
@@ -16,6 +15,7 @@ Under `torchrun` the processes are ranks, which share the state. Each makes forw
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,6 +27,7 @@ import torch
 from transformers.utils.generic import ModelOutput
 
 from megatier.config.schema import TrainConfig
+from megatier.engine.loss import without_logits
 from megatier.engine.step import StepResult
 from megatier.errors import StepDroppedError, StreamedModelError
 from megatier.guards.methods import guard_methods
@@ -51,8 +52,8 @@ class Streamed(StreamedState):
     them, and an error that ends one of them is a `PeerError` on the others.
 
     Attributes:
-        model: the Hugging Face model, for forwards; its parameters lie on meta. A forward with gradients is one group
-            of a step and needs its backward. A forward under `torch.no_grad` is an evaluation.
+        model: the Hugging Face model, for forwards; its parameters lie on meta. Forwards with gradients, one or more,
+            and the backward after them are one group of a step. A forward under `torch.no_grad` is an evaluation.
         optimizer: the optimizer that schedulers, trainers and loops take.
         clip: global gradient norm to clip to, read by `optimizer.step`; None: off.
         accumulation_steps: number of backwards per `optimizer.step` that this process makes.
@@ -91,7 +92,7 @@ class Streamed(StreamedState):
         self.steps = 0
         self.last: StepResult | None = None
         self._groups = 0
-        """Forwards with gradients since the last step; 0: no step is open."""
+        """Groups since the last step, each with its first forward; 0: no step is open."""
         self._losses: list[torch.Tensor] = []
         """What each forward of the open step adds to its loss."""
         self._norm: float | None = None
@@ -252,7 +253,7 @@ class Streamed(StreamedState):
 
     @contextlib.contextmanager
     def one_forward(self, evaluation: str = "evaluate") -> Iterator[None]:
-        """Run one forward inside, as a group of a step or as an evaluation. The model's own forward does so too.
+        """Run one forward inside, as a part of a step or as an evaluation. The model's own forward does so too.
 
         Args:
             evaluation: the name that all evaluations share which use the units in the same order.
@@ -264,8 +265,10 @@ class Streamed(StreamedState):
 
         self._check_open()
         if torch.is_grad_enabled():
-            self._begin_group()
-            run = refused_outside(self.model)
+            run = self._begin_forward()
+        elif self._groups and self._engine.takes_forwards and self.num_ranks == 1:
+            # The weights are those of the group's forwards, so it is a part of the step.
+            run = self._engine.aside()
         else:
             # It reads the weights of the last step, whose updates may still wait for the next forward.
             self._settle("An evaluation", "a forward without gradients")
@@ -286,7 +289,7 @@ class Streamed(StreamedState):
 
     def _fail_forward(self, error: BaseException) -> None:
         """Drop the step of a forward that failed."""
-        # To drop it takes the other ranks. If the loop does not catch this error, they have to know of it first.
+        # To drop it takes the other ranks. If nobody catches this error, they have to know of it first.
         if self._groups and self.num_ranks > 1 and self._engine.can_drop:
             self._dropped = cause_of(error)
         elif self._groups:
@@ -297,7 +300,7 @@ class Streamed(StreamedState):
         return self._engine.lent_head()
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Run the model's own forward as a group of a step, or as an evaluation."""
+        """Run the model's own forward as a part of a step, or as an evaluation."""
         if not self.has_logits and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             raise StreamedModelError(
                 "the model was opened with fused_loss and gives no logits: pass labels, or call megatier.stream with "
@@ -313,7 +316,7 @@ class Streamed(StreamedState):
             if torch.is_grad_enabled():
                 self._engine.model.check_outputs(outputs)
                 self._note_loss(outputs, is_sum=kwargs.get("num_items_in_batch") is not None)
-            return self._without_logits(outputs)
+            return outputs if self.has_logits else without_logits(outputs)
 
     def _note_loss(self, outputs: Any, *, is_sum: bool) -> None:  # noqa: ANN401
         """Keep what a forward adds to the loss of its step."""
@@ -321,22 +324,16 @@ class Streamed(StreamedState):
         if torch.is_tensor(loss):
             self._losses.append(loss.detach() if is_sum else loss.detach() / self.accumulation_steps)
 
-    def _without_logits(self, outputs: Any) -> Any:  # noqa: ANN401
-        """Return the model's outputs, without logits if it has none."""
-        if self.has_logits:
-            return outputs
-
-        # Head and loss are one node, so hidden states stand under the name of logits, where a metric would take them.
-        if not isinstance(outputs, ModelOutput):
-            return (outputs[0], None, *outputs[2:])
-        return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
-
-    def _begin_group(self) -> None:
+    def _begin_forward(self) -> contextlib.AbstractContextManager[None]:
+        """Begin a forward with gradients, inside: a further one of the open group, or the first of a new one."""
         if self._groups and self._engine.awaits_backward:
-            raise StreamedModelError(
-                "the last forward has had no backward. Call loss.backward() before the next forward, evaluate under "
-                "torch.no_grad(), or drop it with abandon()."
-            )
+            if self.num_ranks > 1:
+                raise StreamedModelError(
+                    "the last forward has had no backward, and ranks take one forward for each. Call loss.backward() "
+                    "before the next forward, or drop the step with abandon()."
+                )
+            self._losses.append(torch.tensor(math.nan))  # what the loop makes of several losses, it alone knows
+            return self._engine.begin_forward()
 
         # A unit is updated by its gradient of the last group, so the engine has to know which one that is.
         if self._groups == self.accumulation_steps:
@@ -352,6 +349,7 @@ class Streamed(StreamedState):
             self._engine.begin_step(self.steps + 1, self._take_settings())
         self._engine.begin_group(self._groups)
         self._groups += 1
+        return refused_outside(self.model)
 
     def _take_settings(self) -> float:
         """Hand the optimizer's settings of this moment to AdamW, and return the learning rate."""

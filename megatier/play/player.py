@@ -36,7 +36,6 @@ from megatier.schedule.timeline import Access, Exchange, Item, Load, Scatter, Ti
 from megatier.store.queue import Queue
 from megatier.store.store import TieredStore
 from megatier.store.transfer import mark
-from megatier.tier import Kind, Tier
 from megatier.trace.events import TraceEvent
 from megatier.trace.recorder import Recorder
 
@@ -93,7 +92,16 @@ class Player:
         """Takes gradients from compute."""
         offload = Offload(store, by_name, self._moves, self._demand)
         self.weights = UnitWeights(
-            self.blocks, self.updates, self._grads, self.gate, self.recorder, offload, self._collectives
+            self.blocks,
+            self.updates,
+            self._grads,
+            self.gate,
+            self.recorder,
+            offload,
+            self._orders,
+            self._moves,
+            self._demand,
+            self._collectives,
         )
         """Gives weights to compute, and takes activations."""
         self.reader = StateReader(self.blocks.generations, self.recorder)
@@ -152,12 +160,12 @@ class Player:
         #    unit's update, and a pass that did not come to its end is cancelled here first. So the gate may be reset.
         # 2. Without a recorded order every update that is due is finished first. From then on an access loads by
         #    itself; it waits for slots and queues alone.
-        # 3. With one, `_submit` hands everything to the lanes before the first access: access k can only wait for work
-        #    that some lane has already.
-        # 4. `Timeline` proves that whatever access k waits for waits only for accesses before k. That holds for lanes
-        #    that do their items in its order. In addition updates wait for gradients of the last step, which are made,
-        #    and for readers on the lane `checkpoint`, which waits for drives alone. The exchange waits for the update
-        #    lanes of the CPU, which never wait for it.
+        # 3. With one, `_submit` hands everything to the lanes before the first access, or before the first one that is
+        #    planned anew (`UnitWeights.begin_leg`): access k can only wait for work that some lane has already.
+        # 4. `Timeline` proves that whatever access k waits for waits only for accesses before k, if lanes do their
+        #    items in its order. Updates also wait for gradients of the last step, which are made, and for readers on
+        #    the lane `checkpoint`, which waits for drives alone. The exchange waits for updates, which never wait for
+        #    it.
         # 5. Slots close no circle. GPU slots for weights: a load evicts the unit that the timeline names, after that
         #    unit's access. RAM slots: they are leased while bytes move or AdamW runs, and bytes that were merely read
         #    ahead give way. GPU slots for gradients: they are free as soon as the copy to RAM is submitted, and a RAM
@@ -170,14 +178,12 @@ class Player:
             self._collectives.begin(self._pass)
         self.gate.reset()
 
-        # Nobody else waits for the exchange, so its error would be lost.
-        if (exchange := self.updates.exchange) is not None and exchange.failed():
-            exchange.wait()
-
+        self.updates.check_exchange()
         if not self._orders.knows(name):  # 2
             self.drain()
         due = self._updates_due - self.updates.speculation.updated
         timeline = self._pass.timeline = self._orders.timeline(name, due, self.updates.ahead)
+        self._pass.planned = self._orders.expected(name)
 
         # If ranks scatter gradients, the lane that does so asks for the sums.
         if timeline is not None and self._pass.trains and self._collectives is None:
@@ -230,10 +236,9 @@ class Player:
                 self.cancel()
                 raise
         else:
-            # A pass that was recorded is counted as what it was: one load for each access.
-            for access in self._pass.accesses:
-                if self._collectives is not None or self._placement.homes[access.unit, Kind.WEIGHT] is not Tier.GPU:
-                    self._demand.add(self._moves.load(access.unit))
+            # A pass that was recorded is counted as what it was.
+            for access in self._pass.accesses[self._pass.recorded_from :]:
+                self._demand.add(self._moves.load(access.unit))
             for scatter in self._pass.scatters:
                 self._demand.add(self._moves.scatter(scatter))
 
@@ -380,9 +385,9 @@ class Player:
 
     def close(self) -> None:
         """Abandon what waits for compute, or has not begun, and stop the lanes. `drain` first to finish a step."""
-        # Each close joins a thread, which first ends what was submitted. The gate is abandoned before that: loads and
-        # updates may wait there for compute, which comes no more. The other lanes still work, or have ended all that
-        # they had, so whatever else is waited for comes to its end. The reader gives up first: updates wait for it.
+        # Each close joins a thread, which first ends what was submitted. What waits at the gate for compute, which
+        # comes no more, is woken before that. Whatever else is waited for comes to its end. The reader gives up first:
+        # updates wait for it.
         self.gate.abandon()
         if self._collectives is not None:
             self._collectives.abandon()

@@ -156,6 +156,11 @@ class Updates:
         summed = self._last.get(unit) if self._policy.groups > 1 else None
         self.speculation.submit(unit, [made for made in (gradient, summed) if made is not None])
 
+    def check_exchange(self) -> None:
+        """Raise the error of the last exchange, if it failed: nobody else waits for it."""
+        if self.exchange is not None and self.exchange.failed():
+            self.exchange.wait()
+
     def submit_exchange(self, exchange: Exchange) -> None:
         """Take streamed state home behind the updates before, and bring it to the GPU for the next ones."""
         # The CPU's updates take all that memory gives, so state goes home when they are over (docs/decisions/0011).

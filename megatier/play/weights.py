@@ -20,15 +20,17 @@ from megatier.play.collectives import Collectives
 from megatier.play.gate import Gate
 from megatier.play.gradients import UnitGradients
 from megatier.play.offload import Offload
-from megatier.play.passes import Pass
+from megatier.play.passes import Orders, Pass
 from megatier.play.updates import Updates
+from megatier.schedule.demand import Demand
+from megatier.schedule.moves import Moves
 from megatier.schedule.slots import SLOTS_MIN
 from megatier.schedule.timeline import Access, Load
 from megatier.store.lease import Lease
 from megatier.store.queue import Queue
 from megatier.store.stream_clock import Instant
 from megatier.store.transfer import Transfer
-from megatier.tier import Kind, Phase, Tier
+from megatier.tier import Kind, Leg, Phase, Tier
 from megatier.trace.recorder import Recorder
 
 WAIT_SLICE_S = 0.001
@@ -70,6 +72,9 @@ class UnitWeights:
         gate: Gate,
         recorder: Recorder,
         offload: Offload,
+        orders: Orders,
+        moves: Moves,
+        demand: Demand,
         collectives: Collectives | None,
     ) -> None:
         """Start the lane `load`.
@@ -81,6 +86,9 @@ class UnitWeights:
             gate: told of each access that is over.
             recorder: notes uses.
             offload: takes activations.
+            orders: plans what is left of a pass that leaves its course.
+            moves: says what a load moves.
+            demand: counts the bytes that move.
             collectives: gathers weights of which this rank has a shard; None: it is alone, and has all of them.
         """
         self._blocks = blocks
@@ -92,6 +100,9 @@ class UnitWeights:
         self._gate = gate
         self._recorder = recorder
         self._offload = offload
+        self._orders = orders
+        self._moves = moves
+        self._demand = demand
         self._collectives = collectives
         self._gathers: deque[Transfer] = deque(maxlen=SLOTS_MIN)
         """The last gathers that were submitted, as many as there are slots for shards."""
@@ -106,6 +117,33 @@ class UnitWeights:
 
     # ------------------------------------------------------------------ compute's side
 
+    def begin_leg(self, leg: Leg) -> None:
+        """Say that a forward or backward of a training pass follows. On another course its loads are planned anew.
+
+        Raises:
+            TimelineError: see `Pass.check_turn`.
+        """
+        played = self._pass
+        played.course += leg
+        if played.is_on_course:
+            return
+        played.check_turn(is_alone=self._collectives is None)
+
+        # An interrupt tears nothing so far: weights in slots are copies.
+        self._give_up()
+        self._orders.turn(played)
+        if played.timeline is None:
+            played.sums_ahead = frozenset()
+            return
+
+        # An interrupt in here would leave a load that nobody waits for.
+        played.sums_ahead = self._moves.sums_ahead(played.timeline)
+        with self._store.tear.change:
+            for load in played.timeline.items:
+                assert isinstance(load, Load), "nothing else is left of a pass of one rank"
+                self._demand.add(self._moves.of(load))
+                self.submit(load)
+
     def enter(self, unit: str, phase: Phase, group: int) -> Use:
         """The unit's weights on the GPU; waits for them and notes the stall.
 
@@ -114,6 +152,8 @@ class UnitWeights:
             TransferError, IntegrityError: the weights could not be brought.
         """
         access = Access(unit, phase, group)
+        if phase is Phase.BACKWARD and not self._pass.course.endswith(Leg.BACKWARD):
+            self.begin_leg(Leg.BACKWARD)
         if not self._pass.expects(access):
             self.pass_over(access)
 
@@ -176,6 +216,22 @@ class UnitWeights:
 
         cause = causes.most_common(1)[0][0] if causes else ""
         return Use(self, access, lease, asked, cause)
+
+    def _give_up(self) -> None:
+        """Give up the loads of accesses that have not come yet, and empty the slots. Compute holds no weights."""
+        timeline = self._pass.timeline
+        assert timeline is not None, "nothing was loaded ahead"
+        done = len(self._pass.accesses)
+        self._gate.abandon()
+        for load in timeline.items:
+            # One that began was moved, and counts. If a move failed, whoever asks for the weights next is told so.
+            brought = self._pass.loads.pop(load.access, None) if load.access >= done else None
+            if brought is not None and not brought.over():
+                self._demand.take_back(self._moves.of(load))
+
+        self.evict()
+        self._gate.reset()
+        self._gate.open_to(done)
 
     def _on_demand(self, unit: str, key: str) -> list[Transfer]:
         """Start bringing a unit's weights, unless a load did; returns what brings them."""

@@ -31,3 +31,9 @@ class Demand:
         moved = by_lane(moves)
         with self._lock:
             self._moved.update(moved)
+
+    def take_back(self, moves: Iterable[Move]) -> None:
+        """Count moves no longer, which were asked for and given up before they began."""
+        moved = by_lane(moves)
+        with self._lock:
+            self._moved.subtract(moved)

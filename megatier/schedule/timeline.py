@@ -185,6 +185,22 @@ def build(
     return Timeline(tuple(accesses), _exchanged(items, placement, ahead, comes_again=trains))
 
 
+def rest(accesses: Sequence[Access], done: int, placement: Placement) -> Timeline:
+    """Plan what is left of a pass over an order of which a beginning is over, from empty GPU slots and without updates.
+
+    Args:
+        accesses: the whole order.
+        done: the number of accesses that are over.
+        placement: homes and GPU slots, of one rank.
+    """
+    loads = (item for item in build(accesses[done:], placement, trains=False).items if isinstance(item, Load))
+    later = (
+        replace(load, access=load.access + done, after_access=load.after_access + done if load.evicts else -1)
+        for load in loads
+    )
+    return Timeline(tuple(accesses), tuple(later))
+
+
 def drain_items(due: Iterable[str], placement: Placement, ahead: Collection[str]) -> tuple[Item, ...]:
     """Plan the updates that are due outside of a pass. Streamed state goes home after them.
 
