@@ -196,9 +196,10 @@ ROWS = {
         train={"activations": "offload", "kept_attention": True},
     ),
     25: replace(ON_NVME, what="all state on NVMe, RAM 16 GiB, moments in bf16", train={"moments": "bf16"}),
+    26: replace(ON_NVME, what="all state on NVMe, RAM 16 GiB, Muon", train={"optimizer": "muon"}),
 }
-"""The rows by number. 9 is the second half of row 8, 11 to 16 and 25 have state on NVMe, 19 to 24 have long sequences,
-and 24 has activations on NVMe."""
+"""The rows by number. 9 is the second half of row 8, 11 to 16, 25 and 26 have state on NVMe, 19 to 24 have long
+sequences, and 24 has activations on NVMe."""
 
 
 def config_of(run: Run, deterministic: bool, directory: Path | None) -> RunConfig:

@@ -218,6 +218,23 @@ def test_convert_deepspeed_betas_that_are_auto_name_both(tmp_path: Path) -> None
     assert made.settings == {}
 
 
+def test_convert_muon_of_deepspeed_leaves_its_learning_rate_which_has_another_scale(tmp_path: Path) -> None:
+    params = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+    made = convert(
+        written(tmp_path, {"zero_optimization": {"stage": 3}, "optimizer": {"type": "Muon", "params": params}})
+    )
+    assert made.settings == {"train.optimizer": "muon", "train.momentum": 0.9}
+    assert "set train.learning_rate" in findings(made, "carried")["optimizer.type"]
+    left = findings(made, "left")
+    assert left["optimizer.params.lr"] == left["optimizer.params.weight_decay"] == "a setting of another form of Muon"
+
+
+@pytest.mark.parametrize(("value", "optimizer"), [("true", "muon"), ("false", "adamw")])
+def test_convert_muon_of_llama_factory(value: str, optimizer: str, tmp_path: Path) -> None:
+    made = convert(written(tmp_path, f"{LLAMA_FACTORY}use_muon: {value}\n"))
+    assert made.settings["train.optimizer"] == optimizer
+
+
 def test_convert_deepspeed_other_optimizer_leaves_its_settings(tmp_path: Path) -> None:
     content = {
         "zero_optimization": {"stage": 3},

@@ -12,7 +12,7 @@ from tiny_runs import one_thread
 
 from megatier._native import Batch
 from megatier.numerics.optimizer import AdamW
-from megatier.tier import Kind
+from megatier.tier import Activations, Kind
 from megatier.train import verify
 
 
@@ -27,9 +27,10 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-def report_of(directory: Path, *, is_quick: bool = False) -> tuple[bool, str]:
+def report_of(directory: Path, *, is_quick: bool = False, optimizer: str = "adamw") -> tuple[bool, str]:
     written = io.StringIO()
-    agrees = verify.verify("cpu", directory, Console(file=written, width=160), is_quick=is_quick)
+    console = Console(file=written, width=160)
+    agrees = verify.verify("cpu", directory, console, is_quick=is_quick, optimizer=optimizer)
     return agrees, written.getvalue()
 
 
@@ -41,6 +42,16 @@ def test_verify_here_finds_every_placement_equal_and_leaves_nothing(tmp_path: Pa
     assert report.count(" bf16 ") == 6
     assert "bit-identical" in report
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("clip", [verify.CLIP, None])
+def test_verify_with_muon_finds_every_placement_equal(
+    clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "MODES", {verify.Mode(clip): (Activations.KEEP,)})
+    agrees, report = report_of(tmp_path, optimizer="muon")
+    assert agrees
+    assert report.count("equal") == len(verify.PLACEMENTS)
 
 
 def test_verify_that_is_quick_tries_every_placement_once(tmp_path: Path) -> None:

@@ -36,6 +36,12 @@ def run(argv: Sequence[str]) -> int:
         action="store_true",
         help="make 6 runs instead of 42: every placement, but one activation policy, with clipping and fp32 moments",
     )
+    parser.add_argument(
+        "--optimizer",
+        choices=["adamw", "muon"],
+        default="adamw",
+        help="what trains the matrices of layers (default: adamw)",
+    )
     options = parser.parse_args(argv)
     if options.directory is not None:
         check_directory(options.directory, "--directory")
@@ -43,7 +49,8 @@ def run(argv: Sequence[str]) -> int:
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.train.verify import verify
 
+    choices = {"is_quick": options.quick, "optimizer": options.optimizer}
     if options.directory is not None:
-        return 0 if verify(options.device, options.directory, Console(), is_quick=options.quick) else 1
+        return 0 if verify(options.device, options.directory, Console(), **choices) else 1
     with TemporaryDirectory(prefix="megatier-verify-", dir=scratch_directory()) as directory:
-        return 0 if verify(options.device, Path(directory), Console(), is_quick=options.quick) else 1
+        return 0 if verify(options.device, Path(directory), Console(), **choices) else 1

@@ -209,8 +209,15 @@ def _precision(made: Conversion) -> None:
 
 
 def _optimizer(made: Conversion) -> None:
-    """Convert the optimizer if it is an Adam whose decay is apart from the gradient, which is AdamW."""
+    """Convert the optimizer if it is Muon, or an Adam whose decay is apart from the gradient, which is AdamW."""
     kind = made.text("optimizer.type")
+    if kind is not None and kind.lower() == "muon":
+        remark = "in Moonshot's form, whose learning rate is that of AdamW: set train.learning_rate"
+        made.carry("optimizer.type", {"train.optimizer": "muon"}, remark, differs=True)
+        made.send("optimizer.params.momentum", "train.momentum", made.number("optimizer.params.momentum"))
+        made.leave_below("optimizer", "a setting of another form of Muon")
+        return
+
     decays_apart = made.raw("optimizer.params.adam_w_mode") is not False
     if kind is not None and (kind.lower() not in ("adam", "adamw") or not decays_apart):
         made.leave("optimizer.type", "AdamW trains instead: set train.learning_rate", differs=True)

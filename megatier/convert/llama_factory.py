@@ -228,6 +228,11 @@ def _steps(made: Conversion) -> None:
 
 
 def _optimizer(made: Conversion) -> None:
+    if made.flag("use_muon"):
+        remark = "AdamW trains all that is no matrix of a decoder layer, also in vision towers"
+        made.carry("use_muon", {"train.optimizer": "muon"}, remark, differs=True)
+    elif made.has("use_muon"):
+        made.carry("use_muon", {"train.optimizer": "adamw"})
     for key, setting, default in (
         ("learning_rate", "train.learning_rate", 5e-5),
         ("weight_decay", "train.weight_decay", 0.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -52,6 +53,8 @@ PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
 }
 """The placements by name: tiers that may hold state, GPU budget and RAM budget in bytes, share that streams, and number
 of generations."""
+MUON_RAM = 49 << 17
+"""RAM of the placement on all tiers with Muon, in bytes: whole layers pass through it."""
 NVME_BYTES = 64 << 20
 """The bytes on the drive, in each placement."""
 CLIP = 3.22
@@ -64,7 +67,9 @@ class Mode(NamedTuple):
     clip: float | None
     """The norm to clip to; None: off."""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """The type of the moments."""
+    """The type of AdamW's moments."""
+    optimizer: str = "adamw"
+    """What trains the matrices of layers."""
 
 
 MODES = {
@@ -84,7 +89,7 @@ RANK_PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
 """The same for ranks, in bytes for each of them. Whole units pass through the GPU, so its budgets are larger."""
 
 
-def verify(device: str, directory: Path, console: Console, *, is_quick: bool = False) -> bool:
+def verify(device: str, directory: Path, console: Console, *, is_quick: bool = False, optimizer: str = "adamw") -> bool:
     """Train under every placement and activation policy in several modes, and print a table of the outcomes.
 
     Under torchrun the ranks share the state under some placements, and each of them also trains alone.
@@ -94,17 +99,19 @@ def verify(device: str, directory: Path, console: Console, *, is_quick: bool = F
         directory: on the drive to try; it holds the block files meanwhile.
         console: where the table goes.
         is_quick: try every placement with one activation policy in one mode.
+        optimizer: as `train.optimizer` names it.
 
     Returns:
         Whether all outcomes are equal, within each mode.
     """
     torch.use_deterministic_algorithms(True)
+    tried = {Mode(CLIP): (Activations.KEEP,)} if is_quick else MODES
+    modes = {mode._replace(optimizer=optimizer): policies for mode, policies in tried.items()}
     with joined(device_for(device)) as ranks:
         if ranks is not None:
             quiet = console if ranks.rank == 0 else Console(quiet=True)
-            return _verify_ranks(device, directory, quiet, ranks, is_quick=is_quick)
+            return _verify_ranks(device, directory, quiet, ranks, tuple(modes))
 
-    modes = {Mode(CLIP): (Activations.KEEP,)} if is_quick else MODES
     runs = [run for mode, policies in modes.items() for run in itertools.product((mode,), PLACEMENTS, policies)]
     total = len(runs)
     table = Table("state", "activations", "clip", "moments", "NVMe bytes", "digest", "")
@@ -134,11 +141,10 @@ def verify(device: str, directory: Path, console: Console, *, is_quick: bool = F
     return agree
 
 
-def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks, *, is_quick: bool) -> bool:
+def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks, modes: Sequence[Mode]) -> bool:
     """Train on all ranks under some placements, and on each rank alone, and print a table of the outcomes."""
     table = Table("state", "processes", "clip", "moments", "NVMe bytes", "digest", "")
     agree = True
-    modes = (Mode(CLIP),) if is_quick else tuple(MODES)
     for mode in modes:
         # All ranks train alone at the same time, so each has a folder of its own. Groups are a numeric choice, so there
         # are as many in both kinds of runs.
@@ -185,6 +191,8 @@ def _run(
         ranks: the ranks that share the state. Every one of them has to call it, and gets the same digest.
     """
     state, gpu, ram, share, generations = placement
+    if len(state) > 1 and mode.optimizer == "muon":
+        ram = MUON_RAM
     on_host = 1 if ranks is None else ranks.local_size
     model = build_skeleton(AutoConfig.for_model(**MODEL), "sdpa")
     tiers = TiersConfig(
@@ -238,6 +246,7 @@ def _settings(activations: str, mode: Mode, groups: int) -> TrainConfig:
         activations=activations,  # type: ignore[arg-type]
         clip=mode.clip,
         moments=mode.moments,
+        optimizer=mode.optimizer,  # type: ignore[arg-type]
         weight_decay=0.1,
     )
 
