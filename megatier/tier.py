@@ -52,7 +52,7 @@ class Leg(StrEnum):
     FURTHER = "f"
     """Another forward of the group, before its backward."""
     ASIDE = "a"
-    """A forward without gradients between a forward of the group and its backward."""
+    """A forward without gradients before the group's backward, in a step that has begun."""
     BACKWARD = "B"
 
 

@@ -220,7 +220,7 @@ def test_more_backwards_than_declared_are_refused(two_groups: tuple[Streamed, An
     streamed.optimizer.step()
 
 
-@pytest.mark.parametrize("call", ["read", "state_dict", "save", "export", "evaluate"])
+@pytest.mark.parametrize("call", ["read", "state_dict", "save", "export"])
 def test_weights_in_the_middle_of_a_step_are_refused(
     call: str, two_groups: tuple[Streamed, Any], tmp_path: Path
 ) -> None:
@@ -230,16 +230,19 @@ def test_weights_in_the_middle_of_a_step_are_refused(
         "state_dict": streamed.state_dict,
         "save": lambda: streamed.save(tmp_path / "saved"),
         "export": lambda: streamed.export(tmp_path / "model"),
-        "evaluate": lambda: evaluate(streamed, batch),
     }
     streamed.model(**batch).loss.backward()
     with pytest.raises(StreamedModelError, match="in the middle of a step"):
         calls[call]()
 
 
-def evaluate(streamed: Streamed, batch: Any) -> None:
-    with torch.no_grad():
+def test_evaluation_after_the_last_backward_of_a_step_is_refused(two_groups: tuple[Streamed, Any]) -> None:
+    streamed, batch = two_groups
+    for _ in range(2):
+        streamed.model(**batch).loss.backward()
+    with torch.no_grad(), pytest.raises(StreamedModelError, match="in the middle of a step"):
         streamed.model(**batch)
+    streamed.optimizer.step()
 
 
 def test_forward_that_fails_abandons_its_step(two_groups: tuple[Streamed, Any]) -> None:

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer and DPOTrainer over a streamed model, against themselves over a plain one."""
+"""TRL's SFTTrainer, DPOTrainer and KTOTrainer over a streamed model, against themselves over a plain one."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ from megatier.integrations.trl_trainer import StreamedTrl
 
 pytestmark = pytest.mark.filterwarnings("default")  # of TRL and datasets
 WORDS = [f"w{n}" for n in range(150)]
+TRAINERS: dict[str, Any] = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer, "kto": trl.KTOTrainer}
+CONFIGS: dict[str, Any] = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "kto": trl.KTOConfig}
+COLUMNS = {
+    "sft": {"text": 20},
+    "dpo": {"prompt": 6, "chosen": 8, "rejected": 8},
+    "kto": {"prompt": 6, "completion": 8},
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,7 +67,7 @@ def texts(columns: dict[str, int]) -> Any:
 
 
 def build(make: Callable[..., Trainer], model: Any, kind: str, folder: Path, **options: Any) -> Trainer:
-    """A trainer for ten steps of SFT or DPO. Options in `given` are those of its constructor."""
+    """A trainer for ten steps of SFT, DPO or KTO. Options in `given` are those of its constructor."""
     chosen: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -79,10 +86,12 @@ def build(make: Callable[..., Trainer], model: Any, kind: str, folder: Path, **o
         "bf16": False,
     }
     given = options.pop("given", {})
-    config = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}[kind](output_dir=str(folder), **{**chosen, **options})
-    rows = texts({"text": 20} if kind == "sft" else {"prompt": 6, "chosen": 8, "rejected": 8})
+    config = CONFIGS[kind](output_dir=str(folder), **{**chosen, **options})
+    rows = texts(COLUMNS[kind])
+    if kind == "kto":
+        rows = rows.add_column("label", [number % 2 == 0 for number in range(len(rows))])
     extra = {"train_dataset": rows, "processing_class": tokenizer()}
-    if kind == "dpo" and "ref_model" not in given:
+    if kind != "sft" and "ref_model" not in given:
         extra["ref_model"] = plain_model(exactness_config("plain"))
     return make(model, args=config, **{**extra, **given})
 
@@ -97,10 +106,10 @@ def run(
 
 
 def streamed_class(kind: str) -> Any:
-    return type("StreamedTrainer", (StreamedTrl, {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[kind]), {})
+    return type("StreamedTrainer", (StreamedTrl, TRAINERS[kind]), {})
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto"])
 def test_trl_ten_steps_agree_with_the_plain_trainer(kind: str, tmp_path: Path) -> None:
     losses = compare(kind, tmp_path)
     assert len(losses) == 10
@@ -119,14 +128,14 @@ def test_trl_over_adapters_agrees_with_the_plain_trainer(kind: str, tmp_path: Pa
     options: dict[str, Any] = {"compute_dtype": "fp32", "fused_loss": False, "accumulation_steps": 2, "clip": 0.5}
     with megatier.stream(model, tiers=TIERS, **options) as streamed:
         found = run(streamed_class(kind), streamed, kind, tmp_path / "streamed")
-    expected = run({"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[kind], model, kind, tmp_path / "plain")
+    expected = run(TRAINERS[kind], model, kind, tmp_path / "plain")
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     assert found[1] == pytest.approx(expected[1], rel=1e-6)
 
 
 def compare(kind: str, folder: Path, **options: Any) -> list[float]:
     """The losses, which with and without megatier are the same."""
-    plain = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[kind]
+    plain = TRAINERS[kind]
     losses, norms = run(plain, plain_model(exactness_config("plain")), kind, folder, **options)
     with open_streamed(folder, fused_loss=False) as streamed:
         found = run(streamed_class(kind), streamed, kind, folder, **options)

@@ -155,9 +155,14 @@ class Gradients:
         return self._is_watched > self._is_over or any(self._left.values())
 
     @property
-    def takes_forwards(self) -> bool:
-        """Whether a forward of this group waits for the backward, which has not begun."""
-        return self.is_open and not self._is_watched
+    def takes_aside(self) -> bool:
+        """Whether a forward without gradients may come within the step now: before a backward, and not inside one."""
+        return self.group < self._groups - 1 if self._is_over else not self._is_watched
+
+    def begin_aside(self) -> None:
+        """Begin a forward without gradients. After the backward of a group it belongs to the next one."""
+        if self._is_over:
+            self.begin_group(self.group + 1)
 
     def expect(self, unit: str, num_slices: int) -> None:
         """Note a use in a forward, whose backward will follow in so many slices."""

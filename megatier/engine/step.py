@@ -118,8 +118,7 @@ class Engine:
         few = few_tokens(list(groups[0].values()))
         self.try_tiles(lambda: self.model.loss(dict(zip(groups[0], few, strict=True)), None))
 
-        # Asked first, since `train` walks over every module.
-        if not self.model.skeleton.training:
+        if not self.model.skeleton.training:  # asked first, since `train` walks over every module
             self.model.skeleton.train()
 
         # Each group's loss is divided by what the whole step counts: tokens of unequal groups weigh as in one batch.
@@ -168,7 +167,8 @@ class Engine:
         return self._leg(Leg.FURTHER)
 
     def aside(self) -> AbstractContextManager[None]:
-        """Run one forward without gradients inside, between a forward of the group and its backward."""
+        """Run one forward without gradients inside, in the middle of a step and before a backward."""
+        self.model.stage.gradients.begin_aside()
         return self._leg(Leg.ASIDE)
 
     @contextmanager
@@ -255,9 +255,9 @@ class Engine:
         return self.model.stage.gradients.is_open
 
     @property
-    def takes_forwards(self) -> bool:
-        """Whether a forward of this group waits for its backward, which has not begun."""
-        return self.model.stage.gradients.takes_forwards
+    def takes_aside(self) -> bool:
+        """Whether a forward without gradients may come within the step now: before a backward, and not inside one."""
+        return self.model.stage.gradients.takes_aside
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss per counted token, on the weights of the last whole step. Modules keep their mode.

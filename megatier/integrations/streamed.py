@@ -266,8 +266,8 @@ class Streamed(StreamedState):
         self._check_open()
         if torch.is_grad_enabled():
             run = self._begin_forward()
-        elif self._groups and self._engine.takes_forwards and self.num_ranks == 1:
-            # The weights are those of the group's forwards, so it is a part of the step.
+        elif self._groups and self._engine.takes_aside and self.num_ranks == 1:
+            # The weights are those of the step's forwards, so it is a part of the step.
             run = self._engine.aside()
         else:
             # It reads the weights of the last step, whose updates may still wait for the next forward.

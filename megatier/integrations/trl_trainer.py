@@ -1,4 +1,4 @@
-"""TRL's trainers over a streamed model: `class StreamedSFT(StreamedTrl, SFTTrainer)`, and so with DPOTrainer.
+"""TRL's trainers over a streamed model: `class StreamedSFT(StreamedTrl, SFTTrainer)`, and so with DPO and KTO.
 
 TRL puts a forward of its own in the place of the model's. It has head and loss in one, and multiplies by the head's
 weight itself. So a copy of that weight is lent to it, from the forward to its backward.
