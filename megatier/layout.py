@@ -8,13 +8,14 @@ padded to 2,048 elements, so that every plane is a multiple of 4 KiB. Padding st
 Frozen parameters have a place in the weight plane alone, after the trained ones: all other planes end where these do.
 
 Where several ranks share the state, each unit is cut into equal shards, one for each rank. A shard is a layout of its
-own, whose tensors are runs of the unit's. `Layout.padded` makes a unit that can be cut so, `Layout.shard` cuts it.
+own, whose tensors are runs of the unit's. `Layout.padded` makes a unit that can be cut so, `Layout.shard` cuts it. If
+updates need whole matrices, parameters are dealt out to the shards, so that none is cut.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatier.state import ADAMW_BF16, StateSchema
@@ -120,20 +121,24 @@ class Layout:
         return replace(Layout.of(shapes, self.frozen), schema=self.schema, has_base=self.has_base)
 
     def padded(self, ranks: int) -> Layout:
-        """Return a layout with more padding, so that trained and frozen elements can be cut into equal shards."""
+        """Return a layout with more padding, so that trained and frozen elements can be cut into equal shards.
+
+        If updates are by matrix, trained parameters are in another order as well: no shard has a part of one.
+        """
         if ranks == 1:
             return self
 
         # Trained and frozen elements are cut separately, so that every rank updates equally many. The padding after the
         # trained ones grows by that, and the frozen ones move up.
         multiple = ranks * SHARD_ELEMENTS
-        num_trained = _padded(self.num_trained, multiple)
+        trained, num_trained = self.trained.tensors, _padded(self.num_trained, multiple)
+        if self.schema.by_matrix:
+            trained, num_trained = _dealt(trained, ranks)
         num_frozen = _padded(self.num_elements - self.num_trained, multiple)
         shift = num_trained - self.num_trained
-        tensors = tuple(
-            tensor if tensor.start < self.num_trained else replace(tensor, start=tensor.start + shift)
-            for tensor in self.tensors
-        )
+        frozen = [tensor for tensor in self.tensors if tensor.start >= self.num_trained]
+        moved = [replace(tensor, start=tensor.start + shift) for tensor in frozen]
+        tensors = (*trained, *moved)
         return replace(self, tensors=tensors, num_elements=num_trained + num_frozen, num_trained=num_trained)
 
     def shard(self, rank: int, ranks: int) -> Layout:
@@ -163,6 +168,22 @@ class Layout:
         first = self.num_trained + rank * frozen
         runs = (rank * trained, (rank + 1) * trained, 0), (first, first + frozen, trained)
         return tuple(run for run in runs if run[0] < run[1])
+
+
+def _dealt(tensors: Sequence[TensorSlice], ranks: int) -> tuple[tuple[TensorSlice, ...], int]:
+    """Deal tensors out to equal shards, whole and as evenly as can be; returns them, and the elements of all shards."""
+    shards: list[list[TensorSlice]] = [[] for _ in range(ranks)]
+    sizes = [0] * ranks
+
+    # The largest come first, each to the shard that has least. The sort is stable, so all ranks deal alike.
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.num_elements):
+        least = sizes.index(min(sizes))
+        shards[least].append(replace(tensor, start=sizes[least]))
+        sizes[least] += _padded(tensor.num_elements, ALIGN_ELEMENTS)
+
+    size = _padded(max(sizes), SHARD_ELEMENTS)
+    placed = [replace(t, start=rank * size + t.start) for rank, shard in enumerate(shards) for t in shard]
+    return tuple(placed), ranks * size
 
 
 def _clipped(tensor: TensorSlice, first: int, last: int, start: int) -> TensorSlice | None:

@@ -37,7 +37,7 @@ from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader
 from megatier.tier import Kind, Phase, Tier, Way
 
-KINDS = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+KINDS = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,7 @@ class RankRun:
     """The rank of the adapters that are trained; 0: the model is."""
     learning_rate: float = 1e-2
     moments: Literal["fp32", "bf16"] = "fp32"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     device: Literal["cpu", "cuda"] = "cpu"
     way: Way | None = None
     """What moves bytes between ranks; None: the best that there is."""
@@ -77,6 +78,7 @@ class RankRun:
             clip=self.clip,
             weight_decay=0.1,
             moments=self.moments,
+            optimizer=self.optimizer,
             activations=self.activations,
         )
 
@@ -318,7 +320,7 @@ def _runs(session: Session, kind: Kind) -> dict[str, list[tuple[int, Any]]]:
     found: dict[str, list[tuple[int, Any]]] = {}
     for unit in session.units:
         layout = unit.layout if kind is Kind.WEIGHT else unit.layout.trained
-        if not layout.num_elements:
+        if not layout.num_elements or kind not in layout.schema.kinds:
             continue
         plane = (
             session.read_master(unit, 0, layout.num_elements)

@@ -15,7 +15,6 @@ from tiny_runs import (
     ModelWeights,
     Run,
     exactness_config,
-    least_budgets,
     one_thread,
     opened,
     outcome,
@@ -26,8 +25,6 @@ from tiny_runs import (
     run_steps,
 )
 
-from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig
-from megatier.errors import ConfigError
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.models.dtypes import matrices_of_layers
 from megatier.tier import Kind
@@ -124,11 +121,3 @@ def test_muon_in_fp32_is_torchs_on_a_plain_model(model: str, clip: float | None,
         assert result.grad_norm == pytest.approx(norm, rel=1e-12)
     far = {name: float((found[name] - p).norm() / p.norm()) for name, p in plain.state_dict().items() if name in found}
     assert {name: distance for name, distance in far.items() if distance > 1e-6} == {}
-
-
-def test_muon_of_several_ranks_is_refused_with_what_to_do() -> None:
-    run = Run(model="untied", optimizer="muon", groups=2)
-    skeleton = build_skeleton(exactness_config("untied"), "sdpa")
-    model = ModelConfig(config={"model_type": "llama"})
-    with pytest.raises(ConfigError, match=r"muon, which needs whole matrices, and 2 ranks .* set train.optimizer to"):
-        least_budgets(skeleton, model, TiersConfig(), run.train, NumericsConfig(), 16, PLACES["ram"], ranks=2)

@@ -7,6 +7,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from megatier import _native
 from megatier.layout import Layout, TensorSlice
 from megatier.numerics.optimizer import TILE_ELEMENTS, AdamW, Hyperparameters
+from megatier.state import MUON
 from megatier.tier import Kind
 
 LAYOUT = Layout.of([("norm", (70,)), ("weight", (5, 13)), ("bias", (3,)), ("other", (200,))])
@@ -109,6 +111,24 @@ def test_measure_of_the_parts_of_a_unit_gives_the_sums_of_the_whole(seed: int) -
     found = torch.cat([sums_of(optimizer, name) for name in parts])
     optimizer.close()
     assert torch.equal(found.sort().values, sums_of(optimizer, "whole").sort().values)
+
+
+def test_measure_of_matrices_does_not_depend_on_where_they_lie_in_their_unit() -> None:
+    shapes = [("a", (3, 100)), ("b", (300, 500)), ("c", (2, 200, 300)), ("d", (70, 7))]
+    alone = replace(Layout.of(shapes), schema=MUON["fp32"])
+    layouts = {"alone": alone, **{f"{ranks} ranks": alone.padded(ranks) for ranks in (2, 3)}}
+    optimizer = measuring(layouts)
+    values = {name: torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) for name, shape in shapes}
+    found = []
+    for unit, layout in layouts.items():
+        grad = torch.zeros(layout.num_elements)
+        for tensor in layout.tensors:
+            grad[tensor.start : tensor.stop] = values[tensor.name].flatten()
+        optimizer.measure(unit, grad)
+        found.append(sums_of(optimizer, unit).sort().values)
+    optimizer.close()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_measure_sums_what_a_tensor_has_of_each_tile_of_its_unit() -> None:

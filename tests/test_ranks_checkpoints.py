@@ -87,6 +87,7 @@ RUNS = {
     "tied, fp32": RankRun(steps=2, model="tied", dtype="fp32"),
     "frozen": RankRun(steps=2, frozen=("model.embed_tokens", "model.layers.0.self_attn", "model.layers.1.mlp")),
     "expert parts": RankRun(steps=2, model="moe", expert_parts=3),
+    "muon on experts": RankRun(steps=2, model="moe", optimizer="muon", expert_parts=3),
     "adapters": RankRun(steps=2, adapters=3),
 }
 ON_GPUS = RankRun(device="cuda", groups=2, model="flash")

@@ -115,6 +115,8 @@ RUNS = {
     "tiles of tokens": RankRun(model="tied", tile_tokens=10),
     "routers in fp32": RankRun(model="routers"),
     "moments in bf16": RankRun(moments="bf16"),
+    "muon": RankRun(optimizer="muon"),
+    "muon on experts": RankRun(model="moe", optimizer="muon", expert_parts=3),
     "adapters": RankRun(adapters=3),
     "one round": RankRun(groups=2),
     "not clipped": RankRun(clip=None),
@@ -136,7 +138,9 @@ def test_two_ranks_that_stream_beside_homes_on_the_gpu_have_the_bits_of_one_proc
     check(RankRun(), "gpu, ram, streamed", 2, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tied", "frozen", "expert parts", "routers in fp32", "moments in bf16", "adapters"])
+@pytest.mark.parametrize(
+    "name", ["tied", "frozen", "expert parts", "routers in fp32", "moments in bf16", "muon", "adapters"]
+)
 def test_two_ranks_that_spill_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
     check(RUNS[name], "nvme", 2, tmp_path)
 

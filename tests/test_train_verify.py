@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -89,11 +90,17 @@ def test_verify_one_placement_that_differs_fails(tmp_path: Path, monkeypatch: py
     assert "NOT identical" in report
 
 
-def verify_on_ranks(directory: Path) -> tuple[bool, str]:
+def verify_on_ranks(directory: Path, optimizer: str = "adamw", *, is_quick: bool = False) -> tuple[bool, str]:
     """Verify on this rank, in short runs."""
     for name, value in {"STEPS": 1, "SEQUENCES": 2, "SEQUENCE_LENGTH": 8}.items():
         setattr(verify, name, value)
-    return report_of(directory)
+    return report_of(directory, is_quick=is_quick, optimizer=optimizer)
+
+
+def test_verify_with_muon_on_two_ranks_finds_every_placement_equal_to_one_process(tmp_path: Path) -> None:
+    (agrees, report), _ = POOL.run(partial(verify_on_ranks, is_quick=True), 2, tmp_path, "muon")
+    assert agrees
+    assert report.count("equal") == len(verify.RANK_PLACEMENTS)
 
 
 def test_verify_on_two_ranks_finds_every_placement_equal_to_one_process(tmp_path: Path) -> None:

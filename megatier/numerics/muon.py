@@ -73,9 +73,12 @@ class Muon:
 
     def runs(self, unit: str) -> Sequence[tuple[int, int]]:
         """Return the runs of a unit's elements that are updated one at a time; none if any run will do."""
-        # Padding belongs to the matrix before it.
-        starts = [matrix.start for matrix in self._matrices.get(unit, ())]
-        return list(pairwise([*starts, self._stops[unit]])) if starts else []
+        if unit not in self._matrices:
+            return []
+
+        # Padding belongs to the matrix before it. A rank's shard may have no matrix, and be padding alone.
+        starts = [matrix.start for matrix in self._matrices[unit][1:]]
+        return list(pairwise([0, *starts, self._stops[unit]]))
 
     def apply(self, unit: str, elements: tuple[int, int], planes: Planes, grad: Tensor, scalars: Scalars) -> None:
         """Update those matrices of a unit that lie in a run of its elements, in place; see `AdamW.apply`."""

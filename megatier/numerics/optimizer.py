@@ -10,8 +10,8 @@ the clip coefficient, min(1, clip / (norm + 1e-6)). Moments may be stored in bf1
 by random numbers that depend on the run's seed, the step, the unit, and the number of the element in the whole unit.
 
 The norm is that of the rounded gradients. Sums of squares are taken in fp64, in a fixed order, of what each tensor has
-of each tile of its unit, 65,536 elements. They are added exactly and rounded once, so slots, slices and devices do not
-matter, nor does it if a unit is cut between tiles.
+of each tile of its unit, 65,536 elements, or of its own tiles if the unit is updated by matrix. They are added exactly
+and rounded once, so slots, slices and devices do not matter, nor does it if a unit is cut between tiles.
 
 Source: Loshchilov and Hutter, arXiv 1711.05101. The split is megatier's: 12 bytes of state a parameter.
 """
@@ -170,7 +170,7 @@ class AdamW:
         """The first parameter of a unit, in its layout, whose measured gradient is not finite."""
         sums = torch.cat(self._sums[unit]).cpu()
         tensors = self.layouts[unit].tensors
-        parts = sums.split([_num_tiles(tensor) for tensor in tensors])
+        parts = sums.split([_num_tiles(tensor, self._origin(unit, tensor)) for tensor in tensors])
         return next((t.name for t, part in zip(tensors, parts, strict=True) if not part.isfinite().all()), None)
 
     # ------------------------------------------------------------------ gradients
@@ -182,17 +182,17 @@ class AdamW:
             unit: its unit.
             grad: flat [num_elements] in the dtype of the unit's weights, on any device.
         """
-        # Tiles are counted from the unit's start, so that runs of whole tiles have exactly their own of all these sums.
-        tensors = self.layouts[unit].tensors
+        tensors = [(tensor, self._origin(unit, tensor)) for tensor in self.layouts[unit].tensors]
         if grad.is_cuda:
-            self._sums[unit] = [self._kernels.sum_squares(grad[t.start : t.stop], t.start) for t in tensors]
+            sum_squares = self._kernels.sum_squares
+            self._sums[unit] = [sum_squares(grad[t.start : t.stop], t.start - origin) for t, origin in tensors]
             return
 
-        sums = torch.empty(sum(_num_tiles(tensor) for tensor in tensors), dtype=torch.float64)
+        sums = torch.empty(sum(_num_tiles(*tensor) for tensor in tensors), dtype=torch.float64)
         pieces: list[tuple[int, int, bool, int]] = []
         done = 0
 
-        for start, stop in (piece for tensor in tensors for piece in _pieces(tensor)):
+        for start, stop in (piece for tensor in tensors for piece in _pieces(*tensor)):
             source = grad.data_ptr() + start * grad.element_size()
             pieces.append(
                 (source, stop - start, grad.dtype is torch.bfloat16, sums.data_ptr() + done * sums.element_size())
@@ -201,6 +201,12 @@ class AdamW:
 
         self._at_once(_native.sum_squares, pieces, (grad, sums))
         self._sums[unit] = [sums]
+
+    def _origin(self, unit: str, tensor: TensorSlice) -> int:
+        """The element of a unit from which the tiles of a tensor are counted."""
+        # From the unit's start, so that runs of whole tiles have exactly their own of all these sums. Where ranks deal
+        # out whole tensors, from the tensor's, since its place in the unit depends on how many they are.
+        return tensor.start if self.layouts[unit].schema.by_matrix else 0
 
     def accumulate(self, unit: str, total: Tensor, part: Tensor, *, group: int) -> None:
         """Add a group's gradient to the sum in RAM; after the last group, round the sum once and measure it.
@@ -376,14 +382,15 @@ def _call(work: Callable[..., None], memory: tuple[Tensor, ...], arguments: tupl
     work(*arguments)
 
 
-def _num_tiles(tensor: TensorSlice) -> int:
-    """Return the number of its unit's tiles that a tensor has elements in."""
-    return -(-tensor.stop // TILE_ELEMENTS) - tensor.start // TILE_ELEMENTS if tensor.num_elements else 0
+def _num_tiles(tensor: TensorSlice, origin: int) -> int:
+    """Return the number of tiles that a tensor has elements in. They are counted from an element of its unit."""
+    start, stop = tensor.start - origin, tensor.stop - origin
+    return -(-stop // TILE_ELEMENTS) - start // TILE_ELEMENTS if tensor.num_elements else 0
 
 
-def _pieces(tensor: TensorSlice) -> Iterator[tuple[int, int]]:
+def _pieces(tensor: TensorSlice, origin: int) -> Iterator[tuple[int, int]]:
     """Cut a tensor into a head and runs of whole tiles. A native call takes one, and counts tiles from its start."""
-    border = -(-tensor.start // TILE_ELEMENTS) * TILE_ELEMENTS
+    border = origin - (origin - tensor.start) // TILE_ELEMENTS * TILE_ELEMENTS
     return pairwise([tensor.start, *range(border, tensor.stop, PIECE_ELEMENTS), tensor.stop])
 
 

@@ -209,10 +209,8 @@ def _jobs(
     rates: Rates,
 ) -> StepJobs:
     """The jobs of no step yet, of a rank or of a process that is alone."""
-    if policy.ranks > 1:
-        return RankJobs(compute_seconds, units, placement, policy)
     per_flop = rates.gpu_update_parameters_per_s / rates.flops_per_s
-    return StepJobs(compute_seconds, units, placement, policy, per_flop)
+    return (RankJobs if policy.ranks > 1 else StepJobs)(compute_seconds, units, placement, policy, per_flop)
 
 
 def _timelines(

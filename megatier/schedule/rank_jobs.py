@@ -30,9 +30,10 @@ class RankJobs(StepJobs):
         units: Sequence[UnitSpec],
         placement: Placement,
         policy: Policy,
+        parameters_per_flop: float = 0.0,
     ) -> None:
         """See `StepJobs`."""
-        super().__init__(compute_seconds, units, placement, policy)
+        super().__init__(compute_seconds, units, placement, policy, parameters_per_flop)
         self._last: int | None = None
         """The last collective."""
         self._made: dict[tuple[str, int], int] = {}

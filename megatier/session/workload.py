@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.drives.blockfile import IoOptions
-from megatier.errors import ConfigError, PlanError, UnsupportedModelError
+from megatier.errors import PlanError, UnsupportedModelError
+from megatier.layout import Layout
 from megatier.models.decoder import Unit, decoder_layers
 from megatier.models.dtypes import with_schemas
 from megatier.models.experts import cut_units, most_parts
@@ -75,7 +76,6 @@ class Workload:
             world: the ranks that share the state and compute the groups of a step, and their hosts.
         """
         units = with_schemas(model, units, model_config.compute_dtype, train.moments, train.optimizer)
-        _check_ranks(units, world)
         units = tuple(replace(unit, layout=unit.layout.padded(world.ranks)) for unit in units)
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         options = _io_options(tiers)
@@ -96,7 +96,7 @@ class Workload:
                 activation_bytes=hidden_bytes if u.name in offloaded else 0,
                 frozen_elements=(u.layout.num_elements - u.layout.num_trained) // world.ranks,
                 schema=u.layout.schema,
-                update_flops=sum(matrix.flops for matrix in matrices_of(u.layout)) if u.layout.schema.by_matrix else 0,
+                update_flops=_update_flops(u.layout, world.ranks),
             )
             for u in units
         )
@@ -209,17 +209,11 @@ def _io_options(tiers: TiersConfig) -> IoOptions:
     )
 
 
-def _check_ranks(units: Sequence[Unit], world: World) -> None:
-    """Refuse to share what is updated by matrix: the shards of a unit are runs of elements, which cut matrices.
-
-    Raises:
-        ConfigError: several ranks share it.
-    """
-    if world.ranks > 1 and any(unit.layout.schema.by_matrix for unit in units):
-        raise ConfigError(
-            f"train.optimizer is muon, which needs whole matrices, and {world.ranks} ranks would each have a part. "
-            "Train with one process, or set train.optimizer to adamw."
-        )
+def _update_flops(layout: Layout, ranks: int) -> float:
+    """The most floating-point operations of products that the update of a rank's shard of a unit has."""
+    if not layout.schema.by_matrix:
+        return 0.0
+    return max(sum(matrix.flops for matrix in matrices_of(layout.shard(rank, ranks))) for rank in range(ranks))
 
 
 def _policy(

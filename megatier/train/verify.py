@@ -262,8 +262,9 @@ def _add_state(digest: hashlib._Hash, session: Session) -> None:
     """Add all weights and moments to a digest, whichever rank has them."""
     crew = session.ranks or Alone()
     for whole, unit in zip(session.wholes, session.units, strict=True):
-        # Ranks pad their shards to equal size, so what comes after the last parameter is left out.
-        stop = whole.layout.tensors[-1].stop
+        # Ranks pad their shards to equal size, and deal out matrices, so parameters come by their names.
+        tensors = sorted(whole.layout.tensors, key=lambda tensor: tensor.name)
         for kind in unit.layout.schema.kinds:
-            shards = crew.agree(session.read_plane(unit, kind, 0, unit.layout.num_elements))
-            digest.update(torch.cat(shards)[:stop].view(torch.uint8).numpy().tobytes())
+            plane = torch.cat(crew.agree(session.read_plane(unit, kind, 0, unit.layout.num_elements)))
+            for tensor in tensors:
+                digest.update(plane[tensor.start : tensor.stop].view(torch.uint8).numpy().tobytes())
