@@ -71,6 +71,16 @@ def test_export_merged_is_what_peft_merges_bit_for_bit(case: str, tmp_path: Path
     assert any(not torch.equal(found[name], value) for name, value in plain.items())
 
 
+def test_export_merged_of_a_run_without_a_checkpoint_takes_what_it_exported(tmp_path: Path) -> None:
+    base = base_folder(tmp_path / "base")
+    settings = {"model.path": str(base), "model.lora.rank": 4, "train.steps": 1, "output.checkpoint_every": 0}
+    assert main(command(tmp_path, settings)) == 0
+    for source, target in (("run", "a"), ("run/model", "b")):
+        assert main(["export", str(tmp_path / source), str(tmp_path / target), "--merge"]) == 0
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_export_merged_of_a_run_is_that_of_its_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = base_folder(tmp_path / "base")
     settings = {"model.path": str(base), "model.lora.rank": 4, "train.steps": 2, "output.checkpoint_every": 2}

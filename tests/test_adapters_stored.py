@@ -94,6 +94,12 @@ def missing(given: Path, base: Path) -> None:
     save_file(tensors, given / WEIGHTS)
 
 
+def with_base_weights(given: Path, base: Path) -> None:
+    """As PEFT saves adapters of embeddings by default."""
+    tensors = load_file(given / WEIGHTS)
+    save_file({**tensors, "base_model.model.embed.base_layer.weight": torch.zeros(3)}, given / WEIGHTS)
+
+
 def superfluous(given: Path, base: Path) -> None:
     save_file({**load_file(given / WEIGHTS), "a.layer": torch.zeros(1)}, given / WEIGHTS)
 
@@ -122,6 +128,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "other base": (other_base, "was trained over another base than .*: model.safetensors was 1 byte"),
     "other shape": (other_shape, r"has shape \(3, 3\); this base asks for .* adapter for another base\?"),
     "missing": (missing, "lacks base_model.model.* such adapters of LlamaForCausalLM"),
+    "weights of the base": (with_base_weights, "base_layer.weight. Load it .*save_embedding_layers=False"),
     "superfluous": (superfluous, "holds a.layer, which is no part of such adapters"),
     "integers": (integers, "is I8; adapters are read in F32, BF16, F16"),
     "no weights": (without_weights, f"has no {WEIGHTS}"),

@@ -247,6 +247,12 @@ def test_trl_option_that_a_streamed_model_cannot_follow_is_refused_by_name(name:
         build(streamed_class(kind), streamed, kind, tmp_path, **options)
 
 
+def test_trl_arguments_that_open_a_model_are_refused_with_a_folder(tmp_path: Path) -> None:
+    arguments = {"model_init_kwargs": {"dtype": "float32"}}
+    with pytest.raises(ConfigError, match="model_init_kwargs: megatier opens the model"):
+        build(streamed_class("sft"), tmp_path, "sft", tmp_path, **arguments)
+
+
 def test_trl_dpo_from_a_folder_compares_with_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     plain_model(exactness_config("plain")).save_pretrained(folder)

@@ -53,7 +53,7 @@ def check_base(adapter: Path, identity: Mapping[str, str], base: str) -> None:
         name = next(name for name in (*before, *identity) if before.get(name) != identity.get(name))
         raise ConfigError(
             f"model.lora.adapter: {adapter} was trained over another base than {base}: {name} was "
-            f"{before.get(name, 'missing')} and is {identity.get(name, 'missing')}. Set model.path to its own base."
+            f"{before.get(name, 'missing')} and is {identity.get(name, 'missing')}. Give it its own base."
         )
 
     # A folder may have been moved, and a name on the hub says little of it. Two names are of two models.

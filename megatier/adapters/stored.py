@@ -126,6 +126,11 @@ class StoredAdapter:
 
         stored = read_header(path)
         odd = sorted(stored.keys() ^ names.keys())
+        if odd and all(name in stored and ".base_layer." in name for name in odd):
+            raise ConfigError(
+                f"model.lora.adapter: {path} holds weights of the base too, such as {shown(odd[0])}. Load it with "
+                "PEFT, and save it with save_pretrained(save_embedding_layers=False)."
+            )
         if odd:
             what = "holds {}, which is no part of" if odd[0] in stored else "lacks {}, a part of"
             raise ConfigError(

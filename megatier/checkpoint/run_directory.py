@@ -32,6 +32,8 @@ TRACE_FILE = "trace.json"
 STALL_FILE = "stall.txt"
 MODEL_FOLDER = "model"
 DATA_FOLDER = "data"
+ADAPTER_FILE = "adapter_config.json"
+"""The settings in a folder of adapters, as PEFT calls them."""
 CHECKPOINT_FOLDER = "checkpoints"
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 """Name of a whole checkpoint. Eight digits or more, so that names sort as steps do up to a hundred million of them."""
@@ -293,6 +295,13 @@ def last_checkpoint(folder: Path) -> Path | None:
     """Return the newest whole checkpoint in a folder; None if there is none."""
     found = checkpoints(folder)
     return found[-1] if found else None
+
+
+def find_adapter(path: Path) -> Path | None:
+    """Return the folder of adapters at a path, or that of a run there without a checkpoint; None: there is none."""
+    exported = path / MODEL_FOLDER
+    folders = [path] if last_checkpoint(path / CHECKPOINT_FOLDER) else [path, exported]
+    return next((folder for folder in folders if (folder / ADAPTER_FILE).is_file()), None)
 
 
 def find_checkpoint(path: Path) -> Path:

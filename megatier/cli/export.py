@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatier.checkpoint.run_directory import find_checkpoint
+from megatier.checkpoint.run_directory import find_adapter, find_checkpoint
 from megatier.config.values import parse_bytes
 
 
@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     if options.base is not None and not options.merge:
         parser.error("--base goes with --merge")
     shard_bytes = parse_bytes(options.shard_size)
-    if not (options.merge and (options.checkpoint / "adapter_config.json").is_file()):
+    if not (options.merge and find_adapter(options.checkpoint)):
         find_checkpoint(options.checkpoint)
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.train.export import export_checkpoint, export_merged

@@ -85,6 +85,11 @@ class StreamedTrl(StreamedTraining):
                     "one for each backward. Leave it out, or use MegatierTrainer.",
                 ),
                 (
+                    not isinstance(model, Streamed) and getattr(args, "model_init_kwargs", None),
+                    "model_init_kwargs: megatier opens the model. Call megatier.stream with compute_dtype and "
+                    "attention, and give the trainer what it returns.",
+                ),
+                (
                     isinstance(reference, str),
                     f"ref_model is {reference!r}: give a model, AutoModelForCausalLM.from_pretrained({reference!r}).",
                 ),

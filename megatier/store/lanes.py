@@ -104,7 +104,10 @@ class Lanes:
         return self.submit(queue, key, source.numel(), lambda: self.copy(queue, target, source), after, behind)
 
     def carry(self, key: str, target: torch.Tensor, source: torch.Tensor, *, to_gpu: bool) -> Transfer:
-        """Copy uint8 [n] of state between RAM and any memory on the GPU, behind the present point of compute."""
+        """Copy uint8 [n] of state between RAM and any memory on the GPU, behind the present point of compute.
+
+        The caller leases what is in RAM, and keeps both until the copy is over.
+        """
         point = self.point(key)
         if to_gpu:
             return self.to_gpu(key, target, source, (), point, queue="state_to_gpu")

@@ -298,8 +298,7 @@ class TieredStore:
         The caller overwrites all blocks after that. Leases from before end without effect. Other threads may be waiting
         for slots and for nothing else; they fail.
         """
-        # The state is torn before the wake, so that whoever waits for a slot fails, instead of waiting again or taking
-        # one.
+        # The state is torn before the wake, so that whoever waits for a slot fails, and takes none.
         self.tear.is_torn = True
         self.wake()
         for queue in self.queues:
@@ -321,8 +320,7 @@ class TieredStore:
             block = self._blocks.find(key)
             write_backs = block.write_backs()
 
-        # Moves may take long, so this waits without the lock. Bytes may change meanwhile, so the copies are asked anew
-        # which bytes are home.
+        # Moves may take long, so this waits without the lock, and then asks the copies anew which bytes are home.
         for transfer in write_backs:
             transfer.wait()
 
@@ -343,10 +341,7 @@ class TieredStore:
             return self._outside.pull(key, tensor, start)
 
     def carry(self, key: str, target: torch.Tensor, source: torch.Tensor, *, to_gpu: bool) -> Transfer:
-        """Start copying uint8 [n] of state between RAM and memory on the gpu device that is the caller's own.
-
-        The caller leases what is in RAM, and keeps both until the copy is over. It comes after what is enqueued now.
-        """
+        """Start copying state between RAM and memory on the gpu device that is the caller's own; see `Lanes.carry`."""
         with self._lock, self.tear.call:
             return self._lanes.carry(key, target, source, to_gpu=to_gpu)
 

@@ -211,7 +211,7 @@ def _safety(config: RunConfig, placement: Placement, num_kept: int) -> str:
     elif output.savepoint_every:
         how = "when the norm is known, apart from the savepoint"
 
-    then = "restarts from step 1; set output.checkpoint_every to keep progress"
+    then = "restarts from step 1, or from a checkpoint that is there; set output.checkpoint_every to keep progress"
     if output.savepoint_every:
         then = f"goes on from its last savepoint (every {output.savepoint_every} steps)"
     elif num_kept:

@@ -14,15 +14,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from megatier.adapters.folder import export
 from megatier.adapters.lora import adapter_config
 from megatier.adapters.merge import MergedWeights
-from megatier.adapters.stored import CONFIG_FILE as ADAPTER_FILE
 from megatier.adapters.stored import read_config
 from megatier.adapters.weights import AdaptedWeights
 from megatier.checkpoint.checkpoint import UNBOUND, is_bound, open_masters, read_state
 from megatier.checkpoint.run_directory import (
+    ADAPTER_FILE,
     CHECKPOINT_FOLDER,
     METRICS_FILE,
     MODEL_FOLDER,
     SAVEPOINT_FOLDER,
+    find_adapter,
     find_checkpoint,
     last_checkpoint,
     step_of,
@@ -146,15 +147,19 @@ def export_merged(
         ConfigError: there are no adapters, or they are for another base.
         CheckpointError, CapacityError, TransferError, UnsupportedModelError: see `export_checkpoint`.
     """
-    is_folder = (path / ADAPTER_FILE).is_file()
-    if not is_folder and base is not None:
+    adapter = find_adapter(path)
+    if adapter is None and base is not None:
         raise ConfigError(f"--base is for a folder of adapters, and {path} has no {ADAPTER_FILE}: leave it out.")
 
-    checkpoint = None if is_folder else find_checkpoint(path)
-    config = _config_of(path, base) if checkpoint is None else from_dict(RunState.read(read_state(checkpoint)).config)
+    checkpoint = None
+    if adapter is None:
+        checkpoint = find_checkpoint(path)
+        config = from_dict(RunState.read(read_state(checkpoint)).config)
+    else:
+        config = _config_of(adapter, base)
     if config.model.lora is None:
         raise ConfigError(f"--merge: {path} has no adapters. Leave it out.")
-    console.print(f"from {checkpoint or path}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"from {checkpoint or adapter}", markup=False, highlight=False, soft_wrap=True)
 
     model, reader = open_model(config)
     assert isinstance(reader, AdaptedWeights)
