@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from megatier.store.store import TieredStore
-from megatier.store.transfer import FAILURES
+from megatier.store.transfer import FAILURES, Transfer
 from megatier.tear import Tear
 from megatier.tier import Kind
 
@@ -118,15 +118,25 @@ def _apply_in_ram(
     for run in runs:
         parts = {kind: _part(plane, elements, run) for kind, plane in sources.items()}
         carried = {kind: torch.empty_like(part, device=store.device) for kind, part in parts.items()}
-        for move in [store.carry(unit, carried[kind], part, to_gpu=True) for kind, part in parts.items()]:
-            move.wait()
+        _wait([store.carry(unit, carried[kind], part, to_gpu=True) for kind, part in parts.items()])
 
         apply(unit, run, {kind: carried[kind] for kind in planes}, carried[Kind.GRAD], {})
         targets = {kind: _part(plane, elements, run) for kind, plane in planes.items()}
-        for move in [store.carry(unit, target, carried[kind], to_gpu=False) for kind, target in targets.items()]:
-            move.wait()
+        _wait([store.carry(unit, target, carried[kind], to_gpu=False) for kind, target in targets.items()])
 
     return None
+
+
+def _wait(moves: Sequence[Transfer]) -> None:
+    """Wait for all moves, also if one fails: none may outlive the leases of the planes.
+
+    Raises:
+        TransferError: one failed.
+    """
+    ended_well = [move.over() for move in moves]
+    for move, is_well in zip(moves, ended_well, strict=True):
+        if not is_well:
+            move.wait()
 
 
 def _part(plane: torch.Tensor, elements: Elements, run: Elements) -> torch.Tensor:
