@@ -9,7 +9,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from megatier.adapters.stored import CONFIG_FILE, noted_base, read_config
+from megatier.adapters.stored import noted_base, read_config
+from megatier.config.lora import ADAPTER_FILE
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.foreign import opened, shown
 from megatier.models.folder import read_headers
@@ -61,7 +62,7 @@ def check_base(adapter: Path, identity: Mapping[str, str], base: str) -> None:
     if isinstance(other, str) and ON_HUB.fullmatch(other) and ON_HUB.fullmatch(base) and other != base:
         raise ConfigError(
             f"model.lora.adapter: {adapter} is for {shown(other)}, and model.path is {base}. Set model.path to it, or "
-            f"write {base} into its {CONFIG_FILE} if both are the same."
+            f"write {base} into its {ADAPTER_FILE} if both are the same."
         )
 
 

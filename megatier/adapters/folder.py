@@ -8,28 +8,26 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatier.adapters.base import noted
 from megatier.adapters.lora import adapter_config, stored_names
-from megatier.adapters.stored import BASE, CONFIG_FILE, WEIGHTS_FILE
+from megatier.adapters.stored import BASE, WEIGHTS_FILE
+from megatier.config.lora import ADAPTER_FILE
 from megatier.layout import TensorSlice
 from megatier.models import export as models
 from megatier.models.decoder import Unit
+from megatier.models.export import Read
 from megatier.models.shards import write_header
 from megatier.models.weights import chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Read = Callable[[Unit, int, int], Tensor]
-"""Reads elements [start, stop) of a unit's layout as a flat fp32 CPU tensor."""
 
 
 def export(
@@ -49,7 +47,7 @@ def export(
     models.check_new(folder)
     with models.new_folder(folder, export_bytes(model, units, dtype)) as partial:
         _write_weights(partial / WEIGHTS_FILE, _places(model, units), read, noted(model))
-        (partial / CONFIG_FILE).write_text(json.dumps(_settings(model), indent=2, sort_keys=True) + "\n")
+        (partial / ADAPTER_FILE).write_text(json.dumps(_settings(model), indent=2, sort_keys=True) + "\n")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
 

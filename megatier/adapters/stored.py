@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatier.config.lora import ADAPTER_FILE
 from megatier.errors import ConfigError, TransferError
 from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, opened, parse_json, read_object, shown
 from megatier.models.shards import DTYPES, StoredTensor, read_header
 from megatier.models.weights import FULL_PRECISION
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Begins the names of all parameters in a folder of adapters."""
@@ -62,7 +62,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it is of a kind that is not trained here. Names the setting.
     """
-    return checked_settings(read_config(folder), f"model.lora.adapter: {folder / CONFIG_FILE}")
+    return checked_settings(read_config(folder), f"model.lora.adapter: {folder / ADAPTER_FILE}")
 
 
 def checked_settings(found: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -96,10 +96,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         ConfigError: there is none.
     """
     try:
-        return read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, ConfigError)
+        return read_object(folder / ADAPTER_FILE, SETTINGS_BYTES_MAX, ConfigError)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"model.lora.adapter: {folder} has no {CONFIG_FILE}. Give the folder of an adapter in PEFT's format."
+            f"model.lora.adapter: {folder} has no {ADAPTER_FILE}. Give the folder of an adapter in PEFT's format."
         ) from error
 
 

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from megatier.config.file import to_dict
+from megatier.config.lora import ADAPTER_FILE
 from megatier.config.schema import RunConfig
 from megatier.config.text import dump
 from megatier.drives.leftovers import is_abandoned
@@ -32,8 +33,6 @@ TRACE_FILE = "trace.json"
 STALL_FILE = "stall.txt"
 MODEL_FOLDER = "model"
 DATA_FOLDER = "data"
-ADAPTER_FILE = "adapter_config.json"
-"""The settings in a folder of adapters, as PEFT calls them."""
 CHECKPOINT_FOLDER = "checkpoints"
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 """Name of a whole checkpoint. Eight digits or more, so that names sort as steps do up to a hundred million of them."""

@@ -15,6 +15,8 @@ from megatier.foreign import shown
 if TYPE_CHECKING:
     from megatier.config.schema import ModelConfig
 
+ADAPTER_FILE = "adapter_config.json"
+"""The settings in a folder of adapters, as PEFT calls them."""
 ALL_LINEAR = "all-linear"
 """The target that stands for every linear layer but the head."""
 NAMES = ("targets", "modules_to_save", "adapter")

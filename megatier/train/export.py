@@ -18,7 +18,6 @@ from megatier.adapters.stored import read_config
 from megatier.adapters.weights import AdaptedWeights
 from megatier.checkpoint.checkpoint import UNBOUND, is_bound, open_masters, read_state
 from megatier.checkpoint.run_directory import (
-    ADAPTER_FILE,
     CHECKPOINT_FOLDER,
     METRICS_FILE,
     MODEL_FOLDER,
@@ -31,6 +30,7 @@ from megatier.checkpoint.run_directory import (
 from megatier.checkpoint.run_state import RunState
 from megatier.config.data_section import DataConfig
 from megatier.config.file import from_dict
+from megatier.config.lora import ADAPTER_FILE
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.data.tokenizer import load_tokenizer
 from megatier.errors import CheckpointError, ConfigError, DamagedCheckpointError, ExportError, MegatierError, mib
@@ -136,7 +136,8 @@ def export_merged(
 
     Args:
         console: what a person sees.
-        path: a folder of adapters, a checkpoint, or a run directory, whose last whole checkpoint is taken.
+        path: a folder of adapters, a checkpoint, or a run directory. Of that, the last whole checkpoint is taken, or
+            else the adapters that the run has exported.
         folder: a new or empty folder.
         dtype: `bf16` or `fp32`; None: as the run's `output.export_dtype`, and bf16 for a folder of adapters.
         shard_bytes: see `models.export.export`.
