@@ -7,8 +7,16 @@ bound of the same shape is measured in the same run, before the model is built.
 
 python bench/bench_step.py --row 1 [--steps 6]          writes bench/results/<machine>/row1.json
 python bench/bench_step.py --row 1 --set model.attention=sdpa    the same with another kernel
-python bench/bench_step.py --row 11 --nvme DIR          rows 11 to 16, 24 and 25 need a directory on the drive
+python bench/bench_step.py --row 11 --nvme DIR          rows 11 to 16, 24 to 26 and 29 need a directory on the drive
 python bench/bench_step.py --row 11 --plan MACHINE.yaml forecasts the row, without a GPU; with --ranks N, on N GPUs
+
+Rows 27 to 30 train adapters, and need peft. Row 29 compares its step with what `megatier bench` measured of the drive
+before (`drive_seconds`), and has the losses of row 30:
+
+python bench/bench_step.py --row 27                     8B, base in RAM (28: on the GPU), beside the bound of adapters
+python bench/peers/peft_resident.py --shape 8b          its peer: PEFT over a model that lies on the GPU
+megatier bench --nvme DIR --size 16GiB && python bench/bench_step.py --row 29 --nvme DIR --warmup 1 --steps 3 --no-bound
+python bench/bench_step.py --row 30 --warmup 1 --steps 3 --no-bound
 
 Under torchrun the ranks share the state, and each computes as many sequences as the row has:
 
@@ -23,18 +31,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from bound import bound_of
-from peers.shapes import SHAPES, TFLOPS_FORMULA, llama_config, peak_gpu_bytes, peak_ram_bytes
+from peers.shapes import SHAPES, TFLOPS_FORMULA, peak_gpu_bytes, peak_ram_bytes, trained_shape
 from record import RESULTS, Row, default_output, row, write_row
-from rows import RATE, ROWS, Run, changed, config_of
+from rows import RATE, ROWS, Run, changed, config_of, shared, skeleton
 
 from megatier.hardware import set_cuda_defaults
-from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import make_plan
 from megatier.ranks.ranks import Ranks, joined
 from megatier.report.picture import draw, lane_uses
@@ -73,7 +80,7 @@ def fill(session: Session) -> None:
     # Planes lie on the GPU or in RAM, so the piece does so too.
     sources = {"cpu": drawn, str(session.engine.options.device.type): drawn.to(session.engine.options.device)}
     for unit in session.units:
-        for elements in session.blocks.chunks(unit.name):
+        for elements, _ in session.blocks.runs(unit.name):
             with session.blocks.open_state(unit.name, elements, [Kind.WEIGHT], fresh=[Kind.WEIGHT]) as state:
                 plane = state.planes[Kind.WEIGHT].view(torch.bfloat16)
                 for tensor in unit.layout.tensors:
@@ -90,6 +97,9 @@ def fill(session: Session) -> None:
 
                 state.write_back()
 
+        # No update carries frozen weights over.
+        session.blocks.share_frozen(unit.name)
+
     session.player.drain()
 
 
@@ -98,7 +108,7 @@ def forecast(run: Run, machine: Path, ranks: int) -> dict[str, Any]:
     run = shared(run, ranks)
     config, _ = with_kernel(config_of(run, True, Path()), here=False)
     tiers = config.tiers
-    model = build_skeleton(llama_config(SHAPES[run.shape], run.sequence), config.model.attention)
+    model = skeleton(run, config.model.attention)
     made = make_plan(
         model,
         config,
@@ -108,12 +118,6 @@ def forecast(run: Run, machine: Path, ranks: int) -> dict[str, Any]:
         world=World(ranks),
     )
     return made.as_dict() | {"what": run.what, "machine_file": machine.name}
-
-
-def shared(run: Run, ranks: int) -> Run:
-    """Return the row with as many sequences, and groups, for each of several ranks."""
-    groups = ranks * run.train.get("groups", 1)
-    return changed(replace(run, batch=ranks * run.batch), [f"train.groups={groups}"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +165,7 @@ def measure(
     make_repeatable(config)
     share_interpreter()
     began = time.perf_counter()
-    model = build_skeleton(llama_config(SHAPES[run.shape], run.sequence), config.model.attention)
+    model = skeleton(run, config.model.attention)
 
     with Session(
         model, config.model, config.tiers, config.train, config.numerics, run.sequence, ranks=ranks
@@ -240,13 +244,13 @@ def _row_of(session: Session, run: Run, timed: Steps, warmup: int) -> Row:
     on_gpu = torch.cuda.is_available()
     return row(
         "megatier",
-        run.shape,
+        trained_shape(run.shape, run.rank),
         batch=run.batch,
         sequence_length=run.sequence,
         num_parameters=shape.num_parameters,
         seconds=timed.seconds[warmup:],
         first_step_seconds=timed.seconds[0],
-        model_flops=shape.model_flops(run.batch * run.sequence, run.sequence),
+        model_flops=shape.model_flops(run.batch * run.sequence, run.sequence, run.rank),
         tflops_formula=TFLOPS_FORMULA,
         peak_ram_bytes=peak_ram_bytes(),
         peak_gpu_bytes=peak_gpu_bytes() if on_gpu else None,
@@ -265,6 +269,7 @@ def _row_of(session: Session, run: Run, timed: Steps, warmup: int) -> Row:
         norms=timed.norms,
         **_placement(session),
         **_movement(timed.events, timed.moved),
+        drive_seconds=_drive_seconds(session, timed.moved),
     )
 
 
@@ -278,6 +283,16 @@ def _placement(session: Session) -> dict[str, Any]:
         "streamed_units": len(placement.streamed),
         "weight_slots": placement.num_slots(Tier.GPU, Kind.WEIGHT),
     }
+
+
+def _drive_seconds(session: Session, moved: Mapping[str, int]) -> float | None:
+    """Return the seconds that reading a step's bytes from the drives takes at the rates that `megatier bench` measured.
+
+    None: there is no drive, or it was not measured.
+    """
+    drives = () if session.rates is None else session.rates.drives
+    rate = sum(drive.read_bytes_per_s for drive in drives)
+    return moved["nvme_to_ram"] / rate if rate else None
 
 
 def _movement(events: list[TraceEvent], moved: Counter[str]) -> dict[str, Any]:
@@ -296,6 +311,7 @@ def _bound(run: Run, deterministic: bool) -> dict[str, Any] | None:
     # Weights, activations and gradients lie on the GPU at once there: more than 16 sequences of 8B have no room.
     batch = min(16, run.batch // groups)
     words = ["--shape", run.shape, "--batch", str(batch), "--sequence", str(run.sequence), "--attention", attention]
+    words += ["--rank", str(run.rank)]
     flag = "--deterministic" if deterministic else "--no-deterministic"
 
     return bound_of(
@@ -376,6 +392,7 @@ def main() -> None:
         "peak_ram_bytes",
     )
     shown += ("torch_peak_allocated_bytes", "state_bytes", "other_bytes", "stall_seconds", "busy_seconds")
+    shown += ("moved_bytes", "drive_seconds")
     print({key: result.get(key) for key in shown}, flush=True)
 
 

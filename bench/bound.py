@@ -1,14 +1,17 @@
 """Measures the compute-only bound of a shape: weights resident, no optimizer, no gradients out, best kernels.
 
 It runs forward and backward of Hugging Face's own model with compiled layers, kept activations and megatier's loss
-kernel. No step of megatier can be faster; attainment is the ratio of the two.
+kernel. No step of megatier can be faster; attainment is the ratio of the two. With --rank the base is frozen, so its
+weights have no gradients, and PEFT's adapters beside its linear layers have some.
 
-python bench/bound.py --shape 8b --batch 16 [--sequence 1024] [--no-deterministic]
+python bench/bound.py --shape 8b --batch 16 [--sequence 1024] [--rank 16] [--no-deterministic]
+python bench/bound.py --shape tiny --batch 2 --sequence 64 --rank 4 --device cpu     a smoke run without a GPU
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -17,7 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from peers.shapes import SHAPES, llama_config
+from peers.shapes import SHAPES, adapted_config, llama_config, trained_shape
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -31,7 +34,9 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, kernel: Any) -> Tensor:  # noqa: ANN401
         hidden_grad = torch.empty_like(hidden)
-        head_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        # A head under adapters is frozen.
+        is_trained = ctx.needs_input_grad[1]
+        head_grad = torch.zeros(weight.shape if is_trained else 0, dtype=torch.float32, device=weight.device)
         loss = torch.zeros((), device=hidden.device)
         scale = loss.new_full((), 1 / hidden.shape[0])
 
@@ -40,9 +45,10 @@ class _Loss(torch.autograd.Function):
             part, slope = kernel(hidden[rows] @ weight.t(), targets[rows], None, scale)
             loss += part
             torch.mm(slope, weight, out=hidden_grad[rows])
-            add_product(head_grad, slope.t(), hidden[rows])
+            if is_trained:
+                add_product(head_grad, slope.t(), hidden[rows])
 
-        ctx.grads = hidden_grad, head_grad.to(weight.dtype)
+        ctx.grads = hidden_grad, head_grad.to(weight.dtype) if is_trained else None
         return loss * scale
 
     @staticmethod
@@ -60,12 +66,20 @@ def measure(
     steps: int,
     compiles: bool = True,
     saved_share: float = 1.0,
+    rank: int = 0,
+    device: str = "cuda",
 ) -> dict[str, Any]:
-    """Measure the seconds of forward and backward on one group of batch x tokens random tokens."""
+    """Measure the seconds of forward and backward on one group of batch x tokens random tokens.
+
+    With a rank only PEFT's adapters have gradients, in bf16 as well.
+    """
     config = llama_config(SHAPES[shape], tokens)
     compilation = Compilation(saved_share)
-    with torch.device("cuda"):
+    with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
+        if rank:
+            importlib.import_module("peft").inject_adapter_in_model(adapted_config(rank), model)
+            model.to(torch.bfloat16)
         ids = torch.randint(0, config.vocab_size, (batch, tokens))
 
     for layer in model.model.layers if compiles else ():
@@ -74,23 +88,23 @@ def measure(
     seconds = []
     # The first two are not counted: they compile and choose kernels.
     for _ in range(steps + 2):
-        torch.cuda.synchronize()
+        _wait(device)
         began = time.perf_counter()
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
         loss: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
             hidden, model.lm_head.weight, ids.flatten(), chunk, kernel
         )
-        torch.cuda.synchronize()
+        _wait(device)
         forward = time.perf_counter() - began
         loss.backward()
         model.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
+        _wait(device)
         seconds.append((time.perf_counter() - began, forward))
 
     whole = median(s for s, _ in seconds[2:])
 
     return {
-        "shape": shape,
+        "shape": trained_shape(shape, rank),
         "batch": batch,
         "sequence_length": tokens,
         "loss_chunk": chunk,
@@ -103,8 +117,14 @@ def measure(
         "forward_s": median(f for _, f in seconds[2:]),
         "median_s": whole,
         "tokens_per_s": batch * tokens / whole,
-        "peak_gpu_bytes": torch.cuda.max_memory_allocated(),
+        "peak_gpu_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
     }
+
+
+def _wait(device: str) -> None:
+    """Wait until the GPU is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def bound_of(finished: subprocess.CompletedProcess[str]) -> dict[str, Any] | None:
@@ -127,6 +147,8 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--saved-share", type=float, default=1.0)
+    parser.add_argument("--rank", type=int, default=0, help="train adapters of this rank over a frozen base")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a smoke run (default cuda)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
@@ -146,6 +168,8 @@ def main() -> None:
         steps=options.steps,
         compiles=options.compile,
         saved_share=options.saved_share,
+        rank=options.rank,
+        device=options.device,
     )
     print(json.dumps(result), flush=True)
 

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from peers.shapes import SHAPES
+from peers.shapes import SHAPES, llama_config
+from transformers import PreTrainedModel
 
+from megatier.adapters.lora import add_adapters
 from megatier.config.data_section import DataConfig
+from megatier.config.lora import LoraConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.models.decoder import build_skeleton
 
 GIB = 1 << 30
 RATE = 1e-5
@@ -38,6 +42,8 @@ class Run:
     """Settings of the section `model`."""
     train: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the section `train`."""
+    rank: int = 0
+    """Of adapters beside all linear layers; 0: the model itself is trained."""
 
 
 # The machine has 128 GiB. The system, Python and what the budgets do not count take the rest.
@@ -59,6 +65,17 @@ ON_NVME = Run(
     what="all state on NVMe, RAM 16 GiB",
     tiers={"state": ("nvme",), "ram": 16 * GIB, "gpu": 40 * GIB},
     nvme=32 * GIB,
+)
+ADAPTERS = Run(shape="8b", batch=16, what="", tiers={}, model={"saved_share": 1.0}, rank=16)
+ADAPTERS_BEYOND = Run(
+    shape="15b",
+    batch=4,
+    what="adapters, base on NVMe, GPU 8 GiB",
+    tiers={"state": ("nvme",), "ram": 12 * GIB, "gpu": 11 * GIB // 2, "gpu_limit": 8 * GIB},
+    nvme=36 * GIB,
+    model={"saved_share": 0.0, "loss_chunk": 1024},
+    train={"activations": "offload"},
+    rank=16,
 )
 ROWS = {
     1: Run(shape="8b", batch=16, what="free", tiers=FREE | {"gpu": 83 * GIB}),
@@ -197,9 +214,18 @@ ROWS = {
     ),
     25: replace(ON_NVME, what="all state on NVMe, RAM 16 GiB, moments in bf16", train={"moments": "bf16"}),
     26: replace(ON_NVME, what="all state on NVMe, RAM 16 GiB, Muon", train={"optimizer": "muon"}),
+    27: replace(ADAPTERS, what="adapters, base in RAM", tiers=RAM_ONLY | {"gpu": 12 * GIB}),
+    28: replace(ADAPTERS, what="adapters, base on the GPU", tiers=FREE | {"gpu": 24 * GIB}),
+    29: ADAPTERS_BEYOND,
+    30: replace(
+        ADAPTERS_BEYOND,
+        what="adapters, base in RAM, GPU 8 GiB",
+        tiers={**ADAPTERS_BEYOND.tiers, "state": ("ram",), "ram": 60 * GIB},
+        nvme=0,
+    ),
 }
-"""The rows by number. 9 is the second half of row 8, 11 to 16, 25 and 26 have state on NVMe, 19 to 24 have long
-sequences, and 24 has activations on NVMe."""
+"""The rows by number. 9 is the second half of row 8, 11 to 16, 25, 26 and 29 have state on NVMe, 19 to 24 have long
+sequences, 24 has activations on NVMe, and 27 to 30 train adapters."""
 
 
 def config_of(run: Run, deterministic: bool, directory: Path | None) -> RunConfig:
@@ -223,6 +249,14 @@ def config_of(run: Run, deterministic: bool, directory: Path | None) -> RunConfi
     )
 
 
+def skeleton(run: Run, attention: str) -> PreTrainedModel:
+    """Build the row's model without weights, with its adapters if it has some."""
+    model = build_skeleton(llama_config(SHAPES[run.shape], run.sequence), attention)
+    if run.rank:
+        add_adapters(model, LoraConfig(rank=run.rank), "random weights")
+    return model
+
+
 def changed(run: Run, words: list[str]) -> Run:
     """Change the run by settings such as tiers.gpu=80530636800 or model.saved_share=0.5."""
     for word in words:
@@ -238,3 +272,9 @@ def changed(run: Run, words: list[str]) -> Run:
             run = replace(run, **changed_section)
 
     return run
+
+
+def shared(run: Run, ranks: int) -> Run:
+    """Return the row with as many sequences, and groups, for each of several ranks."""
+    groups = ranks * run.train.get("groups", 1)
+    return changed(replace(run, batch=ranks * run.batch), [f"train.groups={groups}"])

@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import compare
-from peers.shapes import SHAPES, Shape, build
+from peers.shapes import SHAPES, LanguageModel, Shape, adapted_config, build, trained_shape
 from record import (
     COMMON_KEYS,
     MEASURED_KEYS,
@@ -58,6 +58,33 @@ def test_flops_of_a_small_shape_match_the_sum_by_hand() -> None:
     shape = Shape(hidden=8, ffn=10, heads=4, kv_heads=2, layers=3, vocab=20)
     assert shape.matmul_parameters == 3 * (64 + 64 + 32 + 32 + 240) + 160 == 1456
     assert shape.model_flops(tokens=14, sequence_length=7) == 6 * 1456 * 14 + 6 * 3 * 7 * 8 * 14 == 136_416
+
+
+def test_flops_over_a_frozen_base_leave_out_the_gradients_of_its_weights() -> None:
+    """An adapter of rank 2 has two parameters for each input and output: a layer has 32 + 24 + 54 of them."""
+    shape = Shape(hidden=8, ffn=10, heads=4, kv_heads=2, layers=3, vocab=20)
+    assert shape.adapter_parameters(2) == 3 * 2 * 110 == 660
+    expected = 14 * (4 * 1456 + 6 * 660 + 6 * 3 * 7 * 8)
+    assert shape.model_flops(tokens=14, sequence_length=7, rank=2) == expected == 151_088
+
+
+def test_a_shape_with_adapters_is_compared_with_no_other() -> None:
+    """A row of adapters has a name of its own, so a system that trains the whole model is no baseline for it."""
+    whole = made_up("fsdp2_offload", 1.0)
+    adapted = made_up("megatier", 0.5, shape=trained_shape("3b", 16))
+    assert trained_shape("3b", 0) == "3b"
+    assert compare.baseline_of(adapted, [whole, adapted], None) is None
+
+
+def test_adapters_of_a_shape_are_those_of_peft() -> None:
+    """PEFT puts as many parameters beside the layers of a shape as its FLOPs count."""
+    peft = pytest.importorskip("peft")
+    with torch.device("meta"):
+        model = LanguageModel(SHAPES["tiny"], 64)
+        model.requires_grad_(False)
+        peft.inject_adapter_in_model(adapted_config(4), model.core)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert trained == SHAPES["tiny"].adapter_parameters(4)
 
 
 def test_parameters_of_the_shapes_match_the_published_counts() -> None:

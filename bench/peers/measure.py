@@ -16,7 +16,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import Row, default_output, failed_row, row, write_row
 
-from peers.shapes import SHAPES, TFLOPS_FORMULA, peak_gpu_bytes, peak_ram_bytes
+from peers.shapes import SHAPES, TFLOPS_FORMULA, peak_gpu_bytes, peak_ram_bytes, trained_shape
 
 # The settings of AdamW, which are the same for every peer.
 CLIP = 1.0
@@ -39,6 +39,8 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=4, help="timed steps, after a first one (default 4)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a smoke run (default cuda)")
     parser.add_argument("--output", type=Path, help="JSON file (default: in bench/results/<machine>/)")
+    # A peer that trains adapters has an option for their rank.
+    parser.set_defaults(rank=0)
     return parser
 
 
@@ -64,7 +66,8 @@ def measure(system: str, options: argparse.Namespace, build: Callable[[], Step],
         result = _timed(system, options, build, more)
     except (MemoryError, RuntimeError) as error:
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        result = failed_row(system, options.shape, batch=options.batch, sequence_length=options.seq, error=text)
+        shape = trained_shape(options.shape, options.rank)
+        result = failed_row(system, shape, batch=options.batch, sequence_length=options.seq, error=text)
         _report(result, options.output)
         raise
 
@@ -98,13 +101,13 @@ def _timed(system: str, options: argparse.Namespace, build: Callable[[], Step], 
 
     return row(
         system,
-        options.shape,
+        trained_shape(options.shape, options.rank),
         batch=options.batch,
         sequence_length=options.seq,
         num_parameters=shape.num_parameters,
         seconds=seconds[1:],
         first_step_seconds=seconds[0],
-        model_flops=shape.model_flops(options.batch * options.seq, options.seq),
+        model_flops=shape.model_flops(options.batch * options.seq, options.seq, options.rank),
         tflops_formula=TFLOPS_FORMULA,
         peak_ram_bytes=peak_ram_bytes(),
         peak_gpu_bytes=peak_gpu_bytes() if options.device == "cuda" else None,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,8 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 TFLOPS_FORMULA = (
     "6 x matmul parameters (without the embedding) x tokens + causal attention 6 x layers x sequence x hidden x "
-    "tokens; recompute not counted"
+    "tokens; recompute not counted. With adapters 4 x matmul parameters, and 6 x those of the adapters"
 )
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers beside which adapters are trained: all but the head."""
 LOSS_CHUNK = 2048
 """Tokens whose logits exist at once."""
 
@@ -48,9 +52,25 @@ class Shape:
         """All parameters."""
         return self.matmul_parameters + self.hidden * self.vocab + (2 * self.layers + 1) * self.hidden
 
-    def model_flops(self, tokens: int, sequence_length: int) -> int:
-        """Return the FLOPs of forward and backward over so many tokens, as `TFLOPS_FORMULA` counts."""
-        return 6 * tokens * (self.matmul_parameters + self.layers * sequence_length * self.hidden)
+    def adapter_parameters(self, rank: int) -> int:
+        """Parameters of adapters of a rank beside all linear layers but the head."""
+        kv_width = self.kv_heads * (self.hidden // self.heads)
+        # Inputs and outputs: of queries and the output, of keys and values, and of the feed-forward.
+        sides = 4 * self.hidden + 2 * (self.hidden + kv_width) + 3 * (self.hidden + self.ffn)
+        return self.layers * rank * sides
+
+    def model_flops(self, tokens: int, sequence_length: int, rank: int = 0) -> int:
+        """Return the FLOPs of forward and backward over so many tokens, as `TFLOPS_FORMULA` counts.
+
+        Args:
+            tokens: tokens of all sequences.
+            sequence_length: tokens of one.
+            rank: of adapters; 0: the model itself is trained. Gradients of a base's weights are not computed.
+        """
+        attention = 6 * self.layers * sequence_length * self.hidden
+        if not rank:
+            return tokens * (6 * self.matmul_parameters + attention)
+        return tokens * (4 * self.matmul_parameters + 6 * self.adapter_parameters(rank) + attention)
 
 
 SHAPES = {
@@ -79,6 +99,17 @@ def llama_config(shape: Shape, sequence_length: int) -> PretrainedConfig:
         tie_word_embeddings=False,
         use_cache=False,
     )
+
+
+def adapted_config(rank: int) -> Any:  # noqa: ANN401 - PEFT's, which has no types
+    """PEFT's config of adapters of a rank beside all linear layers."""
+    # Asked for here alone: without adapters nothing needs it.
+    return importlib.import_module("peft").LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(ADAPTED))
+
+
+def trained_shape(name: str, rank: int) -> str:
+    """Name of a shape in a row, which says what of it is trained, so that only equals are compared."""
+    return f"{name} lora {rank}" if rank else name
 
 
 class Head(nn.Module):
