@@ -79,6 +79,7 @@ SHAPES = {
     "8b": Shape(hidden=4096, ffn=14336, heads=32, kv_heads=8, layers=32, vocab=128256),
     "15b": Shape(hidden=5120, ffn=13824, heads=40, kv_heads=8, layers=48, vocab=152064),
     "32b": Shape(hidden=5120, ffn=27648, heads=40, kv_heads=8, layers=64, vocab=152064),
+    "1b": Shape(hidden=2048, ffn=8192, heads=32, kv_heads=8, layers=16, vocab=128256),
     "tiny": Shape(hidden=128, ffn=256, heads=4, kv_heads=2, layers=4, vocab=1024),
 }
 """`15b` and `32b` have the sizes of Qwen2.5-14B and Qwen2.5-32B. `3b24` is 3b with 24 layers: what DeepSpeed's NVMe
