@@ -43,18 +43,19 @@ def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 def split_by_torch(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Do what `split_one` of native/reduce.h does, on any device."""
-    # All NaNs become one, whose high half does not wrap around.
+    # All NaNs become one, whose high half does not wrap around. In place from there, since matrices may be large.
     bits = torch.where(master.isnan(), torch.nan, master).view(torch.int32)
-    high = (bits + 0x8000) >> 16
+    high = bits.add(0x8000).bitwise_right_shift_(16)
     weight.copy_(high.to(torch.int16).view(torch.bfloat16))
-    remainder.copy_(bits - (high << 16))
+    remainder.copy_(bits.sub_(high.bitwise_left_shift_(16)))
 
 
 def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
     """Write the fp32 master of two planes, all flat [n], exactly; the master lies on the CPU or beside the planes."""
     if weight.is_cuda:
         # The weight is the high half of the master's bits. The sum wraps around in int32 as it does in C.
-        master.copy_(((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32))
+        bits = weight.view(torch.int16).int().bitwise_left_shift_(16).add_(remainder)
+        master.copy_(bits.view(torch.float32))
         return
     _native.join(weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), weight.numel())
 

@@ -127,6 +127,7 @@ def update_matrix(matrix: Matrix, planes: Planes, grad: Tensor, scalars: Scalars
 
     rate = scalars.learning_rate * (RMS * math.sqrt(max(matrix.rows, matrix.columns)))
     master.mul_(scalars.decay).add_(factor, alpha=-rate)
+    del factor
     if is_split:
         split_master(master, weight, planes[Kind.REMAINDER].view(torch.int16)[run])
 

@@ -35,8 +35,10 @@ from megatier.config.schema import RunConfig
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, tiled_names
 from megatier.numerics.muon import matrices_of
+from megatier.schedule.slots import MATRICES_CARRIED
 from megatier.session.attention_rule import FLEX
 from megatier.session.workload import COMPUTE_DTYPES, Workload, attention_parts, boundary_width, hidden_width
+from megatier.tier import Tier
 
 CONTEXT_BYTES = 1_000_000_000
 """Bytes that the driver and libraries hold."""
@@ -51,11 +53,11 @@ INPUTS_CUT = 4
 and of the experts."""
 ATTENTION_FROM = 0.8
 """Least saved share at which attention is among what `SAVED` counts."""
-MATRIX_BYTES = 30
-"""Bytes that the update of a matrix takes for each of its elements: 10 are carried, and the rest are fp32 and bf16
-copies, of which those of splitting the master are the most."""
-GRAM_BYTES = 4
-"""Bytes for each element of its square of the shorter side: of two products in bf16."""
+CARRIED_BYTES = 10
+"""Bytes of each element of a matrix that is carried: its state and its gradient."""
+PRODUCT_BYTES = 14
+"""Most bytes that the products of a matrix take for each of its elements, when its new master is split. Newton-Schulz
+takes 8, and 4 for each element of the square of the shorter side."""
 ATTENTION_PASSING = 2
 """Layers whose attention is on the GPU at once, if it is offloaded: it comes back one layer ahead."""
 BOUNDARIES = {"loss": 2, "backward": 4}
@@ -160,16 +162,18 @@ def _lent_bytes(work: Workload) -> int:
 
 
 def _update_bytes(work: Workload) -> int:
-    """Bytes that the update of the largest matrix takes: its state and gradient, if they are carried, and its products.
+    """Bytes that updates by matrix take: of matrices that are carried, one after the other, and of their products.
 
     Updates run under the forward, and those in the immediate mode under the backward.
     """
-    found = [matrix for unit in work.units if unit.layout.schema.by_matrix for matrix in matrices_of(unit.layout)]
-    sizes = (
-        MATRIX_BYTES * matrix.rows * matrix.columns + GRAM_BYTES * min(matrix.rows, matrix.columns) ** 2
-        for matrix in found
-    )
-    return max(sizes, default=0)
+    layouts = [unit.layout for unit in work.units if unit.layout.schema.by_matrix]
+    sizes = [[matrix.rows * matrix.columns for matrix in matrices_of(layout)] for layout in layouts]
+    largest = max((size for of_unit in sizes for size in of_unit), default=0)
+
+    # On the GPU itself another lane updates at the same time, on a stream with memory of its own.
+    lanes = 1 + (Tier.GPU in work.policy.state or work.policy.streamed_share > 0)
+    carried = max((sum(of_unit[n : n + MATRICES_CARRIED]) for of_unit in sizes for n in range(len(of_unit))), default=0)
+    return CARRIED_BYTES * carried + PRODUCT_BYTES * lanes * largest
 
 
 def _is_of_layer(unit: Unit) -> bool:

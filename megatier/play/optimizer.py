@@ -1,20 +1,23 @@
 """The optimizer as the lanes that update see it: a protocol, and work that is under way.
 
 The optimizer itself knows no tier. The lanes bring it planes and gradients, and take the planes home. Units that are
-updated by matrix are updated on the device that computes. If their planes are in RAM, one matrix after the other is
-carried there and back.
+updated by matrix are updated on the device that computes. If their planes are in RAM, the carrier takes one matrix
+after the other there and back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
 
+from megatier.schedule.slots import MATRICES_CARRIED
 from megatier.store.store import TieredStore
 from megatier.store.transfer import FAILURES, Transfer
 from megatier.tear import Tear
@@ -94,41 +97,108 @@ class Optimizer(Protocol):
         """Raise NonFiniteError when the unit's measured gradient is not finite."""
 
 
-def in_ram(store: TieredStore, optimizer: Optimizer, apply: Apply) -> Apply:
-    """Return an update for planes in RAM: of any run of elements there, of matrices on the device that computes."""
-    return partial(_apply_in_ram, store, optimizer, apply)
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A matrix in memory of its own on the device that computes."""
+
+    planes: dict[Kind, torch.Tensor]
+    """Its state, and its gradient until it was updated."""
+    moves: list[Transfer]
+    """Its copies that were submitted last, those that bring it or those that take it home."""
 
 
-def _apply_in_ram(
-    store: TieredStore,
-    optimizer: Optimizer,
-    apply: Apply,
-    unit: str,
-    elements: Elements,
-    planes: Planes,
-    grad: torch.Tensor,
-    before: Planes,
-) -> Work | None:
-    runs = optimizer.matrices(unit)
-    if not runs:
-        return apply(unit, elements, planes, grad, before)
+class Carrier:
+    """Carries matrices in RAM to the device that computes, for their updates, and home again.
 
-    # Each plane is read where the generation before has it, and written where the new one has it.
-    sources = {**planes, **before, Kind.GRAD: grad}
-    for run in runs:
-        parts = {kind: _part(plane, elements, run) for kind, plane in sources.items()}
-        carried = {kind: torch.empty_like(part, device=store.device) for kind, part in parts.items()}
-        _wait([store.carry(unit, carried[kind], part, to_gpu=True) for kind, part in parts.items()])
+    While one is multiplied, the next one comes and the one before leaves. So there are three at most
+    (`MATRICES_CARRIED`).
 
-        apply(unit, run, {kind: carried[kind] for kind in planes}, carried[Kind.GRAD], {})
-        targets = {kind: _part(plane, elements, run) for kind, plane in planes.items()}
-        _wait([store.carry(unit, target, carried[kind], to_gpu=False) for kind, target in targets.items()])
+    Why no copy meets what others do with its memory: the host sees the end of each stage before it begins the next one.
+    It takes memory for a matrix while no products are under way, enqueues products when all copies of their matrix have
+    come, copies it home when these products are over, and gives the memory back when it is home. All of this memory,
+    and that of the products, is allocated on the carrier's stream, and torch's allocator hands it out again on that
+    stream alone. Planes in RAM are leased by the caller, who has them until all copies have ended.
 
-    return None
+    No copy waits for products on the device either: it would hold up those behind it that compute waits for.
+
+    Threads: the lanes that update. They take turns, a unit each: one of them keeps the link and the GPU busy, and the
+    memory is that of one. Whoever has its turn waits for copies and products alone, and these wait for nobody's turn.
+    """
+
+    def __init__(self, store: TieredStore, optimizer: Optimizer) -> None:
+        """Take the store, whose lanes copy, and the optimizer, which knows the matrices of units."""
+        self._store = store
+        self._optimizer = optimizer
+        self._turn = threading.Lock()
+        self._stream = torch.cuda.Stream() if store.clock is not None else None
+
+    def in_ram(self, apply: Apply) -> Apply:
+        """Return an update for planes in RAM: of any elements there, of matrices on the device that computes."""
+        return partial(self._apply, apply)
+
+    def _apply(
+        self, apply: Apply, unit: str, elements: Elements, planes: Planes, grad: torch.Tensor, before: Planes
+    ) -> Work | None:
+        runs = self._optimizer.matrices(unit)
+        if not runs:
+            return apply(unit, elements, planes, grad, before)
+
+        # Each plane is read where the generation before has it, and written where the new one has it.
+        sources = _cut({**planes, **before, Kind.GRAD: grad}, elements, runs)
+        targets = _cut(planes, elements, runs)
+        with self._turn, contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            self._carry(apply, unit, runs, sources, targets)
+        return None
+
+    def _carry(
+        self, apply: Apply, unit: str, runs: Sequence[Elements], sources: Sequence[Planes], targets: Sequence[Planes]
+    ) -> None:
+        """Update matrices whose planes lie in RAM; the arguments have an entry for each."""
+        under_way: deque[_Matrix] = deque()
+        try:
+            self._bring(unit, sources[0], under_way)
+            for index, run in enumerate(runs):
+                matrix = under_way[-1]
+                if index + 1 < len(runs):
+                    _end(under_way, MATRICES_CARRIED - 1)
+                    self._bring(unit, sources[index + 1], under_way)
+
+                _wait(matrix.moves)
+                target = targets[index]
+                apply(unit, run, {kind: matrix.planes[kind] for kind in target}, matrix.planes[Kind.GRAD], {})
+                if self._stream is not None:
+                    self._stream.synchronize()
+
+                del matrix.planes[Kind.GRAD]
+                matrix.moves.clear()
+                for kind, plane in target.items():
+                    matrix.moves.append(self._store.carry(unit, plane, matrix.planes[kind], to_gpu=False))
+
+            _end(under_way, 0)
+        finally:
+            # After an error as well, none may outlive the leases of the planes, or its memory on the device.
+            for matrix in under_way:
+                for move in matrix.moves:
+                    move.over()
+
+    def _bring(self, unit: str, parts: Planes, under_way: deque[_Matrix]) -> None:
+        """Take memory on the device for a matrix, and start copying it there."""
+        planes = {kind: torch.empty_like(part, device=self._store.device) for kind, part in parts.items()}
+        under_way.append(matrix := _Matrix(planes, []))
+        for kind, part in parts.items():
+            matrix.moves.append(self._store.carry(unit, planes[kind], part, to_gpu=True))
+
+
+def _end(under_way: deque[_Matrix], left: int) -> None:
+    """Wait for matrices on their way home, the oldest first, until so many are left. Their memory is free then."""
+    while len(under_way) > left:
+        # It leaves the list after the wait, as the list is what keeps its memory.
+        _wait(under_way[0].moves)
+        under_way.popleft()
 
 
 def _wait(moves: Sequence[Transfer]) -> None:
-    """Wait for all moves, also if one fails: none may outlive the leases of the planes.
+    """Wait for all moves, also if one fails.
 
     Raises:
         TransferError: one failed.
@@ -139,11 +209,14 @@ def _wait(moves: Sequence[Transfer]) -> None:
             move.wait()
 
 
-def _part(plane: torch.Tensor, elements: Elements, run: Elements) -> torch.Tensor:
-    """The bytes that a run has in a plane of some elements."""
-    start, stop = elements
-    width = plane.numel() // (stop - start)
-    return plane[(run[0] - start) * width : (run[1] - start) * width]
+def _cut(planes: Planes, elements: Elements, runs: Sequence[Elements]) -> list[Planes]:
+    """Return the bytes that each run has in the planes of some elements."""
+    first, stop = elements
+    widths = {kind: plane.numel() // (stop - first) for kind, plane in planes.items()}
+    return [
+        {kind: plane[(a - first) * widths[kind] : (b - first) * widths[kind]] for kind, plane in planes.items()}
+        for a, b in runs
+    ]
 
 
 class Applied:

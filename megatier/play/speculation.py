@@ -26,7 +26,7 @@ from typing import Literal
 
 from megatier.play.blocks import UnitBlocks
 from megatier.play.generations import Generation
-from megatier.play.optimizer import Apply, Optimizer, in_ram
+from megatier.play.optimizer import Apply, Carrier, Optimizer
 from megatier.play.spilled import CHUNK_DEPTH, UpdateChunk, update_chunk
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Move, carried, read, write
@@ -68,6 +68,7 @@ class Speculation:
         self,
         blocks: UnitBlocks,
         optimizer: Optimizer,
+        carrier: Carrier,
         recorder: Recorder,
         demand: Demand,
         lane: Queue,
@@ -77,12 +78,14 @@ class Speculation:
         Args:
             blocks: the run's blocks.
             optimizer: does the arithmetic.
+            carrier: takes matrices to where it is done.
             recorder: notes updates.
             demand: counts the bytes that move.
             lane: runs them, and all other updates of units that spill.
         """
         self._blocks = blocks
         self._optimizer = optimizer
+        self._carrier = carrier
         self._recorder = recorder
         self._demand = demand
         self._lane = lane
@@ -121,7 +124,7 @@ class Speculation:
 
         # Until steps have been decided, nothing speaks against it.
         if self._units and 2 * sum(self._clipped) <= len(self._clipped):
-            self._attempt = Attempt(apply=in_ram(self._store, self._optimizer, self._optimizer.unclipped()))
+            self._attempt = Attempt(apply=self._carrier.in_ram(self._optimizer.unclipped()))
 
     def submit(self, unit: str, after: Sequence[Transfer]) -> None:
         """Update a unit whose gradient is final, if this pass speculates and the unit has a spare generation.

@@ -21,7 +21,7 @@ from megatier.errors import StepAbandonedError
 from megatier.play.blocks import UnitBlocks
 from megatier.play.gate import Gate
 from megatier.play.generations import Generation
-from megatier.play.optimizer import Apply, Elements, Optimizer, in_ram
+from megatier.play.optimizer import Apply, Carrier, Elements, Optimizer
 from megatier.schedule.slots import UPDATE_DEPTH
 from megatier.schedule.timeline import Load, Update
 from megatier.store.queue import Queue
@@ -82,6 +82,7 @@ class SpilledUpdates:
         self,
         blocks: UnitBlocks,
         optimizer: Optimizer,
+        carrier: Carrier,
         gate: Gate,
         recorder: Recorder,
         lane: Queue,
@@ -92,6 +93,7 @@ class SpilledUpdates:
         Args:
             blocks: the run's blocks.
             optimizer: does the arithmetic.
+            carrier: takes matrices to where it is done.
             gate: counts the accesses of the pass that are over; a fed load waits for its slot there.
             recorder: notes updates.
             lane: `update_nvme`, which does the speculative updates as well.
@@ -99,6 +101,7 @@ class SpilledUpdates:
         """
         self._blocks = blocks
         self._optimizer = optimizer
+        self._carrier = carrier
         self._gate = gate
         self._recorder = recorder
         self._lane = lane
@@ -149,7 +152,7 @@ class SpilledUpdates:
             # these may be leased here meanwhile.
             feeds = update.load is not None and self._may_feed(update.load)
 
-            apply = in_ram(self._blocks.store, self._optimizer, self._optimizer.apply)
+            apply = self._carrier.in_ram(self._optimizer.apply)
             for chunk in chunks:
                 self._recorder.busy["update_nvme"] = "nvme_to_ram"
                 self._read_ahead()

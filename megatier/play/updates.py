@@ -27,7 +27,7 @@ from megatier.errors import StepAbandonedError
 from megatier.play.blocks import UnitBlocks, block_key
 from megatier.play.gate import Gate
 from megatier.play.grad_blocks import grad_key, sum_key
-from megatier.play.optimizer import Applied, Optimizer, in_ram
+from megatier.play.optimizer import Applied, Carrier, Optimizer
 from megatier.play.speculation import Speculation
 from megatier.play.spilled import SpilledUpdates
 from megatier.schedule.demand import Demand
@@ -78,10 +78,8 @@ class Updates:
 
         recorder.busy.update(update="update", update_nvme="nvme_to_ram", update_gpu="update_gpu")
 
-        # The immediate mode looks at sums of squares on the GPU, and matrices are carried there. Otherwise the CPU's
-        # lanes need no stream.
-        uses_gpu = not self._policy.deferred or any(unit.schema.by_matrix for unit in blocks.units.values())
-        clock = self._store.clock if uses_gpu else None
+        # The immediate mode looks at sums of squares on the GPU. Otherwise the CPU's lanes need no stream.
+        clock = None if self._policy.deferred else self._store.clock
 
         # Items wait for loads and slots, so for compute, which submits them. Therefore no queue has a bound.
         self._in_ram = Queue("update", clock)
@@ -90,8 +88,9 @@ class Updates:
         self.queues = (self._in_ram, self._on_nvme, self._on_gpu)
         """The three lanes."""
 
-        self._spilled = SpilledUpdates(blocks, optimizer, gate, recorder, self._on_nvme, self._check)
-        self.speculation = Speculation(blocks, optimizer, recorder, demand, self._on_nvme)
+        self._carrier = Carrier(self._store, optimizer)
+        self._spilled = SpilledUpdates(blocks, optimizer, self._carrier, gate, recorder, self._on_nvme, self._check)
+        self.speculation = Speculation(blocks, optimizer, self._carrier, recorder, demand, self._on_nvme)
         """The updates that run before the norm is known."""
 
     # ------------------------------------------------------------------ the player's side
@@ -294,7 +293,7 @@ class Updates:
             grad = leases.enter_context(self._blocks.grads.open(unit, elements))
             state = leases.enter_context(self._blocks.open_state(unit, elements, self._blocks.kinds(unit)))
             start = time.perf_counter_ns()
-            apply = in_ram(self._store, self._optimizer, self._optimizer.apply)
+            apply = self._carrier.in_ram(self._optimizer.apply)
             work = apply(unit, elements, state.planes, grad, state.before)
 
             # The stack unwinds backwards: the span is noted, state is marked dirty and sent home while it is still

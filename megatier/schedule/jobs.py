@@ -15,7 +15,7 @@ from megatier.schedule.moves import Gradient, Move, Moves
 from megatier.schedule.placement import Placement
 from megatier.schedule.simulate import Job
 from megatier.schedule.sizes import Policy, UnitSpec
-from megatier.schedule.slots import ACTIVATION_SLOTS, GRAD_DEPTH, SLOTS_MIN, UPDATE_DEPTH
+from megatier.schedule.slots import ACTIVATION_SLOTS, GRAD_DEPTH, MATRICES_CARRIED, SLOTS_MIN, UPDATE_DEPTH
 from megatier.schedule.timeline import Access, Exchange, Item, Load, Timeline, Update
 from megatier.tier import Phase, Tier
 
@@ -290,10 +290,14 @@ class StepJobs:
         if not moves:
             return self._add("update_gpu", unit.name, amount, *after)
 
+        # As if it had so many matrices of one size. The first one comes when all of the unit before are home.
         there, back = moves
-        arrived = self._part([there], unit.name, 1, self._carried.get(lane), *after)
-        updated = self._add("update_gpu", unit.name, amount, arrived)
-        self._carried[lane] = self._part([back], unit.name, 1, updated)
+        homes: deque[int | None] = deque([self._carried.get(lane)], maxlen=MATRICES_CARRIED)
+        for _ in range(PIECES_MAX):
+            arrived = self._part([there], unit.name, PIECES_MAX, homes[0], *after)
+            updated = self._add("update_gpu", unit.name, amount / PIECES_MAX, arrived)
+            self._carried[lane] = self._part([back], unit.name, PIECES_MAX, updated)
+            homes.append(self._carried[lane])
         return self._carried[lane]
 
     def _exchange(self, exchange: Exchange) -> None:

@@ -28,6 +28,8 @@ GRAD_DEPTH = 4
 UPDATE_DEPTH = 3
 """Update chunks in RAM at once: one arrives, one is worked on, one leaves. A speculative update needs more, because its
 new bytes do not replace the old ones."""
+MATRICES_CARRIED = 3
+"""The most matrices that are carried at once for their updates: one comes, one is multiplied, and one leaves."""
 ACTIVATION_SLOTS = 2
 """Slots in RAM through which activations pass to NVMe: one is filled while the other one is written."""
 ACTIVATION_BYTES_MAX = 64 << 20

@@ -104,14 +104,13 @@ class Lanes:
         return self.submit(queue, key, source.numel(), lambda: self.copy(queue, target, source), after, behind)
 
     def carry(self, key: str, target: torch.Tensor, source: torch.Tensor, *, to_gpu: bool) -> Transfer:
-        """Copy uint8 [n] of state between RAM and any memory on the GPU, behind the present point of compute.
+        """Copy uint8 [n] of state between RAM and any memory on the GPU, behind the present point of this stream.
 
-        The caller leases what is in RAM, and keeps both until the copy is over.
+        The caller leases what is in RAM, and keeps both until it has waited for the copy.
         """
-        point = self.point(key)
-        if to_gpu:
-            return self.to_gpu(key, target, source, (), point, queue="state_to_gpu")
-        return self.to_ram(key, target, source, (), point, queue="state_to_ram")
+        # Torch's allocator is not told of the copy: it would hold the memory back for copies that come after this one.
+        queue = "state_to_gpu" if to_gpu else "state_to_ram"
+        return self.submit(queue, key, source.numel(), lambda: self._copy(queue, target, source), (), self.point(key))
 
     def point(self, key: str) -> list[Transfer]:
         """Return the present point of compute, in a list. The list is empty if compute is synchronous."""
@@ -131,6 +130,15 @@ class Lanes:
 
     def copy(self, queue: str, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy uint8 [n] on a lane. The worker of that lane calls this."""
+        self._copy(queue, target, source)
+
+        # Torch's allocator must not give the memory to others before the copy is over.
+        for tensor in (target, source):
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream())
+
+    def _copy(self, queue: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy uint8 [n] on a lane, and tell torch's allocator nothing."""
         if self.clock is None:
             _native.copy(target.data_ptr(), source.data_ptr(), source.numel())
             return
@@ -143,8 +151,3 @@ class Lanes:
             stop = min(start + PIECE_BYTES, source.numel())
             target[start:stop].copy_(source[start:stop], non_blocking=True)
             self._pieces[queue] = torch.cuda.current_stream().record_event()
-
-        # Torch's allocator must not give the memory to others before the copy is over.
-        for tensor in (target, source):
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream())

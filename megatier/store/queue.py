@@ -148,6 +148,9 @@ class Queue:
                     transfer._fail(broken_off)
                 self._current = None
 
+                # While the worker waits for the next item, it must not keep the memory that this one moved.
+                del item, transfer, start
+
     def _start(self, transfer: Transfer, start: Callable[[], Completion | None]) -> None:
         """Order an item behind all that it depends on, start its move and note it."""
         # `behind` comes first. An item whose bytes did not come is over at once, and the next move into its slot may
