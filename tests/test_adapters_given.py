@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_adapters
 import torch
 from plain_adamw import PlainAdamW
 from safetensors.torch import load_file
+from streamed_loops import same, streamed_on, train_config
 from tiny_adapters import peft, stored_adapter
 from tiny_models import tiny_config
-from tiny_runs import MIB, one_thread, plain_model, random_groups
+from tiny_runs import MIB, ModelWeights, exactness_config, one_thread, plain_model, random_groups
 from tiny_vision import image_batch, vision_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import megatier
+from megatier.config.lora import LoraConfig
 from megatier.config.schema import TiersConfig, TrainConfig
 from megatier.errors import CheckpointError, ConfigError, UnsupportedModelError
 from megatier.integrations.streamed import Streamed
@@ -257,3 +260,36 @@ def test_disabled_adapters_give_the_reference_of_a_step_as_with_peft(base: Path)
         assert loss.item() == loss_found
     plain = dict(model.base_model.model.named_parameters())
     assert [name for name, value in plain.items() if not torch.equal(weights[name], value)] == []
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_preference_over_adapters_has_the_same_bits_on_any_place(device: str, tmp_path: Path) -> None:
+    config, lora = exactness_config("tied"), LoraConfig(rank=4, dropout=0.1)
+    source = ModelWeights(tiny_adapters.peft_model(config, lora))
+
+    def preference(streamed: Streamed, step: int) -> Tensor:
+        """A loss over two forwards, and over two more by the base, as preference trainers make it."""
+        torch.manual_seed(step)
+        pair = [{key: value.to(device) for key, value in batch_of(step + n).items()} for n in (0, 50)]
+        with torch.no_grad(), streamed.disable_adapter():
+            references = [streamed.model(**batch).loss for batch in pair]
+        losses = [streamed.model(**batch).loss for batch in pair]
+        loss: Tensor = losses[0] - nn.functional.logsigmoid(losses[1] - references[1] - losses[0] + references[0])
+        return loss
+
+    found = []
+    for place in ("gpu", "ram", "nvme"):
+        train = train_config("tied", groups=1, activations="recompute")
+        options: dict[str, Any] = {"lora": lora, "source": source, "device": device, "compile": False}
+        with streamed_on(place, tmp_path, train, **options) as (_, streamed):
+            losses = []
+            for step in (1, 2, 3):
+                loss = preference(streamed, step)
+                loss.backward()
+                streamed.optimizer.step()
+                losses.append(loss.item())
+            found.append((losses, streamed.state_dict()))
+    assert len(set(found[0][0])) == 3
+    for losses, weights in found[1:]:
+        assert losses == found[0][0]
+        assert same(weights, found[0][1])

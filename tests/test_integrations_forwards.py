@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 from plain_adamw import PlainAdamW
 from streamed_loops import VOCAB, same, streamed_on, train_config
-from tiny_runs import ModelWeights, exactness_config, one_thread, plain_model, random_groups
-from torch import Tensor
+from tiny_runs import ModelWeights, exactness_config, one_thread, plain_model, random_groups, read_parameters
+from torch import Tensor, nn
 
 from megatier.errors import StreamedModelError, TimelineError
 from megatier.integrations.streamed import Streamed
 from megatier.play.passes import Pass
+from megatier.tier import Kind
 
 COURSES = ("FfB", "FfB", "FB", "FfB", "FafB", "FB", "FfB", "FafB")
 """F and f: forwards with gradients; a: one without. Steps of each are recorded, planned, and met unexpectedly."""
@@ -34,12 +36,12 @@ def batch_of(number: int, model: str) -> dict[str, Tensor]:
     return dict(batch)
 
 
-def loss_of(model: Any, course: str, step: int, kind: str) -> Tensor:
+def loss_of(model: Any, course: str, step: int, kind: str, device: str | torch.device = "cpu") -> Tensor:
     """A loss over the forwards of one group, as a loop makes it; its backward is the last leg."""
     torch.manual_seed(step)
-    total = torch.zeros(())
+    total = torch.zeros((), device=device)
     for number, leg in enumerate(course.removesuffix("B")):
-        batch = batch_of(10 * step + number, kind)
+        batch = {name: values.to(device) for name, values in batch_of(10 * step + number, kind).items()}
         if leg == "a":
             with torch.no_grad():
                 reference = model(**batch).loss
@@ -56,7 +58,7 @@ def take(streamed: Streamed, courses: Sequence[str], kind: str) -> list[float]:
         for group in streamed.optimizer.param_groups:
             group["lr"] = RATE
         for number, forwards in enumerate(course.removesuffix("B").split("B")):
-            loss = loss_of(streamed.model, forwards, 7 * step + number, kind)
+            loss = loss_of(streamed.model, forwards, 7 * step + number, kind, streamed.device)
             loss.backward()
             losses.append(loss.item())
         streamed.optimizer.step()
@@ -104,6 +106,35 @@ def test_forwards_in_any_course_give_the_same_bits_on_any_place_and_move_what_is
             assert +moved == +session.player.demanded
             found.append((losses, streamed.state_dict()))
     check_same(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiles", [False, True])
+def test_forwards_on_a_gpu_give_the_same_bits_on_any_place(compiles: bool, tmp_path: Path) -> None:
+    found = []
+    for place, activations in (("gpu", "keep"), ("nvme", "recompute"), ("ram_streamed", "keep")):
+        train = train_config("tied", groups=1, activations=activations)
+        with streamed_on(place, tmp_path, train, device="cuda", compile=compiles) as (_, streamed):
+            found.append((take(streamed, COURSES, "tied"), streamed.state_dict()))
+    check_same(found)
+
+
+@pytest.mark.gpu
+def test_forwards_on_a_gpu_in_fp32_have_the_gradients_of_a_plain_loop(tmp_path: Path) -> None:
+    model = plain_model(exactness_config("untied")).train()
+    nn.Module.to(model, "cuda")
+    train = replace(train_config("untied", groups=1, clip=None), beta1=0.0)
+    options: dict[str, Any] = {"source": ModelWeights(model), "compute_dtype": "fp32", "compile": False}
+    with streamed_on("ram", tmp_path, train, model="untied", device="cuda", fused_loss=False, **options) as opened:
+        session, streamed = opened
+        losses = take(streamed, ("FafB",), "untied")
+        # Without momentum and clipping, the first moment is the gradient.
+        found = read_parameters(session, Kind.EXP_AVG)
+    loss = loss_of(model, "FafB", 7, "untied", "cuda")
+    loss.backward()
+    assert [loss.item()] == losses
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert [name for name, grad in grads.items() if grad is None or not torch.equal(found[name], grad.cpu())] == []
 
 
 def test_forwards_of_several_groups_give_the_same_bits_on_any_place(tmp_path: Path) -> None:
