@@ -2,22 +2,27 @@
 
 For each length it prints the seconds of the layer, the FLOPs a second of the whole layer, and those of attention alone:
 its FLOPs over what the layer takes beyond the same layer with its attention left out. Repeated FLOPs are not counted.
-Every kernel runs twice, and the gradients of both runs are compared bit by bit.
+Every kernel runs twice, and the gradients of both runs are compared bit by bit. With `--tile-tokens` the MLP runs in
+tiles of tokens.
 
 python bench/bench_attention.py [--shape 8b] [--lengths 1024 8192 32768 131072] [--tokens 16384] [--saved-share 0.8]
+    [--kernels without sdpa flex_attention] [--kept] [--tile-tokens 16384]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from peers.shapes import SHAPES, llama_config
+from record import facts, write_row
 from torch import Tensor
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -25,6 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from megatier.models.masks import BlockMasks
 from megatier.numerics.compilation import Compilation
+from megatier.numerics.tiles import Decision, TiledModule, running
 
 KERNELS = ("without", "sdpa", "flex_attention")
 """`without` gives the values in the place of attention's output: the layer's products and norms alone."""
@@ -57,6 +63,16 @@ def layer_of(
     return compilation(layer.forward, "a layer"), {"layer": layer, "arguments": arguments}
 
 
+def in_tiles(layer: torch.nn.Module, tokens: int | None, compilation: Compilation) -> dict[str, TiledModule]:
+    """Let the MLP of a layer run in tiles of so many tokens; returns it by its name."""
+    if tokens is None:
+        return {}
+    mlp = layer.get_submodule("mlp")
+    tiled = TiledModule(mlp, "mlp", tokens, compilation, contextlib.nullcontext, lambda *_: None)
+    tiled.decide(Decision(None, ()))
+    return {"mlp": tiled}
+
+
 def seconds_of(
     run: Callable[..., Any], layer: torch.nn.Module, arguments: dict[str, Any], rows: int, tokens: int, steps: int
 ) -> tuple[float, float, bool]:
@@ -87,20 +103,25 @@ def seconds_of(
     return median(t for t, _ in times), median(t for _, t in times), same
 
 
-def measure(shape: str, tokens: int, rows: int, steps: int, compilation: Compilation) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, tokens: int, rows: int) -> list[dict[str, Any]]:
     """Measure every kernel at one length."""
+    shape = options.shape
+    compilation = Compilation(options.saved_share, options.kept)
     sizes = SHAPES[shape]
     attention = 2 * rows * tokens**2 * sizes.hidden
     products = 2 * rows * tokens * (sizes.matmul_parameters - sizes.hidden * sizes.vocab) // sizes.layers
     found: list[dict[str, Any]] = []
-    for kernel in KERNELS:
+    for kernel in options.kernels:
         torch.compiler.reset()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         run, of_layer = layer_of(shape, tokens, kernel, compilation)
-        forward, backward, same = seconds_of(run, **of_layer, rows=rows, tokens=tokens, steps=steps)
+        with running(in_tiles(of_layer["layer"], options.tile_tokens, compilation)):
+            forward, backward, same = seconds_of(run, **of_layer, rows=rows, tokens=tokens, steps=options.steps)
         row: dict[str, Any] = {"kernel": kernel, "tokens": tokens, "rows": rows, "forward_s": forward}
         row |= {"backward_s": backward, "same_bits_twice": same}
-        if found:
+        row |= {"peak_allocated_bytes": torch.cuda.max_memory_allocated()}
+        if found and found[0]["kernel"] == KERNELS[0]:
             beyond = forward + backward - found[0]["forward_s"] - found[0]["backward_s"]
             row["layer_tflops"] = (3 * products + 3.5 * attention) / (forward + backward) / 1e12
             row["attention_tflops"] = 3.5 * attention / beyond / 1e12
@@ -118,7 +139,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a group, in as many rows as that makes")
     parser.add_argument("--saved-share", type=float, default=0.8)
     parser.add_argument("--kept", action="store_true", help="save attention besides a saved share of 0")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
+    parser.add_argument("--tile-tokens", type=int, help="the most tokens of a tile of the MLP")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="a file for the result")
     options = parser.parse_args()
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -128,9 +152,12 @@ def main() -> None:
 
     ALL_ATTENTION_FUNCTIONS.register("without", without)
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
+    settings = {key: value for key, value in vars(options).items() if key != "output"}
+    found = []
     for tokens in options.lengths:
-        rows = max(1, options.tokens // tokens)
-        measure(options.shape, tokens, rows, options.steps, Compilation(options.saved_share, options.kept))
+        found += measure(options, tokens, max(1, options.tokens // tokens))
+        if options.output:
+            write_row(facts() | {"settings": settings, "rows": found}, options.output)
 
 
 if __name__ == "__main__":

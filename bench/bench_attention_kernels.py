@@ -6,7 +6,8 @@ frontend is installed. Each kernel has a process of its own. All compile at the 
 the other when the last has compiled. Each runs twice with the same inputs, whose gradients are compared bit by bit;
 `bits` is a number made of all bits of output and gradients, so equal ones come from equal bits.
 
-python bench/bench_attention_kernels.py [--head-size 128] [--lengths 1024 8192 32768] [--tokens 16384] [--layer 8b]
+python bench/bench_attention_kernels.py [--head-size 128] [--lengths 1024 8192 32768] [--tokens 16384]
+    [--heads 32 8] [--pairs 0 1 2] [--kernels sdpa cudnn] [--no-layers]
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from megatier.numerics import compilation
 from megatier.numerics.compilation import Compilation
 
-HEADS, KEY_HEADS = 32, 8
 LAYERS = {128: "8b", 64: "1b"}
 """The shape of a whole layer, by its head size."""
 COMPILING_MAX = 70.0
@@ -117,13 +117,15 @@ def timed(forward: Callable[[], Tensor], leaves: list[Tensor], slope: Tensor, st
     return run
 
 
-def alone(kernel: str, options: dict[str, Any], head_size: int, tokens: int, rows: int, steps: int) -> Run:
+def alone(kernel: str, options: dict[str, Any], tokens: int, rows: int, task: dict[str, Any]) -> Run:
     """Prepare attention by itself."""
+    head_size = task["head_size"]
+    queries, keys = task["heads"]
     generator = torch.Generator("cuda").manual_seed(0)
     kind = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
     query, key, value, slope = (
         torch.randn(rows, tokens, heads, head_size, **kind).transpose(1, 2)  # type: ignore[call-overload]
-        for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
+        for heads in (queries, keys, keys, queries)
     )
     leaves = [query, key, value]
     for leaf in leaves:
@@ -137,10 +139,10 @@ def alone(kernel: str, options: dict[str, Any], head_size: int, tokens: int, row
         run = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     else:
         run = functools.partial(_cudnn, scaling=head_size**-0.5)
-    return timed(lambda: run(query, key, value), leaves, slope, steps)
+    return timed(lambda: run(query, key, value), leaves, slope, task["steps"])
 
 
-def in_layer(kernel: str, options: dict[str, Any], head_size: int, tokens: int, rows: int, steps: int) -> Run:
+def in_layer(kernel: str, options: dict[str, Any], tokens: int, rows: int, task: dict[str, Any]) -> Run:
     """Prepare a whole layer, compiled as a run compiles it. Its bits are those of what it gives back."""
     if kernel == "cudnn":
         ALL_ATTENTION_FUNCTIONS.register("cudnn", _cudnn_of_layer)
@@ -149,14 +151,15 @@ def in_layer(kernel: str, options: dict[str, Any], head_size: int, tokens: int, 
         # What a run does for flex attention: the compiler saves its output, whose worth it does not know.
         patched: Any = compilation
         patched.FLEX = attention._opoverload
-    run, of_layer = layer_of(LAYERS[head_size], tokens, kernel, Compilation(0.8))
+    run, of_layer = layer_of(LAYERS[task["head_size"]], tokens, kernel, Compilation(0.8))
     layer, arguments = of_layer["layer"], of_layer["arguments"]
     if options:
         arguments["kernel_options"] = options
 
     generator = torch.Generator("cuda").manual_seed(0)
     kind = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
-    x, slope = (torch.randn(rows, tokens, HEADS * head_size, **kind) for _ in range(2))  # type: ignore[call-overload]
+    width = int(layer.self_attn.q_proj.in_features)
+    x, slope = (torch.randn(rows, tokens, width, **kind) for _ in range(2))  # type: ignore[call-overload]
     x.requires_grad_()
 
     def forward() -> Tensor:
@@ -164,7 +167,7 @@ def in_layer(kernel: str, options: dict[str, Any], head_size: int, tokens: int, 
         found: Tensor = output if torch.is_tensor(output) else output[0]
         return found
 
-    return timed(forward, [x, *layer.parameters()], slope, steps)
+    return timed(forward, [x, *layer.parameters()], slope, task["steps"])
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -237,7 +240,7 @@ def work(task: dict[str, Any]) -> None:
         for position, options in enumerate(task["options"]):
             began = time.monotonic()
             try:
-                run: Run | str = prepare(task["kernel"], options, task["head_size"], tokens, rows, task["steps"])
+                run: Run | str = prepare(task["kernel"], options, tokens, rows, task)
             except Exception as error:  # noqa: BLE001 - compilers raise whatever they like
                 run = f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200] if str(error) else ''}"
             runs.append((row | {"options": options, "compile_s": time.monotonic() - began}, run))
@@ -290,6 +293,10 @@ def main() -> None:
     parser.add_argument("--head-size", type=int, choices=LAYERS, default=128)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a group, in as many rows as that makes")
+    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], help="of queries and of keys, without a layer")
+    parser.add_argument("--pairs", type=int, nargs="+", default=list(range(len(PAIRS))), help="which options to try")
+    parser.add_argument("--kernels", nargs="*", help="besides flex attention; default: sdpa, and cudnn if it is there")
+    parser.add_argument("--no-layers", action="store_true", help="measure attention alone")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--output", type=Path, help="default: bench/results/<machine>/attention_<head size>.json")
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
@@ -299,12 +306,13 @@ def main() -> None:
         return
 
     began = time.monotonic()
-    common = {name: getattr(options, name) for name in ("head_size", "tokens", "steps")}
+    common = {name: getattr(options, name) for name in ("head_size", "heads", "tokens", "steps")}
     start = functools.partial(Worker, **common)
-    kernels = ["sdpa", *(["cudnn"] if importlib.util.find_spec("cudnn") else [])]
-    flops = lambda rows, tokens: 2 * rows * HEADS * tokens**2 * options.head_size  # noqa: E731
+    there = ["sdpa", *(["cudnn"] if importlib.util.find_spec("cudnn") else [])]
+    kernels = there if options.kernels is None else options.kernels
+    flops = lambda rows, tokens: 2 * rows * options.heads[0] * tokens**2 * options.head_size  # noqa: E731
 
-    halves = [[a | b, *([b, a] if a and b else [])] for a, b in PAIRS]
+    halves = [[a | b, *([b, a] if a and b else [])] for a, b in (PAIRS[index] for index in options.pairs)]
     tasks = [("flex_attention", choices) for choices in halves] + [(kernel, [{}]) for kernel in kernels]
     workers = [start(kernel=k, options=o, in_layer=False, lengths=options.lengths) for k, o in tasks]
     rows = list(gathered(workers, flops))
@@ -316,6 +324,7 @@ def main() -> None:
         for tokens in options.lengths
         for kernel in ("flex_attention", *kernels)
         for chosen in ([{}, best[tokens]] if kernel == "flex_attention" and best[tokens] else [{}])
+        if not options.no_layers
     ]
     rows += gathered(layers, flops)
 
