@@ -8,7 +8,9 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +35,8 @@ from megatier.errors import IntegrityError, TransferError
 from megatier.play.blocks import activation_key
 from megatier.play.offload import Offload
 from megatier.session.session import Session
+from megatier.store.lanes import Lanes
+from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Tier
 
 NVME = Place(tiers=("gpu",), gpu=64 * MIB, activations=0)
@@ -144,6 +148,29 @@ def test_kept_attention_leaves_the_gpu_with_the_input_of_its_layer(
         heads = session.model.config.num_attention_heads
     shapes = [(BATCH, heads, TOKENS, 8), (BATCH, heads, TOKENS)]
     assert went == [(layer, shape, True) for layer in layers for shape in shapes]
+
+
+def test_weights_on_demand_come_before_the_activation_that_is_asked_for_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came: list[str] = []
+    real = Lanes.to_gpu
+
+    def to_gpu(self: Lanes, key: str, *args: Any, **others: Any) -> Transfer:
+        came.append(key)
+        return real(self, key, *args, **others)
+
+    monkeypatch.setattr(Lanes, "to_gpu", to_gpu)
+    run = Run(model="tied")
+    with offloading(run, tmp_path, RAM) as session:
+        layers = [unit.name for unit in session.units if unit.is_layer]
+        run_steps(session, run.train, 1)
+
+    names = list(reversed(layers))
+    last, *ahead = map(activation_key, names)
+    weights = [f"{name}/weight" for name in names]
+    found = came[came.index(last) :]
+    assert found[: 2 * len(names)] == [last, *chain(*zip(weights, ahead, strict=False)), weights[-1]]
 
 
 @pytest.mark.parametrize(("op", "error"), [("write", errno.ENOSPC), ("write", errno.EIO), ("read", errno.EIO)])

@@ -65,6 +65,8 @@ class Offload:
         """The last activations on their way to NVMe: the transfers after which they have left the GPU."""
         self._fetched: dict[str, list[tuple[torch.Tensor, Transfer]]] = {}
         """Activations on their way back, and the tensors that they come to."""
+        self._next: str | None = None
+        """The unit whose activation has to be asked for ahead."""
 
     def clear(self) -> None:
         """Forget the activations of a pass that was abandoned."""
@@ -72,6 +74,7 @@ class Offload:
         self._stashed.clear()
         self._spilling.clear()
         self._fetched.clear()
+        self._next = None
 
     def stash(self, unit: str, tensor: torch.Tensor) -> None:
         """Start moving a unit's input (contiguous, on the GPU) home. It waits for older ones if drives are too slow.
@@ -117,23 +120,37 @@ class Offload:
     def fetch(self, unit: str) -> list[torch.Tensor]:
         """Bring a unit's tensors back to the GPU, as they were stashed; compute that is enqueued next comes after it.
 
+        `ask_ahead` may follow, so that those of the next unit come meanwhile.
+
         Raises:
             TransferError, IntegrityError: they could not be brought, or had not come home.
         """
+        self.ask_ahead()
         for asked in self._activations.fetch(unit):
-            back = self._fetched[asked] = []
-            for stashed in self._stashed.pop(asked):
-                tensor = torch.empty_strided(
-                    stashed.shape, stashed.stride, dtype=stashed.dtype, device=self._store.device
-                )
-                transfer = self._store.pull(activation_key(asked), _in_memory_order(tensor), stashed.start)
-                back.append((tensor, transfer))
-                self._demand.add(self._moves.unstash(asked, stashed.num_bytes, stashed.start))
+            if asked == unit:
+                self._ask(unit)
+            else:
+                self._next = asked
 
         fetched = self._fetched.pop(unit)
         for _, transfer in fetched:
             transfer.order()
         return [tensor for tensor, _ in fetched]
+
+    def ask_ahead(self) -> None:
+        """Start bringing back the tensors of the unit that a backward comes to next, unless that was done."""
+        if self._next is not None:
+            self._ask(self._next)
+            self._next = None
+
+    def _ask(self, unit: str) -> None:
+        """Start bringing a unit's tensors back."""
+        back = self._fetched[unit] = []
+        for stashed in self._stashed.pop(unit):
+            tensor = torch.empty_strided(stashed.shape, stashed.stride, dtype=stashed.dtype, device=self._store.device)
+            transfer = self._store.pull(activation_key(unit), _in_memory_order(tensor), stashed.start)
+            back.append((tensor, transfer))
+            self._demand.add(self._moves.unstash(unit, stashed.num_bytes, stashed.start))
 
     def _push(self, unit: str, tensor: torch.Tensor, flat: torch.Tensor, start: int) -> Transfer:
         """Start moving a tensor home; returns the transfer after which it has left the GPU."""

@@ -160,7 +160,10 @@ class UnitWeights:
         # Before the wait for the weights, so that the sum comes meanwhile.
         if len(self._pass.accesses) in self._pass.sums_ahead:
             self._gradients.fetch_sum(unit)
-        return self._use(access)
+        use = self._use(access)
+        if phase is Phase.BACKWARD:
+            self._offload.ask_ahead()
+        return use
 
     def leave(self, use: Use) -> None:
         """See `Use.leave`."""
@@ -189,7 +192,13 @@ class UnitWeights:
 
     def fetch(self, unit: str) -> list[torch.Tensor]:
         """Bring an activation back; see `Offload.fetch`."""
-        return self._offload.fetch(unit)
+        fetched = self._offload.fetch(unit)
+
+        # Weights that come on demand take the same way, in order. If the next activation went first, compute would wait
+        # for that as well, through drives and all. So without a timeline it is asked for when the weights were.
+        if self._pass.timeline is not None:
+            self._offload.ask_ahead()
+        return fetched
 
     def _use(self, access: Access) -> Use:
         """Wait for the unit's update and the access's load, then lease the weights."""
