@@ -235,6 +235,24 @@ def test_convert_muon_of_llama_factory(value: str, optimizer: str, tmp_path: Pat
     assert made.settings["train.optimizer"] == optimizer
 
 
+@pytest.mark.parametrize(
+    ("value", "changed", "words"),
+    [
+        ("adamw_torch_fused", {}, "AdamW, as train.optimizer says"),
+        ("paged_adamw_8bit", {"train.moments": "bf16"}, "train.moments: bf16; the narrowest moments here"),
+        ("muon", {"train.optimizer": "muon"}, "train.optimizer: muon; in Moonshot's form"),
+        ("lion_32bit", {}, None),
+    ],
+)
+def test_convert_optim_of_llama_factory(value: str, changed: dict[str, str], words: str | None, tmp_path: Path) -> None:
+    made = convert(written(tmp_path, f"{LLAMA_FACTORY}optim: {value}\n"))
+    assert {
+        key: value for key, value in made.settings.items() if key in ("train.optimizer", "train.moments")
+    } == changed
+    assert findings(made, "carried").get("optim") == words
+    assert findings(made, "left").get("optim") == (None if words else "train.optimizer is adamw or muon")
+
+
 def test_convert_deepspeed_other_optimizer_leaves_its_settings(tmp_path: Path) -> None:
     content = {
         "zero_optimization": {"stage": 3},

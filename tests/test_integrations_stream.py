@@ -203,7 +203,11 @@ def test_stream_takes_a_torch_dtype_and_a_dict_of_tiers() -> None:
         session = streamed._session
         elements = sum(unit.layout.num_elements for unit in session.units)
         assert sum(session.placement.state_bytes.values()) == 8 * elements
-    for wrong in ({"moments": "fp16"}, {"seed": -1}):
+    with megatier.stream(plain, tiers=tiers, optimizer="muon", momentum=0.9) as streamed:
+        layers = [unit.layout for unit in streamed._session.units if unit.is_layer]
+        assert {layout.schema.bytes_per_parameter for layout in layers} == {8}
+        assert [group["momentum"] for group in streamed.optimizer.param_groups] == [0.9, 0.9]
+    for wrong in ({"moments": "fp16"}, {"optimizer": "lion"}, {"momentum": 1.0}, {"seed": -1}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             megatier.stream(plain, tiers=tiers, **wrong)
     with pytest.raises(ConfigError, match=r"compute_dtype is torch\.float16; it must be bf16 or fp32"):

@@ -46,6 +46,20 @@ def test_loop_settings_changed_after_the_backward_are_those_of_the_step(tmp_path
     assert outcomes[0] == outcomes[1]
 
 
+def test_loop_with_muon_follows_the_momentum_of_its_groups(tmp_path: Path) -> None:
+    def losses(opened_with: float, then: float) -> list[float]:
+        train = replace(train_config("untied", groups=1), optimizer="muon", momentum=opened_with)
+        with streamed_on("ram", tmp_path, train, model="untied") as (_, streamed):
+            for group in streamed.optimizer.param_groups:
+                group["momentum"] = then
+            torch.manual_seed(5)
+            return [result.loss for result in loop(streamed, train, 2112, last=3)]
+
+    expected = losses(0.5, 0.5)
+    assert losses(0.95, 0.5) == expected
+    assert losses(0.95, 0.95) != expected
+
+
 def set_all(streamed: Streamed, *, lr: float, weight_decay: float) -> None:
     for group in streamed.optimizer.param_groups:
         group["lr"] = lr

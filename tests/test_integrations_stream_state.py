@@ -70,8 +70,12 @@ def test_save_and_restore_on_other_tiers_goes_on_bit_by_bit(target: str, tmp_pat
         assert outcome(session, loop(streamed, train, 2112, first=4)) == expected
 
 
-def test_restore_of_moments_in_bf16_goes_on_bit_by_bit_and_in_fp32_is_refused(tmp_path: Path) -> None:
-    train = replace(train_config("plain", groups=1), moments="bf16", seed=3)
+@pytest.mark.parametrize(("name", "value", "other"), [("moments", "bf16", "fp32"), ("optimizer", "muon", "adamw")])
+def test_restore_of_what_changes_the_state_goes_on_bit_by_bit_and_with_another_is_refused(
+    name: str, value: str, other: str, tmp_path: Path
+) -> None:
+    changed: dict[str, Any] = {name: value}
+    train = replace(train_config("plain", groups=1), seed=3, **changed)
     with streamed_on("ram", tmp_path, train, model="plain") as (session, streamed):
         loop(streamed, train, 160, last=2)
         streamed.save(tmp_path / "saved")
@@ -79,10 +83,10 @@ def test_restore_of_moments_in_bf16_goes_on_bit_by_bit_and_in_fp32_is_refused(tm
     with streamed_on("nvme", tmp_path, train, model="plain") as (session, streamed):
         streamed.restore(tmp_path / "saved")
         assert outcome(session, loop(streamed, train, 160, first=3)) == expected
-    with streamed_on("ram", tmp_path, replace(train, moments="fp32"), model="plain") as (_, streamed):
-        with pytest.raises(
-            CheckpointError, match=r"has moments in bf16, .* megatier\.stream\(\.\.\., moments='bf16'\)"
-        ):
+    changed = {name: other}
+    with streamed_on("ram", tmp_path, replace(train, **changed), model="plain") as (_, streamed):
+        words = rf"has {name} {value}, .* has {other}\. .* megatier\.stream\(\.\.\., {name}='{value}'\)"
+        with pytest.raises(CheckpointError, match=words):
             streamed.restore(tmp_path / "saved")
         assert streamed.steps == 0
 

@@ -298,10 +298,17 @@ def test_trainer_takes_a_folder_and_opens_it_with_its_own_accumulation(tmp_path:
         use_cpu=True,
         save_strategy="no",
     )
-    trainer = MegatierTrainer(str(tmp_path / "model"), args, train_dataset=rows, tiers=TIERS)
+    options = {"optimizer": "muon", "tile_tokens": 8}
+    folder = str(tmp_path / "model")
+    trainer = MegatierTrainer(folder, args, train_dataset=rows, tiers=TIERS, stream_kwargs=options)
     assert trainer.streamed.accumulation_steps == 2
     trainer.train()
     assert trainer.streamed.steps == 1
-    with pytest.raises(ConfigError, match="tiers are given to"):
-        MegatierTrainer(trainer.streamed, args, train_dataset=rows, tiers=TIERS)
+    assert [group["momentum"] for group in trainer.streamed.optimizer.param_groups] == [0.95, 0.95]
+    for given in ({"tiers": TIERS}, {"stream_kwargs": options}):
+        with pytest.raises(ConfigError, match=r"tiers and stream_kwargs belong to megatier\.stream"):
+            MegatierTrainer(trainer.streamed, args, train_dataset=rows, **given)
     trainer.streamed.close()
+    for name, words in {"lr": "from TrainingArguments", "tiers": "to the trainer", "colour": "It takes"}.items():
+        with pytest.raises(ConfigError, match=rf"{name}.*{words}"):
+            MegatierTrainer(folder, args, train_dataset=rows, stream_kwargs={name: 1})

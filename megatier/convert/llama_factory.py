@@ -81,6 +81,9 @@ REASONS = {
     "pissa_init": FIRST_VALUES,
     "loraplus_lr_ratio": "all parameters of adapters have one learning rate",
 }
+PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit")
+NARROW_ADAMW = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
+"""Values of optim that are AdamW with moments in 32 and in 8 bits."""
 DIFFERING = {
     "eval_dataset",
     "template",
@@ -116,6 +119,7 @@ def convert(made: Conversion) -> None:
     _data(made)
     _steps(made)
     _optimizer(made)
+    _rates(made)
     _output(made)
     made.leave_rest(REASONS, DIFFERING)
 
@@ -228,11 +232,24 @@ def _steps(made: Conversion) -> None:
 
 
 def _optimizer(made: Conversion) -> None:
+    """Convert what trains, by either of the two keys that say so."""
     if made.flag("use_muon"):
         remark = "AdamW trains all that is no matrix of a decoder layer, also in vision towers"
         made.carry("use_muon", {"train.optimizer": "muon"}, remark, differs=True)
     elif made.has("use_muon"):
         made.carry("use_muon", {"train.optimizer": "adamw"})
+
+    optim = made.text("optim")
+    if optim in PLAIN_ADAMW:
+        made.carry("optim", {}, "AdamW, as train.optimizer says")
+    elif optim in NARROW_ADAMW:
+        made.carry("optim", {"train.moments": "bf16"}, "the narrowest moments here", differs=True)
+    elif optim == "muon":
+        made.carry("optim", {"train.optimizer": "muon"}, "in Moonshot's form", differs=True)
+
+
+def _rates(made: Conversion) -> None:
+    """Convert the optimizer's numbers, and the course of the learning rate."""
     for key, setting, default in (
         ("learning_rate", "train.learning_rate", 5e-5),
         ("weight_decay", "train.weight_decay", 0.0),

@@ -13,6 +13,17 @@ Refusals = Iterable[tuple[object, str]]
 """Pairs of a condition and the message with which it is refused."""
 
 
+FROM_THE_TRAINER = {
+    "tiers": "give tiers to the trainer.",
+    "fused_loss": "open the model by megatier.stream to choose it, and give the trainer what it returns.",
+    **dict.fromkeys(
+        ("accumulation_steps", "lr", "betas", "eps", "weight_decay", "clip"),
+        "the trainer takes it from TrainingArguments.",
+    ),
+}
+"""Arguments of `megatier.stream` that a trainer gives itself if it opens a model, and where they are given."""
+
+
 def refuse_any(refusals: Refusals) -> None:
     """Refuse the first thing that holds.
 
@@ -49,6 +60,16 @@ def check_given(given: Mapping[str, Any]) -> None:
             ),
         )
     )
+
+
+def check_stream_kwargs(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return arguments of `megatier.stream`, and refuse those that a trainer gives itself.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    refuse_any((name in given, f"stream_kwargs has {name}; {source}") for name, source in FROM_THE_TRAINER.items())
+    return given
 
 
 def check_training_arguments(args: TrainingArguments, accumulation_steps: int, ranks: int) -> None:
@@ -91,7 +112,8 @@ def check_training_arguments(args: TrainingArguments, accumulation_steps: int, r
             ),
             (
                 "adamw_torch" not in optimizer,
-                f"optim is {optimizer}; a streamed model has AdamW: leave optim out.",
+                f"optim is {optimizer}; a streamed model has AdamW, or what megatier.stream was given as optimizer and "
+                "moments: leave optim out.",
             ),
             (
                 args.load_best_model_at_end and args.save_only_model,

@@ -13,8 +13,8 @@ from megatier.config.schema import TrainConfig
 from megatier.errors import StreamedModelError
 from megatier.models.decoder import decays
 
-SHARED = ("lr", "betas", "eps")
-"""Settings that all groups share."""
+SHARED = ("lr", "betas", "eps", "momentum")
+"""Settings that all groups share. AdamW has no momentum."""
 
 
 class Stepped(Protocol):
@@ -29,12 +29,12 @@ class Stepped(Protocol):
         """Give up the step that has begun."""
 
 
-class StreamedAdamW(Optimizer):
-    """AdamW of a streamed model.
+class StreamedOptimizer(Optimizer):
+    """The optimizer of a streamed model: AdamW, or Muon for the matrices of layers.
 
     It has two groups, the parameters with weight decay and those without it (biases, norms). Frozen ones are in
-    neither. `step` reads learning rate, betas, eps and decay, whenever the updates themselves run. `state` is empty and
-    `state_dict` holds only the settings, because `Streamed.save` writes the moments.
+    neither. `step` reads learning rate, betas, eps, decay and momentum, whenever the updates themselves run. `state` is
+    empty and `state_dict` holds only the settings, because `Streamed.save` writes the moments.
     """
 
     def __init__(self, streamed: Stepped, train: TrainConfig) -> None:
@@ -48,7 +48,8 @@ class StreamedAdamW(Optimizer):
             {"params": [p for name, p in parameters if name in decayed], "weight_decay": train.weight_decay},
             {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
         ]
-        super().__init__(groups, {"lr": train.learning_rate, "betas": (train.beta1, train.beta2), "eps": train.eps})
+        shared = {"lr": train.learning_rate, "betas": (train.beta1, train.beta2), "eps": train.eps}
+        super().__init__(groups, shared | ({"momentum": train.momentum} if train.optimizer == "muon" else {}))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -88,15 +89,15 @@ class StreamedAdamW(Optimizer):
             raise StreamedModelError("the optimizer of a streamed model has all its parameters; no group can be added.")
         super().add_param_group(param_group)
 
-    def settings(self) -> tuple[float, float, float, float, float]:
-        """Return learning rate, beta1, beta2, eps and weight decay as the groups have them now.
+    def settings(self) -> tuple[float, dict[str, Any]]:
+        """Return the learning rate as the groups have it now, and their other settings by names of `Hyperparameters`.
 
         Raises:
             StreamedModelError: the groups differ in a setting that they have to share.
         """
         # The kernels take one set of scalars for all units, and decay is on or off for each parameter.
         decayed, others = self.param_groups
-        if different := [name for name in SHARED if decayed[name] != others[name]]:
+        if different := [name for name in SHARED if decayed.get(name) != others.get(name)]:
             raise StreamedModelError(
                 f"all groups of a streamed model share {different[0]}; set the same value in all param_groups."
             )
@@ -104,7 +105,8 @@ class StreamedAdamW(Optimizer):
             raise StreamedModelError("biases and norms of a streamed model do not decay: set weight_decay in group 0.")
 
         beta1, beta2 = decayed["betas"]
-        return float(decayed["lr"]), beta1, beta2, decayed["eps"], decayed["weight_decay"]
+        own = {name: decayed[name] for name in ("eps", "weight_decay", "momentum") if name in decayed}
+        return float(decayed["lr"]), {"beta1": beta1, "beta2": beta2} | own
 
     def saved_settings(self) -> list[dict[str, Any]]:
         """Return all settings of each group as plain JSON, those that schedulers add included."""

@@ -27,11 +27,12 @@ from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, restor
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.run_directory import last_checkpoint, step_of
 from megatier.checkpoint.run_state import read_tiles
+from megatier.config.schema import TrainConfig
 from megatier.errors import BlockNotFoundError, CapacityError, CheckpointError, StreamedModelError
 from megatier.foreign import shown
 from megatier.guards.token_rows import few_tokens
 from megatier.hardware import ram_available_bytes
-from megatier.integrations.stream_optimizer import StreamedAdamW
+from megatier.integrations.stream_optimizer import StreamedOptimizer
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.models.experts import places_of
@@ -73,16 +74,16 @@ class StreamedState(ABC):
     """
 
     model: PreTrainedModel
-    optimizer: StreamedAdamW
+    optimizer: StreamedOptimizer
     steps: int
     groups: int
     _is_from_folder: bool
     _is_inside: bool
 
-    def __init__(self, session: Session, moments: str) -> None:
-        """Take a session that is loaded, and the type of its moments, fp32 or bf16."""
+    def __init__(self, session: Session, train: TrainConfig) -> None:
+        """Take a session that is loaded, and the settings of its steps."""
         self._session = session
-        self._moments = moments
+        self._kept = {"optimizer": train.optimizer, "moments": train.moments}
         self._crew: Ranks | Alone = session.ranks or Alone()
 
     @abstractmethod
@@ -239,8 +240,7 @@ class StreamedState(ABC):
         self._crew.first(lambda: _make_ready(path))
         settings = self.optimizer.saved_settings()
         tiles = {path: asdict(found) for path, found in self._session.engine.model.tiles.items()}
-        state = {"streamed": settings, "groups": self.groups, "tiles": tiles, "moments": self._moments}
-        state["base"] = noted(self.model)
+        state = {"streamed": settings, "groups": self.groups, "tiles": tiles, "base": noted(self.model), **self._kept}
         return CheckpointWriter(self._session, path, self.steps, state).wait()
 
     def saved_groups(self, folder: str | os.PathLike[str]) -> int | None:
@@ -262,13 +262,13 @@ class StreamedState(ABC):
         (`TornStateError`).
 
         Raises:
-            CheckpointError: there is no checkpoint, or it is of another model, or of moments of another type, or it is
-                damaged.
+            CheckpointError: there is no checkpoint, or it is of another model or optimizer, or of moments of another
+                type, or it is damaged.
         """
         # Not `_settle`: a torn state refuses to be drained. `loading` drains a whole one, and resets a torn one.
         self._check_between_steps("Restoring a checkpoint")
         self._meet("restore()")
-        checkpoint, settings, tiles = self._crew.first(lambda: _find_saved(Path(folder), self._moments))
+        checkpoint, settings, tiles = self._crew.first(lambda: _find_saved(Path(folder), self._kept))
         self._crew.first(lambda: _check_base(checkpoint, noted(self.model)))
 
         # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
@@ -342,16 +342,16 @@ def _make_ready(folder: Path) -> None:
     settle_replaced(folder)
 
 
-def _find_saved(folder: Path, moments: str | None = None) -> tuple[Path, Settings, Mapping[str, Decision]]:
+def _find_saved(folder: Path, kept: Mapping[str, str] | None = None) -> tuple[Path, Settings, Mapping[str, Decision]]:
     """Return the last checkpoint of a folder, the settings of its optimizer, and which modules ran in tiles of tokens.
 
     Args:
         folder: the folder.
-        moments: the type that its moments must have had; None: any.
+        kept: the optimizer and the type of moments that it must have had; None: any.
 
     Raises:
-        CheckpointError: there is none, or it is of a run of `megatier train` or of moments of another type, or it is
-            damaged.
+        CheckpointError: there is none, or it is of a run of `megatier train`, or of another optimizer or other moments,
+            or it is damaged.
     """
     settle_replaced(folder)
     if (checkpoint := last_checkpoint(folder)) is None:
@@ -361,12 +361,13 @@ def _find_saved(folder: Path, moments: str | None = None) -> tuple[Path, Setting
     if not isinstance(settings, list):
         raise CheckpointError(f"{checkpoint} is of a `megatier train` run; go on with `megatier resume`.")
 
-    # Older versions had moments in fp32 alone, and did not note it.
-    if moments not in (None, before := state.get("moments", "fp32")):
-        raise CheckpointError(
-            f"{checkpoint} has moments in {shown(before)}, and this model has them in {moments}. Open the model by "
-            f"megatier.stream(..., moments={shown(before)!r}) to go on from it."
-        )
+    # Older versions had AdamW alone, with moments in fp32, and did not note it.
+    for name, now in (kept or {}).items():
+        if now != (before := state.get(name, {"optimizer": "adamw", "moments": "fp32"}[name])):
+            raise CheckpointError(
+                f"{checkpoint} has {name} {shown(before)}, and this model has {now}. Open the model by "
+                f"megatier.stream(..., {name}={shown(before)!r}) to go on from it."
+            )
 
     # The warning shows the line that called `Streamed.restore`.
     if not is_bound(checkpoint):

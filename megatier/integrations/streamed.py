@@ -32,7 +32,7 @@ from megatier.engine.step import StepResult
 from megatier.errors import StepDroppedError, StreamedModelError
 from megatier.guards.methods import guard_methods
 from megatier.guards.unbound import mark_streamed, refused_outside
-from megatier.integrations.stream_optimizer import StreamedAdamW
+from megatier.integrations.stream_optimizer import StreamedOptimizer
 from megatier.integrations.stream_state import StreamedState, entering
 from megatier.ranks.peers import cause_of
 from megatier.session.session import Session
@@ -77,7 +77,7 @@ class Streamed(StreamedState):
             opened: ends the session, and the connection to other ranks; `close` does so.
             is_from_folder: whether the weights are those of the folder that the model's config names.
         """
-        super().__init__(session, train.moments)
+        super().__init__(session, train)
         self._opened = opened
         self._is_from_folder = is_from_folder
         self._engine = session.engine
@@ -87,7 +87,7 @@ class Streamed(StreamedState):
         self.groups = train.groups
         self.accumulation_steps = train.groups // self.num_ranks
         self.clip = train.clip
-        self.optimizer = StreamedAdamW(self, train)
+        self.optimizer = StreamedOptimizer(self, train)
 
         self.steps = 0
         self.last: StepResult | None = None
@@ -352,10 +352,10 @@ class Streamed(StreamedState):
         return refused_outside(self.model)
 
     def _take_settings(self) -> float:
-        """Hand the optimizer's settings of this moment to AdamW, and return the learning rate."""
-        rate, beta1, beta2, eps, weight_decay = self.optimizer.settings()
-        adamw = self._session.optimizer
-        adamw.hyper = replace(adamw.hyper, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, clip=self.clip)
+        """Hand the optimizer's settings of this moment to the arithmetic, and return the learning rate."""
+        rate, others = self.optimizer.settings()
+        arithmetic = self._session.optimizer
+        arithmetic.hyper = replace(arithmetic.hyper, clip=self.clip, **others)
         return rate
 
     def _check_whole(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from megatier.config.schema import TiersConfig
 from megatier.data.samplers import WholeRounds, WholeSteps
 from megatier.durable import discard
 from megatier.errors import ConfigError
-from megatier.guards.trainer_arguments import check_given, check_training_arguments, refuse_any
+from megatier.guards.trainer_arguments import check_given, check_stream_kwargs, check_training_arguments, refuse_any
 from megatier.guards.unbound import Unbound
 from megatier.integrations.stream import stream
 from megatier.integrations.streamed import Streamed
@@ -59,6 +60,7 @@ class StreamedTraining(Base):
         model: Streamed | str | os.PathLike[str],
         *args: Any,  # noqa: ANN401 - the Trainer's
         tiers: TiersConfig | None = None,
+        stream_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         """Take a streamed model in the place of the Trainer's model, and all other arguments of the Trainer.
@@ -68,6 +70,7 @@ class StreamedTraining(Base):
                 block files are removed then by `self.streamed.close()`, or when the process ends.
             *args: those of the Trainer.
             tiers: budgets and mounts, for a folder or hub id.
+            stream_kwargs: other arguments of `megatier.stream` for it, such as `{"optimizer": "muon"}`.
             **kwargs: those of the Trainer.
 
         Raises:
@@ -79,9 +82,10 @@ class StreamedTraining(Base):
             if isinstance(model, nn.Module) and any(isinstance(p, Unbound) for p in model.parameters()):
                 raise ConfigError("this is the .model of a streamed model: give the Streamed itself.")
             groups = getattr(given.get("args"), "gradient_accumulation_steps", 1)
-            model = stream(model, tiers=tiers, accumulation_steps=groups, fused_loss=self.fuses_loss)
-        elif tiers is not None:
-            raise ConfigError("tiers are given to megatier.stream, which has opened this model already.")
+            own: dict[str, Any] = {"tiers": tiers, "accumulation_steps": groups, "fused_loss": self.fuses_loss}
+            model = stream(model, **own, **check_stream_kwargs(stream_kwargs or {}))
+        elif tiers is not None or stream_kwargs:
+            raise ConfigError("tiers and stream_kwargs belong to megatier.stream, which has opened this model already.")
         self.streamed = model
         self._losses: list[Tensor] = []
         """Losses of the step's backwards of this rank."""

@@ -86,8 +86,8 @@ class StreamedTrl(StreamedTraining):
                 ),
                 (
                     not isinstance(model, Streamed) and getattr(args, "model_init_kwargs", None),
-                    "model_init_kwargs: megatier opens the model. Call megatier.stream with compute_dtype and "
-                    "attention, and give the trainer what it returns.",
+                    "model_init_kwargs: megatier opens the model. Give compute_dtype and attention in stream_kwargs "
+                    "instead, which are arguments of megatier.stream.",
                 ),
                 (
                     isinstance(reference, str),
