@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from megatier.models.masks import TAKEN_FOR_GRANTED
 from megatier.numerics import compilation
 from megatier.numerics.compilation import Compilation
 
@@ -41,8 +42,10 @@ LAYERS = {128: "8b", 64: "1b"}
 """The shape of a whole layer, by its head size."""
 COMPILING_MAX = 70.0
 """Seconds after which whatever still compiles is given up."""
-FREE = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
+FREE = TAKEN_FOR_GRANTED
 """What holds for every causal mask."""
+PLAIN = dict.fromkeys(FREE, False)
+"""In a layer, whose mask says by itself what holds: nothing is taken for granted."""
 
 
 def forward_options(rows: int, columns: int, stages: int, warps: int, **more: bool) -> dict[str, Any]:
@@ -70,6 +73,8 @@ PAIRS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     (forward_options(128, 128, 2, 8, USE_TMA=True), backward_options(64, 128, 2, 8, USE_TMA=True)),
     (forward_options(128, 128, 3, 4), backward_options(64, 128, 3, 4)),
     ({"fwd_PRESCALE_QK": True}, {"bwd_PRESCALE_QK": True}),
+    (FREE | forward_options(128, 64, 3, 8, USE_TMA=True), FREE),
+    (FREE | forward_options(128, 128, 2, 8, USE_TMA=True), FREE),
 )
 """Options of flex attention. Tiles have to divide the blocks of the mask, which have 128 tokens."""
 
@@ -132,7 +137,8 @@ def alone(kernel: str, options: dict[str, Any], tokens: int, rows: int, task: di
         leaf.requires_grad_()
 
     if kernel == "flex_attention":
-        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, tokens, tokens, device="cuda", _compile=True)
+        made = torch.compile(create_block_mask)
+        mask = made(lambda b, h, q, k: q >= k, None, None, tokens, tokens, device="cuda")
         compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
         run = functools.partial(compiled, block_mask=mask, enable_gqa=True, kernel_options=options or None)
     elif kernel == "sdpa":
@@ -323,7 +329,7 @@ def main() -> None:
         start(kernel=kernel, options=[chosen], in_layer=True, lengths=[tokens])
         for tokens in options.lengths
         for kernel in ("flex_attention", *kernels)
-        for chosen in ([{}, best[tokens]] if kernel == "flex_attention" and best[tokens] else [{}])
+        for chosen in ([PLAIN, best[tokens]] if kernel == "flex_attention" else [{}])
         if not options.no_layers
     ]
     rows += gathered(layers, flops)

@@ -3,6 +3,11 @@
 Hugging Face makes a mask once in each forward, for every row of the batch. It depends on the batch only if it reads a
 tensor, as a mask that keeps documents apart does. All others are made once, for one row, which stands for every row and
 every slice. A mask has 16 bytes for each pair of blocks of 128 tokens: 16 MiB for 131,072 tokens.
+
+The kernel is faster if it may take two things for granted: that no row of a block's first keys sees nothing, and that
+the blocks of a row follow each other. Both hold for causal attention over whole blocks, and not for windows, documents
+that are apart, and a last block that is not full. Which kind a mask is, is read from the mask itself. The kernel adds
+up the same numbers in the same order, so it gives the same bits.
 """
 
 from __future__ import annotations
@@ -12,8 +17,14 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+FLEX = "flex_attention"
+TAKEN_FOR_GRANTED = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
+"""Options of the kernel that hold for causal attention over whole blocks."""
 MASKS_MAX = 8
 """Masks that are held at once. A run has one for each length and kind of layer."""
 
@@ -22,7 +33,9 @@ class BlockMasks:
     """The masks of a model."""
 
     def __init__(self) -> None:
-        """There are none yet."""
+        """There are none yet. Models call the kernel by `attend` from now on, unless somebody has put another there."""
+        if ALL_ATTENTION_FUNCTIONS[FLEX] is flex_attention_forward:
+            ALL_ATTENTION_FUNCTIONS.register(FLEX, attend)
         self._made: dict[Hashable, BlockMask] = {}
         self._compiled: Callable[..., BlockMask] | None = None
 
@@ -56,7 +69,11 @@ class BlockMasks:
         if key not in self._made:
             if len(self._made) >= MASKS_MAX:
                 del self._made[next(iter(self._made))]
-            self._made[key] = self._make(mask_mod, None, H, Q_LEN, KV_LEN, device, **others)
+            made = self._made[key] = self._make(mask_mod, None, H, Q_LEN, KV_LEN, device, **others)
+
+            # This reads the mask, so the host waits for it, once for each length.
+            if is_causal(made):
+                made.mask_mod = causal
         return self._made[key]
 
     def _make(self, mask_mod: Callable[..., Any], *sizes: Any, **others: Any) -> BlockMask:  # noqa: ANN401
@@ -65,6 +82,68 @@ class BlockMasks:
             return create_block_mask(mask_mod, *sizes, **others)
         self._compiled = self._compiled or torch.compile(create_block_mask)
         return self._compiled(mask_mod, *sizes, **others)
+
+
+def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Whether a query sees a key: only what comes before it, and itself."""
+    return query >= key
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: BlockMask | Tensor,
+    **others: Any,  # noqa: ANN401
+) -> tuple[Tensor, Tensor | None]:
+    """Run flex attention as transformers does, and let the kernel take for granted what a mask of ours guarantees."""
+    if isinstance(attention_mask, BlockMask) and attention_mask.mask_mod is causal:
+        others["kernel_options"] = TAKEN_FOR_GRANTED | (others.get("kernel_options") or {})
+    found: tuple[Tensor, Tensor | None] = flex_attention_forward(module, query, key, value, attention_mask, **others)
+    return found
+
+
+def is_causal(mask: BlockMask) -> bool:
+    """Whether a mask is that of causal attention over as many queries as keys, in whole blocks, for all rows alike."""
+    block, width = mask.BLOCK_SIZE
+    queries, keys = mask.seq_lengths
+    if mask.kv_num_blocks.shape[:2].numel() != 1 or block != width or queries != keys or queries % block:
+        return False
+
+    # Queries of a block see their own block in part, and wholly all before it. Keys are seen wholly by all after it.
+    order = torch.arange(queries // block, device=mask.kv_num_blocks.device)
+    one, none = torch.ones_like(order), torch.zeros_like(order)
+    return (
+        _are_blocks(mask.kv_num_blocks, mask.kv_indices, order, one)
+        and _are_blocks(mask.q_num_blocks, mask.q_indices, order, one)
+        and _are_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, none, order)
+        and _are_blocks(mask.full_q_num_blocks, mask.full_q_indices, order + 1, order.flip(0))
+        and _is_diagonal_causal(mask, order, block)
+    )
+
+
+def _are_blocks(counts: Tensor | None, indices: Tensor | None, first: Tensor, number: Tensor) -> bool:
+    """Whether each list holds so many blocks, one after the other, from the first one on."""
+    if counts is None or indices is None or not torch.equal(counts[0, 0].long(), number):
+        return False
+    order = torch.arange(len(first), device=first.device)
+    return bool(((indices == first[:, None] + order) | (order >= number[:, None])).all())
+
+
+def _is_diagonal_causal(mask: BlockMask, order: Tensor, block: int) -> bool:
+    """Whether the blocks on the diagonal are those of causal attention."""
+    within = torch.arange(block, device=order.device)
+    zero = within.new_zeros(())
+
+    def sees(number: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen: Tensor = mask.mask_mod(zero, zero, number * block + query, number * block + key)
+        return seen
+
+    of_keys = torch.vmap(sees, (None, None, 0))
+    of_queries = torch.vmap(of_keys, (None, 0, None))
+    found = torch.vmap(of_queries, (0, None, None))(order, within, within)
+    return bool((found == (within[:, None] >= within)).all())
 
 
 def _constants(value: object) -> Hashable | None:
