@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from megatier import _native
 from megatier.cli import main as megatier
 from megatier.hardware import cores_usable
-from megatier.numerics.optimizer import AdamW
+from megatier.numerics.optimizer import RunOptimizer
 from megatier.tier import Kind
 
 VARIANTS = {"fp32": "fp32", "bf16": "bf16", "bf16 to nearest": "fp32", "8 bits": "fp32"}
@@ -75,9 +75,9 @@ def run_here(variant: str, settings: Mapping[str, Any]) -> int:
 
 def round_moments(rounded: Callable[[Tensor, Kind], Tensor]) -> None:
     """Let every update of this process round the moments that it has left in fp32 planes."""
-    update = AdamW._apply
+    update = RunOptimizer._apply
 
-    def apply(self: AdamW, *arguments: Any) -> _native.Batch | None:  # noqa: ANN401
+    def apply(self: RunOptimizer, *arguments: Any) -> _native.Batch | None:  # noqa: ANN401
         work = update(self, *arguments)
         if work is not None:
             work.wait()
@@ -87,7 +87,7 @@ def round_moments(rounded: Callable[[Tensor, Kind], Tensor]) -> None:
             moments.copy_(rounded(moments, kind))
         return work
 
-    AdamW._apply = apply  # type: ignore[method-assign, assignment]
+    RunOptimizer._apply = apply  # type: ignore[method-assign, assignment]
 
 
 def to_nearest(moments: Tensor, _: Kind) -> Tensor:

@@ -34,7 +34,7 @@ from megatier.engine.node import Node
 from megatier.hardware import cores_usable
 from megatier.layout import Layout
 from megatier.models.decoder import Unit, build_skeleton
-from megatier.numerics.optimizer import AdamW
+from megatier.numerics.optimizer import RunOptimizer
 from megatier.play.gradients import UnitGradients
 from megatier.play.weights import UnitWeights, Use
 from megatier.session.session import Session
@@ -194,7 +194,7 @@ TIMED: tuple[tuple[type[Any], str], ...] = (
     (UnitGradients, "ship_grad"),
     (Gradients, "add"),
     (Gradients, "close"),
-    (AdamW, "measure"),
+    (RunOptimizer, "measure"),
 )
 """The calls of the computing thread for each use of a unit. The time of each includes the calls that it makes."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatier import _native
 from megatier.layout import Layout, TensorSlice
-from megatier.numerics.optimizer import TILE_ELEMENTS, AdamW, Hyperparameters
+from megatier.numerics.optimizer import TILE_ELEMENTS, Hyperparameters, RunOptimizer
 from megatier.state import MUON
 from megatier.tier import Kind
 
@@ -45,7 +45,7 @@ def planes(count: int) -> dict[Kind, Tensor]:
 def test_update_into_other_planes_leaves_no_byte_of_them_as_it_was(elements: tuple[int, int]) -> None:
     """Padding too, whatever decays beside it."""
     start, stop = elements
-    optimizer = AdamW(
+    optimizer = RunOptimizer(
         {"unit": LAYOUT},
         frozenset({"weight", "other"}),
         Hyperparameters(weight_decay=0.1),
@@ -66,8 +66,8 @@ def test_update_into_other_planes_leaves_no_byte_of_them_as_it_was(elements: tup
     assert all(torch.equal(found[kind], expected[kind]) for kind in found)
 
 
-def measuring(layouts: Mapping[str, Layout]) -> AdamW:
-    return AdamW(layouts, frozenset(), Hyperparameters(), groups=1, num_threads=2)
+def measuring(layouts: Mapping[str, Layout]) -> RunOptimizer:
+    return RunOptimizer(layouts, frozenset(), Hyperparameters(), groups=1, num_threads=2)
 
 
 def random_layout(draw: random.Random) -> Layout:
@@ -88,7 +88,7 @@ def clipped(layout: Layout, first: int, last: int) -> Layout:
     return Layout(tuple(tensors), last - first, last - first)
 
 
-def sums_of(optimizer: AdamW, unit: str) -> Tensor:
+def sums_of(optimizer: RunOptimizer, unit: str) -> Tensor:
     """The partial sums that were noted of a unit."""
     return torch.cat(optimizer._sums[unit])
 

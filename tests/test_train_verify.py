@@ -12,7 +12,7 @@ from rich.console import Console
 from tiny_runs import one_thread
 
 from megatier._native import Batch
-from megatier.numerics.optimizer import AdamW
+from megatier.numerics.optimizer import RunOptimizer
 from megatier.tier import Activations, Kind
 from megatier.train import verify
 
@@ -64,10 +64,10 @@ def test_verify_that_is_quick_tries_every_placement_once(tmp_path: Path) -> None
 
 def test_verify_one_placement_that_differs_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "PLACEMENTS", dict(list(verify.PLACEMENTS.items())[:2]))
-    apply, count = AdamW.apply, 0
+    apply, count = RunOptimizer.apply, 0
 
     def unlucky(
-        self: AdamW,
+        self: RunOptimizer,
         unit: str,
         elements: tuple[int, int],
         planes: Mapping[Kind, torch.Tensor],
@@ -83,7 +83,7 @@ def test_verify_one_placement_that_differs_fails(tmp_path: Path, monkeypatch: py
             planes[Kind.WEIGHT][0] ^= 1
         return work
 
-    monkeypatch.setattr(AdamW, "apply", unlucky)
+    monkeypatch.setattr(RunOptimizer, "apply", unlucky)
     agrees, report = report_of(tmp_path)
     assert not agrees
     assert "different" in report

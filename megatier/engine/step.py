@@ -31,7 +31,7 @@ from megatier.errors import NonFiniteError, UnsupportedModelError
 from megatier.guards.token_rows import few_tokens
 from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Unit, check_rows_are_apart
-from megatier.numerics.optimizer import AdamW
+from megatier.numerics.optimizer import RunOptimizer
 from megatier.numerics.seeds import group_seed, seed_generators
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
@@ -65,7 +65,7 @@ class Engine:
         skeleton: PreTrainedModel,
         units: Sequence[Unit],
         player: UnitPlayer,
-        optimizer: AdamW,
+        optimizer: RunOptimizer,
         options: EngineOptions,
         ranks: Ranks | None = None,
     ) -> None:

@@ -32,7 +32,7 @@ from megatier.models.masks import BlockMasks
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.masters import weight_dtype
 from megatier.numerics.matmul import Fp32Products
-from megatier.numerics.optimizer import AdamW
+from megatier.numerics.optimizer import RunOptimizer
 from megatier.numerics.tiles import Decision, TiledModule
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
@@ -85,7 +85,7 @@ class UnitModel:
         skeleton: PreTrainedModel,
         units: Sequence[Unit],
         player: UnitPlayer,
-        optimizer: AdamW,
+        optimizer: RunOptimizer,
         options: EngineOptions,
         ranks: Ranks | None = None,
     ) -> None:
@@ -310,7 +310,7 @@ def _lent(skeleton: PreTrainedModel, units: Sequence[Unit], user: Unit, name: st
 
 
 def _gradients(
-    units: Sequence[Unit], player: UnitPlayer, optimizer: AdamW, options: EngineOptions, ranks: Ranks | None
+    units: Sequence[Unit], player: UnitPlayer, optimizer: RunOptimizer, options: EngineOptions, ranks: Ranks | None
 ) -> Gradients:
     """What collects the gradients of the groups that this process computes."""
     return Gradients(

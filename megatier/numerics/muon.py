@@ -81,7 +81,7 @@ class Muon:
         return list(pairwise([0, *starts, self._stops[unit]]))
 
     def apply(self, unit: str, elements: tuple[int, int], planes: Planes, grad: Tensor, scalars: Scalars) -> None:
-        """Update those matrices of a unit that lie in a run of its elements, in place; see `AdamW.apply`."""
+        """Update those matrices of a unit that lie in a run of its elements, in place; see `RunOptimizer.apply`."""
         start, stop = elements
         for matrix in self._matrices[unit]:
             if start <= matrix.start < stop:

@@ -1,4 +1,4 @@
-"""AdamW on split masters, and the exact global norm.
+"""The optimizer of a run: AdamW on split masters, Muon for units that are by matrix, and the exact global norm.
 
 AdamW has one definition. The C kernel and the Triton kernel give the same bits, without fused multiply-add:
 
@@ -42,7 +42,7 @@ TILE_ELEMENTS = 65_536
 PIECE_ELEMENTS = 64 * TILE_ELEMENTS
 """Elements of one call if several threads share a gradient in RAM: whole tiles, so that no partial sum is cut."""
 Apply = Callable[[str, tuple[int, int], Planes, Tensor, Planes], _native.Batch | None]
-"""Runs AdamW on some elements of a unit: see `AdamW.apply`."""
+"""Updates some elements of a unit: see `RunOptimizer.apply`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class Hyperparameters:
     """Whether updates wait until the norm is known. Otherwise they run inside the backward, and nothing is clipped."""
 
 
-class AdamW:
+class RunOptimizer:
     """The optimizer of one run: Muon for units whose schema is by matrix, AdamW for all others.
 
     Threads: the training loop calls `begin_step` and `norm`. The lanes that update call `apply`, `accumulate` and
@@ -394,4 +394,4 @@ def _pieces(tensor: TensorSlice, origin: int) -> Iterator[tuple[int, int]]:
     return pairwise([tensor.start, *range(border, tensor.stop, PIECE_ELEMENTS), tensor.stop])
 
 
-__all__ = ["AdamW", "Hyperparameters"]
+__all__ = ["Hyperparameters", "RunOptimizer"]

@@ -25,7 +25,7 @@ from megatier.measure.probe import io_threads
 from megatier.models.decoder import Unit, decays
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.masters import join_master, plane_dtype, split_master
-from megatier.numerics.optimizer import AdamW, Hyperparameters
+from megatier.numerics.optimizer import Hyperparameters, RunOptimizer
 from megatier.play.player import Player
 from megatier.ranks.ranks import Ranks, check_groups
 from megatier.schedule.placement import Placement, place
@@ -150,7 +150,9 @@ class Session:
         """Stop the lanes, free the memory, remove the block files."""
         self._opened.close()
 
-    def _open_optimizer(self, opened: ExitStack, work: Workload, tiers: TiersConfig, train: TrainConfig) -> AdamW:
+    def _open_optimizer(
+        self, opened: ExitStack, work: Workload, tiers: TiersConfig, train: TrainConfig
+    ) -> RunOptimizer:
         """Start the optimizer of what is trained, with its threads."""
         hyper = Hyperparameters(
             beta1=train.beta1,
@@ -164,7 +166,7 @@ class Session:
 
         # The ranks of a host share its cores.
         local_size = 1 if self.ranks is None else self.ranks.local_size
-        optimizer = AdamW(
+        optimizer = RunOptimizer(
             {unit.name: unit.layout.trained for unit in self.units if unit.layout.num_trained},
             decays(self.model),
             hyper,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.cli import main
-from megatier.numerics.optimizer import AdamW
+from megatier.numerics.optimizer import RunOptimizer
 from megatier.play.player import Player
 from megatier.report.metrics import MetricsLog
 from megatier.store.arena import SlotPool
@@ -53,7 +53,7 @@ def slot(player: Player) -> None:
 
 def compute(player: Player) -> None:
     """The training thread waits for what does not come, and no lane does."""
-    AdamW.norm = lambda optimizer: never.wait()  # type: ignore[assignment, method-assign]
+    RunOptimizer.norm = lambda optimizer: never.wait()  # type: ignore[assignment, method-assign]
 
 
 def checkpoint(player: Player) -> None:
