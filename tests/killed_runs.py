@@ -1,10 +1,10 @@
 """Kill real runs at chosen points, let them go on, and say what each came to. A process of its own, not a test.
 
-    python killed_runs.py FOLDER SEED COUNT [savepoints]
+    python killed_runs.py FOLDER SEED COUNT [savepoints | adapters]
 
 The process loads torch once, and each run is a fork of it. A run is killed by SIGKILL at its n-th call of a function of
 megatier's: during start-up, a step, a checkpoint, the end. It goes on with other tiers; with savepoints, on the same.
-Prints one JSON object.
+With adapters the base is a folder, which no run writes to. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,10 +28,12 @@ from typing import Any
 import torch
 import zarr  # noqa: F401 - loaded before the forks
 from small_commands import MODEL, command, metrics
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatier
+from megatier.adapters.lora import add_adapters
 from megatier.cli import main, train  # noqa: F401 - loaded before the forks
+from megatier.config.lora import LoraConfig
 from megatier.models.conversion import hub_layout
 from megatier.models.decoder import build_skeleton
 from megatier.train import trainer  # noqa: F401 - loaded before the forks
@@ -63,12 +65,46 @@ TIERS_OF_SAVEPOINTS: list[dict[str, Any]] = [
     {"tiers.state": "gpu,ram,nvme", "tiers.gpu": "360KiB", "tiers.ram": "800KiB", "tiers.generations": 2},
     {"tiers.state": "gpu,ram,nvme", "tiers.gpu": "360KiB", "tiers.ram": "1040KiB", "tiers.generations": 3},
 ]
+# The adapters of a layer take 32,768 elements of each plane that is updated.
+ADAPTERS: dict[str, Any] = {
+    "model.lora.rank": 4,
+    "model.lora.dropout": 0.1,
+    "output.checkpoint_every": 2,
+    "train.steps": 6,
+}
+TIERS_OF_ADAPTERS: list[dict[str, Any]] = [
+    {"tiers.state": "nvme", "tiers.gpu": "768KiB"},
+    {"tiers.state": "gpu", "tiers.gpu": "8MiB"},
+    {"tiers.state": "ram,nvme", "tiers.gpu": "768KiB", "tiers.ram": "2600KiB"},
+]
+KINDS = {
+    "": (SETTINGS, TIERS),
+    "savepoints": (SAVEPOINTS, TIERS_OF_SAVEPOINTS),
+    "adapters": (ADAPTERS, TIERS_OF_ADAPTERS),
+}
+"""What is shared by all runs of a kind, and the tiers that they choose from."""
 
 
 def load_before_forks() -> None:
     """What transformers loads and compiles at the first model and the first export, a third of a small run."""
     model = build_skeleton(AutoConfig.for_model(**MODEL), "sdpa")
     hub_layout(model, dict(model.named_parameters()))
+
+
+def write_base(folder: Path) -> None:
+    """A model in a folder, for adapters; PEFT is loaded before the forks as well."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL, dtype="bfloat16"))
+    model.save_pretrained(folder)
+    add_adapters(build_skeleton(AutoConfig.for_model(**MODEL), "sdpa"), LoraConfig(rank=4), "base")
+
+
+def digest_of(paths: Iterable[Path]) -> str:
+    """A digest of the bytes of files."""
+    digest = hashlib.blake2b()
+    for path in (path for path in paths if path.is_file()):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def forked(work: Callable[[], int]) -> int:
@@ -144,12 +180,9 @@ def go_on(folder: Path, tiers: dict[str, Any]) -> int:
 def outcome(folder: Path) -> dict[str, Any]:
     """What a whole run left: digests of the export and the last checkpoint, and the losses."""
     root = folder / "run"
-    files = [root / "model" / "model.safetensors", *sorted((root / "checkpoints" / "step-00000006").glob("*/*/c/**/*"))]
-    digest = hashlib.blake2b()
-    for path in (path for path in files if path.is_file()):
-        digest.update(path.read_bytes())
+    exported = sorted((root / "model").glob("*.safetensors"))
     return {
-        "digest": digest.hexdigest(),
+        "digest": digest_of([*exported, *sorted((root / "checkpoints" / "step-00000006").glob("*/*/c/**/*"))]),
         "losses": [(record["step"], record["loss"]) for record in metrics(folder) if "loss" in record],
         "checkpoints": sorted(path.name for path in (root / "checkpoints").iterdir()),
         "run": sorted(path.name for path in root.iterdir()),
@@ -167,16 +200,21 @@ def calls_of(folder: Path, tiers: dict[str, Any]) -> int:
     return int(folder.with_suffix(".calls").read_text())
 
 
-def main_program(folder: Path, seed: int, count: int, *, savepoints: bool) -> dict[str, Any]:
+def main_program(folder: Path, seed: int, count: int, kind: str) -> dict[str, Any]:
     """The uninterrupted run, and each killed one."""
     draw = random.Random(seed)
-    shared, tiers = (SAVEPOINTS, TIERS_OF_SAVEPOINTS) if savepoints else (SETTINGS, TIERS)
+    shared, tiers = KINDS[kind]
+    base = folder / "base"
+    if kind == "adapters":
+        write_base(base)
+        shared = {**shared, "model.path": str(base)}
+    before_runs = digest_of(sorted(base.glob("*")))
     places = [{**shared, **each} for each in tiers]
     calls = [calls_of(folder / f"whole{index}", each) for index, each in enumerate(places)]
     found = []
     for number in range(count):
         start = draw.randrange(len(places))
-        before, after = places[start], places[start] if savepoints else draw.choice(places)
+        before, after = places[start], places[start] if kind == "savepoints" else draw.choice(places)
         # Spread evenly over the run, at a random place of each part.
         call = 1 + int((number + draw.random()) * calls[start] / count)
         place = folder / str(number)
@@ -188,11 +226,12 @@ def main_program(folder: Path, seed: int, count: int, *, savepoints: bool) -> di
         told = {"call": call, "killed": killed, "resumed": resumed, "left": left_on_drive(place)}
         told["went_on_with_nvme"] = "nvme" in after["tiers.state"]
         found.append({**told, **(outcome(place) if resumed == 0 else {})})
+    assert digest_of(sorted(base.glob("*"))) == before_runs
     return {"whole": outcome(folder / "whole0"), "calls": calls, "runs": found}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     load_before_forks()
-    outcomes = main_program(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), savepoints=len(sys.argv) > 4)
+    outcomes = main_program(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), "".join(sys.argv[4:]))
     sys.stdout.write(json.dumps(outcomes))

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_commands import command
+from small_commands import MODEL, command, metrics
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatier.cli import main
 from megatier.report import report
@@ -98,6 +99,48 @@ def test_train_state_many_times_the_ram_budget_stays_within_it(
     assert run.others["gpu"] <= gpu
     assert run.others["ram"] <= (2 * parameters if clip != "null" else 0) + ram / 2
     assert run.taken <= gpu + ram + SLACK_BYTES, f"{run.taken / MIB:.0f} MiB"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "layers", "ram"),
+    [
+        pytest.param(512, 13, 24 * MIB, id="base of 41M parameters"),
+        pytest.param(2304, 20, GIB, id="base of 1.3B parameters", marks=[pytest.mark.slow, pytest.mark.nvme]),
+    ],
+)
+def test_train_adapters_over_a_base_many_times_the_ram_budget_stays_within_it(
+    hidden: int, layers: int, ram: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    base = num_parameters(hidden, layers)
+    sizes = {name.removeprefix("model.config."): value for name, value in shape(hidden, layers).items()}
+    config = AutoConfig.for_model(**{**MODEL, **sizes}, dtype="bfloat16")
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "base")
+    gpu = 6 * 2 * base // layers
+    settings = {
+        "model.path": tmp_path / "base",
+        "model.lora.rank": 4,
+        "model.compute_dtype": "bf16",
+        "tiers.gpu": gpu,
+        "tiers.ram": ram,
+        "tiers.nvme": f"{tmp_path}:{3 * base}",
+        "tiers.state": "nvme",
+        "tiers.update_threads": 2,
+        "train.batch": 1,
+        "train.steps": 2,
+        "train.evaluate_batches": 1,
+    }
+    run = watch(tmp_path, settings)
+    assert run.state["nvme"] >= 2 * base > 2 * ram
+    assert run.others["ram"] <= ram
+    assert run.taken <= gpu + ram + SLACK_BYTES, f"{run.taken / MIB:.0f} MiB"
+
+    # A base is read and never written: a step writes as much as there is beside it, and no more.
+    last = [record for record in metrics(tmp_path) if "loss" in record][-1]
+    assert last["moved_bytes"] == last["demanded_bytes"]
+    assert 0 < last["moved_bytes"]["ram_to_nvme"] <= run.state["nvme"] - 2 * base
+    assert last["moved_bytes"]["nvme_to_ram"] >= 2 * (2 * base)
 
 
 def resident(name: str) -> int:

@@ -62,8 +62,14 @@ def test_run_with_savepoints_killed_at_three_places_goes_on_to_the_same_bits(
     assert "savepoints" not in whole["run"]
 
 
+def test_run_with_adapters_killed_at_two_places_goes_on_to_the_same_bits(tmp_path: Path, python: WarmPython) -> None:
+    pytest.importorskip("peft")
+    whole = check_killed_runs(python, tmp_path, 20261125, 2, "adapters")
+    assert whole["checkpoints"] == ["step-00000004", "step-00000006"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [[], ["savepoints"]], ids=str)
+@pytest.mark.parametrize("words", [[], ["savepoints"], ["adapters"]], ids=str)
 def test_run_killed_at_two_hundred_places_goes_on_to_the_same_bits(
     words: list[str], tmp_path: Path, python: WarmPython
 ) -> None:
