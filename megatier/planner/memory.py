@@ -14,10 +14,11 @@ If they are offloaded, those of two layers are under way.
 Norms, MLPs and experts that run in tiles of tokens save nothing but their inputs. What they hold inside counts for one
 tile, and in the backward their gradients count as well: those of a tile, and their sum in fp32.
 
-A frozen layer is counted as if it were trained. One with nothing trained before it saves nothing. If documents are kept
-apart there is also a mask of one byte for each pair of tokens, which a layer's attention has in the compute dtype as
-well. flex_attention has none, because its mask is by blocks. Copies of weights that are lent to the whole forward
-(`Unit.is_lent`) count at both peaks.
+A frozen layer is counted as if it were trained. One with nothing trained before it saves nothing. What an adapter adds
+to the output of its module is not saved, except with DoRA. With dropout each adapter saves its own input, and a byte
+for each element that says what was dropped. If documents are kept apart there is also a mask of one byte for each pair
+of tokens, which a layer's attention has in the compute dtype as well. flex_attention has none, because its mask is by
+blocks. Copies of weights that are lent to the whole forward (`Unit.is_lent`) count at both peaks.
 
 The figures are fitted to nine runs of two Llama shapes on a GPU, with which tests/test_planner_memory.py compares them.
 """
@@ -25,12 +26,14 @@ The figures are fitted to nine runs of two Llama shapes on a GPU, with which tes
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedModel
 
+from megatier.adapters.lora import adapter_config
+from megatier.adapters.weights import MAGNITUDE
 from megatier.config.schema import RunConfig
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, tiled_names
@@ -100,11 +103,12 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     lowest = next((i for i, unit in enumerate(work.units) if unit.layout.num_trained), 0)
     reached = [unit for unit in work.units[lowest:] if _is_of_layer(unit)]
     tiled = in_tiles(model, config, work)
-    saved = sum(_saved(unit, width, config, work, compiles, tiled) for unit in reached) * boundary
+    dropped = {unit.name: _dropped(unit, model, item) / width for unit in layers}
+    saved = sum(_saved(unit, width, config, work, compiles, tiled, dropped[unit.name]) for unit in reached) * boundary
     attention = sum(attention_parts(text, work.rows * config.data.sequence_length, item))
     saved += attention * sum(_saves_attention_beside(unit, config, work, compiles) for unit in reached)
     passing = ATTENTION_PASSING * attention if work.offloads_attention else 0
-    largest = max((_products(unit, width, tiled) for unit in layers), default=0.0)
+    largest = max((REPEATED * _products(unit, width, tiled) + dropped[unit.name] for unit in layers), default=0.0)
     tile = max((_tile_bytes(unit, config, tiled, item) for unit in layers), default=0.0)
 
     # The fused loss has the logits of one chunk, their gradient, and the fp32 gradient of a head that is trained.
@@ -116,7 +120,7 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
 
     # One layer at a time repeats what it did not save, so the largest one decides. Slices do so one after the other.
     mask = mask_bytes(config, work)
-    in_layer = REPEATED * largest * boundary + item * mask
+    in_layer = largest * boundary + item * mask
     beside = mask + passing + _lent_bytes(work) + _update_bytes(work)
     return ActivationBytes(
         saved,
@@ -181,8 +185,16 @@ def _is_of_layer(unit: Unit) -> bool:
     return unit.is_layer or unit.experts is not None
 
 
-def _saved(unit: Unit, width: int, config: RunConfig, work: Workload, compiles: bool, tiled: frozenset[str]) -> float:
-    """Return how many boundary activations a layer saves, or its part."""
+def _saved(
+    unit: Unit,
+    width: int,
+    config: RunConfig,
+    work: Workload,
+    compiles: bool,
+    tiled: frozenset[str],
+    dropped: float,
+) -> float:
+    """Return how many boundary activations a layer saves, or its part, of which so many are dropped inputs."""
     policy = work.activations[unit.name]
     if policy.offloads_input:
         return 0.0
@@ -192,7 +204,8 @@ def _saved(unit: Unit, width: int, config: RunConfig, work: Workload, compiles: 
     share = config.model.saved_share if compiles else 1.0
     if not policy.keeps_graph or not share:
         return inputs
-    return max(inputs, interpolated(SAVED, share) * _products(unit, width, tiled))
+    factor = interpolated(SAVED, share)
+    return max(inputs, factor * _products(unit, width, tiled) + min(1.0, factor) * dropped)
 
 
 def _saves_attention_beside(unit: Unit, config: RunConfig, work: Workload, compiles: bool) -> bool:
@@ -222,8 +235,30 @@ def _products(unit: Unit, width: int, tiled: frozenset[str]) -> float:
 
     Experts are counted as if each token went to one, and a part of them by its share.
     """
-    rows = [_outputs(tensor) for tensor in unit.layout.tensors if tensor.name not in tiled]
+    names = {tensor.name for tensor in unit.layout.tensors}
+    whole = [tensor for tensor in unit.layout.tensors if tensor.name not in tiled and not _is_added(tensor.name, names)]
+    rows = [_outputs(tensor) for tensor in whole]
     return sum(rows) / width + (BESIDE_PRODUCTS if unit.experts is None else 0.0)
+
+
+def _is_added(name: str, names: Collection[str]) -> bool:
+    """Return whether a parameter gives what an adapter adds to an output, without DoRA, so that it is not saved.
+
+    Args:
+        name: of the parameter.
+        names: of all parameters of its unit.
+    """
+    module, found, _ = name.partition(".lora_B.")
+    return bool(found) and not any(other.startswith(f"{module}.{MAGNITUDE}.") for other in names)
+
+
+def _dropped(unit: Unit, model: PreTrainedModel, item: int) -> float:
+    """Return the elements that adapters with dropout save for each token, each with its byte of the mask."""
+    config = adapter_config(model)
+    if config is None or not config.lora_dropout:
+        return 0.0
+    inputs = sum(tensor.parameter_shape[-1] for tensor in unit.layout.tensors if ".lora_A." in tensor.name)
+    return inputs * (1 + 1 / item)
 
 
 def _outputs(tensor: TensorSlice) -> float:
