@@ -72,6 +72,8 @@ class ThreadPool:
     ) -> Batch:
         """AdamW over planes (weight, remainder, exp_avg, exp_avg_sq, grad), or into them from those before.
 
+        exp_avg_sq 0: Lion, whose momentum is exp_avg, in fp32; step_size is its learning rate then.
+
         before: weight, remainder, exp_avg and exp_avg_sq; each the plane itself or one that does not overlap it.
         split True: weight is the bf16 plane, remainder its int16 plane, grad bf16. False: weight is the fp32 master,
         remainder 0, grad fp32. segments: (start, stop, decay) in elements; decay is 1 - lr * weight_decay as fp32.

@@ -7,7 +7,7 @@ schema, and the arithmetic that reads and writes its planes (`numerics.optimizer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatier.tier import Kind
 
@@ -116,13 +116,14 @@ ADAMW_BF16 = ADAMW["bf16", "fp32"]
 ADAMW_FP32 = ADAMW["fp32", "fp32"]
 """AdamW with fp32 compute and fp32 moments."""
 
-MUON = {
-    compute: StateSchema(
-        planes=(*master, Plane(kind=Kind.MOMENTUM, dtype="float32", width=4, array="momentum")), by_matrix=True
-    )
+LION = {
+    compute: StateSchema(planes=(*master, Plane(kind=Kind.MOMENTUM, dtype="float32", width=4, array="momentum")))
     for compute, master in (("bf16", SPLIT), ("fp32", WHOLE))
 }
-"""Muon's state by compute dtype: 8 bytes a parameter."""
+"""Lion's state by compute dtype: 8 bytes a parameter."""
+
+MUON = {compute: replace(schema, by_matrix=True) for compute, schema in LION.items()}
+"""Muon's state by compute dtype: that of Lion, updated by matrix."""
 
 ARRAYS = tuple(dict.fromkeys(name for schema in (*ADAMW.values(), *MUON.values()) for name in schema.arrays))
 """The groups that a checkpoint may have, each once."""

@@ -36,6 +36,14 @@ static inline float update_one(float x, float *exp_avg, float *exp_avg_sq, float
     return x * decay - s->step_size * (m / (sqrtf(v) / s->sqrt_bias2 + s->eps));
 }
 
+static inline float lion_one(float x, float *exp_avg, float grad, float decay, const struct adamw_scalars *s)
+{
+    float g = grad * s->grad_scale;
+    float mean = s->beta1 * *exp_avg + s->one_minus_beta1 * g;
+    *exp_avg = settle(s->beta2 * *exp_avg + s->one_minus_beta2 * g);
+    return x * decay - s->step_size * (float)((mean > 0.0f) - (mean < 0.0f));
+}
+
 /* Ask for the lines of the block that is AHEAD_ELEMENTS after `start`, of the plane before and of the one after; past
  * their ends that does no harm. Five planes at once are too many for the processor's own prefetching: 8 % faster on 16
  * cores. */
@@ -70,9 +78,9 @@ static inline float number_at(const void *plane, size_t i, bool is_bf16)
     return is_bf16 ? float_of_bf16(((const uint16_t *)plane)[i]) : ((const float *)plane)[i];
 }
 
-/* One loop for all types of planes: where it is inlined, both flags are constants. */
+/* One loop for all types of planes: where it is inlined, all flags are constants. */
 ISA_BODY update_planes(const struct adamw_work *work, size_t n, float decay, struct adamw_scalars scalars, bool split,
-                       bool narrow)
+                       bool narrow, bool lion)
 {
     /* Copied, so that no store into a plane could change them for all that the compiler knows. */
     const struct adamw_planes old = work->before, new = work->after;
@@ -86,21 +94,24 @@ ISA_BODY update_planes(const struct adamw_work *work, size_t n, float decay, str
         if (split)
             fetch_ahead(old.remainder, new.remainder, start, sizeof(int16_t));
         fetch_ahead(old.exp_avg, new.exp_avg, start, moment_bytes);
-        fetch_ahead(old.exp_avg_sq, new.exp_avg_sq, start, moment_bytes);
+        if (!lion)
+            fetch_ahead(old.exp_avg_sq, new.exp_avg_sq, start, moment_bytes);
         fetch_ahead(grad, grad, start, weight_bytes);
         ISA_INDEPENDENT
         for (size_t i = start; i < stop; i++) {
-            float m = number_at(old.exp_avg, i, narrow), v = number_at(old.exp_avg_sq, i, narrow);
+            float m = number_at(old.exp_avg, i, narrow), v = lion ? 0.0f : number_at(old.exp_avg_sq, i, narrow);
             float x = split ? join_one(((const uint16_t *)old.weight)[i], old.remainder[i])
                             : ((const float *)old.weight)[i];
-            x = update_one(x, &m, &v, number_at(grad, i, split), decay, &scalars);
+            float g = number_at(grad, i, split);
+            x = lion ? lion_one(x, &m, g, decay, &scalars) : update_one(x, &m, &v, g, decay, &scalars);
             if (narrow) {
                 uint32_t random = random_bits(rounding.first + (uint32_t)i, &rounding);
                 ((uint16_t *)new.exp_avg)[i] = round_by(m, random & 0xffffu);
                 ((uint16_t *)new.exp_avg_sq)[i] = round_by(v, random >> 16);
             } else {
                 ((float *)new.exp_avg)[i] = m;
-                ((float *)new.exp_avg_sq)[i] = v;
+                if (!lion)
+                    ((float *)new.exp_avg_sq)[i] = v;
             }
             if (split)
                 split_one(x, (uint16_t *)new.weight + i, new.remainder + i);
@@ -110,18 +121,20 @@ ISA_BODY update_planes(const struct adamw_work *work, size_t n, float decay, str
     }
 }
 
-#define UPDATE(name, split, narrow)                                                                                \
+#define UPDATE(name, split, narrow, lion)                                                                          \
     ISA_BODY name##_body(const struct adamw_work *work, size_t n, float decay, struct adamw_scalars scalars)       \
     {                                                                                                              \
-        update_planes(work, n, decay, scalars, split, narrow);                                                     \
+        update_planes(work, n, decay, scalars, split, narrow, lion);                                               \
     }                                                                                                              \
     ISA_DISPATCH(name, (const struct adamw_work *work, size_t n, float decay, struct adamw_scalars scalars), \
                         (work, n, decay, scalars))
 
-UPDATE(update_split, true, false)
-UPDATE(update_split_narrow, true, true)
-UPDATE(update_whole, false, false)
-UPDATE(update_whole_narrow, false, true)
+UPDATE(update_split, true, false, false)
+UPDATE(update_split_narrow, true, true, false)
+UPDATE(update_split_lion, true, false, true)
+UPDATE(update_whole, false, false, false)
+UPDATE(update_whole_narrow, false, true, false)
+UPDATE(update_whole_lion, false, false, true)
 
 static bool adamw_run(const void *record, struct failure *failure)
 {
@@ -130,6 +143,8 @@ static bool adamw_run(const void *record, struct failure *failure)
     bool split = request->work.after.remainder, narrow = request->work.rounding.to_bf16;
     void (*update)(const struct adamw_work *, size_t, float, struct adamw_scalars) =
         split ? (narrow ? update_split_narrow : update_split) : (narrow ? update_whole_narrow : update_whole);
+    if (!request->work.after.exp_avg_sq)
+        update = split ? update_split_lion : update_whole_lion;
     update(&request->work, request->num_elements, request->decay, request->scalars);
     return true;
 }
@@ -140,7 +155,7 @@ static struct adamw_planes planes_at(const struct adamw_planes *planes, size_t s
         .weight = (char *)planes->weight + start * (planes->remainder ? sizeof(uint16_t) : sizeof(float)),
         .remainder = planes->remainder ? planes->remainder + start : NULL,
         .exp_avg = (char *)planes->exp_avg + start * moment_bytes,
-        .exp_avg_sq = (char *)planes->exp_avg_sq + start * moment_bytes,
+        .exp_avg_sq = planes->exp_avg_sq ? (char *)planes->exp_avg_sq + start * moment_bytes : NULL,
     };
 }
 

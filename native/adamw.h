@@ -9,6 +9,11 @@
  * settle: a magnitude below 2^-126 becomes +0, so that no subnormal is kept or used; any NaN becomes 0x7fc00000, which
  * x does as well. m and v are settled where they are computed; stored ones are taken as they are.
  *
+ * Lion has one moment, and takes the sign of a mean of it and the gradient, which is 0 for 0 and NaN:
+ *
+ *   x = x * decay - step_size * sign(beta1 * m + one_minus_beta1 * g)
+ *   m = settle(beta2 * m + one_minus_beta2 * g)
+ *
  * Moments in bf16: x takes m and v in fp32, as above. What is stored of them is rounded stochastically: 16 random bits
  * are added to the bits of the settled number, and the upper 16 bits of the sum stay. So on average nothing is lost.
  * Element n of its unit has random bits of its own, by a hash of n and a key of 64 bits (lowbias32 of Chris Wellons, with
@@ -35,7 +40,8 @@ struct adamw_rounding {
     uint32_t first; /* number of the planes' first element in its unit, modulo 2^32 */
 };
 
-/* remainder NULL: weight is the fp32 master; else it is bf16. Moments are of the type that the rounding says. */
+/* remainder NULL: weight is the fp32 master; else it is bf16. Moments are of the type that the rounding says.
+ * exp_avg_sq NULL: Lion, whose moment is exp_avg, in fp32. */
 struct adamw_planes {
     void *weight;
     int16_t *remainder;

@@ -314,6 +314,8 @@ static bool check_planes(const size_t addresses[4], bool is_split, bool to_bf16,
 {
     if (is_split ? !addresses[1] : addresses[1] != 0)
         return value_error("remainder must be the address of a plane when split, else 0");
+    if (!addresses[3] && to_bf16)
+        return value_error("without exp_avg_sq, exp_avg must be fp32");
     *planes = (struct adamw_planes){(void *)addresses[0], (int16_t *)addresses[1], (void *)addresses[2],
                                     (void *)addresses[3]};
     return aligned(addresses[0], is_split ? sizeof(uint16_t) : sizeof(float)) &&
@@ -363,6 +365,10 @@ static PyObject *pool_object_submit_adamw(PyObject *self, PyObject *args, PyObje
         !check_planes(before[0] == SIZE_MAX ? after : before, is_split, to_bf16, &work.before) ||
         !aligned(grad, is_split ? sizeof(uint16_t) : sizeof(float)))
         return NULL;
+    if (!work.before.exp_avg_sq != !work.after.exp_avg_sq) {
+        value_error("exp_avg_sq must be 0 before and after, or neither");
+        return NULL;
+    }
     work.grad = (const void *)grad;
     struct adamw_segment *segments = parse_segments(sequence, sizeof *segments, parse_adamw_segment, &num_segments);
     if (!segments)
@@ -398,7 +404,7 @@ static PyMethodDef pool_methods[] = {
      "Read or write segments of (fd, file_offset, address, num_bytes)."},
     {"submit_adamw", (PyCFunction)(void (*)(void))pool_object_submit_adamw, METH_VARARGS | METH_KEYWORDS,
      "submit_adamw($self, planes, split, segments, scalars, before=..., rounding=None)\n--\n\n"
-     "AdamW over planes (weight, remainder, exp_avg, exp_avg_sq, grad)."},
+     "AdamW over planes (weight, remainder, exp_avg, exp_avg_sq, grad); Lion if exp_avg_sq is 0."},
     {"close", pool_object_close, METH_NOARGS,
      "close($self)\n--\n\nFinish what was submitted, then join the threads."},
     {NULL, NULL, 0, NULL},

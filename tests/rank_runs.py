@@ -60,7 +60,7 @@ class RankRun:
     """The rank of the adapters that are trained; 0: the model is."""
     learning_rate: float = 1e-2
     moments: Literal["fp32", "bf16"] = "fp32"
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon", "lion"] = "adamw"
     device: Literal["cpu", "cuda"] = "cpu"
     way: Way | None = None
     """What moves bytes between ranks; None: the best that there is."""

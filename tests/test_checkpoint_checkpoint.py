@@ -86,6 +86,7 @@ def test_run_saved_from_some_tiers_goes_on_in_others_to_the_same_bits(before: st
         Run(model="untied", moments="bf16"),
         Run(model="tied", dtype="fp32", moments="bf16", clip=None),
         Run(model="moe", optimizer="muon"),
+        Run(model="untied", optimizer="lion"),
         Run(model="untied", optimizer="muon", dtype="fp32", clip=None),
     ],
     ids=str,

@@ -58,7 +58,9 @@ def test_savepoints_change_no_bit(run: Run, place: str, tmp_path: Path, without:
 
 
 @pytest.mark.parametrize("place", ["nvme, two", "all, two", "nvme, three"])
-@pytest.mark.parametrize(("optimizer", "moments"), [("adamw", "fp32"), ("adamw", "bf16"), ("muon", "bf16")])
+@pytest.mark.parametrize(
+    ("optimizer", "moments"), [("adamw", "fp32"), ("adamw", "bf16"), ("muon", "bf16"), ("lion", "fp32")]
+)
 def test_savepoints_beside_several_groups_and_a_clipped_step_change_no_bit(
     place: str, optimizer: str, moments: str, tmp_path: Path, without: Callable[[Run], Outcome]
 ) -> None:

@@ -235,13 +235,27 @@ def test_convert_muon_of_llama_factory(value: str, optimizer: str, tmp_path: Pat
     assert made.settings["train.optimizer"] == optimizer
 
 
+@pytest.mark.parametrize(("betas", "expected"), [(None, 0.99), ([0.95, 0.98], 0.98)])
+def test_convert_lion_of_deepspeed_has_its_own_second_beta(
+    betas: list[float] | None, expected: float, tmp_path: Path
+) -> None:
+    params = {"lr": 3e-5} | ({"betas": betas} if betas else {})
+    made = convert(
+        written(tmp_path, {"zero_optimization": {"stage": 3}, "optimizer": {"type": "Lion", "params": params}})
+    )
+    assert made.settings["train.optimizer"] == "lion"
+    assert made.settings["train.learning_rate"] == 3e-5
+    assert made.settings["train.beta2"] == expected
+
+
 @pytest.mark.parametrize(
     ("value", "changed", "words"),
     [
         ("adamw_torch_fused", {}, "AdamW, as train.optimizer says"),
         ("paged_adamw_8bit", {"train.moments": "bf16"}, "train.moments: bf16; the narrowest moments here"),
         ("muon", {"train.optimizer": "muon"}, "train.optimizer: muon; in Moonshot's form"),
-        ("lion_32bit", {}, None),
+        ("lion_8bit", {"train.optimizer": "lion"}, "train.optimizer: lion; its momentum is in fp32 here"),
+        ("adafactor", {}, None),
     ],
 )
 def test_convert_optim_of_llama_factory(value: str, changed: dict[str, str], words: str | None, tmp_path: Path) -> None:
@@ -250,13 +264,13 @@ def test_convert_optim_of_llama_factory(value: str, changed: dict[str, str], wor
         key: value for key, value in made.settings.items() if key in ("train.optimizer", "train.moments")
     } == changed
     assert findings(made, "carried").get("optim") == words
-    assert findings(made, "left").get("optim") == (None if words else "train.optimizer is adamw or muon")
+    assert findings(made, "left").get("optim") == (None if words else "train.optimizer is adamw, muon or lion")
 
 
 def test_convert_deepspeed_other_optimizer_leaves_its_settings(tmp_path: Path) -> None:
     content = {
         "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "Lion", "params": {"lr": 3e-5, "betas": [0.9, 0.99]}},
+        "optimizer": {"type": "Lamb", "params": {"lr": 3e-5, "betas": [0.9, 0.99]}},
         "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5}},
         "my_own": {"key": 1},
     }

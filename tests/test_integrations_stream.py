@@ -207,7 +207,7 @@ def test_stream_takes_a_torch_dtype_and_a_dict_of_tiers() -> None:
         layers = [unit.layout for unit in streamed._session.units if unit.is_layer]
         assert {layout.schema.bytes_per_parameter for layout in layers} == {8}
         assert [group["momentum"] for group in streamed.optimizer.param_groups] == [0.9, 0.9]
-    for wrong in ({"moments": "fp16"}, {"optimizer": "lion"}, {"momentum": 1.0}, {"seed": -1}):
+    for wrong in ({"moments": "fp16"}, {"optimizer": "sgd"}, {"momentum": 1.0}, {"seed": -1}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             megatier.stream(plain, tiers=tiers, **wrong)
     with pytest.raises(ConfigError, match=r"compute_dtype is torch\.float16; it must be bf16 or fp32"):

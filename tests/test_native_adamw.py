@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatier import _native
+from megatier.numerics.adamw import lion_scalars
 from megatier.numerics.seeds import rounding_key
 
 Floats = npt.NDArray[np.float32]
@@ -179,6 +180,38 @@ def test_update_follows_its_definition(
         x, m, v = update_by_definition(state.master(), state.exp_avg, state.exp_avg_sq, grad, DECAY, scalars)
         state.update(pool, [(0, 50_021, DECAY)], scalars)
         assert state.same_bits(State.of(x, m, v, grad, split))
+
+
+@every_level
+@split_or_whole
+@pytest.mark.parametrize("make", [ordinary_state, awkward_state])
+def test_update_of_lion_follows_its_definition(pool: _native.ThreadPool, isa: str, split: bool, make: Any) -> None:
+    _native.set_isa(isa)
+    state: State = make(50_021, split)
+    grad = floats_of(state.grad) if split else state.grad
+    untouched = state.exp_avg_sq.copy()
+    for scale in (1.0, 0.37):
+        scalars = (*lion_scalars(LR, (BETA1, 0.99)), scale)
+        beta1, one_minus_beta1, beta2, one_minus_beta2, _, rate, _, grad_scale = np.array(scalars, np.float32)
+        with np.errstate(all="ignore"):
+            g = grad * grad_scale
+            mean = beta1 * state.exp_avg + one_minus_beta1 * g
+            m = settle(beta2 * state.exp_avg + one_minus_beta2 * g)
+            x = state.master() * np.float32(DECAY) - rate * np.where(np.isnan(mean), 0, np.sign(mean))
+        weight, remainder, momentum, _, address = state.planes
+        planes = (weight, remainder, momentum, 0, address)
+        batch = pool.submit_adamw(planes, split, [(0, 17_003, DECAY), (17_003, 50_021, DECAY)], scalars)
+        assert batch.wait()
+        assert state.same_bits(State.of(np.where(np.isnan(x), NAN, x), m, untouched, grad, split))
+
+
+def test_update_of_lion_with_a_moment_in_bf16_or_from_adamws_state_is_refused(pool: _native.ThreadPool) -> None:
+    planes, scalars = ordinary_state(64, split=False).planes, scalars_of(1)
+    lion = (*planes[:3], 0, planes[4])
+    with pytest.raises(ValueError, match="exp_avg must be fp32"):
+        pool.submit_adamw(lion, False, [(0, 64, 1.0)], scalars, rounding=(1, 0))
+    with pytest.raises(ValueError, match="before and after, or neither"):
+        pool.submit_adamw(lion, False, [(0, 64, 1.0)], scalars, before=planes[:4])
 
 
 @every_level

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatier import _native
+from megatier.numerics.adamw import lion_scalars
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -26,7 +27,7 @@ pytestmark = [
 split_or_whole = pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 bf16_or_fp32 = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
-Planes = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
+Planes = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]
 Segments = list[tuple[int, int, float]]
 Scalars = tuple[float, float, float, float, float, float, float, float]
 
@@ -98,6 +99,7 @@ def arbitrary_planes(num_elements: int, split: bool) -> Planes:
 def narrow(planes: Planes) -> Planes:
     """The same with moments in bf16."""
     weight, remainder, exp_avg, exp_avg_sq, grad = planes
+    assert exp_avg_sq is not None
     moments = (moment.view(torch.int32) >> 16 for moment in (exp_avg, exp_avg_sq))
     first, second = (bits.to(torch.int16).view(torch.uint8) for bits in moments)
     return weight, remainder, first, second, grad
@@ -119,7 +121,7 @@ def arena_of(planes: Planes) -> Planes:
         place(weight, offsets[0]),
         None if remainder is None else place(remainder, offsets[1]),
         place(exp_avg, offsets[2]),
-        place(exp_avg_sq, offsets[3]),
+        None if exp_avg_sq is None else place(exp_avg_sq, offsets[3]),
         place(grad, offsets[4]),
     )
 
@@ -136,7 +138,7 @@ def update_on_cpu(
         weight.data_ptr(),
         0 if remainder is None else remainder.data_ptr(),
         exp_avg.data_ptr(),
-        exp_avg_sq.data_ptr(),
+        0 if exp_avg_sq is None else exp_avg_sq.data_ptr(),
         grad.data_ptr(),
     )
     batch = pool.submit_adamw(addresses, remainder is not None, segments, scalars, rounding=rounding)
@@ -205,6 +207,22 @@ def test_update_with_bf16_moments_equals_the_c_kernel(
     for step, grad_scale in ((1, 1.0), (2, 0.37)):
         kernels.adamw(found, segments, scalars_of(step, grad_scale), (key, first))
         update_on_cpu(pool, expected, segments, scalars_of(step, grad_scale), (key, first))
+        assert_same_planes(found, expected)
+
+
+@split_or_whole
+@pytest.mark.parametrize("make", [ordinary_planes, awkward_planes, arbitrary_planes])
+def test_update_of_lion_equals_the_c_kernel(
+    kernels: ModuleType, pool: _native.ThreadPool, split: bool, make: Callable[[int, bool], Planes]
+) -> None:
+    weight, remainder, momentum, _, grad = make(LARGE, split)
+    expected = weight, remainder, momentum, None, grad
+    found = arena_of(expected)
+    segments = [(0, 896, DECAY), (896, 2_565, 1.0), (2_688, LARGE - 1, DECAY)]
+    for scale in (1.0, 0.37):
+        scalars = (*lion_scalars(LR, (BETA1, 0.99)), scale)
+        kernels.adamw(found, segments, scalars)
+        update_on_cpu(pool, expected, segments, scalars)
         assert_same_planes(found, expected)
 
 

@@ -154,6 +154,7 @@ def test_plan_in_tiles_counts_the_sums_of_their_gradients() -> None:
         ("untied", False, "adamw", "fp32"),
         ("untied", True, "adamw", "bf16"),
         ("untied", True, "muon", "bf16"),
+        ("untied", True, "lion", "fp32"),
         ("tied", True, "adamw", "fp32"),
         ("moe", False, "adamw", "fp32"),
     ],

@@ -116,6 +116,7 @@ RUNS = {
     "routers in fp32": RankRun(model="routers"),
     "moments in bf16": RankRun(moments="bf16"),
     "muon": RankRun(optimizer="muon"),
+    "lion": RankRun(optimizer="lion"),
     "muon on experts": RankRun(model="moe", optimizer="muon", expert_parts=3),
     "adapters": RankRun(adapters=3),
     "one round": RankRun(groups=2),

@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from megatier.numerics.masters import plane_dtype
-from megatier.state import ADAMW, ADAMW_BF16, ADAMW_FP32, ARRAYS, MASTERS, MUON, StateSchema
+from megatier.state import ADAMW, ADAMW_BF16, ADAMW_FP32, ARRAYS, LION, MASTERS, MUON, StateSchema
 from megatier.tier import STATE_KINDS, Kind
 
-ALL = {**{"-".join(of): schema for of, schema in ADAMW.items()}, **{f"muon-{of}": MUON[of] for of in MUON}}
+ALL = {
+    **{"-".join(of): schema for of, schema in ADAMW.items()},
+    **{f"muon-{of}": MUON[of] for of in MUON},
+    "lion": LION["bf16"],
+}
 SCHEMAS = pytest.mark.parametrize("schema", ALL.values(), ids=ALL)
 
 
@@ -23,7 +27,7 @@ def test_state_of_adamw_is_twelve_bytes_a_parameter_or_eight(compute: str, momen
 def test_state_of_muon_is_eight_bytes_a_parameter_and_has_an_array_of_its_own() -> None:
     assert {schema.bytes_per_parameter for schema in MUON.values()} == {8}
     assert all(list(schema.arrays) == ["params", "momentum"] and schema.by_matrix for schema in MUON.values())
-    assert not any(schema.by_matrix for schema in ADAMW.values())
+    assert not any(schema.by_matrix for schema in (*ADAMW.values(), *LION.values()))
     assert ARRAYS == ("params", "exp_avg", "exp_avg_sq", "momentum")
 
 

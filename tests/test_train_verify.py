@@ -45,12 +45,12 @@ def test_verify_here_finds_every_placement_equal_and_leaves_nothing(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("clip", [verify.CLIP, None])
-def test_verify_with_muon_finds_every_placement_equal(
-    clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("optimizer", "clip"), [("muon", verify.CLIP), ("muon", None), ("lion", verify.CLIP)])
+def test_verify_with_another_optimizer_finds_every_placement_equal(
+    optimizer: str, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "MODES", {verify.Mode(clip): (Activations.KEEP,)})
-    agrees, report = report_of(tmp_path, optimizer="muon")
+    agrees, report = report_of(tmp_path, optimizer=optimizer)
     assert agrees
     assert report.count("equal") == len(verify.PLACEMENTS)
 

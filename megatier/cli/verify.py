@@ -38,9 +38,9 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--optimizer",
-        choices=["adamw", "muon"],
+        choices=["adamw", "muon", "lion"],
         default="adamw",
-        help="what trains the matrices of layers (default: adamw)",
+        help="what trains the model (default: adamw)",
     )
     options = parser.parse_args(argv)
     if options.directory is not None:

@@ -197,9 +197,10 @@ class TrainConfig:
     offload_attention: bool = False
     """Under offload, take what attention gave and is kept off the GPU too, with the input of its layer, instead of
     keeping it there. This never changes a number."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """What trains the matrices of decoder layers. muon: 8 bytes of state a parameter. Embeddings, head, norms and other
-    vectors have AdamW either way."""
+    optimizer: Literal["adamw", "muon", "lion"] = "adamw"
+    """What trains the model. muon: 8 bytes of state a parameter, in matrices of decoder layers; embeddings, head, norms
+    and other vectors have AdamW. lion: 8 bytes, in all parameters; it wants a smaller learning rate, and train.beta2
+    0.99."""
     learning_rate: float = 3e-4
     """Peak learning rate, at least 0."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"

@@ -54,7 +54,7 @@ REASONS = {
     "gradient_predivide_factor": ONE_GPU,
     "disable_allgather": ONE_GPU,
     "sparse_gradients": "gradients are dense",
-    "zero_allow_untested_optimizer": "train.optimizer is adamw or muon",
+    "zero_allow_untested_optimizer": "train.optimizer is adamw, muon or lion",
     "zero_force_ds_cpu_optimizer": "AdamW runs where the state lies",
     "dataloader_drop_last": "steps are always full",
     "data_types": "gradients are added up in fp32",
@@ -209,7 +209,7 @@ def _precision(made: Conversion) -> None:
 
 
 def _optimizer(made: Conversion) -> None:
-    """Convert the optimizer if it is Muon, or an Adam whose decay is apart from the gradient, which is AdamW."""
+    """Convert the optimizer if it is Muon, Lion, or an Adam whose decay is apart from the gradient, which is AdamW."""
     kind = made.text("optimizer.type")
     if kind is not None and kind.lower() == "muon":
         remark = "in Moonshot's form, whose learning rate is that of AdamW: set train.learning_rate"
@@ -219,12 +219,15 @@ def _optimizer(made: Conversion) -> None:
         return
 
     decays_apart = made.raw("optimizer.params.adam_w_mode") is not False
-    if kind is not None and (kind.lower() not in ("adam", "adamw") or not decays_apart):
+    is_lion = kind is not None and kind.lower() == "lion"
+    if kind is not None and not is_lion and (kind.lower() not in ("adam", "adamw") or not decays_apart):
         made.leave("optimizer.type", "AdamW trains instead: set train.learning_rate", differs=True)
         made.leave_below("optimizer", "a setting of another optimizer than AdamW")
         return
 
-    if kind is not None:
+    if is_lion:
+        made.carry("optimizer.type", {"train.optimizer": "lion", "train.beta2": 0.99})
+    elif kind is not None:
         made.carry("optimizer.type", {}, "AdamW, as train.optimizer says")
     for name in ("adam_w_mode", "torch_adam"):
         if made.has(f"optimizer.params.{name}"):

@@ -70,7 +70,7 @@ REASONS = {
     "freeze_multi_modal_projector": VISION,
     "image_max_pixels": VISION,
     "video_max_pixels": VISION,
-    "optim": "train.optimizer is adamw or muon",
+    "optim": "train.optimizer is adamw, muon or lion",
     "use_liger_kernel": "head and loss are one, chunk by chunk (model.fused_loss)",
     "enable_liger_kernel": "head and loss are one, chunk by chunk (model.fused_loss)",
     "data_seed": "data.seed sets the order of the text",
@@ -83,7 +83,8 @@ REASONS = {
 }
 PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit")
 NARROW_ADAMW = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
-"""Values of optim that are AdamW with moments in 32 and in 8 bits."""
+LION = ("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit")
+"""Values of optim that are AdamW with moments in 32 and in 8 bits, and Lion."""
 DIFFERING = {
     "eval_dataset",
     "template",
@@ -244,6 +245,9 @@ def _optimizer(made: Conversion) -> None:
         made.carry("optim", {}, "AdamW, as train.optimizer says")
     elif optim in NARROW_ADAMW:
         made.carry("optim", {"train.moments": "bf16"}, "the narrowest moments here", differs=True)
+    elif optim in LION:
+        remark = "its momentum is in fp32 here" if "8bit" in optim else ""
+        made.carry("optim", {"train.optimizer": "lion"}, remark, differs=bool(remark))
     elif optim == "muon":
         made.carry("optim", {"train.optimizer": "muon"}, "in Moonshot's form", differs=True)
 

@@ -152,4 +152,4 @@ def _optimizer(made: Conversion) -> None:
     if kind in ("deepspeed_adam", "adamw"):
         made.carry("optimizer.type", {}, "AdamW, as train.optimizer says")
     elif kind is not None:
-        made.leave("optimizer.type", "train.optimizer is adamw or muon", differs=True)
+        made.leave("optimizer.type", "train.optimizer is adamw, muon or lion", differs=True)

@@ -68,7 +68,7 @@ def stream(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
-    optimizer: Literal["adamw", "muon"] = "adamw",
+    optimizer: Literal["adamw", "muon", "lion"] = "adamw",
     momentum: float = 0.95,
     clip: float | None = 1.0,
     compute_dtype: Literal["bf16", "fp32"] | torch.dtype = "bf16",
@@ -101,8 +101,8 @@ def stream(
         betas: decay of the moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled, of matrices (not of biases and norms).
-        optimizer: what trains the matrices of decoder layers: muon takes 8 bytes of state a parameter instead of 12.
-            All else has AdamW either way.
+        optimizer: muon trains the matrices of decoder layers, and AdamW the rest; lion trains all parameters. Both take
+            8 bytes of state a parameter instead of 12.
         momentum: decay of Muon's momentum; schedulers drive it too. AdamW does not read it.
         clip: global gradient norm to clip to; None: off. `Streamed.clip` changes it.
         compute_dtype: type of weights and activations, by its name or torch's; masters are fp32.
@@ -136,7 +136,7 @@ def stream(
     names = {found: name for name, found in COMPUTE_DTYPES.items()}
     dtype: Any = names.get(compute_dtype) if isinstance(compute_dtype, torch.dtype) else compute_dtype
     require(dtype in COMPUTE_DTYPES, "compute_dtype", compute_dtype, "bf16 or fp32")
-    require(optimizer in ("adamw", "muon"), "optimizer", optimizer, "adamw or muon")
+    require(optimizer in ("adamw", "muon", "lion"), "optimizer", optimizer, "adamw, muon or lion")
     require(moments in ("fp32", "bf16"), "moments", moments, "fp32 or bf16")
     require(seed >= 0, "seed", seed, "at least 0")
     computing = ModelConfig(path="", compute_dtype=dtype, compile=compile, attention=attention)

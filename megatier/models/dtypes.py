@@ -25,7 +25,7 @@ from megatier.errors import UnsupportedModelError
 from megatier.layout import Layout
 from megatier.models.decoder import Unit, decays
 from megatier.models.experts import WHOLE, experts_in
-from megatier.state import ADAMW, MUON, StateSchema
+from megatier.state import ADAMW, LION, MUON, StateSchema
 
 IN_FP32 = "parameters in fp32"
 """The name of the unit of those parameters that stay in fp32 inside of units that are bf16."""
@@ -89,8 +89,8 @@ def with_schemas(
     Raises:
         UnsupportedModelError: a part of a layer's experts has such parameters beside others.
     """
-    schema = ADAMW[compute_dtype, moments]
-    wide = ADAMW["fp32", moments]
+    schemas = LION if optimizer == "lion" else {dtype: ADAMW[dtype, moments] for dtype in ("bf16", "fp32")}
+    schema, wide = schemas[compute_dtype], schemas["fp32"]
     in_fp32 = names_in_fp32(model, (tensor.name for unit in units for tensor in unit.layout.tensors))
     matrices = matrices_of_layers(model, units) - in_fp32 if optimizer == "muon" else frozenset[str]()
     kept = in_fp32 if schema is not wide else frozenset[str]()

@@ -58,6 +58,14 @@ def step_scalars(
     return (beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size, bias2_root)
 
 
+def lion_scalars(
+    learning_rate: float, betas: tuple[float, float]
+) -> tuple[float, float, float, float, float, float, float]:
+    """Return the same of Lion, which has no bias to correct."""
+    beta1, beta2 = betas
+    return (beta1, 1 - beta1, beta2, 1 - beta2, 0.0, learning_rate, 1.0)
+
+
 def adamw_threads(num_threads: int) -> _native.ThreadPool:
     """Start threads for `begin_adamw`, which blocks while they have enough to do."""
     return _native.ThreadPool(num_threads, QUEUED_A_THREAD * num_threads)
@@ -73,7 +81,7 @@ def rounding_of(schema: StateSchema, seed: int, step: int, unit: str, first: int
         unit: its name, or whatever tells apart what is updated in one step.
         first: the number in the whole unit of the planes' first element.
     """
-    if plane_dtype(schema, Kind.EXP_AVG) is torch.float32:
+    if Kind.EXP_AVG not in schema.kinds or plane_dtype(schema, Kind.EXP_AVG) is torch.float32:
         return None
     return rounding_key(seed, step, unit), first
 
@@ -87,7 +95,7 @@ def begin_adamw(
     before: Planes,
     rounding: Rounding | None = None,
 ) -> _native.Batch | None:
-    """Begin AdamW on flat planes of one device.
+    """Begin AdamW on flat planes of one device, or Lion if they have a momentum.
 
     Args:
         pool: does it on the CPU.
@@ -106,7 +114,7 @@ def begin_adamw(
         from megatier.numerics import kernels  # Triton comes with torch's CUDA builds alone
 
         assert not before, "on the GPU AdamW is in place"
-        moments = planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
+        moments = planes[Kind.EXP_AVG if Kind.EXP_AVG in planes else Kind.MOMENTUM], planes.get(Kind.EXP_AVG_SQ)
         kernels.adamw((planes[Kind.WEIGHT], remainder, *moments, grad), segments, scalars, rounding)
         return None
 
@@ -116,13 +124,22 @@ def begin_adamw(
 
 
 def _addresses(planes: Planes) -> tuple[int, int, int, int]:
-    remainder = planes.get(Kind.REMAINDER)
-    return (
-        planes[Kind.WEIGHT].data_ptr(),
-        remainder.data_ptr() if remainder is not None else 0,
-        planes[Kind.EXP_AVG].data_ptr(),
-        planes[Kind.EXP_AVG_SQ].data_ptr(),
+    """The addresses that the C code takes, 0 for a plane that there is not."""
+    first = Kind.EXP_AVG if Kind.EXP_AVG in planes else Kind.MOMENTUM
+    weight, remainder, moment, second = (
+        planes[kind].data_ptr() if kind in planes else 0
+        for kind in (Kind.WEIGHT, Kind.REMAINDER, first, Kind.EXP_AVG_SQ)
     )
+    return weight, remainder, moment, second
 
 
-__all__ = ["Planes", "Rounding", "Scalars", "adamw_threads", "begin_adamw", "rounding_of", "step_scalars"]
+__all__ = [
+    "Planes",
+    "Rounding",
+    "Scalars",
+    "adamw_threads",
+    "begin_adamw",
+    "lion_scalars",
+    "rounding_of",
+    "step_scalars",
+]

@@ -35,7 +35,7 @@ LANE_WARPS = 4
 ROWS_AHEAD = tl.constexpr(16)
 """Rows of lanes that are loaded before the first is added."""
 
-Planes = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
+Planes = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]
 Scalars = tuple[float, float, float, float, float, float, float, float]
 Rounding = tuple[int, int]
 HALF = 0xFFFF_FFFF
@@ -53,7 +53,8 @@ def adamw(
 
     Args:
         planes: weight, remainder, exp_avg, exp_avg_sq and grad, flat uint8 on the GPU. With a remainder, weight and
-            grad are bf16. Without one, weight is the fp32 master and grad is fp32.
+            grad are bf16. Without one, weight is the fp32 master and grad is fp32. Without exp_avg_sq this is Lion, and
+            exp_avg its momentum.
         segments: (start, stop, decay) in elements, not overlapping. Starts at multiples of 128 elements are fast.
         scalars: see `_native.ThreadPool.submit_adamw`; these and decay are rounded to fp32.
         rounding: None where moments are fp32; where they are bf16, the key and the number of the first element.
@@ -66,7 +67,7 @@ def adamw(
         weight.view(number),
         None if remainder is None else remainder.view(torch.int16),
         exp_avg.view(moment),
-        exp_avg_sq.view(moment),
+        None if exp_avg_sq is None else exp_avg_sq.view(moment),
         grad.view(number),
     )
 
@@ -140,12 +141,12 @@ def _update_elements(
     scalars: tl.tuple,
     rounding: tl.tuple,
 ) -> None:
-    """AdamW on some elements, in exactly the order of operations of native/adamw.h."""
+    """AdamW or Lion on some elements, in exactly the order of operations of native/adamw.h."""
     weight, remainder, exp_avg, exp_avg_sq, grad = planes
     beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, sqrt_bias2, grad_scale = scalars
     x = tl.load(weight + elements, inside)
     m = tl.load(exp_avg + elements, inside)
-    v = tl.load(exp_avg_sq + elements, inside)
+    v = None if exp_avg_sq is None else tl.load(exp_avg_sq + elements, inside)
     g = tl.load(grad + elements, inside)
     if remainder is not None:
         # The master's bits are (weight << 16) + remainder. Unsigned, so that the sum wraps around as in C.
@@ -153,17 +154,21 @@ def _update_elements(
         x = ((x.to(tl.uint32) << 16) + rest.to(tl.int32).to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
 
     g = _float_of(g) * grad_scale
-    m = _settle(beta1 * _float_of(m) + one_minus_beta1 * g)
-    v = _settle(beta2 * _float_of(v) + one_minus_beta2 * (g * g))
-    x = x * decay - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), sqrt_bias2) + eps)
-
-    if exp_avg.dtype.element_ty == tl.float32:
-        tl.store(exp_avg + elements, m, inside)
-        tl.store(exp_avg_sq + elements, v, inside)
+    if exp_avg_sq is None:
+        mean = beta1 * m + one_minus_beta1 * g
+        x = x * decay - step_size * ((mean > 0).to(tl.float32) - (mean < 0).to(tl.float32))
+        tl.store(exp_avg + elements, _settle(beta2 * m + one_minus_beta2 * g), inside)
     else:
-        random = _random_bits(elements, rounding)
-        tl.store(exp_avg + elements, _round_by(m, random & 0xFFFF), inside)
-        tl.store(exp_avg_sq + elements, _round_by(v, random >> 16), inside)
+        m = _settle(beta1 * _float_of(m) + one_minus_beta1 * g)
+        v = _settle(beta2 * _float_of(v) + one_minus_beta2 * (g * g))
+        x = x * decay - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), sqrt_bias2) + eps)
+        if exp_avg.dtype.element_ty == tl.float32:
+            tl.store(exp_avg + elements, m, inside)
+            tl.store(exp_avg_sq + elements, v, inside)
+        else:
+            random = _random_bits(elements, rounding)
+            tl.store(exp_avg + elements, _round_by(m, random & 0xFFFF), inside)
+            tl.store(exp_avg_sq + elements, _round_by(v, random >> 16), inside)
 
     bits = _one_nan(x.to(tl.uint32, bitcast=True))
     if remainder is None:

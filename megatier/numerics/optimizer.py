@@ -31,10 +31,19 @@ from torch import Tensor
 from megatier import _native
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
-from megatier.numerics.adamw import Planes, Scalars, adamw_threads, begin_adamw, rounding_of, step_scalars
+from megatier.numerics.adamw import (
+    Planes,
+    Scalars,
+    adamw_threads,
+    begin_adamw,
+    lion_scalars,
+    rounding_of,
+    step_scalars,
+)
 from megatier.numerics.masters import weight_dtype
 from megatier.numerics.muon import Muon
 from megatier.ranks.ranks import Ranks
+from megatier.state import LION
 from megatier.workers import Workers
 
 TILE_ELEMENTS = 65_536
@@ -97,6 +106,9 @@ class RunOptimizer:
         self._workers = Workers(num_threads, "megatier-gradient")
         self._begun = self._scalars = Scalars(1.0, 0, 0.0, 0.0, (0.0,) * 8)
         self._muon = Muon(layouts)
+
+        # Lion trains all units or none.
+        self._is_lion = any(layout.schema in LION.values() for layout in layouts.values())
         self._sums: dict[str, list[Tensor]] = {}
         self._refused: str | None = None
 
@@ -133,7 +145,11 @@ class RunOptimizer:
     def _scalars_of(self, step: int, learning_rate: float) -> Scalars:
         """The scalars of a step in which nothing is clipped."""
         hyper = self.hyper
-        scalars = step_scalars(step, learning_rate, (hyper.beta1, hyper.beta2), hyper.eps)
+        betas = hyper.beta1, hyper.beta2
+        if self._is_lion:
+            scalars = lion_scalars(learning_rate, betas)
+        else:
+            scalars = step_scalars(step, learning_rate, betas, hyper.eps)
         decay = 1 - learning_rate * hyper.weight_decay
         return Scalars(decay, step, learning_rate, hyper.momentum, (*scalars, 1.0))
 
