@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatier.engine.step import Engine, StepResult
 from megatier.errors import UnsupportedModelError
 from megatier.guards.crossing import check_inside
 from megatier.guards.token_rows import names_of_rows, why_joined
@@ -368,3 +370,34 @@ def test_module_in_tiles_that_computes_with_a_tensor_of_another_is_refused() -> 
         module(x)
     with pytest.raises(UnsupportedModelError, match="it computes with a tensor that requires a gradient"):
         module(x).sum().backward()
+
+
+@pytest.mark.parametrize(("family", "runs"), [("llama", 2), ("gemma2", 3), ("cohere2", 2), ("qwen2_moe", 2)], ids=str)
+def test_module_in_tiles_whose_result_is_only_added_does_not_run_again_before_its_tiles(
+    family: str, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward and the backward's tiles need it. A norm behind it needs its numbers (Gemma 2)."""
+    ran = Counter[str]()
+    real = TiledModule._run
+
+    def run(self: TiledModule, *args: Any) -> Any:
+        ran[type(self.module).__name__] += self.is_cut
+        return real(self, *args)
+
+    def train_step(self: Engine, *args: Any) -> StepResult:
+        ran.clear()
+        return step(self, *args)
+
+    step = Engine.train_step
+    monkeypatch.setattr(TiledModule, "_run", run)
+    monkeypatch.setattr(Engine, "train_step", train_step)
+    config = tiny_config(family, **CASES[family])
+    source = ModelWeights(plain_model(config, attention_of(config)))
+    found, counts = [], []
+    for policy in ("keep", "recompute", "offload"):
+        found.append(streamed_gradients(config, tmp_path, source, policy, steps=3, tile_tokens=TILE)[1])
+        counts.append(max(count for name, count in ran.items() if name.endswith(("MLP", "MoeBlock"))))
+
+    # The last of three steps: in the first two forwards of a module what comes after it is looked at, too.
+    assert counts == [counts[0], counts[0] // 2 * runs, counts[0] // 2 * runs]
+    assert all(torch.equal(other[name], grad) for other in found[1:] for name, grad in found[0].items())

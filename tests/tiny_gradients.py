@@ -77,14 +77,16 @@ def streamed_gradients(
     slices: int = 1,
     batch: dict[str, Tensor] | None = None,
     place: Place = PLACES["ram"],
+    steps: int = 1,
     **options: Any,
 ) -> tuple[float, Gradients]:
-    """Loss and gradients of one streamed step: with beta1 = 0 the first moment is the gradient itself."""
+    """Loss and gradients of the last streamed step: with beta1 = 0 the first moment is the gradient itself."""
     train = TrainConfig(steps=1, batch=BATCH, slices=slices, activations=activations, beta1=0.0, clip=1e9)
     options = {"compute_dtype": "fp32", "loss_chunk": CHUNK, "source": source, "tokens": TOKENS, **options}
     with opened(config, mount, place, train, seed=None, **options) as session:
-        torch.manual_seed(3)
-        result = session.engine.train_step(1, 0.0, [batch or padded_batch()])
+        for step in range(1, steps + 1):
+            torch.manual_seed(3)
+            result = session.engine.train_step(step, 0.0, [batch or padded_batch()])
         return result.loss, read_parameters(session, Kind.EXP_AVG)
 
 

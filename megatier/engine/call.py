@@ -23,6 +23,7 @@ from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
 from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from megatier.guards.crossing import check_inside, claim
+from megatier.numerics.tiles import TiledModule
 from megatier.tier import Activations, Phase
 
 collector: ContextVar[dict[str, Any] | None] = _active_collector  # type: ignore[assignment]
@@ -48,6 +49,8 @@ class Called(Protocol):
     """Whether this is one of the module's first forwards, which are looked at closely."""
     is_written: bool
     """Whether a forward of the module has written a weight's own bits into it."""
+    tiled: dict[str, TiledModule]
+    """The modules that may run in tiles of tokens, by their names in the module."""
 
     @property
     def keeps_graph(self) -> bool:
@@ -56,6 +59,10 @@ class Called(Protocol):
     @property
     def keeps_attention(self) -> bool:
         """Whether what attention gave stays for a forward that is made again."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the forward runs uncompiled."""
 
     @property
     def names(self) -> list[str]:

@@ -310,7 +310,12 @@ class Node:
     def keeps_attention(self) -> bool:
         """Whether what attention gave stays for a forward that is made again."""
         # A compiled forward runs whole, or saves attention by itself.
-        return self.stage.keeps_attention and (self._compiled is None or self._compiled.is_refused)
+        return self.stage.keeps_attention and self.is_plain
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the forward runs uncompiled."""
+        return self._compiled is None or self._compiled.is_refused
 
     @property
     def in_tiles(self) -> list[str]:

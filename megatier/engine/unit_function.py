@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatier.engine.activation import Beside, Rebinding, Replay, dropping
 from megatier.engine.call import Call, Called, join
 from megatier.guards.crossing import check_inside
-from megatier.numerics.attention import KeptAttention
+from megatier.numerics.attention import KeptAttention, LastModule
 from megatier.tier import Phase
 
 
@@ -77,7 +77,7 @@ class _UnitFunction(torch.autograd.Function):
 
     Its context holds the call, the number of its forward, the position of the input that is offloaded (`stashed`), what
     goes with it (`beside`), whether graphs stay (`keeps`), the graphs, and what is needed to make them again
-    (`replays`, and `kept`: what attention gave).
+    (`replays`; `kept`: what attention gave; `lasts`: whether the last module in tiles has to run).
     """
 
     @staticmethod
@@ -89,6 +89,7 @@ class _UnitFunction(torch.autograd.Function):
         ctx.graphs = []
         ctx.replays = []
         ctx.kept = []
+        ctx.lasts = []
         present = _stash(ctx, inputs)
 
         # Asked once: a compiler that refuses the module changes the answer in the forward below.
@@ -105,11 +106,14 @@ class _UnitFunction(torch.autograd.Function):
 
             # One for each slice, since each draws its own random numbers.
             noting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+            finding = noting
             if not keeps:
                 ctx.replays.append(Replay(stage.device))
                 ctx.kept.append(KeptAttention() if node.keeps_attention else None)
+                ctx.lasts.append(LastModule() if node.is_plain and node.tiled else None)
                 noting = ctx.kept[-1].noting() if node.keeps_attention else noting
-            with torch.enable_grad(), rebinding.hooks() if keeps else dropping(node.module_name), noting:
+                finding = _telling(node, ctx.lasts[-1], LastModule.noting)
+            with torch.enable_grad(), rebinding.hooks() if keeps else dropping(node.module_name), noting, finding:
                 outputs = call.run(leaves, flat)
             if ctx.beside is not None and not keeps and ctx.kept[-1] is not None:
                 ctx.kept[-1].replace(ctx.beside.leave)
@@ -266,10 +270,26 @@ def _make_graph(ctx: Any, index: int, piece: tuple[list[Tensor], list[Any]], wei
     if kept is not None and ctx.beside is not None:
         kept.replace(ctx.beside.back)
     replaying = kept.replaying() if kept is not None else contextlib.nullcontext()
-    with torch.enable_grad(), ctx.replays[index].again(), hooks, replaying:
+    sparing = _telling(node, ctx.lasts[index], LastModule.replaying)
+    with torch.enable_grad(), ctx.replays[index].again(), hooks, replaying, sparing:
         outputs = ctx.call.run(leaves, flat)
     rebinding.bind(weights)
     return _SliceGraph.of(outputs, inputs, leaves, rebinding)
+
+
+@contextlib.contextmanager
+def _telling(
+    node: Called, last: LastModule | None, way: Callable[[LastModule], contextlib.AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Inside, the modules in tiles of a node tell of their runs, in the first forward or when it is made again."""
+    for tiled in node.tiled.values():
+        tiled.last = last
+    try:
+        with way(last) if last is not None else contextlib.nullcontext():
+            yield
+    finally:
+        for tiled in node.tiled.values():
+            tiled.last = None
 
 
 def _cut_grads(grads: Sequence[Tensor | None], rows: Sequence[int], index: int, count: int) -> list[Tensor | None]:

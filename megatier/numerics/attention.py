@@ -1,8 +1,11 @@
-"""Attention's kernels as operators, and a forward that is run again without them.
+"""Attention's kernels as operators, and a forward that is run again without what its backward does without.
 
 A kernel's backward needs its output and log-sum-exp. Both are small, and attention over long sequences is most of a
 step. So they may stay from the forward to the backward (`KeptAttention`), though the rest of the layer is computed
 again there. What the kernel gave is then put in the place of the kernel, so it has the same bits.
+
+A module at the end of a layer, such as an MLP in tiles of tokens, may give what is only added to something else. No
+backward needs the numbers of that, so the module need not run again (`LastModule`).
 """
 
 from __future__ import annotations
@@ -26,6 +29,25 @@ KERNELS = frozenset(
     }
 )
 """What `scaled_dot_product_attention` runs. Without one of them it is a chain of products, of which nothing is kept."""
+
+_aten = torch.ops.aten
+PASSING_ON = frozenset(
+    {
+        _aten.add.Tensor,
+        _aten.add_.Tensor,
+        _aten.alias.default,
+        _aten.clone.default,
+        _aten.detach.default,
+        _aten.permute.default,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.unsqueeze.default,
+        _aten.view.default,
+        _aten._to_copy.default,
+        _aten._unsafe_view.default,
+    }
+)
+"""Operators whose backward needs none of the numbers that they are given, nor of those that they give."""
 
 
 def is_attention(target: object) -> bool:
@@ -60,6 +82,8 @@ class KeptAttention:
 
     def _note(self, kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         results = kernel(*args, **kwargs)
+        if _draws(kernel, args, kwargs):
+            return results
 
         # Detached, because a result holds its graph, which has to go. Nobody changes a result in place: the kernel's
         # backward needs it as it is.
@@ -67,16 +91,61 @@ class KeptAttention:
         return results
 
     def _replay(self, kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        return self._results.pop()
+        return kernel(*args, **kwargs) if _draws(kernel, args, kwargs) else self._results.pop()
+
+
+class LastModule:
+    """Whether a forward needs what its last module gave, to run the same forward again without it.
+
+    It does not if only `PASSING_ON` runs after the module: a graph then saves nothing that depends on it.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has run yet."""
+        self._count = 0
+        """The number of modules that have run."""
+        self._is_needed = True
+        """Whether anything has run after the last one that uses what it gave."""
+        self._again: int | None = None
+        """The number of modules that have run again; None: the first forward."""
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Run the forward inside."""
+        with _Around(self._note, lambda _: True):
+            yield
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Run the forward again inside, once."""
+        self._again = 0
+        yield
+
+    def is_needless(self) -> bool:
+        """Whether the module that runs now need not."""
+        return self._again == self._count - 1 and not self._is_needed
+
+    def ran(self) -> None:
+        """Note that a module has run."""
+        if self._again is not None:
+            self._again += 1
+            return
+        self._count += 1
+        self._is_needed = False
+
+    def _note(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        self._is_needed |= operator not in PASSING_ON
+        return operator(*args, **kwargs)
 
 
 class _Around(TorchDispatchMode):
-    """A mode in which something else runs around the kernels of attention."""
+    """A mode in which something else runs around operators, such as the kernels of attention."""
 
-    def __init__(self, around: Callable[..., Any]) -> None:
-        """Say what runs, with the kernel and its arguments."""
+    def __init__(self, around: Callable[..., Any], concerns: Callable[[object], bool] = KERNELS.__contains__) -> None:
+        """Say what runs, with the operator and its arguments, and around which of them."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._around = around
+        self._concerns = concerns
 
     def __torch_dispatch__(
         self,
@@ -87,7 +156,7 @@ class _Around(TorchDispatchMode):
     ) -> Any:  # noqa: ANN401
         """Run an operator, which gives what it would give without the mode."""
         kwargs = kwargs or {}
-        if func not in KERNELS or _draws(func, args, kwargs):
+        if not self._concerns(func):
             return func(*args, **kwargs)
         return self._around(func, args, kwargs)
 

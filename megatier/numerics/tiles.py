@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
+from megatier.numerics.attention import LastModule
 from megatier.numerics.compilation import Compilation
 
 LOOKED_AT = 2
@@ -78,6 +79,8 @@ class TiledModule:
         """Why it cannot run in tiles, if that was tried."""
         self.is_cut = False
         """Whether it was found that it can run in tiles."""
+        self.last: LastModule | None = None
+        """Told of each run of an uncompiled forward that will be run again; None: nobody is."""
         self._trial: Trial | None = None
         self._name = name
         self._tokens = tokens
@@ -131,10 +134,15 @@ class TiledModule:
         wanted = [x.requires_grad for x in [*rows, *weights]]
         if is_compiling:
             return torch.ops.megatier.tiles(self._name, rows, weights, wanted)
-        return _Tiles.apply(self, wanted, len(rows), *rows, *weights)  # type: ignore[no-untyped-call]
+        result = _Tiles.apply(self, wanted, len(rows), *rows, *weights)  # type: ignore[no-untyped-call]
+        if self.last is not None:
+            self.last.ran()
+        return result
 
     def fill(self, rows: Sequence[Tensor]) -> Tensor:
-        """Run the tiles of a layer that is not compiled, with the weights that are bound now."""
+        """Run the tiles of an uncompiled layer with the weights that are bound now; zeros if nobody needs it."""
+        if self.last is not None and self.last.is_needless():
+            return rows[0].new_zeros(rows[0].shape)
         return self._fill(rows, self._run_plain)
 
     def forward(self, rows: Sequence[Tensor], weights: Sequence[Tensor], wanted: Sequence[bool]) -> Tensor:

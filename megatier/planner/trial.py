@@ -216,13 +216,13 @@ def _compute_seconds(
 ) -> dict[tuple[str, Phase], float]:
     """Return the seconds of one use of a unit by one group, by unit and phase.
 
-    The forward takes 2 FLOPs for each parameter and token, and those of attention. The backward takes twice as
-    many, half of them for gradients of weights, which frozen ones do not have, and 2.5 times as many for attention.
-    It runs tiles of tokens again as a whole, once more if an uncompiled forward runs again around them, and adds up
-    their gradients. Causal attention takes 2 x sequence x width FLOPs for each token in the forward, and twice that
-    with a mask of all pairs, whose kernel also computes what is masked. A mask by blocks spares the more FLOPs the
-    shorter documents are; that is not counted. Attention of compiled layers has the rate of its kernel
-    (`session.attention_rule`).
+    The forward takes 2 FLOPs for each parameter and token, and those of attention. The backward takes twice as many,
+    half of them for gradients of weights, which frozen ones do not have, and 2.5 times as many for attention. It runs
+    tiles of tokens again as a whole, once more if an uncompiled forward runs again around them (which is left out where
+    only sums follow: not counted), and adds up their gradients. Causal attention takes 2 x sequence x width FLOPs for
+    each token in the forward, and twice that with a mask of all pairs, whose kernel also computes what is masked. A
+    mask by blocks spares the more FLOPs the shorter documents are; that is not counted. Attention of compiled layers
+    has the rate of its kernel (`session.attention_rule`).
     """
     text = model.config.get_text_config()
     sequence = config.data.sequence_length
