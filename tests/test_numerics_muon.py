@@ -11,6 +11,7 @@ from tiny_runs import one_thread
 from torch import Tensor
 
 from megatier.layout import Layout
+from megatier.numerics import muon as numerics_muon
 from megatier.numerics.adamw import Scalars
 from megatier.numerics.masters import join_master, split_by_torch, split_master
 from megatier.numerics.muon import Muon, matrices_of, orthogonal
@@ -82,7 +83,11 @@ def test_update_of_a_matrix_in_a_unit_is_that_of_torchs_muon(shape: tuple[int, i
     assert not weight[rest].any()
 
 
-def test_experts_of_a_stack_are_updated_one_by_one_as_matrices_of_their_own() -> None:
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_experts_of_a_stack_are_updated_as_matrices_of_their_own_however_many_at_once(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numerics_muon, "BATCH_ELEMENTS", at_once * 350)
     torch.manual_seed(0)
     stacked = layout_of({"experts": (3, 5, 70)}, "fp32")
     single = layout_of({"expert": (5, 70)}, "fp32")
@@ -101,16 +106,20 @@ def test_experts_of_a_stack_are_updated_one_by_one_as_matrices_of_their_own() ->
         own_grad[:350] = grads[index]
         muon.apply("one", (0, single.num_elements), own, own_grad, scalars())
         for kind, plane in own.items():
-            assert torch.equal(planes[kind][350 * index : 350 * index + 350], plane[:350])
+            # A library may add up in another order if it multiplies several matrices.
+            tolerance = 0.0 if kind is Kind.MOMENTUM else 2**-7 * RATE * 0.2 * 70**0.5
+            far = (planes[kind][350 * index : 350 * index + 350] - plane[:350]).abs().max()
+            assert far <= tolerance
 
 
-def test_runs_are_matrices_with_the_padding_behind_them_and_cover_the_unit() -> None:
+def test_runs_are_matrices_with_the_padding_behind_them_and_cover_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics_muon, "BATCH_ELEMENTS", 24)
     shapes = {"a": (3, 5), "stack": (2, 4, 6), "b": (30, 70)}
     layout = layout_of(shapes, "bf16")
     muon = Muon({"layer": layout, "head": Layout(layout.tensors, layout.num_elements, 2048, ADAMW_FP32)})
     assert muon.runs("layer") == [(0, 128), (128, 152), (152, 256), (256, layout.num_elements)]
     assert muon.runs("head") == []
-    assert [(found.rows, found.columns) for found in matrices_of(layout)] == [(3, 5), (4, 6), (4, 6), (30, 70)]
+    assert [found.shape for found in matrices_of(layout)] == [(3, 5), (1, 4, 6), (1, 4, 6), (30, 70)]
 
 
 def test_flops_are_those_of_the_products_of_five_iterations() -> None:

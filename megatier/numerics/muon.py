@@ -6,7 +6,8 @@
 
 x is the fp32 master, which may be split into weight plane and remainder. m is fp32. `scale` is the clip coefficient.
 X is multiplied in bf16, and transposed meanwhile if it has more rows than columns. The last factor gives changes the
-size of AdamW's, so both have the same learning rate and decay.
+size of AdamW's, so both have the same learning rate and decay. Experts of a stack are matrices of their own, and are
+multiplied several at once, as many as `BATCH_ELEMENTS` says, since each of them is small.
 
 These are the operations of `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, in its order. Products of matrices
 are those of the device's libraries, so a CPU and a GPU give other bits. On one device they depend on nothing but the
@@ -33,6 +34,8 @@ from megatier.tier import Kind
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of an iteration."""
 NUM_ITERATIONS = 5
+BATCH_ELEMENTS = 1 << 24
+"""Elements of the experts that are multiplied at once, unless one has more. This may change bits."""
 EPS = 1e-7
 """Least norm by which a matrix is divided."""
 RMS = 0.2
@@ -43,24 +46,30 @@ FLOPS_OF_ITERATION = (4, 2)
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix in the planes of a unit: a parameter, or that of one expert."""
+    """A matrix in the planes of a unit, which is a parameter, or those of several experts of a stack."""
 
     start: int
     """Its first element in the unit."""
-    rows: int
-    columns: int
+    shape: tuple[int, ...]
+    """Rows and columns, after the number of experts if there are several."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all its experts."""
+        return math.prod(self.shape)
 
     @property
     def stop(self) -> int:
         """One past its last element."""
-        return self.start + self.rows * self.columns
+        return self.start + self.num_elements
 
     @property
     def flops(self) -> int:
         """Floating-point operations of the products of its update."""
-        short, long = sorted((self.rows, self.columns))
+        *count, rows, columns = self.shape
+        short, long = sorted((rows, columns))
         outer, inner = FLOPS_OF_ITERATION
-        return NUM_ITERATIONS * (outer * short * short * long + inner * short**3)
+        return math.prod(count) * NUM_ITERATIONS * (outer * short * short * long + inner * short**3)
 
 
 class Muon:
@@ -89,11 +98,16 @@ class Muon:
 
 
 def matrices_of(layout: Layout) -> Iterator[Matrix]:
-    """Yield the matrices of a unit's trained parameters, each of which has two dimensions, or three if of experts."""
+    """Yield the matrices of a unit's trained parameters, which have two dimensions, or three if of experts."""
     for tensor in layout.trained.tensors:
         *count, rows, columns = tensor.shape
-        for index in range(math.prod(count)):
-            yield Matrix(tensor.start + index * rows * columns, rows, columns)
+        if not count:
+            yield Matrix(tensor.start, (rows, columns))
+            continue
+
+        most = max(1, BATCH_ELEMENTS // (rows * columns))
+        for first in range(0, count[0], most):
+            yield Matrix(tensor.start + first * rows * columns, (min(most, count[0] - first), rows, columns))
 
 
 @torch.no_grad()
@@ -117,7 +131,7 @@ def update_matrix(matrix: Matrix, planes: Planes, grad: Tensor, scalars: Scalars
     change = grad.view(dtype)[run].to(torch.float32, copy=True).mul_(scalars.of_kernels[-1])
     momentum.lerp_(change, 1 - scalars.momentum)
     change.lerp_(momentum, scalars.momentum)
-    factor = orthogonal(change.view(matrix.rows, matrix.columns)).reshape(-1)
+    factor = orthogonal(change.view(matrix.shape)).reshape(-1)
     del change
 
     master = weight
@@ -125,7 +139,7 @@ def update_matrix(matrix: Matrix, planes: Planes, grad: Tensor, scalars: Scalars
         master = torch.empty(weight.numel(), device=weight.device)
         join_master(weight, planes[Kind.REMAINDER].view(torch.int16)[run], master)
 
-    rate = scalars.learning_rate * (RMS * math.sqrt(max(matrix.rows, matrix.columns)))
+    rate = scalars.learning_rate * (RMS * math.sqrt(max(matrix.shape[-2:])))
     master.mul_(scalars.decay).add_(factor, alpha=-rate)
     del factor
     if is_split:
@@ -136,23 +150,26 @@ def orthogonal(matrix: Tensor) -> Tensor:
     """Return a matrix with nearly the same singular vectors, and singular values between 0.7 and 1.2.
 
     Args:
-        matrix: fp32 [rows, columns].
+        matrix: fp32 [rows, columns], or [experts, rows, columns].
 
     Returns:
-        bf16 [rows, columns]; it may be a transposed view.
+        bf16 of the same shape; it may be a transposed view.
     """
     a, b, c = COEFFICIENTS
     found = matrix.bfloat16()
-    is_tall = matrix.shape[0] > matrix.shape[1]
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
     if is_tall:
-        found = found.T
-    found.div_(found.norm().clamp(min=EPS))
+        found = found.mT
+    several = found.ndim > 2
+    norm = found.norm(dim=(-2, -1), keepdim=True) if several else found.norm()
+    found.div_(norm.clamp(min=EPS))
 
+    add = torch.baddbmm if several else torch.addmm
     for _ in range(NUM_ITERATIONS):
-        gram = found @ found.T
-        step = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        found = torch.addmm(found, step, found, beta=a)
-    return found.T if is_tall else found
+        gram = found @ found.mT
+        step = add(gram, gram, gram, beta=b, alpha=c)
+        found = add(found, step, found, beta=a)
+    return found.mT if is_tall else found
 
 
 __all__ = ["Matrix", "Muon", "matrices_of", "orthogonal", "update_matrix"]

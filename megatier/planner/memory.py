@@ -171,7 +171,7 @@ def _update_bytes(work: Workload) -> int:
     Updates run under the forward, and those in the immediate mode under the backward.
     """
     layouts = [unit.layout for unit in work.units if unit.layout.schema.by_matrix]
-    sizes = [[matrix.rows * matrix.columns for matrix in matrices_of(layout)] for layout in layouts]
+    sizes = [[matrix.num_elements for matrix in matrices_of(layout)] for layout in layouts]
     largest = max((size for of_unit in sizes for size in of_unit), default=0)
 
     # On the GPU itself another lane updates at the same time, on a stream with memory of its own.
