@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatier.errors import MegatierError
     from megatier.integrations.stream import stream
     from megatier.integrations.streamed import Streamed
-    from megatier.integrations.torch_optimizer import TieredAdamW
+    from megatier.integrations.torch_optimizer import TieredAdamW, TieredMuon
     from megatier.store.lease import Lease
     from megatier.store.store import TieredStore
     from megatier.tier import BlockSpec, Kind, Tier
@@ -28,6 +28,7 @@ __all__ = [
     "Streamed",
     "Tier",
     "TieredAdamW",
+    "TieredMuon",
     "TieredStore",
     "TiersConfig",
     "load",
@@ -43,6 +44,7 @@ _HOMES = {
     "Streamed": "megatier.integrations.streamed",
     "Tier": "megatier.tier",
     "TieredAdamW": "megatier.integrations.torch_optimizer",
+    "TieredMuon": "megatier.integrations.torch_optimizer",
     "TieredStore": "megatier.store.store",
     "TiersConfig": "megatier.config.schema",
     "load": "megatier.config.file",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatier.integrations.torch_optimizer import TieredAdamW
+from megatier.integrations.torch_optimizer import TieredAdamW, TieredOptimizer
 
 Make = Callable[..., TieredAdamW]
 TINY, SOME, ALL = "100KiB", "250KiB", "64MiB"
@@ -25,11 +25,11 @@ placements = pytest.mark.parametrize("ram", [TINY, SOME, ALL])
 @contextlib.contextmanager
 def optimizers(folder: Path) -> Iterator[Make]:
     """Makes optimizers, closes them, and sees that nothing of them is left."""
-    made = []
+    made: list[TieredOptimizer] = []
 
-    def optimizer(parameters: Any, **settings: Any) -> TieredAdamW:
+    def optimizer(parameters: Any, kind: type[Any] = TieredAdamW, **settings: Any) -> Any:
         settings.setdefault("nvme", [f"{folder}:8MiB"])
-        made.append(TieredAdamW(parameters, **settings))
+        made.append(kind(parameters, **settings))
         return made[-1]
 
     yield optimizer
@@ -46,7 +46,7 @@ def parameters_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.
 def give_gradients(parameters: Iterable[nn.Parameter], step: int) -> None:
     draw = torch.Generator().manual_seed(1000 + step)
     for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
+        parameter.grad = torch.randn(parameter.shape, generator=draw).to(parameter)
 
 
 def take_steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""TieredAdamW: torch's numbers, torch's manners, and typed refusals."""
+"""TieredAdamW and TieredMuon: torch's numbers, torch's manners, and typed refusals."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_optimizers import STEPS, TINY, Make, close, optimizers, parameters_of, placements, same, take_steps
+from small_optimizers import ALL, STEPS, TINY, Make, close, optimizers, parameters_of, placements, same, take_steps
 from torch import Tensor, nn
 
 import megatier
 from megatier.errors import CapacityError, ConfigError, OptimizerError, PlanError
 from megatier.integrations import torch_optimizer
-from megatier.integrations.torch_optimizer import TieredAdamW
+from megatier.integrations.torch_optimizer import TieredAdamW, TieredMuon
+from megatier.tier import Tier
 
 
 @pytest.fixture
@@ -241,3 +242,58 @@ def test_budget_that_is_too_small_is_refused_before_a_step(make: Make, tmp_path:
 
 def test_name_in_the_package_is_loaded_when_it_is_used() -> None:
     assert megatier.TieredAdamW is TieredAdamW
+    assert megatier.TieredMuon is TieredMuon
+
+
+def matrices(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[nn.Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(64, 60), (60, 65)] * 6 + [(8, 8), (0, 4)]
+    return [nn.Parameter(torch.randn(shape, generator=draw).to(device, dtype)) for shape in shapes]
+
+
+def test_muon_in_fp32_has_torchs_numbers(make: Make) -> None:
+    ours, theirs = matrices()[:13], matrices()[:13]
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.2, "momentum": 0.9}
+    optimizer = make(ours, TieredMuon, ram=ALL, **options)
+    reference = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **options)
+    take_steps(optimizer, ours, range(5))
+    take_steps(reference, theirs, range(5))
+    assert close(ours, theirs)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_has_the_same_bits_wherever_its_state_lies_and_after_a_load(
+    make: Make, dtype: torch.dtype, device: str
+) -> None:
+    expected = matrices(dtype, device)
+    take_steps(make(expected, TieredMuon, ram=ALL), expected, range(STEPS))
+    for ram in ("130KiB", "170KiB"):
+        found = matrices(dtype, device)
+        before = make(found, TieredMuon, ram=ram)
+        assert before._plan().num_bytes(Tier.NVME)
+        take_steps(before, found, range(2))
+        optimizer = make(found, TieredMuon, ram=ALL)
+        optimizer.load_state_dict(before.state_dict())
+        take_steps(optimizer, found, range(2, STEPS))
+        assert same(found, expected)
+        assert before.state_dict()["state"][0]["momentum"].shape == (64, 60)
+
+
+def test_muon_refuses_vectors_and_the_state_of_another_optimizer(make: Make) -> None:
+    with pytest.raises(OptimizerError, match=r"shape \(5,\) is no contiguous matrix, .* Give it to a TieredAdamW"):
+        make([nn.Parameter(torch.ones(5))], TieredMuon, ram=ALL)
+    with pytest.raises(ConfigError, match=r"momentum is 1\.0"):
+        make(matrices(), TieredMuon, momentum=1.0, ram=ALL)
+    made = {}
+    for kind in (TieredMuon, TieredAdamW):
+        parameters = matrices()
+        made[kind] = make(parameters, kind, ram=ALL)
+        take_steps(made[kind], parameters, [0])
+    for kind, other in ((TieredMuon, TieredAdamW), (TieredAdamW, TieredMuon)):
+        state = made[other].state_dict()
+        with pytest.raises(OptimizerError, match="it is of another optimizer"):
+            made[kind].load_state_dict(state)
+        groups = made[kind].state_dict()["param_groups"]
+        with pytest.raises(OptimizerError, match="the state of parameter 0 has shapes"):
+            made[kind].load_state_dict({**state, "param_groups": groups})

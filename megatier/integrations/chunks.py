@@ -145,7 +145,10 @@ def _plan(pieces: Sequence[tuple[tuple[ElementRun, ...], int]], homes: Sequence[
 
 
 def _cut(sizes: Iterable[ParameterSize], chunk_elements: int) -> list[tuple[tuple[ElementRun, ...], int]]:
-    """Return runs and bytes of each chunk. Large parameters are cut, and small ones share a chunk."""
+    """Return runs and bytes of each chunk. Large parameters are cut, and small ones share a chunk.
+
+    A parameter that is updated by matrix has a chunk of its own, whatever its size.
+    """
     pieces: list[tuple[tuple[ElementRun, ...], int]] = []
     runs: list[ElementRun] = []
     room = chunk_elements
@@ -156,7 +159,7 @@ def _cut(sizes: Iterable[ParameterSize], chunk_elements: int) -> list[tuple[tupl
             run = ElementRun(
                 parameter=size.index,
                 start=start,
-                stop=min(size.num_elements, start + room),
+                stop=size.num_elements if size.schema.by_matrix else min(size.num_elements, start + room),
                 schema=size.schema,
                 offset=offset,
             )
@@ -166,7 +169,7 @@ def _cut(sizes: Iterable[ParameterSize], chunk_elements: int) -> list[tuple[tupl
 
             # Padding takes room too. Chunks have a multiple of the alignment, so the room comes to exactly 0.
             room -= round_up(run.stop - run.start, ALIGN_ELEMENTS)
-            if not room:
+            if not room or size.schema.by_matrix:
                 pieces.append((tuple(runs), offset))
                 runs = []
                 room = chunk_elements

@@ -1,4 +1,4 @@
-"""The parameters that TieredAdamW can take, and the order in which it takes their elements, which is that of memory."""
+"""The parameters that a tiered optimizer can take, and the order in which it takes their elements: that of memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatier.errors import OptimizerError
-from megatier.state import ADAMW, StateSchema
+from megatier.state import ADAMW, MUON, StateSchema
 
 
 class Form(NamedTuple):
@@ -25,11 +25,12 @@ class Form(NamedTuple):
     """The device that it lies on."""
 
 
-def check_parameters(parameters: Collection[Tensor]) -> None:
-    """Refuse parameters that cannot be taken.
+def check_parameters(parameters: Collection[Tensor], kept: str = "fp32") -> None:
+    """Refuse parameters that cannot be taken; `kept` is that of `schema_of`.
 
     Raises:
-        OptimizerError: one is not bf16 or fp32, no plain dense tensor, or on another device than the others.
+        OptimizerError: one is not bf16 or fp32, no plain dense tensor, no matrix for Muon, or on another device than
+            the others.
     """
     # The kernels get an address and a length, so the elements have to fill one piece of memory without gaps.
     for parameter in parameters:
@@ -42,6 +43,9 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
         elif torch.empty_like(parameter, device="meta").stride() != parameter.stride():
             what = f"has strides {parameter.stride()}, with gaps or overlaps"
             remedy = "Make it contiguous"
+        elif kept == "muon" and (parameter.ndim != 2 or not parameter.is_contiguous()):
+            what = "is no contiguous matrix, which Muon needs"
+            remedy = "Give it to a TieredAdamW"
         else:
             continue
         raise OptimizerError(f"a parameter of shape {tuple(parameter.shape)} {what}. {remedy}, or leave it out.")
@@ -54,16 +58,19 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
     if len(devices) > 1 or devices - taken:
         names = ", ".join(sorted(map(str, devices)))
         raise OptimizerError(
-            f"parameters lie on {names}. Make one TieredAdamW for each device, after torch.cuda.set_device for a GPU."
+            f"parameters lie on {names}. Make one optimizer for each device, after torch.cuda.set_device for a GPU."
         )
 
 
-def schema_of(dtype: torch.dtype, moments: str = "fp32") -> StateSchema:
-    """Return the planes of AdamW's state of a parameter of this dtype, with moments in fp32 or bf16.
+def schema_of(dtype: torch.dtype, kept: str = "fp32") -> StateSchema:
+    """Return the planes of a parameter of this dtype, which is its own master if it is fp32.
 
-    A parameter in fp32 is its own master.
+    Args:
+        dtype: bf16 or fp32.
+        kept: the state of AdamW with moments in fp32 or bf16, or that of muon.
     """
-    return ADAMW["bf16" if dtype is torch.bfloat16 else "fp32", moments]
+    compute = "bf16" if dtype is torch.bfloat16 else "fp32"
+    return MUON[compute] if kept == "muon" else ADAMW[compute, kept]
 
 
 def form_of(parameter: Tensor) -> Form:

@@ -1,4 +1,4 @@
-"""The state of TieredAdamW once it is placed: chunks with their homes, and the threads that update them.
+"""The state of a tiered optimizer once it is placed: chunks with their homes, and the threads that update them.
 
 The number of a parameter is its place among all parameters of the optimizer, those without a gradient included.
 """
@@ -21,10 +21,10 @@ from megatier.hardware import cores_usable
 from megatier.integrations.chunk_store import ChunkStore
 from megatier.integrations.chunks import AHEAD, ChunkPlan, ElementRun, StateChunk
 from megatier.integrations.parameters import form_of, in_order, schema_of
-from megatier.numerics.adamw import adamw_threads, begin_adamw, rounding_of, step_scalars
+from megatier.numerics.adamw import Scalars, adamw_threads, begin_adamw, rounding_of, step_scalars
 from megatier.numerics.masters import plane_dtype
+from megatier.numerics.muon import Matrix, update_matrix
 from megatier.numerics.optimizer import PIECE_ELEMENTS, TILE_ELEMENTS
-from megatier.state import ADAMW_BF16
 from megatier.store.lease import Lease
 from megatier.tier import Kind, Tier
 from megatier.workers import Workers
@@ -47,7 +47,7 @@ class PlacedState:
         names: Sequence[str],
         plan: ChunkPlan,
         nvme: Sequence[str],
-        moments: str,
+        kept: str,
         seed: int,
     ) -> None:
         """Allocate all memory and files, and start the threads.
@@ -57,7 +57,7 @@ class PlacedState:
             names: their names, for messages.
             plan: the chunks of those that need a gradient.
             nvme: mounts, which are opened only if a chunk lies there.
-            moments: fp32 or bf16, as the plan has them.
+            kept: the state, as the plan has it (`schema_of`).
             seed: of the random numbers by which moments in bf16 are rounded.
 
         Raises:
@@ -65,7 +65,7 @@ class PlacedState:
         """
         self._parameters = parameters
         self._names = names
-        self._moments = moments
+        self._kept = kept
         self._seed = seed
         trained = {index: parameter for index, parameter in enumerate(parameters) if parameter.requires_grad}
         self._forms = {index: form_of(parameter) for index, parameter in trained.items()}
@@ -126,7 +126,7 @@ class PlacedState:
             if self._forms.get(index) != form_of(parameter):
                 raise OptimizerError(
                     f"{self._names[index]} was changed after its state was placed: its type, shape, strides or "
-                    "device; or it needed no gradient then. Make a new TieredAdamW; load_state_dict gives it the state."
+                    "device; or it needed no gradient then. Make a new optimizer; load_state_dict gives it the state."
                 )
             if grad.layout is not torch.strided:
                 raise OptimizerError(f"the gradient of {self._names[index]} is sparse; make it dense (sparse=False).")
@@ -193,13 +193,19 @@ class PlacedState:
         index = run.parameter
         learning_rate = group["lr"]
         step = self.steps.get(index, 0) + 1
-        scalars = step_scalars(step, learning_rate, group["betas"], group["eps"])
-        rounding = rounding_of(run.schema, self._seed, step, str(index), run.start)
+        decay = 1 - learning_rate * group["weight_decay"]
 
         # The parameter is the weight plane, a view of its memory: the kernel takes elements in the order of memory.
         planes = {kind: chunk[start:stop] for kind, (start, stop) in run.planes.items()}
         planes[Kind.WEIGHT] = in_order(self._parameters[index], self._parameters[index])[run.start : run.stop]
-        segment = (0, run.stop - run.start, 1 - learning_rate * group["weight_decay"])
+        if run.schema.by_matrix:
+            numbers = Scalars(decay, step, learning_rate, group["momentum"], (0.0,) * 7 + (1.0,))
+            update_matrix(Matrix(0, tuple(self._parameters[index].shape)), planes, gradient, numbers, 0)
+            return None
+
+        scalars = step_scalars(step, learning_rate, group["betas"], group["eps"])
+        rounding = rounding_of(run.schema, self._seed, step, str(index), run.start)
+        segment = (0, run.stop - run.start, decay)
         return begin_adamw(self._pool, planes, gradient, [segment], (*scalars, 1.0), {}, rounding)
 
     # ------------------------------------------------------------------ numbers in and out
@@ -212,8 +218,12 @@ class PlacedState:
         """
         for index, entry in state.items():
             form = self._forms.get(index)
-            shapes = [tuple(entry[kind].shape) for kind in ADAMW_BF16.passing_kinds if kind in entry]
-            if form is None or "step" not in entry or any(shape != form.shape for shape in shapes):
+            kinds = [] if form is None else schema_of(form.dtype, self._kept).passing_kinds
+            shapes = [tuple(entry[kind].shape) for kind in kinds if kind in entry]
+
+            # torch has no remainder. All else belongs to this optimizer, and to no other.
+            lacks = "step" not in entry or any(kind not in entry for kind in kinds if kind is not Kind.REMAINDER)
+            if form is None or lacks or any(shape != form.shape for shape in shapes):
                 had = "none here" if form is None else f"{tuple(form.shape)} here"
                 raise OptimizerError(
                     f"the state of parameter {index} has shapes {shapes}, {had}. Load the state of the same model."
@@ -272,7 +282,7 @@ class PlacedState:
 
     def _types(self, index: int) -> dict[Kind, torch.dtype]:
         """Return the kinds of a parameter's state with their types; fp32 is its own master and has no remainder."""
-        schema = schema_of(self._forms[index].dtype, self._moments)
+        schema = schema_of(self._forms[index].dtype, self._kept)
         return {kind: plane_dtype(schema, kind) for kind in schema.passing_kinds}
 
 

@@ -1,12 +1,12 @@
-"""TieredAdamW: a torch optimizer for any model, its state in RAM and on NVMe.
+"""TieredAdamW and TieredMuon: torch optimizers for any model, their state in RAM and on NVMe.
 
     with TieredAdamW(model.parameters(), lr=1e-4, ram="8GiB", nvme=["/mnt/a:200GiB"]) as optimizer:
         ...                                   # any loop, scheduler or clipping that takes a torch optimizer
 
 Parameters and gradients stay where they are, on the CPU or a GPU. The state is two moments in fp32, or in bf16, and for
-bf16 parameters the 16 bits that the fp32 master has beyond them. It comes to the parameters chunk by chunk: chunks are
-read ahead, updated in C (on a GPU in Triton) and written back afterwards. The arithmetic is that of
-`numerics.optimizer`. The place of the state changes no bit.
+bf16 parameters the 16 bits that the fp32 master has beyond them. Muon has one momentum. The state comes to the
+parameters chunk by chunk: chunks are read ahead, updated in C (on a GPU in Triton) or, of Muon, by torch, and written
+back afterwards. The arithmetic is that of `numerics`. The place of the state changes no bit.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from megatier.integrations.state_file import write_state_file
 from megatier.numerics.vector_math import warm
 
 
-class TieredAdamW(Optimizer):
-    """AdamW whose state lies in RAM and on NVMe.
+class TieredOptimizer(Optimizer):
+    """An optimizer whose state lies in RAM and on NVMe: `TieredAdamW` or `TieredMuon`.
 
-    It behaves as `torch.optim.AdamW` does, with these differences:
+    It behaves as torch's does, with these differences:
 
     - bf16 parameters have fp32 masters: the parameter is the master, rounded, and its remainder is state.
     - The first step, or `load_state_dict`, allocates memory and files, so groups are added before it. `close`, the end
@@ -48,39 +48,26 @@ class TieredAdamW(Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        settings: dict[str, Any],
         *,
         ram: int | str,
-        nvme: str | Sequence[str] = (),
-        moments: Literal["fp32", "bf16"] = "fp32",
+        nvme: str | Sequence[str],
+        kept: str,
         seed: int = 0,
     ) -> None:
-        """Plan where the state of the parameters that need a gradient will lie; nothing large is allocated yet.
+        """Plan where the state lies; only the classes below call this.
 
         Args:
-            params: parameters, named parameters or groups; bf16 or fp32, all on one device.
-            lr: learning rate. Each step reads it from the parameter's group, and the next three too.
-            betas: decay of the moments.
-            eps: added to the root of the second moment.
-            weight_decay: decoupled weight decay.
-            ram: bytes for state, slots included, such as "8GiB".
-            nvme: mounts that take the rest, as DIRECTORY or DIRECTORY:SIZE; a list, or comma-separated.
-            moments: type in which both moments are stored. bf16 takes 4 bytes a parameter less, and rounds
-                stochastically.
+            params: as theirs.
+            settings: those of each group that names no other.
+            ram: as theirs.
+            nvme: as theirs.
+            kept: the state, as `schema_of` names it.
             seed: of the random numbers by which moments in bf16 are rounded, at least 0.
-
-        Raises:
-            PlanError: the state does not fit.
-            ConfigError: a size, a mount or a hyperparameter is not usable.
-            OptimizerError: a parameter cannot be taken.
         """
-        require(moments in ("fp32", "bf16"), "moments", moments, "fp32 or bf16")
-        require(type(seed) is int and seed >= 0, "seed", seed, "a whole number, at least 0")
         warm()
-        self._moments = moments
+        self._kept = kept
+        self._settings = tuple(settings)
         self._seed = seed
         self._ram = parse_bytes(str(ram))
         self._nvme = parse_list(nvme)
@@ -93,7 +80,7 @@ class TieredAdamW(Optimizer):
         self._is_closed = False
 
         # torch adds the groups in here by `add_param_group`, which needs all of the above.
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, settings)
 
     def __enter__(self) -> Self:
         return self
@@ -199,7 +186,7 @@ class TieredAdamW(Optimizer):
         write_state_file(path, self._describe, lambda state_dict: self._copy_to(state_dict["state"]))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of a TieredAdamW, wherever its parts lay, or of a torch.optim.AdamW, chunk by chunk.
+        """Take the state of such an optimizer, wherever its parts lay, or of a torch.optim.AdamW, chunk by chunk.
 
         This mends an optimizer whose step or load failed, or was interrupted, half way. Load the parameters too,
         because the state belongs to their values. `torch.load(path, mmap=True)` needs no RAM.
@@ -208,7 +195,7 @@ class TieredAdamW(Optimizer):
             state_dict: as `state_dict` or `save_state` made it.
 
         Raises:
-            OptimizerError: it is not the state of these parameters, or of another variant of AdamW.
+            OptimizerError: it is not the state of these parameters, or of another optimizer.
             ValueError: other groups (torch's).
         """
         state: dict[int, dict[str, Tensor]] = state_dict["state"]
@@ -255,10 +242,15 @@ class TieredAdamW(Optimizer):
             self._placed.copy_to(state)
 
     def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that is of another variant of AdamW or of other parameters, before anything is changed."""
-        for group in state_dict["param_groups"]:
+        """Refuse a state that is of another optimizer or of other parameters, before anything is changed."""
+        groups = state_dict["param_groups"]
+        for group in groups:
+            # torch itself refuses another number of groups.
+            missing = [name for name in self._settings if name not in group]
+            if missing and len(groups) == len(self.param_groups):
+                raise OptimizerError(f"this state has no {missing[0]}, so it is of another optimizer.")
             if variant := next((name for name in ("amsgrad", "maximize") if group.get(name)), None):
-                raise OptimizerError(f"this state belongs to AdamW with {variant}, which TieredAdamW does not have.")
+                raise OptimizerError(f"this state belongs to AdamW with {variant}, which is not here.")
 
         if self._placed is not None:
             self._placed.check(state_dict["state"])
@@ -269,8 +261,8 @@ class TieredAdamW(Optimizer):
         """Return the place of every piece of state, for the parameters as they are now."""
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         trained = {index: parameter for index, parameter in enumerate(parameters) if parameter.requires_grad}
-        check_parameters(trained.values())
-        sizes = [ParameterSize(i, p.numel(), schema_of(p.dtype, self._moments)) for i, p in trained.items()]
+        check_parameters(trained.values(), self._kept)
+        sizes = [ParameterSize(i, p.numel(), schema_of(p.dtype, self._kept)) for i, p in trained.items()]
         return plan_chunks(sizes, self._ram, self._nvme_bytes)
 
     def _start(self) -> PlacedState:
@@ -285,7 +277,7 @@ class TieredAdamW(Optimizer):
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
 
         # Set last: a failure before that leaves nothing allocated, and the next call begins again.
-        self._placed = PlacedState(self._parameters, self._names(), plan, self._nvme, self._moments, self._seed)
+        self._placed = PlacedState(self._parameters, self._names(), plan, self._nvme, self._kept, self._seed)
         return self._placed
 
     def _settings_of(self, index: int) -> Mapping[str, Any]:
@@ -294,7 +286,7 @@ class TieredAdamW(Optimizer):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise OptimizerError("this TieredAdamW is closed; make a new one.")
+            raise OptimizerError("this optimizer is closed; make a new one.")
 
     def _check_whole(self) -> None:
         """Refuse to use state that a step or a load has left half done."""
@@ -302,7 +294,7 @@ class TieredAdamW(Optimizer):
         if self._is_torn or (self._placed is not None and self._placed.is_torn):
             raise OptimizerError(
                 "a step or a load failed, or was interrupted, half way, so parameters and state do not belong "
-                "together. Load both from a saved state, or make a new TieredAdamW."
+                "together. Load both from a saved state, or make a new optimizer."
             )
 
     def _names(self) -> list[str]:
@@ -311,15 +303,84 @@ class TieredAdamW(Optimizer):
         return list(map(str, names)) or [f"parameter {index}" for index in range(len(self._parameters))]
 
 
+class TieredAdamW(TieredOptimizer):
+    """AdamW whose state lies in RAM and on NVMe; see `TieredOptimizer`."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        ram: int | str,
+        nvme: str | Sequence[str] = (),
+        moments: Literal["fp32", "bf16"] = "fp32",
+        seed: int = 0,
+    ) -> None:
+        """Plan where the state of the parameters that need a gradient will lie; nothing large is allocated yet.
+
+        Args:
+            params: parameters, named parameters or groups; bf16 or fp32, all on one device.
+            lr: learning rate. Each step reads it from the parameter's group, and the next three too.
+            betas: decay of the moments.
+            eps: added to the root of the second moment.
+            weight_decay: decoupled weight decay.
+            ram: bytes for state, slots included, such as "8GiB".
+            nvme: mounts that take the rest, as DIRECTORY or DIRECTORY:SIZE; a list, or comma-separated.
+            moments: type in which both moments are stored. bf16 takes 4 bytes a parameter less, and rounds
+                stochastically.
+            seed: of the random numbers by which moments in bf16 are rounded, at least 0.
+
+        Raises:
+            PlanError: the state does not fit.
+            ConfigError: a size, a mount or a hyperparameter is not usable.
+            OptimizerError: a parameter cannot be taken.
+        """
+        require(moments in ("fp32", "bf16"), "moments", moments, "fp32 or bf16")
+        require(type(seed) is int and seed >= 0, "seed", seed, "a whole number, at least 0")
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, settings, ram=ram, nvme=nvme, kept=moments, seed=seed)
+
+
+class TieredMuon(TieredOptimizer):
+    """Muon whose momentum lies in RAM and on NVMe, for matrices alone; see `TieredOptimizer` and `numerics.muon`.
+
+    It is `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`. Give all other parameters to a `TieredAdamW`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        *,
+        ram: int | str,
+        nvme: str | Sequence[str] = (),
+    ) -> None:
+        """Plan as `TieredAdamW` does, whose arguments and errors these are; only momentum is Muon's own.
+
+        A matrix is updated whole, on the device where it lies, and its state is a chunk.
+        """
+        settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__(params, settings, ram=ram, nvme=nvme, kept="muon")
+
+
 def _check_settings(group: Mapping[str, Any]) -> None:
-    """Refuse the settings that torch.optim.AdamW refuses, and those that are tensors."""
+    """Refuse the settings that torch's optimizers refuse, and those that are tensors."""
     for name in ("lr", "eps", "weight_decay"):
+        if name not in group:
+            continue
         if isinstance(group[name], Tensor):
             raise ConfigError(f"{name} is a tensor; give a plain number. Schedulers may set another at any step.")
         if not 0 <= group[name] < math.inf:
             raise ConfigError(f"{name} is {group[name]!r}; it must be at least 0.")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
+    if not all(0 <= beta < 1 for beta in group.get("betas", ())):
         raise ConfigError(f"betas is {group['betas']!r}; both must be from 0 to below 1.")
+    if not 0 <= group.get("momentum", 0.0) < 1:
+        raise ConfigError(f"momentum is {group['momentum']!r}; it must be from 0 to below 1.")
 
 
-__all__ = ["TieredAdamW"]
+__all__ = ["TieredAdamW", "TieredMuon"]
