@@ -264,13 +264,17 @@ def test_command_loads_no_library_that_it_does_without(words: list[str]) -> None
         (["verify", "--directory", "none"], "--directory: none is not a directory. Create it"),
         (["export", "none", "out"], "none is no checkpoint and holds none. Name a run directory"),
         (["export", "run", "out"], "run holds no checkpoint, but its model is in run/model already"),
+        (["export", "adapter", "out"], "`megatier export adapter FOLDER --merge` merges them into their base"),
+        (["export", "plain", "out", "--merge"], "plain is a model already, which from_pretrained loads as it is"),
     ],
 )
 def test_command_on_what_is_not_there_is_refused_at_once(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run" / "model").mkdir(parents=True)
+    for file in ("run/model/config.json", "adapter/adapter_config.json", "plain/config.json"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
     assert main(words) == 2
     found = capsys.readouterr()
     assert said in found.err

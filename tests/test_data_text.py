@@ -69,6 +69,7 @@ def test_documents_jsonl_field_and_format_are_settings(tmp_path: Path) -> None:
         ('{"messages": []}', r"line 2: no text under 'text'. Its keys are \['messages'\]. Set data.chat to messages"),
         ('{"conversations": []}', "line 2: .* Set data.chat to sharegpt"),
         ('{"instruction": "a", "output": "b"}', "line 2: .* Set data.chat to alpaca"),
+        ('{"prompt": "a", "completion": "b"}', "line 2: .* columns prompt and response: name PATH/dataset_info.json#"),
         ("[1]", "line 2: no text under"),
         ('{"text": 3}', "line 2: no text under"),
     ],

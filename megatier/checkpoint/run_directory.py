@@ -313,6 +313,16 @@ def find_checkpoint(path: Path) -> Path:
     if CHECKPOINT_NAME.fullmatch(path.resolve().name) and path.is_dir():
         return path
     found = last_checkpoint(path / CHECKPOINT_FOLDER)
+    if found is None and (path / ADAPTER_FILE).is_file():
+        raise CheckpointError(
+            f"{path} is a folder of adapters, which PEFT loads as it is. `megatier export {path} FOLDER --merge` "
+            "merges them into their base."
+        )
+    if found is None and (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} is a model already, which from_pretrained loads as it is. Name a run directory, one of its "
+            "checkpoints, or with --merge a folder of adapters."
+        )
     if found is None and (path / MODEL_FOLDER).is_dir():
         raise CheckpointError(
             f"{path} holds no checkpoint, but its model is in {path / MODEL_FOLDER} already, as the run exported it."

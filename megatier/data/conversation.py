@@ -25,6 +25,8 @@ SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "observ
 
 CHAT_KEYS = {"messages": "messages", "sharegpt": "conversations", "alpaca": "instruction"}
 """The key by which each value of `data.chat` is recognised."""
+PAIR = {"prompt", "completion"}
+"""The keys of a record as TRL has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,15 @@ class Text:
         if not isinstance(text, str):
             remedy = f"Its keys are {_shown(list(record))}. " if record else ""
             chat = next((chat for chat, key in CHAT_KEYS.items() if key in record), None)
-            remedy += f"Set data.chat to {chat}." if chat else "Set data.text_field to the key of the text."
+            if chat:
+                remedy += f"Set data.chat to {chat}."
+            elif record.keys() >= PAIR:
+                remedy += (
+                    "Prompts and completions are described by a dataset_info.json, with the formatting alpaca and the "
+                    "columns prompt and response: name PATH/dataset_info.json#NAME in data.files."
+                )
+            else:
+                remedy += "Set data.text_field to the key of the text."
             raise DataError(f"{place}: no text under {self.key!r}. {remedy}")
         return _whole_characters(text)
 
