@@ -99,6 +99,11 @@ class StreamedTrl(StreamedTraining):
                     "which are on megatier's tiers. Give ref_model.",
                 ),
                 (
+                    hasattr(args, "num_generations") and getattr(args, "beta", 0) and loses_origin,
+                    "beta: TRL would load the reference from the folder that the model's config names, and this model "
+                    "does not come from there as it is now. Set it to 0, or open the model by its folder.",
+                ),
+                (
                     has_reference and reference is None and loses_origin,
                     "TRL would load the reference from the folder that the model's config names, and this model does "
                     "not come from there as it is now. Give ref_model.",

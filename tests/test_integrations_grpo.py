@@ -1,0 +1,110 @@
+"""TRL's GRPOTrainer over a streamed model, whose completions stream as well, against itself over a plain one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from streamed_loops import TIERS
+from test_integrations_transformers_trainer import logged
+from tiny_models import tiny_config
+from tiny_runs import one_thread, plain_model
+from transformers import AutoModelForCausalLM, Trainer, set_seed
+
+import megatier
+from megatier.data.tokenizer import byte_tokenizer
+from megatier.errors import ConfigError
+
+pytest.importorskip("trl")
+pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
+
+import datasets  # type: ignore[import-untyped]
+import trl
+
+from megatier.integrations.trl_trainer import StreamedTrl
+
+pytestmark = pytest.mark.filterwarnings("default")  # of TRL and datasets
+PLAIN: Any = trl.GRPOTrainer
+STREAMED: Any = type("StreamedGrpo", (StreamedTrl, PLAIN), {})
+
+
+def reward(completions: list[str], **_: object) -> list[float]:
+    """How many different characters a completion has."""
+    return [float(len(set(text))) for text in completions]
+
+
+def trainer(kind: Any, model: Any, folder: Path, **options: Any) -> Trainer:
+    """A trainer for ten steps of two backwards, each over four completions of one prompt."""
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    args = trl.GRPOConfig(
+        output_dir=str(folder / "run"),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_generations=4,
+        max_completion_length=6,
+        max_steps=10,
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        **options,
+    )
+    rows = datasets.Dataset.from_list([{"prompt": f"say {number}"} for number in range(24)])
+    made: Trainer = kind(model, reward, args=args, train_dataset=rows, processing_class=tokenizer)
+    return made
+
+
+def figures(made: Trainer) -> list[list[float]]:
+    """Losses, norms and rewards of the steps of a run with seeded completions."""
+    set_seed(3)
+    made.train()
+    return [logged(made, name) for name in ("loss", "grad_norm", "reward")]
+
+
+def saved(folder: Path) -> str:
+    """The folder of a tiny model."""
+    plain_model(tiny_config("llama", vocab_size=320)).save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+def plain(path: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("has_adapters", "beta"), [(False, 0.0), (False, 2.0), (True, 0.0)])
+def test_grpo_over_a_streamed_model_has_the_losses_and_rewards_of_the_plain_one(
+    has_adapters: bool, beta: float, tmp_path: Path
+) -> None:
+    path = saved(tmp_path)
+
+    def model() -> Any:
+        if not has_adapters:
+            return plain(path)
+        peft = pytest.importorskip("peft")
+        set_seed(1)
+        return peft.get_peft_model(plain(path), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+
+    settings: dict[str, Any] = {"tiers": TIERS, "compute_dtype": "fp32", "fused_loss": False, "accumulation_steps": 2}
+    with one_thread():
+        expected = figures(trainer(PLAIN, model(), tmp_path, beta=beta))
+        with megatier.stream(model() if has_adapters else path, **settings) as streamed:
+            found = figures(trainer(STREAMED, streamed, tmp_path, beta=beta))
+    assert found[2] == expected[2]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+def test_grpo_with_a_reference_of_a_model_that_is_not_its_folder_any_more_is_refused(tmp_path: Path) -> None:
+    model = plain(saved(tmp_path))
+    with (
+        megatier.stream(model, tiers=TIERS, compute_dtype="fp32", fused_loss=False) as streamed,
+        pytest.raises(ConfigError, match="beta: TRL would load the reference from the folder"),
+    ):
+        trainer(STREAMED, streamed, tmp_path, beta=0.1)
