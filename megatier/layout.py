@@ -15,8 +15,9 @@ updates need whole matrices, parameters are dealt out to the shards, so that non
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from megatier.state import ADAMW_BF16, StateSchema
 
@@ -30,6 +31,8 @@ update, which writes whole granules, never writes bytes of a frozen parameter.""
 SHARD_ELEMENTS = 64 << 10
 """A shard begins at a multiple of this. It is a multiple of everything that is counted from a unit's start: alignment,
 pages, checksummed granules, and the tiles of the norm."""
+NOTHING: Mapping[str, int] = MappingProxyType({})
+"""Says of no parameter that it carries codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,8 @@ class TensorSlice:
     """Shape of the parameter if the slice is only a run of its elements; None: the slice is all of it."""
     offset: int = 0
     """First element of the slice inside its parameter."""
+    stands_for: int = 1
+    """Parameters of the model that an element stands for: several if it carries their codes, none if it is a scale."""
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
@@ -56,6 +61,11 @@ class TensorSlice:
     def num_elements(self) -> int:
         """Elements of the slice itself, without padding."""
         return math.prod(self.shape)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model that these elements are, or carry the codes of."""
+        return self.num_elements * self.stands_for
 
     @property
     def stop(self) -> int:
@@ -88,9 +98,19 @@ class Layout:
     """Whether the frozen parameters are a base, which a run reads anew whenever it begins and no checkpoint holds."""
 
     @staticmethod
-    def of(shapes: Iterable[tuple[str, tuple[int, ...]]], frozen: Collection[str] = ()) -> Layout:
-        """Place (name, shape) pairs one after another, those named as frozen last."""
-        pairs = list(shapes)
+    def of(
+        shapes: Iterable[tuple[str, tuple[int, ...]]],
+        frozen: Collection[str] = (),
+        stands_for: Mapping[str, int] = NOTHING,
+    ) -> Layout:
+        """Place (name, shape) pairs one after another, those named as frozen last.
+
+        Args:
+            shapes: the pairs.
+            frozen: names of parameters that are not trained.
+            stands_for: of parameters that carry codes or scales, how many of the model an element stands for.
+        """
+        pairs = [(name, shape, stands_for.get(name, 1)) for name, shape in shapes]
         trained, offset = _placed([pair for pair in pairs if pair[0] not in frozen], 0)
 
         # A unit without parameters gets a page all the same, so that no block is empty.
@@ -118,7 +138,8 @@ class Layout:
     def without(self, names: Collection[str]) -> Layout:
         """The other parameters, which are whole, placed anew."""
         shapes = [(tensor.name, tensor.shape) for tensor in self.tensors if tensor.name not in names]
-        return replace(Layout.of(shapes, self.frozen), schema=self.schema, has_base=self.has_base)
+        stands_for = {tensor.name: tensor.stands_for for tensor in self.tensors}
+        return replace(Layout.of(shapes, self.frozen, stands_for), schema=self.schema, has_base=self.has_base)
 
     def padded(self, ranks: int) -> Layout:
         """Return a layout with more padding, so that trained and frozen elements can be cut into equal shards.
@@ -195,8 +216,8 @@ def _clipped(tensor: TensorSlice, first: int, last: int, start: int) -> TensorSl
 
     # A slice that is cut is a flat run of elements, and notes the shape of its parameter. One that lies whole in the
     # shard keeps its own shape.
-    return TensorSlice(
-        name=tensor.name,
+    return replace(
+        tensor,
         shape=tensor.shape if (lower, upper) == (tensor.start, tensor.stop) else (upper - lower,),
         start=start + lower - first,
         whole=tensor.parameter_shape if (lower, upper) != (tensor.start, tensor.stop) else tensor.whole,
@@ -204,11 +225,11 @@ def _clipped(tensor: TensorSlice, first: int, last: int, start: int) -> TensorSl
     )
 
 
-def _placed(shapes: Iterable[tuple[str, tuple[int, ...]]], offset: int) -> tuple[tuple[TensorSlice, ...], int]:
+def _placed(shapes: Iterable[tuple[str, tuple[int, ...], int]], offset: int) -> tuple[tuple[TensorSlice, ...], int]:
     """Return slices from an offset on, and the first aligned element after them."""
     tensors = []
-    for name, shape in shapes:
-        tensors.append(TensorSlice(name, tuple(shape), offset))
+    for name, shape, stands_for in shapes:
+        tensors.append(TensorSlice(name, tuple(shape), offset, stands_for=stands_for))
         offset += _padded(math.prod(shape), ALIGN_ELEMENTS)
     return tuple(tensors), offset
 

@@ -231,7 +231,7 @@ def load_on_ranks(run: RankRun, place: Place, mount: Path, folder: Path) -> tupl
         The bytes of weights that this rank read, the bytes of its shards in the folder, and what it has in the end.
     """
     num_bytes = 0
-    read = weights._read_exactly
+    read = weights.read_exactly
 
     def counted(file: Any, piece: Tensor, stored: Any) -> None:
         nonlocal num_bytes
@@ -239,7 +239,7 @@ def load_on_ranks(run: RankRun, place: Place, mount: Path, folder: Path) -> tupl
         read(file, piece, stored)
 
     with session_on_ranks(run, place, mount) as session:
-        with unittest.mock.patch.object(weights, "_read_exactly", counted):
+        with unittest.mock.patch.object(weights, "read_exactly", counted):
             session.load(weights.SafetensorsFolder(folder, session.model))
         own = 4 * sum(tensor.num_elements for unit in session.units for tensor in unit.layout.tensors)
         return num_bytes, own, train_steps(session, run)

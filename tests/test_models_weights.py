@@ -43,8 +43,8 @@ class Counter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_bytes = 0
-        self._read = weights._read_exactly
-        monkeypatch.setattr(weights, "_read_exactly", self.read)
+        self._read = weights.read_exactly
+        monkeypatch.setattr(weights, "read_exactly", self.read)
 
     def read(self, file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
         self.num_bytes += piece.nbytes

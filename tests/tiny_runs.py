@@ -134,6 +134,7 @@ def opened(
     lora: LoraConfig | None = None,
     fp32_products: bool = False,
     seed: int | None = 5,
+    skeleton: PreTrainedModel | None = None,
     **model_options: Any,
 ) -> Iterator[Session]:
     """A loaded session with the least budgets under which the place holds.
@@ -152,6 +153,7 @@ def opened(
         lora: adapters that are trained instead of the model.
         fp32_products: products as on a CPU without bf16 instructions, whatever this machine's CPU has.
         seed: of dropout, as in `megatier train`; None: as in loops of others, torch's generators are the caller's.
+        skeleton: the model, with its adapters and all that is frozen; None: it is made of the config.
         model_options: of ModelConfig.
     """
     options = {"fused_loss": False, "loss_chunk": 20, **model_options}
@@ -166,10 +168,11 @@ def opened(
         generations=place.generations,
         gpu_direct=gpu_direct,
     )
-    skeleton = build_skeleton(config, model.attention)
-    if lora is not None:
-        add_adapters(skeleton, lora, "base")
-    freeze(skeleton, frozen)
+    if skeleton is None:
+        skeleton = build_skeleton(config, model.attention)
+        if lora is not None:
+            add_adapters(skeleton, lora, "base")
+        freeze(skeleton, frozen)
     budgets = least_budgets(skeleton, model, tiers, train, numerics, tokens, place)
     tiers = replace(tiers, gpu=budgets.gpu, ram=budgets.ram)
     with (

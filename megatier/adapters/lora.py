@@ -25,6 +25,7 @@ from megatier.config.lora import ALL_LINEAR, LoraConfig
 from megatier.errors import ConfigError
 from megatier.foreign import reading
 from megatier.models.decoder import decoder_layers, is_adapter
+from megatier.numerics.quantised import QuantisedLinear
 
 ADAPTER = "default"
 """The name that an adapter has in its model, as with PEFT."""
@@ -218,6 +219,13 @@ def _check_made(model: PreTrainedModel, layers: nn.ModuleList, tied: frozenset[s
             raise ConfigError(
                 f"model.lora: the weight of {name} is both the embedding and the head, and an adapter would change one "
                 "of them alone. Leave it out of targets and modules_to_save."
+            )
+
+    for name, module in model.named_modules():
+        if isinstance(module, QuantisedLinear) and any(p.requires_grad for p in module.parameters()):
+            raise ConfigError(
+                f"model.lora.modules_to_save: the weight of {name} is quantised, so it cannot be trained whole. Leave "
+                "it out, or take a base in full precision."
             )
 
     whole = {id(layer) for layer in layers}

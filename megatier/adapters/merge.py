@@ -20,6 +20,7 @@ from megatier.adapters.lora import ADAPTER
 from megatier.adapters.weights import BaseReader, adapter_module, base_name, is_of_adapter
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
+from megatier.numerics.quantised import QuantisedLinear
 
 COPY = f".modules_to_save.{ADAPTER}."
 """The part of a name by which a module that is trained whole is known."""
@@ -80,6 +81,8 @@ class MergedWeights:
         # PEFT merges in place, so it gets a copy of its layer, whose parameters lie on meta.
         name = self._adapted[tensor.name]
         layer: Any = copy.deepcopy(self._model.get_submodule(name))
+        if isinstance(layer.base_layer, QuantisedLinear):
+            layer.base_layer = layer.base_layer.plain()
         shape = tensor.parameter_shape
         base = self._of_base(unit, tensor.name, shape, 0, math.prod(shape)).view(shape)
         values = {

@@ -17,6 +17,7 @@ from megatier.adapters.stored import StoredAdapter
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
 from megatier.models.weights import chunks
+from megatier.numerics.quantised import QuantisedLinear
 
 AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
 """The parts of names that PEFT puts between a module of the base and what is above it."""
@@ -73,6 +74,11 @@ class AdaptedWeights:
         self.stored = stored
         """Gives the weights of adapters that are there; None: they begin anew."""
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._shapes |= {
+            f"{name}.weight": (module.out_features, module.in_features)
+            for name, module in model.named_modules()
+            if isinstance(module, QuantisedLinear)
+        }
         self._transposed = {
             name.partition(f".{MAGNITUDE}.")[0]
             for name, module in model.named_modules()

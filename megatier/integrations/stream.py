@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from megatier.adapters.base import identity_of, note
 from megatier.adapters.given import add_given, check_trained, unwrapped
+from megatier.adapters.quantised import is_quantised, open_quantised
 from megatier.adapters.weights import AdaptedWeights
 from megatier.config.file import check_units
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
@@ -231,8 +232,13 @@ def _source(
         base = str(skeleton.config._name_or_path)
     else:
         folder = resolve(os.fspath(model))
-        skeleton = build_skeleton(read_model_config(computing, folder), computing.attention)
-        reader = SafetensorsFolder(folder, skeleton)
+        found = read_model_config(computing, folder)
+        if peft_config is not None and is_quantised(found):
+            dtype = COMPUTE_DTYPES[computing.compute_dtype]
+            skeleton, reader = open_quantised(folder, found, computing.attention, dtype)
+        else:
+            skeleton = build_skeleton(found, computing.attention)
+            reader = SafetensorsFolder(folder, skeleton)
         is_adapted = False
         base = str(folder.resolve()) if Path(model).is_dir() else os.fspath(model)
 

@@ -24,6 +24,7 @@ from megatier.guards.token_rows import names_of_rows
 from megatier.layout import Layout, TensorSlice
 from megatier.models.buffers import initialise_buffers, parameters_on_meta
 from megatier.models.limits import counted
+from megatier.numerics.quantised import STANDS_FOR
 from megatier.numerics.vector_math import warm
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -84,8 +85,8 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     config = copy.deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(
-            f"{config.model_type}: the config is quantised, so full-precision weights are missing. "
-            "Use a bf16 or fp32 version of the model."
+            f"{config.model_type}: the config is quantised, so full-precision weights are missing. Train adapters over "
+            "it (model.lora, or peft_config of megatier.stream), or use a bf16 or fp32 version of the model."
         )
 
     if config.is_encoder_decoder:
@@ -135,6 +136,7 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
     """
     names = _first_owners(model)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    stands_for = {name: getattr(parameter, STANDS_FOR, 1) for name, parameter in model.named_parameters()}
     has_base = any(is_adapter(module) for module in model.modules())
     layers = {id(layer) for layer in decoder_layers(model)}
     units: dict[str, Unit] = {}
@@ -151,7 +153,7 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
         # The first module that uses a parameter owns it. Only a head that is tied to the embedding may come second.
         if not shared:
             unit_of.update(dict.fromkeys(shapes, module_name))
-            layout = replace(Layout.of(shapes.items(), frozen), has_base=has_base)
+            layout = replace(Layout.of(shapes.items(), frozen, stands_for), has_base=has_base)
             unit = Unit(
                 name=module_name,
                 module_names=(module_name,),

@@ -160,12 +160,14 @@ def _check_whole(unit: Unit) -> None:
 def _lent(model: PreTrainedModel, name: str, parts: Sequence[tuple[Unit, frozenset[str]]], schema: StateSchema) -> Unit:
     """Return the unit of those parameters of units that have some names. The module around all units lends it."""
     units = [unit for unit, _ in parts]
-    shapes = [(t.name, t.shape) for unit, names in parts for t in unit.layout.tensors if t.name in names]
+    tensors = [tensor for unit, names in parts for tensor in unit.layout.tensors if tensor.name in names]
+    shapes = [(tensor.name, tensor.shape) for tensor in tensors]
+    stands_for = {tensor.name: tensor.stands_for for tensor in tensors}
     frozen = frozenset[str]().union(*(unit.layout.frozen for unit in units))
     return Unit(
         name=name,
         module_names=(_around(model, units),),
-        layout=replace(Layout.of(shapes, frozen), schema=schema, has_base=units[0].layout.has_base),
+        layout=replace(Layout.of(shapes, frozen, stands_for), schema=schema, has_base=units[0].layout.has_base),
         is_layer=False,
         is_lent=True,
     )

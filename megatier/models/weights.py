@@ -1,6 +1,6 @@
 """Weights read from a folder of safetensors, in pieces of CHUNK_ELEMENTS: the model is never whole in memory.
 
-A matrix that is stored transposed (an expert of Qwen3-VL-MoE) is whole in memory while it is read.
+A matrix that is stored transposed (an expert of Qwen3-VL-MoE), or is quantised, is whole in memory while it is read.
 
 `SafetensorsFolder` and `Initialiser` are the two sources of a run's first weights. Both read a unit as a stream of
 (first element in the unit's layout, fp32 values), without the layout's padding. A piece is valid until the next one.
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import RawIOBase
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from megatier.errors import TransferError, UnsupportedModelError
 from megatier.foreign import shown
 from megatier.layout import Layout
-from megatier.models.conversion import TensorRun, assemble, holding
+from megatier.models.conversion import Assembly, TensorRun, assemble, holding
 from megatier.models.decoder import Unit
 from megatier.models.folder import read_generation_config, read_headers
 from megatier.models.shards import DTYPES, StoredTensor
@@ -31,6 +32,8 @@ CHUNK_ELEMENTS = 4 << 20
 
 FULL_PRECISION = ("F32", "BF16", "F16")
 """Dtypes of files that hold weights as they were trained."""
+NOTHING: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
+"""Decodes no tensor."""
 
 
 class SafetensorsFolder:
@@ -39,18 +42,29 @@ class SafetensorsFolder:
     Files are read with plain buffered reads into one buffer, so memory does not grow with their size.
     """
 
-    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        stored: Mapping[str, StoredTensor] | None = None,
+        decoding: Mapping[str, Callable[[], Tensor]] = NOTHING,
+    ) -> None:
         """Check every header against the skeleton, and read persistent buffers and generation settings into it.
 
         Args:
             folder: the model's folder.
             model: the skeleton.
+            stored: the tensors of the folder, with quantised ones as they are when they are decoded; None: those that
+                its files name.
+            decoding: gives quantised tensors by their stored names: decoded, flat, in fp32.
 
         Raises:
             UnsupportedModelError: a file is damaged or hostile, or a tensor is missing, superfluous, of another shape,
                 or not in full precision. The message names file and tensor.
         """
-        self._stored = read_headers(folder)
+        self._stored = read_headers(folder) if stored is None else stored
+        self._decoding = decoding
+        self._last: tuple[str, Tensor] | None = None
         self._assemblies = assemble(model, {name: stored.shape for name, stored in self._stored.items()})
         self._folder = folder
         self._check(model)
@@ -80,6 +94,14 @@ class SafetensorsFolder:
                     yield max(position, tensor.start), wanted
                 position += piece.numel()
 
+    def stored_name(self, name: str) -> str | None:
+        """Return the name of the stored tensor that a parameter of the skeleton is as a whole; None: it is no such."""
+        match self._assemblies.get(name):
+            case Assembly(shape, (run,)) if not run.num_columns and self._stored[run.name].shape == shape:
+                return run.name
+            case _:
+                return None
+
     def _read(self, runs: Sequence[TensorRun], wanted: torch.dtype = torch.float32) -> Iterator[Tensor]:
         """Yield the elements of runs in the wanted dtype. Buffers are reused: a piece is valid until the next one.
 
@@ -93,6 +115,12 @@ class SafetensorsFolder:
         values = torch.empty(most, dtype=wanted)
 
         for run in runs:
+            if run.name in self._decoding:
+                numbers = self._decoded(run.name)[run.start : run.start + run.num_elements]
+                whole = by_columns(numbers, run.num_columns) if run.num_columns else numbers
+                yield from whole.to(wanted).split(CHUNK_ELEMENTS)
+                continue
+
             stored = self._stored[run.name]
             dtype = DTYPES[stored.dtype]
 
@@ -102,14 +130,22 @@ class SafetensorsFolder:
                 if run.num_columns:
                     # Columns lie across the whole matrix, so it has to be read before its first column is known.
                     matrix = torch.empty(run.num_elements * dtype.itemsize, dtype=torch.uint8)
-                    _read_exactly(file, matrix, stored)
+                    read_exactly(file, matrix, stored)
                     yield from by_columns(matrix.view(dtype), run.num_columns).to(wanted).split(CHUNK_ELEMENTS)
                     continue
 
                 for start, stop in chunks(run.num_elements):
                     piece = raw[: (stop - start) * dtype.itemsize]
-                    _read_exactly(file, piece, stored)
+                    read_exactly(file, piece, stored)
                     yield values[: stop - start].copy_(piece.view(dtype))
+
+    def _decoded(self, name: str) -> Tensor:
+        """Return a quantised tensor, decoded. The last one stays, since it may be read in several runs."""
+        if self._last is None or self._last[0] != name:
+            # The one before goes first, so that no two of them are in memory.
+            self._last = None
+            self._last = name, self._decoding[name]()
+        return self._last[1]
 
     def _check(self, model: PreTrainedModel) -> None:
         """Compare names, shapes and dtypes with the skeleton, and find tied weights under all their names.
@@ -211,7 +247,7 @@ def _ignored(model: PreTrainedModel, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def _read_exactly(file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
+def read_exactly(file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
     """Fill a uint8 tensor from the file's position; a system call may return less than was asked for.
 
     Raises:

@@ -50,6 +50,17 @@ def split_by_torch(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     remainder.copy_(bits.sub_(high.bitwise_left_shift_(16)))
 
 
+def write_rounded(values: Tensor, plane: Tensor) -> None:
+    """Write fp32 [n] on the CPU as a plane [n] on any device: rounded to nearest even, as torch does.
+
+    What is a bf16 already keeps its bits, also if it is no number: elements that carry codes may have any bits.
+    """
+    rounded = values.to(plane.dtype)
+    if rounded.dtype is not values.dtype and (exact := values.isnan() & (values.view(torch.int32) & 0xFFFF == 0)).any():
+        rounded.view(torch.int16)[exact] = (values.view(torch.int32)[exact] >> 16).to(torch.int16)
+    plane.copy_(rounded)
+
+
 def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
     """Write the fp32 master of two planes, all flat [n], exactly; the master lies on the CPU or beside the planes."""
     if weight.is_cuda:
@@ -60,4 +71,4 @@ def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
     _native.join(weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), weight.numel())
 
 
-__all__ = ["join_master", "plane_dtype", "split_by_torch", "split_master", "weight_dtype"]
+__all__ = ["join_master", "plane_dtype", "split_by_torch", "split_master", "weight_dtype", "write_rounded"]

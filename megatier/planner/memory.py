@@ -18,7 +18,8 @@ A frozen layer is counted as if it were trained. One with nothing trained before
 to the output of its module is not saved, except with DoRA. With dropout each adapter saves its own input, and a byte
 for each element that says what was dropped. If documents are kept apart there is also a mask of one byte for each pair
 of tokens, which a layer's attention has in the compute dtype as well. flex_attention has none, because its mask is by
-blocks. Copies of weights that are lent to the whole forward (`Unit.is_lent`) count at both peaks.
+blocks. Copies of weights that are lent to the whole forward (`Unit.is_lent`) count at both peaks, and so does one
+quantised matrix that is decoded.
 
 The figures are fitted to nine runs of two Llama shapes on a GPU, with which tests/test_planner_memory.py compares them.
 """
@@ -38,6 +39,7 @@ from megatier.config.schema import RunConfig
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, tiled_names
 from megatier.numerics.muon import matrices_of
+from megatier.numerics.quantised import PIECE_ELEMENTS
 from megatier.schedule.slots import MATRICES_CARRIED
 from megatier.session.attention_rule import FLEX
 from megatier.session.workload import COMPUTE_DTYPES, Workload, attention_parts, boundary_width, hidden_width
@@ -61,6 +63,8 @@ CARRIED_BYTES = 10
 PRODUCT_BYTES = 14
 """Most bytes that the products of a matrix take for each of its elements, when its new master is split. Newton-Schulz
 takes 8, and 4 for each element of the square of the shorter side."""
+PIECE_BYTES = 12
+"""Bytes for each number of a piece that is decoded: of three copies in fp32."""
 ATTENTION_PASSING = 2
 """Layers whose attention is on the GPU at once, if it is offloaded: it comes back one layer ahead."""
 BOUNDARIES = {"loss": 2, "backward": 4}
@@ -121,7 +125,7 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     # One layer at a time repeats what it did not save, so the largest one decides. Slices do so one after the other.
     mask = mask_bytes(config, work)
     in_layer = largest * boundary + item * mask
-    beside = mask + passing + _lent_bytes(work) + _update_bytes(work)
+    beside = mask + passing + _lent_bytes(work) + _update_bytes(work) + _decoded_bytes(work, item)
     return ActivationBytes(
         saved,
         saved + logits + head_sum + BOUNDARIES["loss"] * boundary + beside,
@@ -163,6 +167,13 @@ def _lent_bytes(work: Workload) -> int:
     """Bytes of the copies that modules around the layers lend. In the backward each gives way to its gradient."""
     lent = (unit.layout for unit in work.units if unit.is_lent)
     return sum(tensor.num_elements * layout.schema.grad_width for layout in lent for tensor in layout.tensors)
+
+
+def _decoded_bytes(work: Workload, item: int) -> int:
+    """Bytes of the largest quantised matrix while a product takes it, and of the pieces in which it is decoded."""
+    tensors = (tensor for unit in work.units for tensor in unit.layout.tensors if tensor.stands_for > 1)
+    largest = max((tensor.num_parameters for tensor in tensors), default=0)
+    return largest * item + min(largest, PIECE_ELEMENTS) * PIECE_BYTES
 
 
 def _update_bytes(work: Workload) -> int:

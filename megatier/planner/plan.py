@@ -220,7 +220,7 @@ def make_plan(
     # A savepoint leaves on NVMe what lies there, and writes the rest.
     resident = placement.state_bytes.get(Tier.GPU, 0) + placement.state_bytes.get(Tier.RAM, 0)
     return Plan(
-        num_parameters=sum(tensor.num_elements for unit in work.units for tensor in unit.layout.tensors),
+        num_parameters=sum(tensor.num_parameters for unit in work.units for tensor in unit.layout.tensors),
         num_trained=sum(tensor.num_elements for unit in work.units for tensor in unit.layout.trained.tensors),
         tokens=tokens,
         world=world,

@@ -315,7 +315,7 @@ def _active_elements(layout: Layout, experts: int, chosen: float, names: Contain
         if len(tensor.shape) < 2 or (names is not None and tensor.name not in names):
             continue
         is_expert = experts and len(tensor.shape) == 3 and tensor.parameter_shape[0] == experts
-        total += tensor.num_elements * (chosen if is_expert else 1.0)
+        total += tensor.num_parameters * (chosen if is_expert else 1.0)
     return total
 
 

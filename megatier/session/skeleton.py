@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTraine
 
 from megatier.adapters.base import check_base, identity_of, note
 from megatier.adapters.lora import add_adapters, stored_names
+from megatier.adapters.quantised import is_quantised, open_quantised
 from megatier.adapters.stored import StoredAdapter
 from megatier.adapters.weights import AdaptedWeights
 from megatier.config.schema import ModelConfig, RunConfig
@@ -25,6 +26,7 @@ from megatier.models.initialiser import Initialiser
 from megatier.models.limits import check_counts
 from megatier.models.location import CONFIG_FILE, find_local, resolve
 from megatier.models.weights import SafetensorsFolder
+from megatier.session.workload import COMPUTE_DTYPES
 
 NAME_CHARACTERS_MAX = 100
 """Characters of a name that are compared. A longer name resembles none, and comparing it would take long."""
@@ -44,7 +46,11 @@ def skeleton_of(config: ModelConfig) -> PreTrainedModel:
         UnsupportedModelError: transformers does not take its config, or it cannot be streamed.
         ConfigError: a pattern of what is frozen, or a target of adapters, names nothing.
     """
-    return _adapted(_plain_in(_folder_of(config), config), config)
+    folder = _folder_of(config)
+    found = read_model_config(config, folder)
+    is_coded = folder is not None and config.adapters is not None and is_quantised(found)
+    plain = open_base(config, 0)[0] if is_coded else build_skeleton(found, config.attention)
+    return _adapted(plain, config)
 
 
 def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
@@ -54,9 +60,8 @@ def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
         ConfigError, UnsupportedModelError: there is no such model, or it cannot be streamed.
     """
     folder = _folder_of(config.model)
-    model = _plain_in(folder, config.model)
     seed = config.train.seed
-    reader: WeightReader = SafetensorsFolder(folder, model) if folder is not None else Initialiser(model, seed)
+    model, reader = open_base(config.model, seed)
 
     # The files hold the base, so they are compared with it before it has adapters.
     model = _adapted(model, config.model)
@@ -72,6 +77,27 @@ def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
     return model, AdaptedWeights(reader, model, seed, StoredAdapter(adapter, model, stored_names(model)))
 
 
+def open_base(config: ModelConfig, seed: int, *, decodes: bool = False) -> tuple[PreTrainedModel, WeightReader]:
+    """Return the skeleton of a model without its adapters, and the reader of its weights.
+
+    Args:
+        config: the model. With adapters it may be quantised: then its linear layers keep their codes.
+        seed: decides the values if the model starts from scratch.
+        decodes: a quantised model is a plain one instead, decoded as it is read.
+
+    Raises:
+        ConfigError, UnsupportedModelError: there is no such model, or it cannot be streamed.
+    """
+    folder = _folder_of(config)
+    found = read_model_config(config, folder)
+    if folder is not None and config.adapters is not None and is_quantised(found):
+        dtype = None if decodes else COMPUTE_DTYPES[config.compute_dtype]
+        return open_quantised(folder, found, config.attention, dtype)
+
+    model = build_skeleton(found, config.attention)
+    return model, SafetensorsFolder(folder, model) if folder is not None else Initialiser(model, seed)
+
+
 def model_config_of(config: ModelConfig) -> PretrainedConfig:
     """Hugging Face's config of a run's model.
 
@@ -84,11 +110,6 @@ def model_config_of(config: ModelConfig) -> PretrainedConfig:
 def _folder_of(config: ModelConfig) -> Path | None:
     """Return the folder of the model, which may have to be downloaded; None: it starts from scratch."""
     return resolve(config.path) if config.path is not None else None
-
-
-def _plain_in(folder: Path | None, config: ModelConfig) -> PreTrainedModel:
-    """Return the model without its weights, as transformers builds it."""
-    return build_skeleton(read_model_config(config, folder), config.attention)
 
 
 def _adapted(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:

@@ -164,7 +164,7 @@ def opening(
         "run": "begins",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "num_parameters": sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.tensors),
+        "num_parameters": sum(tensor.num_parameters for unit in session.wholes for tensor in unit.layout.tensors),
         "homes": homes,
         "streamed": placement.streamed,
         "speculative": placement.speculative,
@@ -186,7 +186,7 @@ def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
 
 
 def _model(session: Session, config: RunConfig) -> str:
-    num_parameters = sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.tensors)
+    num_parameters = sum(tensor.num_parameters for unit in session.wholes for tensor in unit.layout.tensors)
     num_trained = sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.trained.tensors)
     trained = f" ({format_count(num_trained)} trained)" if num_trained < num_parameters else ""
     moments = f" with {config.train.moments} moments" if config.train.moments != "fp32" else ""

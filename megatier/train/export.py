@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -38,7 +37,7 @@ from megatier.models.decoder import Unit, find_units
 from megatier.ranks.channel import Alone
 from megatier.report.history import read_what_there_is
 from megatier.session.session import Session
-from megatier.session.skeleton import open_model
+from megatier.session.skeleton import open_base, open_model
 from megatier.session.workload import COMPUTE_DTYPES
 from megatier.train.origin import UNKNOWN, check_origin, differences, exported, origin_of
 from megatier.train.saves import Saves
@@ -165,7 +164,7 @@ def export_merged(
     model, reader = open_model(config)
     assert isinstance(reader, AdaptedWeights)
     tokenizer = load_tokenizer(config)
-    plain, weights = open_model(replace(config, model=replace(config.model, lora=None)))
+    plain, weights = open_base(config.model, config.train.seed, decodes=True)
     with ExitStack() as stack:
         if checkpoint is not None:
             _check_same(console, checkpoint, config, model, tokenizer, accepts_changes=accepts_changes)

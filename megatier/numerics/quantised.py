@@ -1,0 +1,328 @@
+"""Quantised matrices: their codes and scales as checkpoints hold them, decoded where a product takes them.
+
+A code is a byte or half of one. The parameters of a `QuantisedLinear` are the bytes of its codes and scales, in the
+dtype that its unit computes in: an element of bf16 carries two bytes of them, one of fp32 four. So codes lie in a plane
+of weights, move and are bound like any frozen parameter. Nothing but `decode` looks into them.
+
+Decoding is a formula of plain operations on each number: a product in fp32, rounded once to the dtype that computes.
+
+Source: `dequantize` of compressed-tensors and of transformers' fine-grained FP8, `dequantize_4bit` of bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
+
+CODES = "codes"
+"""The part of a quantised matrix that has its numbers; the others are scales."""
+STANDS_FOR = "stands_for"
+"""The attribute of a parameter that says of how many parameters of the model an element of it carries the codes."""
+PIECE_ELEMENTS = 4 << 20
+"""About so many numbers are decoded at once, so that little of a matrix exists in fp32."""
+NF4_BITS = 4
+"""Bits of a code of NF4; those of FP8 have twice as many."""
+SCHEMES: dict[str, Scheme] = {}
+"""The schemes of the layers in this process, by what they say of themselves: operators take text, and no objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stored tensor of a quantised matrix."""
+
+    dtype: torch.dtype
+    """The dtype in which it is stored."""
+    shape: tuple[int, ...]
+    """Its shape."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def seen_in(self, carrier: Tensor) -> Tensor:
+        """Return the part that the bytes of a tensor of another dtype are."""
+        raw = carrier.detach().reshape(-1).view(torch.uint8)
+        return raw[: self.num_bytes].view(self.dtype).view(self.shape)
+
+
+class Scheme(Protocol):
+    """The way in which a matrix is quantised."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """What is stored of it, `codes` first."""
+
+    @property
+    def step(self) -> int:
+        """Decoding may begin at every multiple of so many numbers."""
+
+    def values(self, parts: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
+        """Return numbers [start, stop) of the matrix, row by row: flat, fp32. `start` is a multiple of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """Bytes of E4M3, each times the scale of its block: of a block of rows and columns, a row, or the whole matrix."""
+
+    shape: tuple[int, int]
+    """Rows and columns of the matrix."""
+    scale: Part
+    """The scales: as many as there are blocks below and beside one another, in any shape."""
+    block: tuple[int, int]
+    """Rows and columns that share a scale; those at the edges may be smaller."""
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """The codes and the scales."""
+        return {CODES: Part(torch.float8_e4m3fn, self.shape), "scale": self.scale}
+
+    @property
+    def step(self) -> int:
+        """One row of blocks, or any row if there is no other row of blocks."""
+        return self.shape[1] * (self.block[0] if self.block[0] < self.shape[0] else 1)
+
+    def values(self, parts: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
+        """Return numbers [start, stop), row by row: flat, fp32."""
+        num_rows, num_columns = self.shape
+        first, last = start // num_columns, stop // num_columns
+        down, across = (-(-size // block) for size, block in zip(self.shape, self.block, strict=True))
+        scale = parts["scale"].view(down, across).float()[first // self.block[0] : -(-last // self.block[0])]
+        scale = _repeated(_repeated(scale, 0, self.block[0], last - first), 1, self.block[1], num_columns)
+        values: Tensor = parts[CODES].view(num_rows, num_columns)[first:last].float() * scale
+        return values.flatten()
+
+
+@dataclass(frozen=True, slots=True)
+class Nf4:
+    """Half bytes, each the place of a number in a table, times the largest magnitude of its block.
+
+    The magnitudes may be quantised themselves: bytes that are places in a second table, times the scale of a block of
+    them, plus an offset. All numbers are parts, so that layers of one shape have one scheme, and are compiled once.
+    """
+
+    shape: tuple[int, int]
+    """Rows and columns of the matrix."""
+    block: int
+    """Numbers that share a magnitude, row by row."""
+    nested_block: int | None = None
+    """Magnitudes that share a scale; None: they are stored in fp32."""
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """The codes, the magnitudes and the tables."""
+        numbers = math.prod(self.shape)
+        blocks = -(-numbers // self.block)
+        parts = {
+            CODES: Part(torch.uint8, (-(-numbers // 2),)),
+            "absmax": Part(torch.float32 if self.nested_block is None else torch.uint8, (blocks,)),
+            "quant_map": Part(torch.float32, (1 << NF4_BITS,)),
+        }
+        if self.nested_block is not None:
+            parts["nested_absmax"] = Part(torch.float32, (-(-blocks // self.nested_block),))
+            parts["nested_quant_map"] = Part(torch.float32, (256,))
+            parts["nested_offset"] = Part(torch.float32, (1,))
+        return parts
+
+    @property
+    def step(self) -> int:
+        """One block of magnitudes, or of numbers; an even one."""
+        return 2 * self.block * (self.nested_block or 1)
+
+    def values(self, parts: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
+        """Return numbers [start, stop), row by row: flat, fp32."""
+        pairs = parts[CODES][start // 2 : -(-stop // 2)]
+        places = torch.stack((pairs >> NF4_BITS, pairs & ((1 << NF4_BITS) - 1)), dim=-1).flatten()
+        scale = self._magnitudes(parts, start // self.block, -(-stop // self.block))
+        values = parts["quant_map"][places[: stop - start].int()]
+        return values * _repeated(scale, 0, self.block, stop - start)
+
+    def _magnitudes(self, parts: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
+        """Return magnitudes [start, stop), in fp32."""
+        found = parts["absmax"][start:stop]
+        if self.nested_block is None:
+            return found
+        scale = parts["nested_absmax"][start // self.nested_block : -(-stop // self.nested_block)]
+        values = parts["nested_quant_map"][found.int()] * _repeated(scale, 0, self.nested_block, stop - start)
+        return values + parts["nested_offset"]
+
+
+def decode(scheme: Scheme, carriers: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the matrix of codes and scales, in a dtype.
+
+    Args:
+        scheme: the way in which it is quantised.
+        carriers: its parts in the scheme's order, as bytes in tensors of any dtype, on one device.
+        dtype: of the result.
+    """
+    parts = {name: part.seen_in(carrier) for (name, part), carrier in zip(scheme.parts.items(), carriers, strict=True)}
+    decoded = torch.empty(math.prod(scheme.shape), dtype=dtype, device=carriers[0].device)
+    for start, stop in _pieces(scheme):
+        decoded[start:stop] = scheme.values(parts, start, stop)
+    return decoded.view(scheme.shape)
+
+
+class QuantisedLinear(nn.Linear):
+    """A frozen linear layer that has the codes and scales of its weight, and decodes them whenever it computes."""
+
+    def __init__(self, plain: nn.Linear, scheme: Scheme, item: int) -> None:
+        """Take the place of a layer.
+
+        Args:
+            plain: the layer, whose bias stays.
+            scheme: the way in which its weight is quantised.
+            item: bytes of an element of the dtype that the layer computes in.
+        """
+        # Not that of a linear layer, which would make a weight.
+        nn.Module.__init__(self)
+        self.in_features = plain.in_features
+        self.out_features = plain.out_features
+        self.scheme = scheme
+        """The way in which the weight is quantised."""
+        self._key = repr(scheme)
+        SCHEMES[self._key] = scheme
+        for name, part in scheme.parts.items():
+            rows = scheme.shape[0] if name == CODES and part.num_bytes % (scheme.shape[0] * item) == 0 else 1
+            shape = (rows, -(-part.num_bytes // (rows * item))) if name == CODES else (-(-part.num_bytes // item),)
+            carrier = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+            setattr(carrier, STANDS_FOR, math.prod(scheme.shape) // math.prod(shape) if name == CODES else 0)
+            self.register_parameter(name, carrier)
+        self.register_parameter("bias", plain.bias)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight, decoded in the dtype of the parameters."""
+        carriers = self._carriers()
+        if not torch.compiler.is_compiling():
+            return decode(self.scheme, carriers, carriers[0].dtype)
+        weight: Tensor = _weight(carriers, self._key)
+        return weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the product with the weight, plus the bias."""
+        carriers = self._carriers()
+
+        # To a compiler it is one operator, like any product: else it would save decoded weights for the backward.
+        if torch.compiler.is_compiling():
+            product: Tensor = _product(input, self.bias, carriers, self._key)
+        else:
+            product = _Product.apply(input, self.bias, self.scheme, *carriers)  # type: ignore[no-untyped-call]
+        return product
+
+    def plain(self) -> nn.Linear:
+        """Return a linear layer on meta of the same form, with a weight."""
+        return nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+
+    def _carriers(self) -> list[Tensor]:
+        """Return the parts, in the scheme's order."""
+        return [getattr(self, name) for name in self.scheme.parts]
+
+
+class _Product(torch.autograd.Function):
+    """The product with a matrix that is frozen. Between forward and backward its codes stay, and no decoded weight."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None, scheme: Scheme, *carriers: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.scheme = scheme
+        ctx.save_for_backward(*carriers)
+        return functional.linear(input, decode(scheme, carriers, input.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        carriers = ctx.saved_tensors
+        return _grad_of_input(grads[0], ctx.scheme, carriers), None, None, *(None for _ in carriers)
+
+
+def _grad_of_input(grad: Tensor, scheme: Scheme, carriers: Sequence[Tensor]) -> Tensor:
+    """Return the gradient of a product's input, as torch's own backward of a linear layer does, so with its bits."""
+    weight = decode(scheme, carriers, grad.dtype)
+    return grad.reshape(-1, grad.shape[-1]).mm(weight).view(*grad.shape[:-1], weight.shape[-1])
+
+
+@torch.library.custom_op("megatier::quantised_weight", mutates_args=())
+def _weight(carriers: list[Tensor], scheme: str) -> Tensor:
+    """The decoded matrix as one operator, which a compiler does not look into. The scheme is a key of `SCHEMES`."""
+    return decode(SCHEMES[scheme], carriers, carriers[0].dtype)
+
+
+@_weight.register_fake
+def _(carriers: list[Tensor], scheme: str) -> Tensor:
+    return carriers[0].new_empty(SCHEMES[scheme].shape)
+
+
+@torch.library.custom_op("megatier::quantised_product", mutates_args=())
+def _product(input: Tensor, bias: Tensor | None, carriers: list[Tensor], scheme: str) -> Tensor:
+    """The product with it as one operator."""
+    return functional.linear(input, decode(SCHEMES[scheme], carriers, input.dtype), bias)
+
+
+@torch.library.custom_op("megatier::quantised_product_backward", mutates_args=())
+def _product_backward(grad: Tensor, carriers: list[Tensor], scheme: str) -> Tensor:
+    """The gradient of its input."""
+    return _grad_of_input(grad, SCHEMES[scheme], carriers)
+
+
+@_product.register_fake
+def _(input: Tensor, bias: Tensor | None, carriers: list[Tensor], scheme: str) -> Tensor:
+    return input.new_empty(*input.shape[:-1], SCHEMES[scheme].shape[0])
+
+
+@_product_backward.register_fake
+def _(grad: Tensor, carriers: list[Tensor], scheme: str) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], SCHEMES[scheme].shape[1])
+
+
+def _keep_carriers(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+    _, _, carriers, ctx.scheme = inputs
+    ctx.save_for_backward(*carriers)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+    carriers = list(ctx.saved_tensors)
+    return _product_backward(grad, carriers, ctx.scheme), None, [None for _ in carriers], None
+
+
+_product.register_autograd(_backward, setup_context=_keep_carriers)
+
+
+# A compiler weighs products by their operations when it chooses what to save.
+@register_flop_formula(torch.ops.megatier.quantised_product)
+def _(taken: Sequence[int], bias: object, carriers: object, scheme: str, **_: object) -> int:
+    return 2 * math.prod(taken) * SCHEMES[scheme].shape[0]
+
+
+@register_flop_formula(torch.ops.megatier.quantised_product_backward)
+def _(grad: Sequence[int], carriers: object, scheme: str, **_: object) -> int:
+    return 2 * math.prod(grad) * SCHEMES[scheme].shape[1]
+
+
+def _pieces(scheme: Scheme) -> Iterator[tuple[int, int]]:
+    """Yield runs [start, stop) of a matrix's numbers that are decoded at once."""
+    numbers = math.prod(scheme.shape)
+    size = max(1, PIECE_ELEMENTS // scheme.step) * scheme.step
+    for start in range(0, numbers, size):
+        yield start, min(start + size, numbers)
+
+
+def _repeated(scale: Tensor, dim: int, times: int, size: int) -> Tensor:
+    """Return a tensor that has each of its slices so many times along a dimension, cut to a size.
+
+    If there is one slice alone it stays as it is, and is broadcast.
+    """
+    if scale.shape[dim] == 1 or times == 1:
+        return scale
+    repeated = scale.unsqueeze(dim + 1)
+    shape = list(repeated.shape)
+    shape[dim + 1] = times
+    return repeated.expand(shape).flatten(dim, dim + 1).narrow(dim, 0, size)
