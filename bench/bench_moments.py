@@ -1,9 +1,8 @@
-"""Compares what the quick start's model learns with moments in fp32, in bf16 by chance or to nearest, and in 8 bits.
+"""Compares what the quick start's model learns with moments in fp32, in bf16 by chance or to nearest, and in fp8.
 
 Each run is `megatier train examples/quickstart.yaml` with all state on the device, in a process of its own, and with
 its seed in common with the runs of the other variants. Several runs go on at once, since a model so small leaves a
-device idle for most of a step. Two variants are here alone: after each update fp32 moments are rounded to the nearest
-number of bf16, or stochastically to numbers of 8 bits beside the exponent of the largest of 64 moments.
+device idle for most of a step. Rounding to nearest is here alone: after each update fp32 moments are rounded to bf16.
 
 python bench/bench_moments.py [--steps 2000] [--seeds 0 1 2] [--beta2 0.999] [--output FILE]
 """
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 from record import facts, folder_of, write_row
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatier import _native
 from megatier.cli import main as megatier
@@ -34,10 +33,8 @@ from megatier.hardware import cores_usable
 from megatier.numerics.optimizer import RunOptimizer
 from megatier.tier import Kind
 
-VARIANTS = {"fp32": "fp32", "bf16": "bf16", "bf16 to nearest": "fp32", "8 bits": "fp32"}
+VARIANTS = {"fp32": "fp32", "bf16": "bf16", "bf16 to nearest": "fp32", "fp8": "fp8"}
 """The moments of each variant, as `train.moments` names them."""
-BLOCK = 64
-"""Moments of 8 bits share one exponent for so many."""
 CONFIG = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 WARMUP_SHARE = 7
 """The quick start warms up for one step in so many."""
@@ -67,75 +64,25 @@ def settings_of(variant: str, seed: int, folder: Path, options: argparse.Namespa
 def run_here(variant: str, settings: Mapping[str, Any]) -> int:
     """Run one of them in this process."""
     if variant == "bf16 to nearest":
-        round_moments(to_nearest)
-    elif variant == "8 bits":
-        round_moments(EightBits(int(settings["train.seed"])))
+        round_to_nearest()
     return megatier(["train", str(CONFIG), *(f"--{name}={value}" for name, value in settings.items())])
 
 
-def round_moments(rounded: Callable[[Tensor, Kind], Tensor]) -> None:
-    """Let every update of this process round the moments that it has left in fp32 planes."""
+def round_to_nearest() -> None:
+    """Let every update of this process round moments to the nearest number of bf16, which fp32 planes hold."""
     update = RunOptimizer._apply
 
-    def apply(self: RunOptimizer, *arguments: Any) -> _native.Batch | None:  # noqa: ANN401
+    def rounded(self: RunOptimizer, *arguments: Any) -> _native.Batch | None:  # noqa: ANN401
         work = update(self, *arguments)
         if work is not None:
             work.wait()
         planes: Mapping[Kind, Tensor] = arguments[3]
         for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ):
             moments = planes[kind].view(torch.float32)
-            moments.copy_(rounded(moments, kind))
+            moments.copy_(moments.bfloat16())
         return work
 
-    RunOptimizer._apply = apply  # type: ignore[method-assign, assignment]
-
-
-def to_nearest(moments: Tensor, _: Kind) -> Tensor:
-    """Round to the nearest numbers of bf16."""
-    return moments.bfloat16().float()
-
-
-class EightBits:
-    """Rounds stochastically to 8 bits, as a float whose exponent counts down from that of the largest of its block.
-
-    First moments have a sign, 4 bits of exponent and 3 of mantissa, and what is below their range is zero or the
-    smallest number, by chance. Second moments have 5 bits of exponent and 3 of mantissa. None of them becomes
-    zero that was not, since the step of its weight would be without bounds.
-    """
-
-    MANTISSA = 3
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def __call__(self, moments: Tensor, kind: Kind) -> Tensor:
-        """Return the rounded moments."""
-        if moments.device not in self._generators:
-            self._generators[moments.device] = torch.Generator(moments.device).manual_seed(self._seed)
-        generator = self._generators[moments.device]
-
-        blocks = nn.functional.pad(moments, (0, -len(moments) % BLOCK)).view(-1, BLOCK)
-        smallest = self._smallest(blocks, octaves=15 if kind is Kind.EXP_AVG else 31)
-
-        # The lower bits of a number that is cut off carry into the rest by chance, in proportion to their value.
-        cut = 23 - self.MANTISSA
-        noise = torch.randint(0, 1 << cut, blocks.shape, generator=generator, device=blocks.device, dtype=torch.int32)
-        bits = (blocks.contiguous().view(torch.int32) + noise) & -(1 << cut)
-        rounded = bits.view(torch.float32)
-
-        small = blocks.abs() < smallest
-        chance = noise.float() / (1 << cut) * smallest < blocks.abs()
-        kept = chance if kind is Kind.EXP_AVG else blocks > 0
-        rounded = torch.where(small, torch.where(kept, blocks.sign() * smallest, 0.0), rounded)
-        return rounded.flatten()[: len(moments)]
-
-    @staticmethod
-    def _smallest(blocks: Tensor, octaves: int) -> Tensor:
-        """Return the smallest number of each block: so many octaves below the exponent of the largest."""
-        largest = blocks.abs().amax(1, keepdim=True)
-        exponent = torch.frexp(largest).exponent - octaves
-        return torch.ldexp(torch.ones_like(largest), exponent).clamp(min=torch.finfo(torch.float32).tiny)
+    RunOptimizer._apply = rounded  # type: ignore[method-assign, assignment]
 
 
 def run_apart(variant: str, seed: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:

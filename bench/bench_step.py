@@ -7,7 +7,7 @@ bound of the same shape is measured in the same run, before the model is built.
 
 python bench/bench_step.py --row 1 [--steps 6]          writes bench/results/<machine>/row1.json
 python bench/bench_step.py --row 1 --set model.attention=sdpa    the same with another kernel
-python bench/bench_step.py --row 11 --nvme DIR          rows 11 to 16, 24 to 26 and 29 need a directory on the drive
+python bench/bench_step.py --row 11 --nvme DIR          rows 11 to 16, 24 to 26, 29 and 31 need a directory on the drive
 python bench/bench_step.py --row 11 --plan MACHINE.yaml forecasts the row, without a GPU; with --ranks N, on N GPUs
 
 Rows 27 to 30 train adapters, and need peft. Row 29 compares its step with what `megatier bench` measured of the drive

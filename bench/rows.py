@@ -223,8 +223,9 @@ ROWS = {
         tiers={**ADAPTERS_BEYOND.tiers, "state": ("ram",), "ram": 60 * GIB},
         nvme=0,
     ),
+    31: replace(ON_NVME, what="all state on NVMe, RAM 16 GiB, moments in fp8", train={"moments": "fp8"}),
 }
-"""The rows by number. 9 is the second half of row 8, 11 to 16, 25, 26 and 29 have state on NVMe, 19 to 24 have long
+"""The rows by number. 9 is the second half of row 8, 11 to 16, 25, 26, 29 and 31 have state on NVMe, 19 to 24 have long
 sequences, 24 has activations on NVMe, and 27 to 30 train adapters."""
 
 

@@ -68,7 +68,7 @@ class ThreadPool:
         segments: Sequence[tuple[int, int, float]],
         scalars: tuple[float, float, float, float, float, float, float, float],
         before: tuple[int, int, int, int] = ...,
-        rounding: tuple[int, int] | None = None,
+        rounding: tuple[int, int, int] | None = None,
     ) -> Batch:
         """AdamW over planes (weight, remainder, exp_avg, exp_avg_sq, grad), or into them from those before.
 
@@ -79,8 +79,8 @@ class ThreadPool:
         remainder 0, grad fp32. segments: (start, stop, decay) in elements; decay is 1 - lr * weight_decay as fp32.
         scalars, each rounded to fp32: beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size = lr / (1 - beta1^t),
         sqrt_bias2 = sqrt(1 - beta2^t), grad_scale. native/adamw.h holds the definition, bit for bit. Segments must not
-        overlap. rounding: None where moments are fp32. Where they are bf16, the key of 64 bits with which they are
-        rounded stochastically, and the number in its unit of the planes' first element.
+        overlap. rounding: None where moments are fp32. Where they are rounded stochastically, to bf16 or to 8 bits, the
+        bytes of one, the key of 64 bits, and the number in its unit of the planes' first element.
         """
     def close(self) -> None:
         """Finish what was submitted, then join the threads."""

@@ -97,7 +97,7 @@ def _moments(dtype: str, width: int) -> tuple[Plane, Plane]:
     """Both moments of AdamW.
 
     A step changes the second one by about 1 - beta2 of its value, such as 0.001. Rounded to nearest, bf16 with its 8
-    bits would lose that, so moments in bf16 are rounded stochastically (`numerics.optimizer`).
+    bits would lose that, so moments in bf16 and in 8 bits are rounded stochastically (`numerics.optimizer`).
     """
     first = Plane(kind=Kind.EXP_AVG, dtype=dtype, width=width, array="exp_avg")
     return first, Plane(kind=Kind.EXP_AVG_SQ, dtype=dtype, width=width, array="exp_avg_sq")
@@ -106,7 +106,7 @@ def _moments(dtype: str, width: int) -> tuple[Plane, Plane]:
 ADAMW = {
     (compute, moments): StateSchema(planes=(*master, *_moments(*of)))
     for compute, master in (("bf16", SPLIT), ("fp32", WHOLE))
-    for moments, of in (("fp32", ("float32", 4)), ("bf16", ("bfloat16", 2)))
+    for moments, of in (("fp32", ("float32", 4)), ("bf16", ("bfloat16", 2)), ("fp8", ("uint8", 1)))
 }
 """AdamW's state by compute dtype and by that of the moments, as `model.compute_dtype` and `train.moments` name them."""
 

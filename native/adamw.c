@@ -73,21 +73,93 @@ static inline uint16_t round_by(float moment, uint32_t random)
     return (uint16_t)((float_bits(moment) + random) >> 16);
 }
 
+/* Codes of 8 bits: what their bits of fp32 lack, the highest code of a number, and the one of NaN. */
+#define CUT_BITS 21
+#define FIRST_OFFSET 399u
+#define SECOND_OFFSET 291u
+#define FIRST_LAST 126u
+#define SECOND_LAST 254u
+#define FIRST_SMALLEST 0x1p-27f
+
+static inline float first_of(uint8_t byte)
+{
+    uint32_t code = byte & 0x7fu, bits = (code + FIRST_OFFSET) << CUT_BITS;
+    bits = code ? bits : 0;
+    bits = code > FIRST_LAST ? 0x7fc00000u : bits;
+    return float_of(bits | (uint32_t)(byte & 0x80u) << 24);
+}
+
+static inline float second_of(uint8_t code)
+{
+    uint32_t bits = (code + SECOND_OFFSET) << CUT_BITS;
+    bits = code ? bits : 0;
+    return float_of(code > SECOND_LAST ? 0x7fc00000u : bits);
+}
+
+static inline uint8_t first_by(float moment, uint32_t random)
+{
+    uint32_t bits = float_bits(moment), magnitude = bits & 0x7fffffffu;
+    uint32_t number = (magnitude + (random << 5)) >> CUT_BITS;
+    uint32_t code = float_of(magnitude) > (float)random * (FIRST_SMALLEST / 65536) ? 1 : 0;
+    code = magnitude < (FIRST_OFFSET + 1) << CUT_BITS ? code : number - FIRST_OFFSET;
+    code = code > FIRST_LAST ? FIRST_LAST : code;
+    code = magnitude >= 0x7f800000u ? FIRST_LAST + 1 : code;
+    return (uint8_t)(code | (bits >> 31) << 7);
+}
+
+static inline uint8_t second_by(float moment, uint32_t random)
+{
+    uint32_t magnitude = float_bits(moment) & 0x7fffffffu;
+    uint32_t number = (magnitude + (random << 5)) >> CUT_BITS;
+    uint32_t code = number > SECOND_OFFSET ? number - SECOND_OFFSET : 1;
+    code = code > SECOND_LAST ? SECOND_LAST : code;
+    code = magnitude ? code : 0;
+    return (uint8_t)(magnitude >= 0x7f800000u ? SECOND_LAST + 1 : code);
+}
+
 static inline float number_at(const void *plane, size_t i, bool is_bf16)
 {
     return is_bf16 ? float_of_bf16(((const uint16_t *)plane)[i]) : ((const float *)plane)[i];
 }
 
-/* One loop for all types of planes: where it is inlined, all flags are constants. */
+/* The moments of an element, from planes of so many bytes each. v NULL: there is one alone, in fp32 (Lion). */
+static inline void load_moments(const struct adamw_planes *planes, size_t i, size_t bytes, float *m, float *v)
+{
+    if (bytes == 1) {
+        *m = first_of(((const uint8_t *)planes->exp_avg)[i]);
+        *v = second_of(((const uint8_t *)planes->exp_avg_sq)[i]);
+    } else {
+        *m = number_at(planes->exp_avg, i, bytes == 2);
+        if (v)
+            *v = number_at(planes->exp_avg_sq, i, bytes == 2);
+    }
+}
+
+static inline void store_moments(const struct adamw_planes *planes, size_t i, size_t bytes, float m, const float *v,
+                                 uint32_t random)
+{
+    if (bytes == 1) {
+        ((uint8_t *)planes->exp_avg)[i] = first_by(m, random & 0xffffu);
+        ((uint8_t *)planes->exp_avg_sq)[i] = second_by(*v, random >> 16);
+    } else if (bytes == 2) {
+        ((uint16_t *)planes->exp_avg)[i] = round_by(m, random & 0xffffu);
+        ((uint16_t *)planes->exp_avg_sq)[i] = round_by(*v, random >> 16);
+    } else {
+        ((float *)planes->exp_avg)[i] = m;
+        if (v)
+            ((float *)planes->exp_avg_sq)[i] = *v;
+    }
+}
+
+/* One loop for all types of planes: where it is inlined, the last three arguments are constants. */
 ISA_BODY update_planes(const struct adamw_work *work, size_t n, float decay, struct adamw_scalars scalars, bool split,
-                       bool narrow, bool lion)
+                       size_t moment_bytes, bool lion)
 {
     /* Copied, so that no store into a plane could change them for all that the compiler knows. */
     const struct adamw_planes old = work->before, new = work->after;
     const struct adamw_rounding rounding = work->rounding;
     const void *grad = work->grad;
     size_t weight_bytes = split ? sizeof(uint16_t) : sizeof(float);
-    size_t moment_bytes = narrow ? sizeof(uint16_t) : sizeof(float);
     for (size_t start = 0; start < n; start += BLOCK_ELEMENTS) {
         size_t stop = n - start < BLOCK_ELEMENTS ? n : start + BLOCK_ELEMENTS;
         fetch_ahead(old.weight, new.weight, start, weight_bytes);
@@ -99,20 +171,14 @@ ISA_BODY update_planes(const struct adamw_work *work, size_t n, float decay, str
         fetch_ahead(grad, grad, start, weight_bytes);
         ISA_INDEPENDENT
         for (size_t i = start; i < stop; i++) {
-            float m = number_at(old.exp_avg, i, narrow), v = lion ? 0.0f : number_at(old.exp_avg_sq, i, narrow);
+            float m, v = 0.0f;
+            load_moments(&old, i, moment_bytes, &m, lion ? NULL : &v);
             float x = split ? join_one(((const uint16_t *)old.weight)[i], old.remainder[i])
                             : ((const float *)old.weight)[i];
             float g = number_at(grad, i, split);
             x = lion ? lion_one(x, &m, g, decay, &scalars) : update_one(x, &m, &v, g, decay, &scalars);
-            if (narrow) {
-                uint32_t random = random_bits(rounding.first + (uint32_t)i, &rounding);
-                ((uint16_t *)new.exp_avg)[i] = round_by(m, random & 0xffffu);
-                ((uint16_t *)new.exp_avg_sq)[i] = round_by(v, random >> 16);
-            } else {
-                ((float *)new.exp_avg)[i] = m;
-                if (!lion)
-                    ((float *)new.exp_avg_sq)[i] = v;
-            }
+            uint32_t random = moment_bytes < 4 ? random_bits(rounding.first + (uint32_t)i, &rounding) : 0;
+            store_moments(&new, i, moment_bytes, m, lion ? NULL : &v, random);
             if (split)
                 split_one(x, (uint16_t *)new.weight + i, new.remainder + i);
             else
@@ -121,31 +187,34 @@ ISA_BODY update_planes(const struct adamw_work *work, size_t n, float decay, str
     }
 }
 
-#define UPDATE(name, split, narrow, lion)                                                                          \
+#define UPDATE(name, split, moment_bytes, lion)                                                                    \
     ISA_BODY name##_body(const struct adamw_work *work, size_t n, float decay, struct adamw_scalars scalars)       \
     {                                                                                                              \
-        update_planes(work, n, decay, scalars, split, narrow, lion);                                               \
+        update_planes(work, n, decay, scalars, split, moment_bytes, lion);                                         \
     }                                                                                                              \
     ISA_DISPATCH(name, (const struct adamw_work *work, size_t n, float decay, struct adamw_scalars scalars), \
                         (work, n, decay, scalars))
 
-UPDATE(update_split, true, false, false)
-UPDATE(update_split_narrow, true, true, false)
-UPDATE(update_split_lion, true, false, true)
-UPDATE(update_whole, false, false, false)
-UPDATE(update_whole_narrow, false, true, false)
-UPDATE(update_whole_lion, false, false, true)
+UPDATE(update_split, true, 4, false)
+UPDATE(update_split_bf16, true, 2, false)
+UPDATE(update_split_8_bits, true, 1, false)
+UPDATE(update_split_lion, true, 4, true)
+UPDATE(update_whole, false, 4, false)
+UPDATE(update_whole_bf16, false, 2, false)
+UPDATE(update_whole_8_bits, false, 1, false)
+UPDATE(update_whole_lion, false, 4, true)
 
 static bool adamw_run(const void *record, struct failure *failure)
 {
     const struct adamw_request *request = record;
     (void)failure; /* arithmetic cannot fail */
-    bool split = request->work.after.remainder, narrow = request->work.rounding.to_bf16;
-    void (*update)(const struct adamw_work *, size_t, float, struct adamw_scalars) =
-        split ? (narrow ? update_split_narrow : update_split) : (narrow ? update_whole_narrow : update_whole);
-    if (!request->work.after.exp_avg_sq)
-        update = split ? update_split_lion : update_whole_lion;
-    update(&request->work, request->num_elements, request->decay, request->scalars);
+    static void (*const updates[2][4])(const struct adamw_work *, size_t, float, struct adamw_scalars) = {
+        {update_whole_8_bits, update_whole_bf16, update_whole, update_whole_lion},
+        {update_split_8_bits, update_split_bf16, update_split, update_split_lion},
+    };
+    bool split = request->work.after.remainder;
+    size_t which = request->work.after.exp_avg_sq ? request->work.rounding.moment_bytes / 2 : 3;
+    updates[split][which](&request->work, request->num_elements, request->decay, request->scalars);
     return true;
 }
 
@@ -162,7 +231,7 @@ static struct adamw_planes planes_at(const struct adamw_planes *planes, size_t s
 static struct adamw_work work_at(const struct adamw_work *work, size_t start)
 {
     size_t weight_bytes = work->after.remainder ? sizeof(uint16_t) : sizeof(float);
-    size_t moment_bytes = work->rounding.to_bf16 ? sizeof(uint16_t) : sizeof(float);
+    size_t moment_bytes = work->rounding.moment_bytes;
     struct adamw_rounding rounding = work->rounding;
     rounding.first += (uint32_t)start;
     return (struct adamw_work){

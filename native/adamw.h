@@ -23,6 +23,16 @@
  *   h ^= h >> 15;  h += high half of the key;    h *= 0x846ca68b;  h ^= h >> 16
  *
  * m takes the lower 16 bits of h, and v the upper ones.
+ *
+ * Moments in 8 bits are numbers of fp32 as well, with 2 bits of mantissa, that lie in a range of their own. Their bits of
+ * fp32 above the lowest 21 that they lack, less an offset, are the code, and 0 is the code of zero:
+ *
+ *   m  a sign and 7 bits, from 2^-27 to 20, offset 399      v  8 bits, from 2^-54 to 640, offset 291
+ *
+ * The 16 random bits, times 32, are added before the lowest 21 bits are cut off. What lies below the range of m becomes
+ * the smallest number in as many of 65,536 cases as is right on average, else zero. v becomes zero only if it is: a step
+ * is m over its root, which must not run away. What lies above the range becomes the largest number, and what is not
+ * finite the last code, a NaN.
  */
 #ifndef MEGATIER_ADAMW_H
 #define MEGATIER_ADAMW_H
@@ -33,9 +43,9 @@ struct adamw_scalars {
     float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, sqrt_bias2, grad_scale;
 };
 
-/* How moments are stored: in fp32 as they are, or rounded to bf16. */
+/* How moments are stored: in fp32 as they are, or rounded to bf16 or to 8 bits. */
 struct adamw_rounding {
-    bool to_bf16;
+    size_t moment_bytes; /* 4, 2 or 1 */
     uint32_t key_low, key_high;
     uint32_t first; /* number of the planes' first element in its unit, modulo 2^32 */
 };

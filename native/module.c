@@ -310,33 +310,36 @@ static PyObject *pool_object_submit_io(PyObject *self, PyObject *args, PyObject 
 }
 
 /* What four addresses name, or false with an exception. */
-static bool check_planes(const size_t addresses[4], bool is_split, bool to_bf16, struct adamw_planes *planes)
+static bool check_planes(const size_t addresses[4], bool is_split, size_t moment_bytes,
+                         struct adamw_planes *planes)
 {
     if (is_split ? !addresses[1] : addresses[1] != 0)
         return value_error("remainder must be the address of a plane when split, else 0");
-    if (!addresses[3] && to_bf16)
+    if (!addresses[3] && moment_bytes < sizeof(float))
         return value_error("without exp_avg_sq, exp_avg must be fp32");
     *planes = (struct adamw_planes){(void *)addresses[0], (int16_t *)addresses[1], (void *)addresses[2],
                                     (void *)addresses[3]};
     return aligned(addresses[0], is_split ? sizeof(uint16_t) : sizeof(float)) &&
            aligned(addresses[1], sizeof(int16_t)) &&
-           aligned(addresses[2] | addresses[3], to_bf16 ? sizeof(uint16_t) : sizeof(float));
+           aligned(addresses[2] | addresses[3], moment_bytes);
 }
 
-/* None: moments are fp32. Else a pair: the key, and the number of the first element. */
-static bool parse_rounding(PyObject *pair, struct adamw_rounding *rounding)
+/* None: moments are fp32. Else three numbers: the bytes of a moment, the key, and the number of the first element. */
+static bool parse_rounding(PyObject *tuple, struct adamw_rounding *rounding)
 {
-    *rounding = (struct adamw_rounding){.to_bf16 = pair != Py_None};
-    if (!rounding->to_bf16)
+    *rounding = (struct adamw_rounding){.moment_bytes = sizeof(float)};
+    if (tuple == Py_None)
         return true;
     unsigned long long key;
     size_t first;
-    if (!PyTuple_Check(pair)) {
+    if (!PyTuple_Check(tuple)) {
         PyErr_SetString(PyExc_TypeError, "rounding must be a tuple or None");
         return false;
     }
-    if (!PyArg_ParseTuple(pair, "KO&:rounding", &key, to_size, &first))
+    if (!PyArg_ParseTuple(tuple, "O&KO&:rounding", to_size, &rounding->moment_bytes, &key, to_size, &first))
         return false;
+    if (rounding->moment_bytes != 1 && rounding->moment_bytes != 2)
+        return value_error("moments that are rounded have 1 or 2 bytes");
     rounding->key_low = (uint32_t)key;
     rounding->key_high = (uint32_t)(key >> 32);
     rounding->first = (uint32_t)first;
@@ -360,9 +363,9 @@ static PyObject *pool_object_submit_adamw(PyObject *self, PyObject *args, PyObje
         return NULL;
     if (!parse_rounding(rounding, &work.rounding))
         return NULL;
-    bool to_bf16 = work.rounding.to_bf16;
-    if (!check_planes(after, is_split, to_bf16, &work.after) ||
-        !check_planes(before[0] == SIZE_MAX ? after : before, is_split, to_bf16, &work.before) ||
+    size_t moment_bytes = work.rounding.moment_bytes;
+    if (!check_planes(after, is_split, moment_bytes, &work.after) ||
+        !check_planes(before[0] == SIZE_MAX ? after : before, is_split, moment_bytes, &work.before) ||
         !aligned(grad, is_split ? sizeof(uint16_t) : sizeof(float)))
         return NULL;
     if (!work.before.exp_avg_sq != !work.after.exp_avg_sq) {

@@ -59,7 +59,7 @@ class RankRun:
     adapters: int = 0
     """The rank of the adapters that are trained; 0: the model is."""
     learning_rate: float = 1e-2
-    moments: Literal["fp32", "bf16"] = "fp32"
+    moments: Literal["fp32", "bf16", "fp8"] = "fp32"
     optimizer: Literal["adamw", "muon", "lion"] = "adamw"
     device: Literal["cpu", "cuda"] = "cpu"
     way: Way | None = None

@@ -85,6 +85,7 @@ def test_run_saved_from_some_tiers_goes_on_in_others_to_the_same_bits(before: st
         Run(model="moe", groups=2),
         Run(model="untied", moments="bf16"),
         Run(model="tied", dtype="fp32", moments="bf16", clip=None),
+        Run(model="untied", moments="fp8"),
         Run(model="moe", optimizer="muon"),
         Run(model="untied", optimizer="lion"),
         Run(model="untied", optimizer="muon", dtype="fp32", clip=None),

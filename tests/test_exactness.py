@@ -100,13 +100,15 @@ NARROW = {
     Run(model="untied", moments="bf16", dtype="fp32", clip=None, groups=3, slices=2): pairs(1),
     Run(model="tied", moments="bf16", clip=None): pairs(2),
     Run(model="moe", moments="bf16", groups=3): [("gpu", "keep"), ("nvme", "recompute"), ("gpu_ram", "offload")],
-    Run(model="routers", moments="bf16"): [("ram_streamed", "keep"), ("nvme", "offload"), ("gpu_ram", "recompute")],
+    Run(model="untied", moments="fp8"): [("gpu", "keep"), ("nvme_grads", "recompute"), ("nvme_twice", "offload")],
+    Run(model="tied", moments="fp8", dtype="fp32", clip=None, groups=3): [("gpu", "offload"), ("nvme", "keep")],
+    Run(model="routers", moments="fp8"): [("ram_streamed", "keep"), ("nvme", "offload"), ("gpu_ram", "recompute")],
 }
-"""Runs with moments in bf16, and settings that must not change their numbers."""
+"""Runs whose moments are rounded, and settings that must not change their numbers."""
 
 
-@pytest.mark.parametrize("run", NARROW, ids=lambda run: f"{run.model}-{run.dtype}")
-def test_exactness_moments_in_bf16_have_the_same_bits_on_any_tier_under_any_policy(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", NARROW, ids=lambda run: f"{run.model}-{run.dtype}-{run.moments}")
+def test_exactness_rounded_moments_have_the_same_bits_on_any_tier_under_any_policy(run: Run, tmp_path: Path) -> None:
     expected = replace(run, place="ram")(tmp_path)
     for place, activations in NARROW[run]:
         assert replace(run, place=place, activations=activations)(tmp_path) == expected, place
@@ -233,7 +235,7 @@ def test_exactness_on_cuda_any_tier_and_activation_policy_gives_the_same_bits(mo
 
 
 @pytest.mark.gpu
-def test_exactness_on_cuda_moments_in_bf16_have_the_same_bits_on_any_tier(tmp_path: Path) -> None:
+def test_exactness_on_cuda_rounded_moments_have_the_same_bits_on_any_tier(tmp_path: Path) -> None:
     """Updates in RAM and on NVMe run on the CPU, others on the GPU."""
     runs = [replace(run, device="cuda", compile=False) for run in NARROW]
     places = ("ram", "gpu", "nvme", "ram_streamed")

@@ -96,12 +96,13 @@ def arbitrary_planes(num_elements: int, split: bool) -> Planes:
     return weight, random_bits(num_elements, 16, 5) if split else None, m, v, g
 
 
-def narrow(planes: Planes) -> Planes:
-    """The same with moments in bf16."""
+def narrow(planes: Planes, width: int) -> Planes:
+    """The same with the upper bits of moments: of bf16, or any codes of 8 bits."""
     weight, remainder, exp_avg, exp_avg_sq, grad = planes
     assert exp_avg_sq is not None
-    moments = (moment.view(torch.int32) >> 16 for moment in (exp_avg, exp_avg_sq))
-    first, second = (bits.to(torch.int16).view(torch.uint8) for bits in moments)
+    number = {2: torch.int16, 1: torch.uint8}[width]
+    moments = (moment.view(torch.int32) >> {2: 16, 1: 20}[width] for moment in (exp_avg, exp_avg_sq))
+    first, second = (bits.to(number).view(torch.uint8) for bits in moments)
     return weight, remainder, first, second, grad
 
 
@@ -131,7 +132,7 @@ def update_on_cpu(
     planes: Planes,
     segments: Segments,
     scalars: Scalars,
-    rounding: tuple[int, int] | None = None,
+    rounding: tuple[int, int, int] | None = None,
 ) -> None:
     weight, remainder, exp_avg, exp_avg_sq, grad = planes
     addresses = (
@@ -189,24 +190,26 @@ def test_update_over_20_steps_of_several_segments_equals_the_c_kernel(
 
 
 @split_or_whole
+@pytest.mark.parametrize("width", [2, 1], ids=["bf16", "8 bits"])
 @pytest.mark.parametrize("make", [ordinary_planes, awkward_planes, arbitrary_planes])
 @pytest.mark.parametrize(
     ("key", "first"), [(0x0123_4567_89AB_CDEF, 0), (0xFEDC_BA98_7654_3210, (1 << 32) - 2_000), (1, 1 << 40)]
 )
-def test_update_with_bf16_moments_equals_the_c_kernel(
+def test_update_with_rounded_moments_equals_the_c_kernel(
     kernels: ModuleType,
     pool: _native.ThreadPool,
     split: bool,
+    width: int,
     make: Callable[[int, bool], Planes],
     key: int,
     first: int,
 ) -> None:
-    expected = narrow(make(LARGE, split))
+    expected = narrow(make(LARGE, split), width)
     found = arena_of(expected)
     segments = [(0, 896, DECAY), (896, 2_565, 1.0), (2_688, LARGE - 1, DECAY)]
     for step, grad_scale in ((1, 1.0), (2, 0.37)):
-        kernels.adamw(found, segments, scalars_of(step, grad_scale), (key, first))
-        update_on_cpu(pool, expected, segments, scalars_of(step, grad_scale), (key, first))
+        kernels.adamw(found, segments, scalars_of(step, grad_scale), (width, key, first))
+        update_on_cpu(pool, expected, segments, scalars_of(step, grad_scale), (width, key, first))
         assert_same_planes(found, expected)
 
 

@@ -115,6 +115,7 @@ RUNS = {
     "tiles of tokens": RankRun(model="tied", tile_tokens=10),
     "routers in fp32": RankRun(model="routers"),
     "moments in bf16": RankRun(moments="bf16"),
+    "moments in 8 bits": RankRun(moments="fp8"),
     "muon": RankRun(optimizer="muon"),
     "lion": RankRun(optimizer="lion"),
     "muon on experts": RankRun(model="moe", optimizer="muon", expert_parts=3),

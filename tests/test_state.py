@@ -17,9 +17,9 @@ ALL = {
 SCHEMAS = pytest.mark.parametrize("schema", ALL.values(), ids=ALL)
 
 
-@pytest.mark.parametrize(("moments", "num_bytes"), [("fp32", 12), ("bf16", 8)])
+@pytest.mark.parametrize(("moments", "num_bytes"), [("fp32", 12), ("bf16", 8), ("fp8", 6)])
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_state_of_adamw_is_twelve_bytes_a_parameter_or_eight(compute: str, moments: str, num_bytes: int) -> None:
+def test_state_of_adamw_has_as_many_bytes_as_its_moments_ask_for(compute: str, moments: str, num_bytes: int) -> None:
     schema = ADAMW[compute, moments]
     assert schema.bytes_per_parameter == sum(schema.width(kind) for kind in schema.kinds) == num_bytes
 

@@ -38,9 +38,9 @@ def report_of(directory: Path, *, is_quick: bool = False, optimizer: str = "adam
 def test_verify_here_finds_every_placement_equal_and_leaves_nothing(tmp_path: Path) -> None:
     agrees, report = report_of(tmp_path)
     assert agrees
-    assert report.count("equal") == 42
-    assert "42 runs of 1 steps, about " in report
-    assert report.count(" bf16 ") == 6
+    assert report.count("equal") == 48
+    assert "48 runs of 1 steps, about " in report
+    assert report.count(" bf16 ") == report.count(" fp8 ") == 6
     assert "bit-identical" in report
     assert list(tmp_path.iterdir()) == []
 
@@ -107,7 +107,7 @@ def test_verify_on_two_ranks_finds_every_placement_equal_to_one_process(tmp_path
     (agrees, report), (other_agrees, nothing) = POOL.run(verify_on_ranks, 2, tmp_path)
     assert agrees
     assert other_agrees
-    assert report.count("equal") == len(verify.RANK_PLACEMENTS) * 3
-    assert "15 runs of 1 steps on 2 ranks: bit-identical to one process" in report
+    assert report.count("equal") == len(verify.RANK_PLACEMENTS) * 4
+    assert "20 runs of 1 steps on 2 ranks: bit-identical to one process" in report
     assert nothing == ""
     assert list(tmp_path.iterdir()) == []

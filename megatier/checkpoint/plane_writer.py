@@ -23,7 +23,7 @@ from megatier.checkpoint.grid import Grid
 from megatier.errors import StepAbandonedError
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
-from megatier.numerics.masters import join_master, plane_dtype
+from megatier.numerics.masters import join_master, plane_dtype, widen
 from megatier.play.generations import Generation
 from megatier.ranks.channel import Alone, Channel
 from megatier.session.session import Session
@@ -146,7 +146,7 @@ class PlaneWriter:
                     if lower >= upper:
                         continue
                     for done, target in rooms(tensor.offset + lower - tensor.start, upper - lower):
-                        _copy_fp32(planes, lower - start + done, target)
+                        _copy_fp32(planes, self._name, lower - start + done, target)
 
     def _targets(self, unit: Unit) -> Iterator[tuple[TensorSlice, tuple[int, int], Rooms]]:
         """Yield elements [first, last) of the parameters of a unit, each in its tensor, with what gives room for them.
@@ -265,11 +265,12 @@ def _room_in(values: Tensor, start: int, first: int, num_elements: int) -> Itera
     yield 0, values[first - start : first - start + num_elements]
 
 
-def _copy_fp32(planes: Sequence[Tensor], first: int, target: Tensor) -> None:
+def _copy_fp32(planes: Sequence[Tensor], name: str, first: int, target: Tensor) -> None:
     """Copy elements of a plane, or of a master in two planes, to fp32.
 
     Args:
-        planes: a plane in fp32 or bf16; or the weights in bf16 and their remainders.
+        planes: a plane; or the weights in bf16 and their remainders.
+        name: of the group, which is that of the kind if it is no master.
         first: number of the first element to copy.
         target: fp32 [n], which takes them.
     """
@@ -279,4 +280,5 @@ def _copy_fp32(planes: Sequence[Tensor], first: int, target: Tensor) -> None:
     elif source.dtype is torch.float32:
         _native.copy(target.data_ptr(), source.data_ptr(), 4 * target.numel())
     else:
-        target.copy_(source)  # moments in bf16, and frozen weights, which have no remainder
+        # Moments in fewer bits, and frozen weights, which have no remainder.
+        widen(Kind.WEIGHT if name == MASTERS else Kind(name), source, target)

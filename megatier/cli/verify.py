@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="make 6 runs instead of 42: every placement, but one activation policy, with clipping and fp32 moments",
+        help="make 6 runs instead of 48: every placement, but one activation policy, with clipping and fp32 moments",
     )
     parser.add_argument(
         "--optimizer",

@@ -110,8 +110,8 @@ class TiersConfig:
     state: tuple[str, ...] = ("gpu", "ram", "nvme")
     """Tiers that may hold state, in order of preference, out of gpu, ram and nvme."""
     chunk: ByteCount | None = None
-    """Bytes of state in one update chunk, at 12 bytes an element (8 with train.moments bf16), at least 24KiB. None:
-    chosen from the RAM budget."""
+    """Bytes of state in one update chunk, at 12 bytes an element (8 with train.moments bf16, 6 with fp8), at least
+    24KiB. None: chosen from the RAM budget."""
     io_threads: int | None = None
     """Native threads that read NVMe, and as many that write, 1 to 256. None: as many as `megatier bench` found for
     these mounts, or 4 if it did not measure them."""
@@ -217,8 +217,8 @@ class TrainConfig:
     """Decay of the second moment, 0 to below 1."""
     momentum: float = 0.95
     """Decay of Muon's momentum, 0 to below 1."""
-    moments: Literal["fp32", "bf16"] = "fp32"
-    """Type in which both moments of AdamW are stored. bf16: 8 bytes of state a parameter instead of 12, so a third less
+    moments: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """Type in which both moments of AdamW are stored. bf16: 8 bytes of state a parameter instead of 12, fp8: 6. So less
     moves, and moments lose precision. They are rounded stochastically, by random numbers that depend on train.seed."""
     eps: float = 1e-8
     """Number that is added to the root of the second moment, above 0."""

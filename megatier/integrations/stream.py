@@ -73,7 +73,7 @@ def stream(
     momentum: float = 0.95,
     clip: float | None = 1.0,
     compute_dtype: Literal["bf16", "fp32"] | torch.dtype = "bf16",
-    moments: Literal["fp32", "bf16"] = "fp32",
+    moments: Literal["fp32", "bf16", "fp8"] = "fp32",
     seed: int = 0,
     activations: Literal["keep", "recompute"] = "keep",
     fused_loss: bool = True,
@@ -108,8 +108,8 @@ def stream(
         clip: global gradient norm to clip to; None: off. `Streamed.clip` changes it.
         compute_dtype: type of weights and activations, by its name or torch's; masters are fp32.
         moments: type in which both moments of AdamW are stored. bf16 takes 8 bytes of state a parameter instead of 12,
-            and rounds stochastically.
-        seed: of the random numbers by which moments in bf16 are rounded, and with which the adapters of peft_config
+            fp8 takes 6. Both round stochastically.
+        seed: of the random numbers by which moments are rounded, and with which the adapters of peft_config
             begin, at least 0; of nothing else.
         activations: whether activations are kept between forward and backward, or computed again.
         fused_loss: whether head and loss are one chunked node. The model then takes labels and gives a loss, but no
@@ -138,7 +138,7 @@ def stream(
     dtype: Any = names.get(compute_dtype) if isinstance(compute_dtype, torch.dtype) else compute_dtype
     require(dtype in COMPUTE_DTYPES, "compute_dtype", compute_dtype, "bf16 or fp32")
     require(optimizer in ("adamw", "muon", "lion"), "optimizer", optimizer, "adamw, muon or lion")
-    require(moments in ("fp32", "bf16"), "moments", moments, "fp32 or bf16")
+    require(moments in ("fp32", "bf16", "fp8"), "moments", moments, "fp32, bf16 or fp8")
     require(seed >= 0, "seed", seed, "at least 0")
     computing = ModelConfig(path="", compute_dtype=dtype, compile=compile, attention=attention)
     computing = replace(computing, fused_loss=fused_loss, expert_parts=expert_parts, tile_tokens=tile_tokens)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatier import _native
-from megatier.numerics.masters import plane_dtype
 from megatier.numerics.seeds import rounding_key
 from megatier.state import StateSchema
 from megatier.tier import Kind
@@ -25,9 +24,9 @@ wait for a whole unit."""
 
 Planes = Mapping[Kind, Tensor]
 """The plane of each kind of state."""
-Rounding = tuple[int, int]
-"""How moments in bf16 are rounded: the key (`seeds.rounding_key`), and the number of the planes' first element in the
-whole unit."""
+Rounding = tuple[int, int, int]
+"""How moments are rounded: the bytes of one, the key (`seeds.rounding_key`), and the number in the whole unit of the
+planes' first element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Scalars:
     decay: float
     """The factor on the weights of parameters that decay: 1 - learning rate * weight decay."""
     step: int
-    """The number of the step, which decides how moments in bf16 are rounded."""
+    """The number of the step, which decides how moments are rounded."""
     learning_rate: float
     """Of Muon, which takes it as it is; AdamW's is in the step size."""
     momentum: float
@@ -81,9 +80,9 @@ def rounding_of(schema: StateSchema, seed: int, step: int, unit: str, first: int
         unit: its name, or whatever tells apart what is updated in one step.
         first: the number in the whole unit of the planes' first element.
     """
-    if Kind.EXP_AVG not in schema.kinds or plane_dtype(schema, Kind.EXP_AVG) is torch.float32:
+    if Kind.EXP_AVG not in schema.kinds or (width := schema.width(Kind.EXP_AVG)) == torch.float32.itemsize:
         return None
-    return rounding_key(seed, step, unit), first
+    return width, rounding_key(seed, step, unit), first
 
 
 def begin_adamw(
@@ -104,7 +103,7 @@ def begin_adamw(
         segments: (start, stop, decay) in elements.
         scalars: `Scalars.of_kernels`.
         before: the planes to read of kinds that are not updated in place; on the CPU only.
-        rounding: how moments are rounded if they are bf16; None: they are fp32.
+        rounding: how moments are rounded; None: they are fp32.
 
     Returns:
         The batch to wait for; None if the update was enqueued on the GPU's current stream.

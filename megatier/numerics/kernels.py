@@ -37,7 +37,7 @@ ROWS_AHEAD = tl.constexpr(16)
 
 Planes = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]
 Scalars = tuple[float, float, float, float, float, float, float, float]
-Rounding = tuple[int, int]
+Rounding = tuple[int, int, int]
 HALF = 0xFFFF_FFFF
 """The lower half of a key, and what remains of the number of an element: 32 bits."""
 
@@ -57,12 +57,13 @@ def adamw(
             exp_avg its momentum.
         segments: (start, stop, decay) in elements, not overlapping. Starts at multiples of 128 elements are fast.
         scalars: see `_native.ThreadPool.submit_adamw`; these and decay are rounded to fp32.
-        rounding: None where moments are fp32; where they are bf16, the key and the number of the first element.
+        rounding: None where moments are fp32; else the bytes of a moment, 2 (bf16) or 1, the key and the number of the
+            first element.
     """
     weight, remainder, exp_avg, exp_avg_sq, grad = planes
     number = torch.float32 if remainder is None else torch.uint16
-    moment = torch.float32 if rounding is None else torch.uint16
-    key, first = rounding or (0, 0)
+    width, key, first = rounding or (4, 0, 0)
+    moment = {4: torch.float32, 2: torch.uint16, 1: torch.uint8}[width]
     views = (
         weight.view(number),
         None if remainder is None else remainder.view(torch.int16),
@@ -159,16 +160,19 @@ def _update_elements(
         x = x * decay - step_size * ((mean > 0).to(tl.float32) - (mean < 0).to(tl.float32))
         tl.store(exp_avg + elements, _settle(beta2 * m + one_minus_beta2 * g), inside)
     else:
+        if exp_avg.dtype.element_ty == tl.uint8:
+            m, v = _first_of(m), _second_of(v)
         m = _settle(beta1 * _float_of(m) + one_minus_beta1 * g)
         v = _settle(beta2 * _float_of(v) + one_minus_beta2 * (g * g))
         x = x * decay - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), sqrt_bias2) + eps)
-        if exp_avg.dtype.element_ty == tl.float32:
-            tl.store(exp_avg + elements, m, inside)
-            tl.store(exp_avg_sq + elements, v, inside)
-        else:
+        if exp_avg.dtype.element_ty != tl.float32:
             random = _random_bits(elements, rounding)
-            tl.store(exp_avg + elements, _round_by(m, random & 0xFFFF), inside)
-            tl.store(exp_avg_sq + elements, _round_by(v, random >> 16), inside)
+            if exp_avg.dtype.element_ty == tl.uint8:
+                m, v = _first_by(m, random & 0xFFFF), _second_by(v, random >> 16)
+            else:
+                m, v = _round_by(m, random & 0xFFFF), _round_by(v, random >> 16)
+        tl.store(exp_avg + elements, m, inside)
+        tl.store(exp_avg_sq + elements, v, inside)
 
     bits = _one_nan(x.to(tl.uint32, bitcast=True))
     if remainder is None:
@@ -207,6 +211,50 @@ def _random_bits(elements: tl.tensor, rounding: tl.tuple) -> tl.tensor:
 def _round_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
     """Round moments to the bits of bf16, stochastically, by 16 random bits each."""
     return ((moment.to(tl.uint32, bitcast=True) + random) >> 16).to(tl.uint16)
+
+
+# Moments in 8 bits, with the constants of native/adamw.c.
+
+
+@_jit
+def _first_of(byte: tl.tensor) -> tl.tensor:
+    """Return the first moments that codes of 8 bits stand for."""
+    byte = byte.to(tl.uint32)
+    code = byte & 0x7F
+    bits = tl.where(code == 0, 0, (code + 399) << 21)
+    bits = tl.where(code > 126, 0x7FC00000, bits)
+    return (bits | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@_jit
+def _second_of(byte: tl.tensor) -> tl.tensor:
+    """Return the second moments that codes of 8 bits stand for."""
+    code = byte.to(tl.uint32)
+    bits = tl.where(code == 0, 0, (code + 291) << 21)
+    return tl.where(code > 254, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@_jit
+def _first_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
+    """Round first moments to codes, by 16 random bits each. Below the range, 0 or the smallest, by chance."""
+    bits = moment.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    number = (magnitude + (random << 5)) >> 21
+    # 2^-27 / 65536. A product with a power of two is exact.
+    is_kept = magnitude.to(tl.float32, bitcast=True) > random.to(tl.float32) * 1.1368683772161603e-13
+    code = tl.where(magnitude < 0x32000000, is_kept.to(tl.uint32), number - 399)
+    code = tl.where(magnitude < 0x7F800000, tl.minimum(code, 126), 127)
+    return (code | ((bits >> 31) << 7)).to(tl.uint8)
+
+
+@_jit
+def _second_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
+    """Round second moments to codes, by 16 random bits each. What is above 0 stays so."""
+    magnitude = moment.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+    number = (magnitude + (random << 5)) >> 21
+    code = tl.where(number > 291, tl.minimum(number - 291, 254), 1)
+    code = tl.where(magnitude == 0, 0, code)
+    return tl.where(magnitude < 0x7F800000, code, 255).to(tl.uint8)
 
 
 @_jit

@@ -1,4 +1,4 @@
-"""Masters in two planes, the bf16 weight and the 16 bits that it lacks, and the dtype of each plane."""
+"""Planes and the fp32 numbers that they stand for: masters in two planes, moments in one, and the dtype of each."""
 
 from __future__ import annotations
 
@@ -71,4 +71,58 @@ def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
     _native.join(weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), weight.numel())
 
 
-__all__ = ["join_master", "plane_dtype", "split_by_torch", "split_master", "weight_dtype", "write_rounded"]
+SMALLEST = {Kind.EXP_AVG: 399, Kind.EXP_AVG_SQ: 291}
+"""What codes of moments in 8 bits lack of the upper 11 bits of their fp32 numbers (native/adamw.h)."""
+CUT_BITS = 21
+
+
+def widen(kind: Kind, plane: Tensor, target: Tensor) -> None:
+    """Write the numbers of a plane that is no master as fp32, exactly.
+
+    Args:
+        kind: of the plane.
+        plane: [n] in fp32, bf16, or codes of 8 bits in uint8.
+        target: fp32 [n].
+    """
+    if plane.dtype is not torch.uint8:
+        target.copy_(plane)
+        return
+
+    has_sign = kind is Kind.EXP_AVG
+    bits = plane.int()
+    code = bits & 0x7F if has_sign else bits
+    number = torch.where(code == 0, 0, (code + SMALLEST[kind]) << CUT_BITS).view(torch.float32)
+    number[code == (127 if has_sign else 255)] = torch.nan
+    target.copy_(torch.where(bits != code, -number, number))
+
+
+def narrow(kind: Kind, values: Tensor, plane: Tensor) -> None:
+    """Write fp32 numbers to a plane that is no master, rounded to nearest if they need more bits; see `widen`.
+
+    As in an update, second moments above zero stay so, and what is above the range becomes the largest number.
+    """
+    if plane.dtype is not torch.uint8:
+        write_rounded(values, plane)
+        return
+
+    has_sign = kind is Kind.EXP_AVG
+    last = 126 if has_sign else 254
+    magnitude = values.view(torch.int32) & 0x7FFFFFFF
+    code = ((magnitude + (1 << CUT_BITS - 1)) >> CUT_BITS) - SMALLEST[kind]
+    least = 0 if has_sign else 1
+    code = torch.where(magnitude == 0, 0, code.clamp(least, last))
+    code = torch.where(values.isfinite(), code, last + 1)
+    sign = (values.view(torch.int32) < 0).int() << 7 if has_sign else 0
+    plane.copy_(code | sign)
+
+
+__all__ = [
+    "join_master",
+    "narrow",
+    "plane_dtype",
+    "split_by_torch",
+    "split_master",
+    "weight_dtype",
+    "widen",
+    "write_rounded",
+]

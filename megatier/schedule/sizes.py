@@ -113,11 +113,13 @@ class Policy:
     """Whether weights on NVMe that no update feeds go to the GPU past RAM."""
     align_elements: int = 32 << 10
     """Elements of which update chunks are multiples: one granule of the narrowest plane."""
+    narrowest: int = 2
+    """Bytes of an element of that plane."""
 
     @property
     def granule_bytes(self) -> int:
         """Bytes under one checksum on NVMe."""
-        return 2 * self.align_elements
+        return self.narrowest * self.align_elements
 
     @property
     def speculates(self) -> bool:

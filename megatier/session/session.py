@@ -24,7 +24,7 @@ from megatier.hardware import cores_usable
 from megatier.measure.probe import io_threads
 from megatier.models.decoder import Unit, decays
 from megatier.numerics.compilation import Compilation
-from megatier.numerics.masters import join_master, plane_dtype, split_master, write_rounded
+from megatier.numerics.masters import join_master, narrow, plane_dtype, split_master
 from megatier.numerics.optimizer import Hyperparameters, RunOptimizer
 from megatier.play.player import Player
 from megatier.ranks.ranks import Ranks, check_groups
@@ -245,7 +245,7 @@ class Session:
                 if Kind.REMAINDER in planes:
                     split_master(values, *views)
                 else:
-                    write_rounded(values, views[0])
+                    narrow(planes[0], values, views[0])
                 state.write_back()
 
         # Updates write no frozen weights, so every generation needs them from here.

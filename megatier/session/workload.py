@@ -228,6 +228,7 @@ def _policy(
 ) -> Policy:
     """The choices that decide how many bytes a rank has."""
     widest = max(unit.schema.bytes_per_parameter for unit in specs)
+    narrowest = min(plane.width for unit in specs for plane in unit.schema.planes)
     return Policy(
         state=tuple(Tier(name) for name in tiers.state),
         # The norm of several ranks is known when all of them are through, so no update runs inside the backward.
@@ -241,7 +242,8 @@ def _policy(
         generations=tiers.generations,
         savepoints=savepoints,
         gpu_direct=tiers.gpu_direct,
-        align_elements=options.granule_bytes // 2,
+        align_elements=options.granule_bytes // narrowest,
+        narrowest=narrowest,
     )
 
 

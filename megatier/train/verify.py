@@ -49,11 +49,11 @@ PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
     "in ram, streamed": (("ram",), 16 << 20, 64 << 20, 0.8, 1),
     "all on nvme": (("nvme",), 4 << 20, 16 << 20, 0.0, 1),
     "all on nvme, twice": (("nvme",), 4 << 20, 16 << 20, 0.0, 2),
-    "gpu, ram and nvme": (("gpu", "ram", "nvme"), 4 << 20, 5 << 20, 0.0, 1),
+    "gpu, ram and nvme": (("gpu", "ram", "nvme"), 3 << 20, 5 << 20, 0.0, 1),
 }
 """The placements by name: tiers that may hold state, GPU budget and RAM budget in bytes, share that streams, and number
 of generations."""
-MUON_RAM = 49 << 17
+MUON_RAM = 7 << 20
 """RAM of the placement on all tiers with Muon, in bytes: whole layers pass through it."""
 NVME_BYTES = 64 << 20
 """The bytes on the drive, in each placement."""
@@ -66,7 +66,7 @@ class Mode(NamedTuple):
 
     clip: float | None
     """The norm to clip to; None: off."""
-    moments: Literal["fp32", "bf16"] = "fp32"
+    moments: Literal["fp32", "bf16", "fp8"] = "fp32"
     """The type of AdamW's moments."""
     optimizer: str = "adamw"
     """What trains the matrices of layers."""
@@ -76,6 +76,7 @@ MODES = {
     Mode(CLIP): tuple(Activations),
     Mode(None): tuple(Activations),
     Mode(CLIP, "bf16"): (Activations.KEEP,),
+    Mode(CLIP, "fp8"): (Activations.KEEP,),
 }
 """The modes, and the activation policies that are tried in each."""
 
