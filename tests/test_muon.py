@@ -83,7 +83,9 @@ def test_muon_in_a_fresh_process_gives_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["untied", "moe"])
 def test_muon_on_a_gpu_has_the_same_bits_on_any_tier(model: str, tmp_path: Path) -> None:
     run = Run(model=model, optimizer="muon", device="cuda", compile=False)
-    first, *others = run_in_fresh_process([replace(run, place=place) for place in PLACES], tmp_path)
+    # With experts this place holds nothing on its drive, on a CPU too.
+    places = [place for place in PLACES if (model, place) != ("moe", "gpu_ram_nvme")]
+    first, *others = run_in_fresh_process([replace(run, place=place) for place in places], tmp_path)
     assert [result for result in others if result != first] == []
 
 
