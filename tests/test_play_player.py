@@ -143,9 +143,7 @@ def test_activation_comes_back_as_it_was_stashed(start: Callable[..., Run]) -> N
 
 
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (0, 1, 2, 3), (1, 3, 2, 0)])
-def test_activations_come_back_in_any_order_each_once(
-    start: Callable[..., Run], order: Sequence[int]
-) -> None:
+def test_activations_come_back_in_any_order_each_once(start: Callable[..., Run], order: Sequence[int]) -> None:
     run = start(
         "ram", units=[UnitSpec(name=f"u{number}", num_elements=4096, activation_bytes=4096) for number in range(4)]
     )
