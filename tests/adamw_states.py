@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
 from megatier import _native
@@ -16,6 +17,9 @@ Scalars = tuple[float, float, float, float, float, float, float, float]
 
 BETA1, BETA2, EPS, LR, WEIGHT_DECAY = 0.9, 0.999, 1e-8, 1e-3, 0.1
 NAN = np.uint32(0x7FC00000).view(np.float32)
+
+every_level = pytest.mark.parametrize("isa", _native.isa_levels())
+split_or_whole = pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 
 
 def scalars_of(step: int, grad_scale: float = 1.0) -> Scalars:

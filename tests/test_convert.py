@@ -252,7 +252,11 @@ def test_convert_lion_of_deepspeed_has_its_own_second_beta(
     ("value", "changed", "words"),
     [
         ("adamw_torch_fused", {}, "AdamW, as train.optimizer says"),
-        ("paged_adamw_8bit", {"train.moments": "bf16"}, "train.moments: bf16; the narrowest moments here"),
+        (
+            "paged_adamw_8bit",
+            {"train.moments": "bf16"},
+            "train.moments: bf16; train.moments: fp8 has 8 bits too, and has been tried less",
+        ),
         ("muon", {"train.optimizer": "muon"}, "train.optimizer: muon; in Moonshot's form"),
         ("lion_8bit", {"train.optimizer": "lion"}, "train.optimizer: lion; its momentum is in fp32 here"),
         ("adafactor", {}, None),

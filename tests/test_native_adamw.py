@@ -19,18 +19,17 @@ from adamw_states import (
     State,
     awkward_state,
     bf16_bits,
+    every_level,
     floats_of,
     ordinary_state,
     scalars_of,
     settle,
+    split_or_whole,
     update_by_definition,
 )
 
 from megatier import _native
 from megatier.numerics.adamw import lion_scalars
-
-every_level = pytest.mark.parametrize("isa", _native.isa_levels())
-split_or_whole = pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,12 @@ from adamw_states import (
     Floats,
     State,
     awkward_state,
+    every_level,
     floats_of,
     numbers,
     ordinary_state,
     scalars_of,
+    split_or_whole,
     update_by_definition,
 )
 
@@ -26,9 +28,6 @@ from megatier import _native
 from megatier.numerics.masters import narrow, widen
 from megatier.numerics.seeds import rounding_key
 from megatier.tier import Kind
-
-every_level = pytest.mark.parametrize("isa", _native.isa_levels())
-split_or_whole = pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 
 
 @pytest.fixture(autouse=True)

@@ -356,6 +356,15 @@ class Run:
             return outcome(session, run_steps(session, self.train))
 
 
+def placements_that_differ(
+    run: Run, settings: Sequence[tuple[str, str]], mount: Path
+) -> tuple[Outcome, list[tuple[str, str]]]:
+    """The outcome of a run, and those of its other places and activation policies that have another one."""
+    expected = run(mount)
+    found = {pair: replace(run, place=pair[0], activations=pair[1])(mount) for pair in settings}
+    return expected, [pair for pair, result in found.items() if result != expected]
+
+
 def run_in_fresh_process(runs: Sequence[Run], mount: Path, compiled: Path | None = None) -> list[Outcome]:
     """The same runs, one after another, in one new interpreter with deterministic kernels.
 

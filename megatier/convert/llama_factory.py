@@ -244,7 +244,12 @@ def _optimizer(made: Conversion) -> None:
     if optim in PLAIN_ADAMW:
         made.carry("optim", {}, "AdamW, as train.optimizer says")
     elif optim in NARROW_ADAMW:
-        made.carry("optim", {"train.moments": "bf16"}, "the narrowest moments here", differs=True)
+        made.carry(
+            "optim",
+            {"train.moments": "bf16"},
+            "train.moments: fp8 has 8 bits too, and has been tried less",
+            differs=True,
+        )
     elif optim in LION:
         remark = "its momentum is in fp32 here" if "8bit" in optim else ""
         made.carry("optim", {"train.optimizer": "lion"}, remark, differs=bool(remark))

@@ -71,9 +71,10 @@ def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
     _native.join(weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), weight.numel())
 
 
-SMALLEST = {Kind.EXP_AVG: 399, Kind.EXP_AVG_SQ: 291}
-"""What codes of moments in 8 bits lack of the upper 11 bits of their fp32 numbers (native/adamw.h)."""
 CUT_BITS = 21
+"""The lowest bits of an fp32 number, which a moment in 8 bits does not have."""
+OFFSETS = {Kind.EXP_AVG: 399, Kind.EXP_AVG_SQ: 291}
+"""What is taken from the other bits, without the sign, to make the code of such a moment (native/adamw.h)."""
 
 
 def widen(kind: Kind, plane: Tensor, target: Tensor) -> None:
@@ -91,7 +92,7 @@ def widen(kind: Kind, plane: Tensor, target: Tensor) -> None:
     has_sign = kind is Kind.EXP_AVG
     bits = plane.int()
     code = bits & 0x7F if has_sign else bits
-    number = torch.where(code == 0, 0, (code + SMALLEST[kind]) << CUT_BITS).view(torch.float32)
+    number = torch.where(code == 0, 0, (code + OFFSETS[kind]) << CUT_BITS).view(torch.float32)
     number[code == (127 if has_sign else 255)] = torch.nan
     target.copy_(torch.where(bits != code, -number, number))
 
@@ -108,7 +109,7 @@ def narrow(kind: Kind, values: Tensor, plane: Tensor) -> None:
     has_sign = kind is Kind.EXP_AVG
     last = 126 if has_sign else 254
     magnitude = values.view(torch.int32) & 0x7FFFFFFF
-    code = ((magnitude + (1 << CUT_BITS - 1)) >> CUT_BITS) - SMALLEST[kind]
+    code = ((magnitude + (1 << CUT_BITS - 1)) >> CUT_BITS) - OFFSETS[kind]
     least = 0 if has_sign else 1
     code = torch.where(magnitude == 0, 0, code.clamp(least, last))
     code = torch.where(values.isfinite(), code, last + 1)
