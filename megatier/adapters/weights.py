@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -54,8 +53,8 @@ def is_of_adapter(name: str) -> bool:
 class AdaptedWeights:
     """The weights of a base, and of the adapters in it as PEFT initialises them.
 
-    The values of an adapter depend on the seed and on its own name alone, so they are the same for any number of ranks.
-    The matrices of one adapter exist whole in fp32 while they are read, and with DoRA the weight that it adapts.
+    New adapters have the values that `torch.manual_seed` and PEFT's `get_peft_model` give them over a plain model in
+    fp32. The matrices of one adapter exist whole in fp32 while they are read, and with DoRA the weight that it adapts.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class AdaptedWeights:
             stored: gives those of the adapters, and of modules that are trained whole; None: they begin anew.
         """
         self._base = base
-        self._seed = seed
         self.stored = stored
         """Gives the weights of adapters that are there; None: they begin anew."""
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -84,6 +82,10 @@ class AdaptedWeights:
             for name, module in model.named_modules()
             if f".{MAGNITUDE}." in name and getattr(module, "fan_in_fan_out", False)
         }
+        self._parts = _parts(self._shapes)
+        """The shapes of each adapter's parts, in the order of the modules."""
+        self._generators = {} if stored is not None else _draw_all(self._parts, seed)
+        """For each adapter the state of torch's generator with which PEFT begins to draw it."""
 
     def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield (first element in the layout, flat fp32 CPU tensor), in order.
@@ -120,14 +122,9 @@ class AdaptedWeights:
         if found["part"] == MAGNITUDE:
             return self._lengths(unit, found["module"])
 
-        value = torch.zeros(self._shapes[name])
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed_of(self._seed, found["module"]))
-            if found["part"] == "lora_A":
-                nn.init.kaiming_uniform_(value, a=math.sqrt(5))
-            elif found["part"] == "lora_embedding_B":
-                nn.init.normal_(value)
-        return value
+            torch.set_rng_state(self._generators[found["module"]])
+            return _draw(self._parts[found["module"]])[found["part"]]
 
     def _lengths(self, unit: Unit, module: str) -> Tensor:
         """Return the lengths of the rows of an adapted weight: its adapter adds nothing to them at first."""
@@ -142,6 +139,31 @@ class AdaptedWeights:
         return lengths
 
 
-def _seed_of(seed: int, module: str) -> int:
-    """Return the seed of an adapter, which does not depend on others or on their order."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{module}".encode()).digest()[:8], "little")
+def _parts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of each adapter's parts by module, of all parameters' shapes by name."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        if match := PART.fullmatch(name):
+            found.setdefault(match["module"], {})[match["part"]] = shape
+    return found
+
+
+def _draw_all(adapters: Mapping[str, Mapping[str, tuple[int, ...]]], seed: int) -> dict[str, Tensor]:
+    """Draw adapters as PEFT does, one after the other from one generator; returns its state before each of them."""
+    states = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module, parts in adapters.items():
+            states[module] = torch.get_rng_state()
+            _draw(parts)
+    return states
+
+
+def _draw(parts: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Draw both matrices of an adapter as PEFT's `update_layer` does, which does not use all that it draws."""
+    if "lora_A" in parts:
+        shapes = [parts[part] for part in ("lora_A", "lora_B")]
+        into, out = (nn.Linear(columns, rows, bias=False).weight.detach() for rows, columns in shapes)
+        return {"lora_A": nn.init.kaiming_uniform_(into, a=math.sqrt(5)), "lora_B": out.zero_()}
+    into, out = (torch.randn(parts[part]) for part in ("lora_embedding_A", "lora_embedding_B"))
+    return {"lora_embedding_A": into.zero_(), "lora_embedding_B": nn.init.normal_(out)}
