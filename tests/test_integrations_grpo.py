@@ -48,6 +48,7 @@ def trainer(kind: Any, model: Any, folder: Path, **options: Any) -> Trainer:
         max_completion_length=6,
         max_steps=10,
         learning_rate=1e-3,
+        max_grad_norm=0.0,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -93,12 +94,16 @@ def test_grpo_over_a_streamed_model_has_the_losses_and_rewards_of_the_plain_one(
 
     settings: dict[str, Any] = {"tiers": TIERS, "compute_dtype": "fp32", "fused_loss": False, "accumulation_steps": 2}
     with one_thread():
-        expected = figures(trainer(PLAIN, model(), tmp_path, beta=beta))
+        reference = trainer(PLAIN, model(), tmp_path, beta=beta)
+        # The order of operations in AdamW is megatier's.
+        adamw = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "ram": "64MiB"}
+        reference.optimizer_cls_and_kwargs = (megatier.TieredAdamW, adamw)
+        expected = figures(reference)
         with megatier.stream(model() if has_adapters else path, **settings) as streamed:
             found = figures(trainer(STREAMED, streamed, tmp_path, beta=beta))
-    assert found[2] == expected[2]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    losses, norms, rewards = found
+    assert [losses, rewards] == [expected[0], expected[2]]
+    assert norms == pytest.approx(expected[1], rel=1e-5), "torch adds up squares in fp32"
 
 
 def test_grpo_with_a_reference_of_a_model_that_is_not_its_folder_any_more_is_refused(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_trl_reference_of_sync_follows_the_masters(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "smoothing": ("sft", {"label_smoothing_factor": 0.1}, "label_smoothing_factor: TRL makes a second forward"),
     "own loss": ("sft", {"given": {"compute_loss_func": print}}, "compute_loss_func: TRL makes a second forward"),
-    "adapters": ("sft", {"given": {"peft_config": object()}}, "Give peft_config to megatier.stream instead"),
+    "adapters": ("sft", {"given": {"peft_config": object()}}, "has opened this model already. Give it peft_config"),
     "fsdp": ("sft", {"fsdp": "full_shard"}, "fsdp and deepspeed place the weights"),
     "optimizer": ("sft", {"optim": "adamw_8bit"}, "^optim is adamw_8bit; a streamed model has AdamW"),
     "compile": ("sft", {"torch_compile": True}, "pass compile=True to megatier.stream"),

@@ -51,13 +51,14 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Any | None]:
     return inside, configs[ADAPTER]
 
 
-def add_given(model: PreTrainedModel, config: Any, base: str) -> None:  # noqa: ANN401 - PEFT's, which has no types
+def add_given(model: PreTrainedModel, config: Any, base: str, *, is_new: bool = False) -> None:  # noqa: ANN401 - PEFT's
     """Put the adapters of a config of PEFT's into a skeleton, and freeze all else.
 
     Args:
         model: the skeleton of the base.
         config: a `LoraConfig` of PEFT, which stays as it is.
         base: the folder or name of the base, which is noted in the adapters' config.
+        is_new: whether the adapters begin now, so that the config says with which values.
 
     Raises:
         ConfigError: it is none, or of a kind that is not trained here; see also `add_adapters`.
@@ -65,6 +66,11 @@ def add_given(model: PreTrainedModel, config: Any, base: str) -> None:  # noqa: 
     found = config.to_dict() if hasattr(config, "to_dict") else None
     if not isinstance(found, Mapping) or "peft_type" not in found:
         raise ConfigError(f"peft_config is a {type(config).__name__}; it must be a LoraConfig of PEFT.")
+    if is_new and found.get("init_lora_weights") not in (None, True):
+        raise ConfigError(
+            f"peft_config sets init_lora_weights to {shown(repr(found['init_lora_weights']))}; new adapters begin with "
+            "PEFT's default values. Leave it out, or give a PeftModel."
+        )
     kind = found["peft_type"]
     inject(model, checked_settings({**found, "peft_type": getattr(kind, "value", kind)}, "peft_config"), base)
 

@@ -1,8 +1,9 @@
-"""Methods of a model that move its weights, or give or take them: on a streamed model they name the way instead."""
+"""Methods of a streamed model that do something else than its own: what moves, gives or takes weights names the way."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,16 @@ def guard_methods(model: PreTrainedModel, device: torch.device, dtype: torch.dty
     model.register_state_dict_pre_hook(_refuse_state_dict)
     model.register_load_state_dict_pre_hook(_refuse_load)
     vars(model)["to"] = functools.partial(_stay, model, device, dtype)
+
+
+def entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that goes through `enter` and keeps its own signature, at which trainers look."""
+
+    @functools.wraps(forward)
+    def entering(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return enter(forward, *args, **kwargs)
+
+    return entering
 
 
 def _stay(model: nn.Module, here: torch.device, computes: torch.dtype, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import nn
 from transformers import TrainingArguments
 
 from megatier.errors import ConfigError
+from megatier.guards.unbound import Unbound
 
 Refusals = Iterable[tuple[object, str]]
 """Pairs of a condition and the message with which it is refused."""
@@ -44,14 +46,15 @@ def check_given(given: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: names the first one, and what to do instead.
     """
+    model = given.get("model")
     rows = given.get("train_dataset")
     args = given.get("args")
     refuse_any(
         (
             (hasattr(rows, "__len__") and not len(rows), "train_dataset has no rows."),  # type: ignore[arg-type]
             (
-                given.get("peft_config") is not None,
-                "peft_config: a streamed model has its adapters already. Give peft_config to megatier.stream instead.",
+                isinstance(model, nn.Module) and any(isinstance(p, Unbound) for p in model.parameters()),
+                "this is the .model of a streamed model: give the Streamed itself.",
             ),
             (
                 getattr(args, "fsdp", None) or getattr(args, "deepspeed", None),

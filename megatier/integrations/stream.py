@@ -214,7 +214,13 @@ def _open(
         opened.enter_context(session)
         session.store.seal()
         session.load(reader)
-        return Streamed(session, train, opened.pop_all(), is_from_folder=not isinstance(model, nn.Module))
+        return Streamed(
+            session,
+            train,
+            opened.pop_all(),
+            is_from_folder=not isinstance(model, nn.Module),
+            has_new_adapters=peft_config is not None,
+        )
 
 
 def _source(
@@ -245,7 +251,7 @@ def _source(
     if peft_config is not None:
         if not isinstance(model, nn.Module):
             note(skeleton, identity_of(resolve(os.fspath(model))))
-        add_given(skeleton, peft_config, base)
+        add_given(skeleton, peft_config, base, is_new=True)
         reader = AdaptedWeights(reader, skeleton, seed)
     freeze(skeleton, frozen, "frozen")
     if peft_config is not None or is_adapted:

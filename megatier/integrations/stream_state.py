@@ -6,7 +6,6 @@ all of them.
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from megatier.adapters.base import noted
 from megatier.adapters.folder import export
 from megatier.adapters.given import without_adapters
+from megatier.adapters.lora import adapter_config
 from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, restore, settle_replaced
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.run_directory import last_checkpoint, step_of
@@ -78,6 +78,7 @@ class StreamedState(ABC):
     steps: int
     groups: int
     _is_from_folder: bool
+    _begins_adapters: bool
     _is_inside: bool
 
     def __init__(self, session: Session, train: TrainConfig) -> None:
@@ -100,9 +101,24 @@ class StreamedState(ABC):
         return self._session.engine.options.device
 
     @property
+    def has_logits(self) -> bool:
+        """Whether the model gives logits as well as the loss."""
+        return not self._session.engine.model.fuses_loss
+
+    @property
     def is_as_in_its_folder(self) -> bool:
         """Whether the weights are still those of the folder that the model's config names."""
         return self._is_from_folder and not self.steps
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model has adapters."""
+        return adapter_config(self.model) is not None
+
+    @property
+    def has_new_adapters(self) -> bool:
+        """Whether the model has adapters with which it computes what its base does, since no step was made."""
+        return self._begins_adapters and not self.steps
 
     def __call__(self, *_: Never, **__: Never) -> NoReturn:
         """Say what is called instead.
@@ -322,16 +338,6 @@ class StreamedState(ABC):
                 )
             first += tensor.num_elements
         return found.view(parts[0][1].parameter_shape)
-
-
-def entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that goes through `enter` and keeps its own signature, at which trainers look."""
-
-    @functools.wraps(forward)
-    def entering(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return enter(forward, *args, **kwargs)
-
-    return entering
 
 
 def _make_ready(folder: Path) -> None:

@@ -30,10 +30,10 @@ from megatier.config.schema import TrainConfig
 from megatier.engine.loss import without_logits
 from megatier.engine.step import StepResult
 from megatier.errors import StepDroppedError, StreamedModelError
-from megatier.guards.methods import guard_methods
+from megatier.guards.methods import entering, guard_methods
 from megatier.guards.unbound import mark_streamed, refused_outside
 from megatier.integrations.stream_optimizer import StreamedOptimizer
-from megatier.integrations.stream_state import StreamedState, entering
+from megatier.integrations.stream_state import StreamedState
 from megatier.ranks.peers import cause_of
 from megatier.session.session import Session
 from megatier.trace.events import TraceEvent, write_trace
@@ -67,7 +67,13 @@ class Streamed(StreamedState):
     """
 
     def __init__(
-        self, session: Session, train: TrainConfig, opened: contextlib.ExitStack, *, is_from_folder: bool = False
+        self,
+        session: Session,
+        train: TrainConfig,
+        opened: contextlib.ExitStack,
+        *,
+        is_from_folder: bool = False,
+        has_new_adapters: bool = False,
     ) -> None:
         """Take over a loaded session; `stream` makes one.
 
@@ -76,10 +82,11 @@ class Streamed(StreamedState):
             train: settings of the steps.
             opened: ends the session, and the connection to other ranks; `close` does so.
             is_from_folder: whether the weights are those of the folder that the model's config names.
+            has_new_adapters: whether the model has adapters that begin now.
         """
         super().__init__(session, train)
         self._opened = opened
-        self._is_from_folder = is_from_folder
+        self._is_from_folder, self._begins_adapters = is_from_folder, has_new_adapters
         self._engine = session.engine
         self.model = session.model
         self.rank = self._crew.rank
@@ -142,11 +149,6 @@ class Streamed(StreamedState):
                 self._check_between_steps("Closing")
             self._is_closed = True
             self._meet("close()")
-
-    @property
-    def has_logits(self) -> bool:
-        """Whether the model gives logits as well as the loss."""
-        return not self._engine.model.fuses_loss
 
     # ------------------------------------------------------------------ a step
 

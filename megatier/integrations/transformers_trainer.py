@@ -28,7 +28,6 @@ from megatier.data.samplers import WholeRounds, WholeSteps
 from megatier.durable import discard
 from megatier.errors import ConfigError
 from megatier.guards.trainer_arguments import check_given, check_stream_kwargs, check_training_arguments, refuse_any
-from megatier.guards.unbound import Unbound
 from megatier.integrations.stream import stream
 from megatier.integrations.streamed import Streamed
 
@@ -79,8 +78,6 @@ class StreamedTraining(Base):
         given = self.given(model, *args, **kwargs)
         check_given(given)
         if not isinstance(model, Streamed):
-            if isinstance(model, nn.Module) and any(isinstance(p, Unbound) for p in model.parameters()):
-                raise ConfigError("this is the .model of a streamed model: give the Streamed itself.")
             groups = getattr(given.get("args"), "gradient_accumulation_steps", 1)
             own: dict[str, Any] = {"tiers": tiers, "accumulation_steps": groups, "fused_loss": self.fuses_loss}
             model = stream(model, **own, **check_stream_kwargs(stream_kwargs or {}))
@@ -93,7 +90,7 @@ class StreamedTraining(Base):
         # Two places: the Trainer then splits no batch over the GPUs that one process sees. accelerate would refuse them
         # under torchrun.
         model.model.hf_device_map = {"streamed": "disk", "bound": str(model.device)}  # type: ignore[assignment]
-        super().__init__(model.model, *args, **kwargs)
+        super().__init__(self.shown(kwargs), *args, **kwargs)
         del model.model.hf_device_map
         self._check_arguments()
 
@@ -128,6 +125,10 @@ class StreamedTraining(Base):
     def given(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - the Trainer's
         """Return the arguments of the trainer's constructor by name."""
         return dict(zip(cls.parameters(), args, strict=False)) | kwargs
+
+    def shown(self, given: dict[str, Any]) -> nn.Module:
+        """Return what the trainer takes for the model; may change its other arguments, which are given by name."""
+        return self.streamed.model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model alone: its weights come to the device by themselves."""

@@ -7,11 +7,13 @@ weight itself. So a copy of that weight is lent to it, from the forward to its b
 from __future__ import annotations
 
 import functools
+import importlib
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
-from trl import SFTTrainer
+from trl import RewardTrainer, SFTTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from megatier.errors import ConfigError
@@ -33,8 +35,15 @@ class StreamedTrl(StreamedTraining):
         """
         if isinstance(model, Streamed) and not model.has_logits:
             raise ConfigError("TRL computes the loss itself: call megatier.stream with fused_loss=False.")
-        self._check_given_to_trl(model, self.given(model, *args, **kwargs))
-        super().__init__(model, *args, **kwargs)
+        given = self.given(model, *args, **kwargs)
+        self._check_given_to_trl(model, given)
+        if (peft_config := given.pop("peft_config", None)) is not None:
+            # The numbers with which adapters begin are TRL's, too.
+            chosen = {"seed": getattr(given.get("args"), "seed", 42), **(given.get("stream_kwargs") or {})}
+            given["stream_kwargs"] = {**chosen, "peft_config": peft_config}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You are trying to modify a model with PEFT for a second time")
+            super().__init__(**given)
         model = self.streamed
 
         # TRL's constructor has replaced the forward by now, so this one wraps TRL's.
@@ -61,6 +70,23 @@ class StreamedTrl(StreamedTraining):
             if isinstance(callback, SyncRefModelCallback):
                 callback.sync_target_model = functools.partial(_mix, model)
 
+    def shown(self, given: dict[str, Any]) -> nn.Module:
+        """Return the model, as a `PeftModel` if it has adapters.
+
+        Of new adapters TRL has to make that itself, by PEFT's `get_peft_model`: to those that it is given it adds a
+        copy, as the reference.
+        """
+        model = self.streamed
+        if not model.has_adapters:
+            return model.model
+
+        wrapper = importlib.import_module("megatier.adapters.peft_model")
+        if model.has_new_adapters and "peft_config" in self.parameters():
+            given["peft_config"] = wrapper.wrapping_config(model.model)
+            return model.model
+        made: nn.Module = wrapper.StreamedPeftModel(model.model)
+        return made
+
     def _check_given_to_trl(self, model: Any, given: dict[str, Any]) -> None:  # noqa: ANN401 - the trainer's
         """Refuse what TRL would do to a streamed model, before it begins.
 
@@ -72,8 +98,23 @@ class StreamedTrl(StreamedTraining):
         reference = given.get("ref_model")
         smooths = getattr(args, "label_smoothing_factor", 0) and getattr(args, "loss_type", "") == "nll"
         loses_origin = isinstance(model, nn.Module) or (isinstance(model, Streamed) and not model.is_as_in_its_folder)
+        has_adapters = given.get("peft_config") is not None or _has_adapters(model)
         refuse_any(
             (
+                (
+                    isinstance(self, RewardTrainer),
+                    "RewardTrainer: a reward model is a classifier, and only language models are streamed. Train it "
+                    "by TRL itself.",
+                ),
+                (
+                    isinstance(model, Streamed) and given.get("peft_config") is not None,
+                    "peft_config: megatier.stream has opened this model already. Give it peft_config, or give the "
+                    "trainer the model's folder.",
+                ),
+                (
+                    given.get("peft_config") is not None and "peft_config" in (given.get("stream_kwargs") or {}),
+                    "peft_config comes twice: leave it out of stream_kwargs.",
+                ),
                 (
                     isinstance(self, SFTTrainer) and smooths,
                     "label_smoothing_factor: TRL makes a second forward within the step for it, and a streamed model "
@@ -99,17 +140,23 @@ class StreamedTrl(StreamedTraining):
                     "which are on megatier's tiers. Give ref_model.",
                 ),
                 (
-                    hasattr(args, "num_generations") and getattr(args, "beta", 0) and loses_origin,
+                    hasattr(args, "num_generations") and getattr(args, "beta", 0) and loses_origin and not has_adapters,
                     "beta: TRL would load the reference from the folder that the model's config names, and this model "
                     "does not come from there as it is now. Set it to 0, or open the model by its folder.",
                 ),
                 (
-                    has_reference and reference is None and loses_origin,
+                    has_reference and reference is None and loses_origin and not has_adapters,
                     "TRL would load the reference from the folder that the model's config names, and this model does "
                     "not come from there as it is now. Give ref_model.",
                 ),
             )
         )
+
+
+def _has_adapters(model: Any) -> bool:  # noqa: ANN401 - the trainer's
+    """Return whether a model that was given has adapters, streamed or not; a folder has none."""
+    inside = model.model if isinstance(model, Streamed) else model
+    return getattr(inside, "peft_config", None) is not None
 
 
 def _mix(streamed: Streamed, _: nn.Module, reference: nn.Module, alpha: float) -> None:

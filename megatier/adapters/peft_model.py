@@ -1,0 +1,104 @@
+"""A streamed model as the `PeftModel` that libraries over PEFT ask for, TRL's trainers first of all.
+
+They call PEFT's `get_peft_model` for new adapters, or look for a `PeftModel`. The adapters of a streamed model are in
+it already, so nothing is put into it here. This module needs PEFT; it is imported where a model has adapters.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager
+from typing import Any, Never, NoReturn
+
+from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+
+from megatier.adapters.given import without_adapters
+from megatier.adapters.lora import ADAPTER, adapter_config
+from megatier.errors import ConfigError
+
+KIND = "STREAMED"
+"""The task for which PEFT's `get_peft_model` makes a `StreamedPeftModel`."""
+
+
+class StreamedPeftModel(PeftModel):  # type: ignore[misc]
+    """A `PeftModel` around a model whose one adapter is a part of its units.
+
+    Attributes:
+        base_model: the model.
+        active_adapter: the name of the adapter.
+    """
+
+    base_model: Any
+
+    def __init__(self, model: PreTrainedModel, *_: object, **__: object) -> None:
+        """Take a streamed model, and nothing of what else PEFT gives to those who put adapters into one."""
+        nn.Module.__init__(self)
+        self.base_model = model
+        self.active_adapter = ADAPTER
+        self._is_prompt_learning = False
+        """Says to PEFT that `peft_config` is the model's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
+        """Run the model's own forward."""
+        return self.base_model(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
+        """Generate as the model itself does."""
+        return self.base_model.generate(*args, **kwargs)
+
+    def get_base_model(self) -> PreTrainedModel:
+        """Return the model itself, with its adapters."""
+        model: PreTrainedModel = self.base_model
+        return model
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Inside, forwards are those of the base; use it under `torch.no_grad`."""
+        return without_adapters(self.base_model)
+
+    def to(self, *args: Any, **kwargs: Any) -> StreamedPeftModel:  # noqa: ANN401 - torch's
+        """Stay where the model computes, or refuse as it does."""
+        self.base_model.to(*args, **kwargs)
+        return self
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's
+        """Drop the step's gradients, as the model does."""
+        self.base_model.zero_grad(*args, **kwargs)
+
+    def enable_input_require_grads(self) -> None:
+        """Do nothing: how activations are computed again needs no gradient of the first layer's input here."""
+
+    def add_adapter(self, adapter_name: str, *_: Never, **__: Never) -> NoReturn:
+        """Refuse a second adapter.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"a streamed model has one adapter, and another one, {adapter_name!r}, is asked for. TRL does so to keep "
+            "adapters that were trained before as the reference: give ref_model. The reference of new ones, from "
+            "peft_config, is the base, which needs no second model."
+        )
+
+    load_adapter = add_adapter
+
+    def set_adapter(self, adapter_name: str, *_: Never, **__: Never) -> None:
+        """Refuse another adapter than the one that there is.
+
+        Raises:
+            ConfigError: another one is asked for.
+        """
+        if adapter_name != ADAPTER:
+            self.add_adapter(adapter_name)
+
+
+MODEL_TYPE_TO_PEFT_MODEL_MAPPING[KIND] = StreamedPeftModel
+
+
+def wrapping_config(model: PreTrainedModel) -> Any:  # noqa: ANN401 - PEFT's, which has no types
+    """Return the config of a model's adapters, with which `get_peft_model` wraps it in a `StreamedPeftModel`."""
+    config: Any = copy.copy(adapter_config(model))
+    config.task_type = KIND
+    config.base_model_name_or_path = None  # else PEFT says that it changes it
+    return config

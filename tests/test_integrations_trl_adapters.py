@@ -1,0 +1,207 @@
+"""TRL's trainers with `peft_config` over a streamed model, whose reference is the model without its adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from streamed_loops import TIERS
+from test_integrations_transformers_trainer import logged
+from tiny_adapters import peft
+from tiny_runs import exactness_config, one_thread, plain_model
+from transformers import AutoModelForCausalLM, Trainer, set_seed
+
+import megatier
+from megatier.errors import ConfigError
+from megatier.integrations.streamed import Streamed
+
+pytest.importorskip("trl")
+
+import test_integrations_grpo as grpo
+import trl
+from test_integrations_trl_trainer import TRAINERS, build, streamed_class, tokenizer
+
+from megatier.integrations.trl_trainer import StreamedTrl
+
+pytestmark = pytest.mark.filterwarnings("default")  # of TRL and datasets
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "ram": "64MiB"}
+"""Settings of a plain trainer's `TieredAdamW`, which has megatier's order of operations."""
+FP32 = {"compute_dtype": "fp32"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model."""
+    path = tmp_path_factory.mktemp("model")
+    plain_model(exactness_config("plain")).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def lora(**settings: Any) -> Any:
+    """Adapters as a script of TRL's asks for them."""
+    return peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "up_proj"], **settings)
+
+
+def adapted(folder: str, *, is_trained: bool = False) -> Any:
+    """A `PeftModel` in RAM."""
+    set_seed(1)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora())
+    for parameter in model.parameters():
+        if is_trained and parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
+    return model
+
+
+def made(make: Any, kind: str, model: Any, output: Path, **given: Any) -> Trainer:
+    """A trainer of ten steps without clipping, over a folder or a model. Of GRPO with a reference and without."""
+    if kind.startswith("grpo"):
+
+        def start(model: Any, *args: Any, **kwargs: Any) -> Trainer:
+            trainer: Trainer = make(model, *args, **kwargs, **given)
+            return trainer
+
+        return grpo.trainer(start, model, output, beta=0.5 if kind == "grpo_beta" else 0.0)
+    if kind != "sft":
+        given = {"ref_model": None, **given}
+    return build(make, model, kind, output, given=given, max_grad_norm=0.0)
+
+
+def makers(kind: str) -> tuple[Any, Any]:
+    """TRL's trainer, and the same over a streamed model."""
+    return (grpo.PLAIN, grpo.STREAMED) if kind.startswith("grpo") else (TRAINERS[kind], streamed_class(kind))
+
+
+def steps_of(trainer: Trainer) -> list[list[float]]:
+    """Losses and norms of a run, in which whatever is drawn is seeded."""
+    set_seed(3)
+    trainer.train()
+    return [logged(trainer, "loss"), logged(trainer, "grad_norm")]
+
+
+def check_takes_the_same_steps(plain: Trainer, trainer: Trainer, streamed: Streamed) -> None:
+    """Losses and weights are equal. Norms are not: torch adds their squares up in fp32."""
+    plain.optimizer_cls_and_kwargs = (megatier.TieredAdamW, ADAMW)
+    expected, found = steps_of(plain), steps_of(trainer)
+    assert len(found[0]) == 10
+    assert found[0] == expected[0]
+    assert found[1] == pytest.approx(expected[1], rel=1e-6)
+
+    assert plain.model is not None
+    weights = {name.removeprefix("base_model.model."): value for name, value in plain.model.named_parameters()}
+    state = streamed.state_dict()
+    assert weights.keys() == state.keys()
+    assert [name for name, value in weights.items() if not torch.equal(state[name], value)] == []
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True, "lora_dropout": 0.1, "use_rslora": True}])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "grpo", "grpo_beta"])
+def test_trl_with_peft_config_takes_the_steps_of_the_plain_trainer_bit_for_bit(
+    kind: str, settings: dict[str, Any], folder: str, tmp_path: Path
+) -> None:
+    path = grpo.saved(tmp_path) if kind.startswith("grpo") else folder
+    make, make_streamed = makers(kind)
+    plain = made(make, kind, path, tmp_path / "plain", peft_config=lora(**settings))
+    options = {"tiers": TIERS, "stream_kwargs": FP32}
+    trainer: Any = made(make_streamed, kind, path, tmp_path, peft_config=lora(**settings), **options)
+    with trainer.streamed as streamed:
+        assert getattr(trainer, "ref_model", None) is None
+        check_takes_the_same_steps(plain, trainer, streamed)
+
+
+def test_trl_with_clipping_and_the_adamw_of_torch_differs_by_last_digits(folder: str, tmp_path: Path) -> None:
+    found = []
+    for make, options in zip(makers("dpo"), ({}, {"tiers": TIERS, "stream_kwargs": FP32}), strict=True):
+        given = {"peft_config": lora(), "ref_model": None, **options}
+        found.append(steps_of(build(make, folder, "dpo", tmp_path, given=given, max_grad_norm=0.01)))
+    assert found[0][0][0] == found[1][0][0]
+    for plain, streamed in zip(*found, strict=True):
+        assert streamed == pytest.approx(plain, rel=1e-6)
+
+
+def test_trl_over_a_model_that_was_streamed_with_peft_config_takes_the_base_for_its_reference(
+    folder: str, tmp_path: Path
+) -> None:
+    found = []
+    for reference in (None, plain_model(exactness_config("plain"))):
+        options: dict[str, Any] = {"compute_dtype": "fp32", "fused_loss": False, "accumulation_steps": 2}
+        with megatier.stream(folder, tiers=TIERS, peft_config=lora(), seed=5, **options) as streamed:
+            given = {"ref_model": reference}
+            found.append(steps_of(build(streamed_class("dpo"), streamed, "dpo", tmp_path, max_steps=3, given=given)))
+            with pytest.raises(ConfigError, match="has one adapter, and another one, 'ref'"):
+                build(streamed_class("dpo"), streamed, "dpo", tmp_path, given={"ref_model": None})
+    assert found[0] == found[1]
+
+
+def test_trl_with_peft_config_evaluates_saves_and_goes_on_bit_for_bit(folder: str, tmp_path: Path) -> None:
+    found: list[list[list[float]]] = []
+    for resumed in (None, str(tmp_path / "run" / "checkpoint-4")):
+        given = {"peft_config": lora(), "ref_model": None, "tiers": TIERS, "stream_kwargs": FP32}
+        options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "max_steps": 6}
+        trainer: Any = build(streamed_class("dpo"), folder, "dpo", tmp_path / "run", given=given, **options)
+        with trainer.streamed:
+            trainer.train(resume_from_checkpoint=resumed)
+            found.append([logged(trainer, "loss"), logged(trainer, "grad_norm")])
+            assert trainer.evaluate(trainer.train_dataset.select(range(8)))["eval_rewards/margins"] != 0
+            trainer.save_model(str(tmp_path / "saved"))
+    assert found[0] == found[1], "the state of a Trainer's checkpoint has the logs of the steps before"
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    saved = peft.PeftModel.from_pretrained(base, tmp_path / "saved")
+    assert any(parameter.any() for name, parameter in saved.named_parameters() if ".lora_B." in name)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo_beta"])
+def test_trl_that_asks_for_a_second_adapter_as_its_reference_is_refused(kind: str, folder: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"tiers": TIERS, "accumulation_steps": 2, "fused_loss": False, **FP32}
+    with (
+        megatier.stream(adapted(folder, is_trained=True), **settings) as streamed,
+        pytest.raises(ConfigError, match=r"asked for\. TRL does so .* give ref_model\. The reference of new ones"),
+    ):
+        made(makers(kind)[1], kind, streamed, tmp_path)
+
+
+def test_trl_with_peft_config_for_a_model_that_is_streamed_already_is_refused(folder: str, tmp_path: Path) -> None:
+    make = streamed_class("sft")
+    with (
+        megatier.stream(folder, tiers=TIERS, accumulation_steps=2, fused_loss=False) as streamed,
+        pytest.raises(ConfigError, match=r"peft_config: megatier\.stream has opened this model already"),
+    ):
+        made(make, "sft", streamed, tmp_path, peft_config=lora())
+    with pytest.raises(ConfigError, match="peft_config comes twice"):
+        made(make, "sft", folder, tmp_path, peft_config=lora(), stream_kwargs={"peft_config": lora()})
+    with pytest.raises(ConfigError, match="init_lora_weights to 'gaussian'"):
+        made(make, "sft", folder, tmp_path, peft_config=lora(init_lora_weights="gaussian"))
+    with pytest.raises(ConfigError, match="peft_config is a dict; it must be a LoraConfig"):
+        made(make, "sft", folder, tmp_path, peft_config={"r": 4})
+
+
+def test_trl_takes_a_streamed_model_with_adapters_for_a_peft_model_with_one_of_them(
+    folder: str, tmp_path: Path
+) -> None:
+    trainer: Any = made(streamed_class("sft"), "sft", folder, tmp_path, peft_config=lora(), tiers=TIERS)
+    with trainer.streamed as streamed:
+        model = trainer.model
+        assert isinstance(model, peft.PeftModel)
+        assert model.get_base_model() is streamed.model
+        assert model.active_adapters == ["default"]
+        assert model.to(streamed.device) is model
+        model.set_adapter("default")
+        for ask in (model.add_adapter, model.load_adapter, model.set_adapter):
+            with pytest.raises(ConfigError, match="a streamed model has one adapter, and another one, 'other'"):
+                ask("other")
+
+
+def test_trl_reward_trainer_is_refused_by_name(folder: str, tmp_path: Path) -> None:
+    make: Any = type("StreamedReward", (StreamedTrl, trl.RewardTrainer), {})
+    with pytest.raises(ConfigError, match="a reward model is a classifier"):
+        make(folder, args=trl.RewardConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
