@@ -32,6 +32,7 @@ from megatier.models.frozen import freeze
 from megatier.models.location import resolve
 from megatier.models.weights import SafetensorsFolder
 from megatier.ranks.ranks import joined
+from megatier.session.generation import log_first_generation
 from megatier.session.process import share_interpreter
 from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader, read_model_config
@@ -214,13 +215,15 @@ def _open(
         opened.enter_context(session)
         session.store.seal()
         session.load(reader)
-        return Streamed(
+        streamed = Streamed(
             session,
             train,
             opened.pop_all(),
             is_from_folder=not isinstance(model, nn.Module),
             has_new_adapters=peft_config is not None,
         )
+        log_first_generation(session)
+        return streamed
 
 
 def _source(
