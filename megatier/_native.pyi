@@ -61,6 +61,21 @@ class ThreadPool:
         multiples of granule_bytes except the last's. Requests hold whole granules, at least one, where checksums are
         used. Retries EINTR and continues after a short transfer; a transfer that gets no further is "short".
         """
+    def submit_gather(
+        self,
+        address: int,
+        num_bytes: int,
+        parts: Sequence[tuple[int, int, int, int]],
+        checksums: int,
+        granule_bytes: int,
+        request_bytes: int,
+    ) -> Batch:
+        """Put num_bytes of memory together from parts (fd, file_offset, address, num_bytes), and verify each granule.
+
+        Parts lie in the memory in order and apart, and begin at any byte of their files; what is between them becomes
+        zeros. A part is read as whole pages of its file, as O_DIRECT asks, so the memory outside of it is not touched.
+        checksums: address of one uint32 per granule_bytes of the memory. The segment of an error is a part.
+        """
     def submit_adamw(
         self,
         planes: tuple[int, int, int, int, int],

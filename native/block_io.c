@@ -7,6 +7,8 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #define DIRECT_BYTES 4096 /* what O_DIRECT asks of offset, address and length */
@@ -35,13 +37,13 @@ static size_t resume_point(int fd, size_t moved)
     return flags >= 0 && flags & O_DIRECT ? moved / DIRECT_BYTES * DIRECT_BYTES : moved;
 }
 
-/* Moves the whole extent or says why not. A transfer that gets no further than the one before it is "short": the file
- * or the device ends there. */
-static bool transfer(const struct io_request *request, struct failure *failure)
+/* Moves the first `enough` bytes of the extent, and as many of the others as come along, or says why not. A transfer
+ * that gets no further than the one before it is "short": the file or the device ends there. */
+static bool transfer(const struct io_request *request, size_t enough, struct failure *failure)
 {
     const struct io_segment *extent = &request->extent;
     size_t start = 0, reached = 0;
-    while (reached < extent->num_bytes) {
+    while (reached < enough) {
         unsigned char *address = extent->address + start;
         size_t left = extent->num_bytes - start;
         off_t offset = extent->file_offset + (off_t)start;
@@ -54,7 +56,7 @@ static bool transfer(const struct io_request *request, struct failure *failure)
         if (start + (size_t)moved <= reached)
             return io_failed(request, failure, "short", 0, reached);
         reached = start + (size_t)moved;
-        start = reached < extent->num_bytes ? resume_point(extent->fd, reached) : reached;
+        start = reached < enough ? resume_point(extent->fd, reached) : reached;
     }
     return true;
 }
@@ -81,7 +83,8 @@ static bool check_granules(const struct io_request *request, struct failure *fai
 static bool io_run(const void *record, struct failure *failure)
 {
     const struct io_request *request = record;
-    return transfer(request, failure) && (!request->checksums || check_granules(request, failure));
+    return transfer(request, request->extent.num_bytes, failure) &&
+           (!request->checksums || check_granules(request, failure));
 }
 
 struct batch *io_batch(bool write, const struct io_segment *segments, size_t num_segments, uint32_t *checksums,
@@ -108,6 +111,109 @@ struct batch *io_batch(bool write, const struct io_segment *segments, size_t num
         }
         if (checksums)
             checksums += segment->num_bytes / granule_bytes;
+    }
+    return batch;
+}
+
+/* ---- gathers ---- */
+
+/* Memory [address, address + num_bytes) that is put together from parts of files. */
+struct gather_request {
+    unsigned char *address;
+    size_t num_bytes;
+    uint32_t *checksums; /* of the first granule */
+    size_t granule_bytes;
+    const struct io_segment *parts; /* all parts of the batch, in the order of their addresses */
+    size_t num_parts;
+};
+
+static size_t round_up(size_t num_bytes) { return (num_bytes + DIRECT_BYTES - 1) / DIRECT_BYTES * DIRECT_BYTES; }
+
+/* Reads the bytes of a part that belong to memory [start, stop). A part begins at any byte of its file and O_DIRECT at
+ * multiples of 4,096 only, so the window around them is read, and copied from. */
+static bool read_part(const struct gather_request *request, size_t index, unsigned char *window,
+                      struct failure *failure)
+{
+    const struct io_segment *part = &request->parts[index];
+    unsigned char *start = part->address > request->address ? part->address : request->address;
+    unsigned char *stop = part->address + part->num_bytes, *end = request->address + request->num_bytes;
+    size_t num_bytes = (size_t)((stop < end ? stop : end) - start);
+    int64_t offset = part->file_offset + (start - part->address);
+    size_t before = (size_t)(offset % DIRECT_BYTES);
+    const struct io_request whole = {
+        .extent = {part->fd, offset - (int64_t)before, window, round_up(before + num_bytes)},
+        .segment = index,
+    };
+    if (!transfer(&whole, before + num_bytes, failure)) /* the file may end inside the last page */
+        return false;
+    memcpy(start, window + before, num_bytes);
+    return true;
+}
+
+/* Verifies what was put together. A damaged granule is named by the first part of a file that it has bytes of. */
+static bool check_gathered(const struct gather_request *request, struct failure *failure)
+{
+    const struct io_request whole = {
+        .extent = {-1, 0, request->address, request->num_bytes},
+        .checksums = request->checksums,
+        .granule_bytes = request->granule_bytes,
+    };
+    if (check_granules(&whole, failure))
+        return true;
+    const unsigned char *granule = request->address + failure->file_offset;
+    const struct io_segment *part = request->parts;
+    size_t index = 0;
+    while (index + 1 < request->num_parts && part[index].address + part[index].num_bytes <= granule)
+        index++;
+    failure->segment = index;
+    failure->file_offset = part[index].file_offset + (granule > part[index].address ? granule - part[index].address : 0);
+    return false;
+}
+
+static bool gather_run(const void *record, struct failure *failure)
+{
+    const struct gather_request *request = record;
+    unsigned char *done = request->address, *end = done + request->num_bytes;
+    unsigned char *window = aligned_alloc(DIRECT_BYTES, round_up(request->num_bytes) + 2 * DIRECT_BYTES);
+    if (!window)
+        return io_failed(&(struct io_request){.extent = request->parts[0]}, failure, "io", ENOMEM, 0);
+    bool ok = true;
+    for (size_t i = 0; ok && i < request->num_parts && request->parts[i].address < end; i++) {
+        const struct io_segment *part = &request->parts[i];
+        if (part->address + part->num_bytes <= done)
+            continue;
+        if (part->address > done)
+            memset(done, 0, (size_t)(part->address - done)); /* padding is in no file */
+        ok = read_part(request, i, window, failure);
+        done = part->address + part->num_bytes;
+    }
+    free(window);
+    if (ok && done < end)
+        memset(done, 0, (size_t)(end - done));
+    return ok && check_gathered(request, failure);
+}
+
+struct batch *gather_batch(unsigned char *address, size_t num_bytes, const struct io_segment *parts, size_t num_parts,
+                           uint32_t *checksums, size_t granule_bytes, size_t request_bytes)
+{
+    size_t most = request_bytes > granule_bytes ? request_bytes / granule_bytes * granule_bytes : granule_bytes;
+    size_t num_requests = num_bytes / most + (num_bytes % most != 0);
+    struct batch *batch = batch_new_sharing(num_requests, sizeof(struct gather_request), num_parts * sizeof *parts,
+                                            gather_run);
+    if (!batch)
+        return NULL;
+    struct io_segment *shared = batch_shared(batch);
+    memcpy(shared, parts, num_parts * sizeof *parts);
+    for (size_t i = 0; i < num_requests; i++) {
+        size_t start = i * most, left = num_bytes - start;
+        *(struct gather_request *)batch_request(batch, i) = (struct gather_request){
+            .address = address + start,
+            .num_bytes = left < most ? left : most,
+            .checksums = checksums + start / granule_bytes,
+            .granule_bytes = granule_bytes,
+            .parts = shared,
+            .num_parts = num_parts,
+        };
     }
     return batch;
 }

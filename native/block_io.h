@@ -16,4 +16,9 @@ struct io_segment {
 struct batch *io_batch(bool write, const struct io_segment *segments, size_t num_segments, uint32_t *checksums,
                        size_t granule_bytes, size_t request_bytes);
 
+/* Puts memory together from parts of files, whose addresses lie in it in order and apart; zeros are between them. A part
+ * may begin at any byte of its file. At least one part; the checksum of every granule is compared. NULL: no memory. */
+struct batch *gather_batch(unsigned char *address, size_t num_bytes, const struct io_segment *parts, size_t num_parts,
+                           uint32_t *checksums, size_t granule_bytes, size_t request_bytes);
+
 #endif

@@ -309,6 +309,41 @@ static PyObject *pool_object_submit_io(PyObject *self, PyObject *args, PyObject 
     return object;
 }
 
+static bool check_gather(size_t address, size_t num_bytes, const struct io_segment *parts, size_t num_parts,
+                         size_t checksums, size_t granule_bytes)
+{
+    if (!num_parts || !checksums || !granule_bytes)
+        return value_error("a gather needs a part, checksums and a positive granule_bytes");
+    size_t done = address;
+    for (size_t i = 0; i < num_parts; i++) {
+        size_t start = (size_t)parts[i].address;
+        if (start < done || !parts[i].num_bytes || start + parts[i].num_bytes > address + num_bytes)
+            return value_error("parts must lie in the memory, in order and apart");
+        done = start + parts[i].num_bytes;
+    }
+    return aligned(checksums, sizeof(uint32_t));
+}
+
+static PyObject *pool_object_submit_gather(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *sequence;
+    size_t address, num_bytes, checksums, granule_bytes, request_bytes, num_parts;
+    static char *names[] = {"address", "num_bytes", "parts", "checksums", "granule_bytes", "request_bytes", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&OO&O&O&:submit_gather", names, to_size, &address, to_size,
+                                     &num_bytes, &sequence, to_size, &checksums, to_size, &granule_bytes, to_size,
+                                     &request_bytes))
+        return NULL;
+    struct io_segment *parts = parse_segments(sequence, sizeof *parts, parse_io_segment, &num_parts);
+    if (!parts)
+        return NULL;
+    PyObject *object = NULL;
+    if (check_gather(address, num_bytes, parts, num_parts, checksums, granule_bytes))
+        object = pool_object_submit(self, gather_batch((unsigned char *)address, num_bytes, parts, num_parts,
+                                                       (uint32_t *)checksums, granule_bytes, request_bytes));
+    free(parts);
+    return object;
+}
+
 /* What four addresses name, or false with an exception. */
 static bool check_planes(const size_t addresses[4], bool is_split, size_t moment_bytes,
                          struct adamw_planes *planes)
@@ -405,6 +440,9 @@ static PyMethodDef pool_methods[] = {
     {"submit_io", (PyCFunction)(void (*)(void))pool_object_submit_io, METH_VARARGS | METH_KEYWORDS,
      "submit_io($self, write, segments, checksums, granule_bytes, request_bytes)\n--\n\n"
      "Read or write segments of (fd, file_offset, address, num_bytes)."},
+    {"submit_gather", (PyCFunction)(void (*)(void))pool_object_submit_gather, METH_VARARGS | METH_KEYWORDS,
+     "submit_gather($self, address, num_bytes, parts, checksums, granule_bytes, request_bytes)\n--\n\n"
+     "Put memory together from parts (fd, file_offset, address, num_bytes), with zeros between them."},
     {"submit_adamw", (PyCFunction)(void (*)(void))pool_object_submit_adamw, METH_VARARGS | METH_KEYWORDS,
      "submit_adamw($self, planes, split, segments, scalars, before=..., rounding=None)\n--\n\n"
      "AdamW over planes (weight, remainder, exp_avg, exp_avg_sq, grad); Lion if exp_avg_sq is 0."},

@@ -59,8 +59,14 @@ static void cond_init_monotonic(pthread_cond_t *cond)
 
 struct batch *batch_new(size_t num_requests, size_t request_bytes, request_run *run)
 {
+    return batch_new_sharing(num_requests, request_bytes, 0, run);
+}
+
+struct batch *batch_new_sharing(size_t num_requests, size_t request_bytes, size_t shared_bytes, request_run *run)
+{
     size_t num_bytes;
     if (__builtin_mul_overflow(num_requests, request_bytes, &num_bytes) ||
+        __builtin_add_overflow(num_bytes, shared_bytes, &num_bytes) ||
         __builtin_add_overflow(num_bytes, sizeof(struct batch), &num_bytes))
         return NULL;
     struct batch *batch = calloc(1, num_bytes);
@@ -76,6 +82,8 @@ struct batch *batch_new(size_t num_requests, size_t request_bytes, request_run *
 }
 
 void *batch_request(struct batch *batch, size_t index) { return batch->requests + index * batch->request_bytes; }
+
+void *batch_shared(struct batch *batch) { return batch_request(batch, batch->num_requests); }
 
 void batch_release(struct batch *batch)
 {

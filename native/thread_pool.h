@@ -25,6 +25,9 @@ struct pool;
 /* num_requests zeroed records of request_bytes each, for the caller to fill; held by the caller. NULL: no memory. */
 struct batch *batch_new(size_t num_requests, size_t request_bytes, request_run *run);
 void *batch_request(struct batch *batch, size_t index);
+/* As batch_new, with shared_bytes of zeros that all requests may read and that live as long as they do. */
+struct batch *batch_new_sharing(size_t num_requests, size_t request_bytes, size_t shared_bytes, request_run *run);
+void *batch_shared(struct batch *batch);
 /* Drop the caller's hold. A batch in flight lives on until its last request ended. */
 void batch_release(struct batch *batch);
 /* True once every request ended; false when timeout_ns passed before. Negative: no limit. */
