@@ -147,6 +147,19 @@ class IntegrityError(MegatierError):
         )
 
 
+class BaseChangedError(MegatierError):
+    """A file of the base was written while a run reads its frozen weights from it."""
+
+    def __init__(self, path: str, before_bytes: int, now_bytes: int) -> None:
+        """Name the file, and its size before and now."""
+        self.path = path
+        size = "its size is the same" if before_bytes == now_bytes else f"{before_bytes:,} bytes became {now_bytes:,}"
+        super().__init__(
+            f"{path} was written while this run reads the frozen weights of its base from it ({size}), so the run "
+            "stops. Put the file back as it was, and resume the run; what it saved is whole."
+        )
+
+
 class CheckpointError(MegatierError):
     """A checkpoint is missing, incomplete, damaged, or of another run."""
 

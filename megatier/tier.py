@@ -117,6 +117,8 @@ class BlockSpec:
     """The tier where the block always lies. None: it is a scratch block, which exists as long as it has a copy."""
     kind: Kind = Kind.WEIGHT
     """The kind, which decides through which slots and queues it passes."""
+    elsewhere: int = 0
+    """Bytes at its end that lie in the user's own files instead of in those of the mounts, if it is at home on NVMe."""
 
 
 def round_up(num_bytes: int, multiple: int = PAGE_BYTES) -> int:

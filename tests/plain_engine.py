@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from megatier import _native
-from megatier.drives.io_engine import Segment
+from megatier.drives.io_engine import Memory, Segment
 
 Failure = tuple[str, int, int, int, int, int]
 
@@ -51,6 +51,17 @@ class PlainEngine:
             if checksums and failure is None:
                 failure = self._check(segment, index, checksums + 4 * first, granule_bytes, writes=writes)
             first += -(-segment[3] // granule_bytes)
+        return PlainBatch(failure, (began, time.perf_counter_ns()))
+
+    def gather(self, target: Memory, parts: Sequence[Segment], checksums: int, granule_bytes: int) -> PlainBatch:
+        began = time.perf_counter_ns()
+        address, num_bytes = target
+        ctypes.memset(address, 0, num_bytes)
+        failure: Failure | None = None
+        for index, part in enumerate(parts):
+            failure = failure or self._move(part, index, writes=False)
+        if failure is None:
+            failure = self._check((-1, 0, address, num_bytes), 0, checksums, granule_bytes, writes=False)
         return PlainBatch(failure, (began, time.perf_counter_ns()))
 
     def close(self) -> None:

@@ -124,7 +124,7 @@ def test_train_adapters_over_a_base_many_times_the_ram_budget_stays_within_it(
         "model.compute_dtype": "bf16",
         "tiers.gpu": gpu,
         "tiers.ram": ram,
-        "tiers.nvme": f"{tmp_path}:{3 * base}",
+        "tiers.nvme": f"{tmp_path}:{base}",  # half of the base, which is read where it lies
         "tiers.state": "nvme",
         "tiers.update_threads": 2,
         "train.batch": 1,
@@ -132,14 +132,15 @@ def test_train_adapters_over_a_base_many_times_the_ram_budget_stays_within_it(
         "train.evaluate_batches": 1,
     }
     run = watch(tmp_path, settings)
-    assert run.state["nvme"] >= 2 * base > 2 * ram
+    assert 2 * base > 2 * ram
+    assert run.state["nvme"] < base
     assert run.others["ram"] <= ram
     assert run.taken <= gpu + ram + SLACK_BYTES, f"{run.taken / MIB:.0f} MiB"
 
     # A base is read and never written: a step writes as much as there is beside it, and no more.
     last = [record for record in metrics(tmp_path) if "loss" in record][-1]
     assert last["moved_bytes"] == last["demanded_bytes"]
-    assert 0 < last["moved_bytes"]["ram_to_nvme"] <= run.state["nvme"] - 2 * base
+    assert 0 < last["moved_bytes"]["ram_to_nvme"] <= run.state["nvme"]
     assert last["moved_bytes"]["nvme_to_ram"] >= 2 * (2 * base)
 
 

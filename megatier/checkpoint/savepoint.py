@@ -38,6 +38,7 @@ from megatier.checkpoint.savepoint_blocks import fingerprint, read_blocks, resid
 from megatier.config.schema import RunConfig
 from megatier.durable import becoming, sync_tree
 from megatier.errors import (
+    BaseChangedError,
     CapacityError,
     CheckpointError,
     ConfigError,
@@ -320,7 +321,7 @@ def _refusing(path: Path, before: str) -> Iterator[None]:
         yield
     except DamagedCheckpointError as error:
         raise SavepointError(str(path), error.reason, before) from error
-    except (CheckpointError, ConfigError, IntegrityError, TransferError) as error:
+    except (BaseChangedError, CheckpointError, ConfigError, IntegrityError, TransferError) as error:
         raise SavepointError(str(path), str(error), before) from error
 
 

@@ -317,6 +317,11 @@ def _sentences(plan: Plan, steps: int | None, room: str) -> Iterator[str]:
             "computed too. model.attention flex_attention has a mask by blocks, and skips those that are masked."
         )
 
+    if plan.in_place_bytes:
+        yield (
+            f"{mib(plan.in_place_bytes)} of the base are read from the model's own files. They take no room in "
+            "tiers.nvme, and are never written."
+        )
     if plan.placement.streamed:
         yield f"{len(plan.placement.streamed)} units stream their state through the GPU."
     if count := list(plan.placement.grad_homes.values()).count(Tier.NVME):

@@ -19,8 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megatier import _native
 from megatier.config.values import MountBudget
-from megatier.drives.extent import Extent, Striping
+from megatier.drives.base_files import BaseFiles
+from megatier.drives.extent import Extent, FilePart, Striping
 from megatier.drives.io_engine import REQUEST_BYTES, IoBatch, IoEngine, NativeEngine
 from megatier.drives.mounts import MountDirectories, budget_bytes, check_directory, free_bytes
 from megatier.errors import CapacityError, IntegrityError, TransferError
@@ -53,30 +55,43 @@ class IoOptions:
 
 
 class FileBatch:
-    """A batch of the engine, whose failure becomes a typed error."""
+    """Batches of the engine, whose failure becomes a typed error."""
 
-    def __init__(self, batch: IoBatch, what: str, key: str, paths: Sequence[Path]) -> None:
-        """Take a batch that runs.
+    def __init__(
+        self, batches: Sequence[tuple[IoBatch, Sequence[Path]]], what: str, key: str, base: BaseFiles | None = None
+    ) -> None:
+        """Take batches that run.
 
         Args:
-            batch: the batch.
+            batches: each with the file of each of its segments.
             what: "read" or "write", for messages.
             key: the block that is moved.
-            paths: the file of each segment of the batch.
+            base: files of the base, some of which may be read.
         """
-        self._batch = batch
+        self._batches = batches
         self._what = what
         self._key = key
-        self._paths = paths
+        self._base = base
 
     def wait(self) -> None:
-        """Block, with the GIL free, until the batch has ended; raise TransferError or IntegrityError if it failed."""
-        self._batch.wait()
-        if (error := self._batch.error()) is None:
-            return
+        """Block, with the GIL free, until all batches have ended; raise the error of one that failed.
 
+        Raises:
+            TransferError, IntegrityError: a device failed, or a granule is damaged.
+            BaseChangedError: such a granule is one of a file of the base that was written.
+        """
+        # All of them end first, since a batch goes on to touch the memory if another one has failed.
+        for batch, _ in self._batches:
+            batch.wait()
+        for batch, paths in self._batches:
+            if (error := batch.error()) is not None:
+                self._fail(error, paths)
+
+    def _fail(self, error: tuple[str, int, int, int, int, int], paths: Sequence[Path]) -> None:
         kind, code, segment, offset, expected, found = error
-        path = str(self._paths[segment])
+        path = str(paths[segment])
+        if self._base is not None:
+            self._base.check([paths[segment]])
         if kind == "checksum":
             raise IntegrityError(self._key, path, offset, expected, found)
         # A file that ends too early is no error of the system, so there is no errno.
@@ -84,11 +99,12 @@ class FileBatch:
 
     def done(self) -> bool:
         """Return whether every request has ended."""
-        return self._batch.done()
+        return all(batch.done() for batch, _ in self._batches)
 
     def span_ns(self) -> tuple[int, int]:
         """Return the start of the first request and the end of the last one, in time.perf_counter_ns."""
-        return self._batch.span_ns()
+        starts, stops = zip(*(batch.span_ns() for batch, _ in self._batches), strict=True)
+        return min(starts), max(stops)
 
 
 class BlockFiles:
@@ -120,6 +136,7 @@ class BlockFiles:
         self._files: list[int] = []
         """An open descriptor for each mount."""
         self._engine = options.engine(options.num_threads)
+        self._base = BaseFiles(direct=options.direct)
 
         # `close` alone gives threads, locks and files back. A caller that gets an error here has nothing to close, so
         # it is called here.
@@ -145,13 +162,39 @@ class BlockFiles:
         """The sum of the mounts' budgets."""
         return self._striping.capacity_bytes
 
-    def reserve(self, num_bytes: int) -> Extent:
+    def reserve(self, num_bytes: int, elsewhere: int = 0) -> Extent:
         """Give a block its place, in stripes over the mounts. It will hold zeros.
+
+        Args:
+            num_bytes: its size.
+            elsewhere: bytes at its end, in whole granules from their first on, that `attach` finds in other files.
 
         Raises:
             CapacityError: the mounts' budgets are used up.
         """
-        return self._striping.reserve(num_bytes)
+        return self._striping.reserve(num_bytes, elsewhere)
+
+    def attach(self, extent: Extent, parts: Sequence[FilePart]) -> None:
+        """Say in which parts of the user's own files the bytes of a block lie that have no place on the mounts.
+
+        They may be read once their checksums are there (`note`).
+
+        Raises:
+            TransferError: a file cannot be opened.
+        """
+        self._base.open(parts)
+        extent.parts = tuple(parts)
+
+    def note(self, extent: Extent, start: int, stop: int, address: int) -> None:
+        """Take the checksums of bytes [start, stop) of a block, which files of the base hold, from memory.
+
+        Whoever read them did it in another way than `read` does, which compares with these.
+        """
+        granule = self.options.granule_bytes
+        assert start % granule == 0, "a span starts where a granule does"
+        for first in range(start, stop, granule):
+            size = min(granule, stop - first)
+            extent.checksums[first // granule] = _native.checksum(address + first - start, size)
 
     def allocate(self) -> None:
         """Create the files at full size, or open those that were kept. This is quick, and `fill` writes them later.
@@ -206,7 +249,7 @@ class BlockFiles:
                 segment = (self._files[index], offset, address, min(REQUEST_BYTES, self._striping.used[index] - offset))
                 # Without checksums: every extent begins with those of zeros.
                 batch = self._engine.submit([segment], 0, self.options.granule_bytes, writes=True)
-                batches.append(FileBatch(batch, "write", "(zeros)", [path]))
+                batches.append(FileBatch([(batch, [path])], "write", "(zeros)"))
                 progress(segment[3])
 
         try:
@@ -240,15 +283,31 @@ class BlockFiles:
     # HOP 1/6: NVMe extent -> RAM slot
     def read(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
         """Start reading bytes [start, stop) of a block into page-aligned memory. Every granule is verified."""
-        return self._move(key, extent, (start, stop), address, writes=False)
+        own = min(stop, extent.own_bytes)
+        batches = [self._move(extent, (start, own), address, writes=False)] if start < own else []
+        if own < stop:
+            first = max(start, own)
+            batches.append(self._gather(extent, (first, stop), address + first - start))
+        return FileBatch(batches, "read", key, self._base)
 
     # HOP 6/6: RAM slot -> NVMe extent
     def write(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
         """Start writing page-aligned memory to bytes [start, stop) of a block. Each granule's checksum is stored."""
-        return self._move(key, extent, (start, stop), address, writes=True)
+        assert stop <= extent.own_bytes, "files of the base are never written"
+        return FileBatch([self._move(extent, (start, stop), address, writes=True)], "write", key)
 
-    def _move(self, key: str, extent: Extent, span: tuple[int, int], address: int, *, writes: bool) -> FileBatch:
-        """Hand the pieces of a span to the engine."""
+    def _gather(self, extent: Extent, span: tuple[int, int], address: int) -> tuple[IoBatch, Sequence[Path]]:
+        """Hand the parts of a span in files of the base to the engine; returns their batch, and the file of each."""
+        start, stop = span
+        granule = self.options.granule_bytes
+        table = extent.checksums.ctypes.data + 4 * (start // granule)
+        segments, paths = self._base.segments(extent.parts, start, stop, address)
+        return self._engine.gather((address, stop - start), segments, table, granule), paths
+
+    def _move(
+        self, extent: Extent, span: tuple[int, int], address: int, *, writes: bool
+    ) -> tuple[IoBatch, Sequence[Path]]:
+        """Hand the pieces of a span to the engine; returns their batch, and the file of each."""
         start, stop = span
         granule = self.options.granule_bytes
         assert start % granule == 0, "a span starts where a granule does"
@@ -261,8 +320,7 @@ class BlockFiles:
 
         # One checksum for each granule, in the order of the block's bytes, wherever its stripes lie.
         table = extent.checksums.ctypes.data + 4 * (start // granule) if self.options.checksums else 0
-        batch = self._engine.submit(segments, table, granule, writes=writes)
-        return FileBatch(batch, "write" if writes else "read", key, paths)
+        return self._engine.submit(segments, table, granule, writes=writes), paths
 
     def keep(self, keeps: bool) -> None:
         """Decide whether the files outlive this process, as they are when it ends. A mark next to them says so.
@@ -302,5 +360,6 @@ class BlockFiles:
         for file in self._files:
             with contextlib.suppress(OSError):
                 os.close(file)
+        self._base.close()
         self._directories.close(keeps=self._is_kept)
         self._files = []  # a second call would close files of others, which have these numbers by then

@@ -1,8 +1,8 @@
 """Extents: where a block lies on the mounts, and the checksums of its bytes.
 
 A block is cut into stripes, which are dealt to the mounts by their shares. Every granule of 64 KiB has a checksum. All
-checksums are held in RAM: they are stored when a granule is written, and compared when it is read. Nothing here opens a
-file.
+checksums are held in RAM: they are stored when a granule is written, and compared when it is read. The end of a block
+may lie elsewhere: in parts of the user's own files (`base_files`), which are never written. Nothing here opens a file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +37,24 @@ class Stripe:
     """Its length."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePart:
+    """A run of a block's bytes in one of the user's own files."""
+
+    path: Path
+    """The file."""
+    file_offset: int
+    """The offset of its first byte there, which may be any."""
+    start: int
+    """The offset of its first byte in the block."""
+    num_bytes: int
+    """Its length."""
+
+
 class Extent:
     """The place of one block, and the checksum of each of its granules."""
 
-    __slots__ = ("checksums", "num_bytes", "stripes")
+    __slots__ = ("checksums", "num_bytes", "own_bytes", "parts", "stripes")
 
     def __init__(self, num_bytes: int, stripes: tuple[Stripe, ...], checksums: npt.NDArray[np.uint32]) -> None:
         """Take the place of a block, in whole pages."""
@@ -49,6 +64,10 @@ class Extent:
         """Its pieces, in order."""
         self.checksums = checksums
         """A uint32 for each granule, in RAM. Native threads store checksums here and compare with them."""
+        self.own_bytes = sum(stripe.num_bytes for stripe in stripes)
+        """The bytes that lie on the mounts, which come first. All others are read from `parts`."""
+        self.parts: tuple[FilePart, ...] = ()
+        """The parts of files that have the other bytes, in order; zeros lie between them."""
 
     def padded(self, stop: int) -> int:
         """Return the end on the drive of a span that ends at `stop`, since a block's last page is moved whole."""
@@ -81,14 +100,19 @@ class Striping:
         self.used = [0] * len(self._budgets)
         """The bytes that are reserved on each mount."""
 
-    def reserve(self, num_bytes: int) -> Extent:
+    def reserve(self, num_bytes: int, elsewhere: int = 0) -> Extent:
         """Give a block its place, in stripes over the mounts. It will hold zeros.
+
+        Args:
+            num_bytes: its size.
+            elsewhere: bytes at its end that lie in other files, and take no place.
 
         Raises:
             CapacityError: the mounts' budgets are used up.
         """
-        total = round_up(num_bytes)
+        total = round_up(num_bytes) - elsewhere
         granule = self._granule_bytes
+        assert not elsewhere or total % granule == 0, "every granule is read from mounts, or from other files"
 
         # If the mounts have too little room together, nothing of the block stays reserved.
         before = list(self.used)
@@ -104,7 +128,7 @@ class Striping:
             self.used[mount] += size
             start += size
 
-        return Extent(total, tuple(stripes), zero_checksums(total, granule))
+        return Extent(total + elsewhere, tuple(stripes), zero_checksums(total + elsewhere, granule))
 
     def _next_mount(self, missing: int) -> tuple[int, int]:
         """Return the mount that takes the next stripe, and the bytes that it takes; 0 if no mount has room.

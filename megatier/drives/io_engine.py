@@ -14,11 +14,15 @@ from megatier import _native
 
 REQUEST_BYTES = 8 << 20
 """The most bytes of one read or write call."""
+GATHERED_BYTES = 2 << 20
+"""The most bytes that one request puts together from parts of files. A thread has a window of this size for them."""
 QUEUE_DEPTH_MAX = 1024
 """The most requests that wait for a thread. Submitting a batch that has more of them waits for room."""
 
 Segment = tuple[int, int, int, int]
 """A file descriptor, an offset in that file, an address in memory, and a number of bytes."""
+Memory = tuple[int, int]
+"""An address, and a number of bytes."""
 
 
 class IoBatch(Protocol):
@@ -57,6 +61,17 @@ class IoEngine(Protocol):
             writes: whether the bytes go from memory to the files, or the other way.
         """
 
+    def gather(self, target: Memory, parts: Sequence[Segment], checksums: int, granule_bytes: int) -> IoBatch:
+        """Begin to put memory together from parts of files, with zeros between them, and to verify it.
+
+        Args:
+            target: the memory, in whole granules, of which the last may be shorter.
+            parts: where its bytes lie, in the order of their addresses. A part may begin at any byte of its file, and
+                an error names it as its segment. With O_DIRECT whole pages of the files are read.
+            checksums: the address of one uint32 for each granule of the memory.
+            granule_bytes: the bytes under one checksum.
+        """
+
     def close(self) -> None:
         """Finish what was submitted, and stop. It is safe to call this twice."""
 
@@ -74,6 +89,10 @@ class NativeEngine:
         """Begin to read or to write; see `IoEngine.submit`."""
         pool = self._writers if writes else self._readers
         return pool.submit_io(writes, segments, checksums, granule_bytes, REQUEST_BYTES)
+
+    def gather(self, target: Memory, parts: Sequence[Segment], checksums: int, granule_bytes: int) -> IoBatch:
+        """Begin to put memory together from parts of files; see `IoEngine.gather`."""
+        return self._readers.submit_gather(*target, parts, checksums, granule_bytes, GATHERED_BYTES)
 
     def close(self) -> None:
         """Finish what was submitted, and stop the threads."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from megatier.adapters.base import identity_of, note
 from megatier.adapters.given import add_given, check_trained, unwrapped
+from megatier.adapters.in_place import note_tensors
 from megatier.adapters.quantised import is_quantised, open_quantised
 from megatier.adapters.weights import AdaptedWeights
 from megatier.config.file import check_units
@@ -253,7 +254,10 @@ def _source(
 
     if peft_config is not None:
         if not isinstance(model, nn.Module):
-            note(skeleton, identity_of(resolve(os.fspath(model))))
+            folder = resolve(os.fspath(model))
+            note(skeleton, identity_of(folder))
+            if not is_quantised(skeleton.config):
+                note_tensors(skeleton, folder)
         add_given(skeleton, peft_config, base, is_new=True)
         reader = AdaptedWeights(reader, skeleton, seed)
     freeze(skeleton, frozen, "frozen")

@@ -26,7 +26,7 @@ from megatier.schedule.jobs import HOST_SECONDS
 from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import ALONE, DriveRates, Rates, World
-from megatier.schedule.sizes import Budgets
+from megatier.schedule.sizes import Budgets, block_bytes, home_bytes
 from megatier.schedule.timeline import Access
 from megatier.session.workload import Workload
 from megatier.tier import Kind, Tier
@@ -84,6 +84,8 @@ class Plan:
     """Homes and slots."""
     state_bytes: Mapping[tuple[Tier, Kind], int]
     """Bytes of state by tier and kind."""
+    in_place_bytes: int
+    """Bytes of frozen weights that are read from the model's own files, which take no room on NVMe."""
     spilled_gradient_bytes: int
     """Bytes of gradients that a step writes to NVMe and reads again, because RAM is too short for them."""
     activations: ActivationBytes
@@ -153,6 +155,7 @@ class Plan:
             "budget_bytes": dataclasses.asdict(self.budgets),
             "state_bytes": {f"{tier} {kind}": size for (tier, kind), size in self.state_bytes.items()},
             "other_bytes": {str(tier): size for tier, size in self.placement.other_bytes.items()},
+            "in_place_bytes": self.in_place_bytes,
             "spilled_gradient_bytes": self.spilled_gradient_bytes,
             "activation_bytes": dataclasses.asdict(self.activations) | {"peak": self.activations.peak},
             "mask_bytes": self.mask_bytes,
@@ -229,6 +232,7 @@ def make_plan(
         accesses=trial.accesses,
         placement=placement,
         state_bytes=_state_bytes(work, placement),
+        in_place_bytes=_in_place_bytes(work, placement),
         spilled_gradient_bytes=_spilled_gradient_bytes(work, placement),
         activations=trial.activations,
         mask_bytes=mask_bytes(config, work),
@@ -251,8 +255,14 @@ def _state_bytes(work: Workload, placement: Placement) -> dict[tuple[Tier, Kind]
     units = {spec.name: spec for spec in work.specs}
     state: Counter[tuple[Tier, Kind]] = Counter()
     for (name, kind), home in placement.homes.items():
-        state[home, kind] += units[name].elements_of(kind) * units[name].schema.width(kind)
+        state[home, kind] += home_bytes(units[name], kind, home)
     return dict(state)
+
+
+def _in_place_bytes(work: Workload, placement: Placement) -> int:
+    """Return the bytes of weights at home on NVMe that the model's own files hold."""
+    specs = [spec for spec in work.specs if placement.homes[spec.name, Kind.WEIGHT] is Tier.NVME]
+    return sum(block_bytes(spec, Kind.WEIGHT) - home_bytes(spec, Kind.WEIGHT, Tier.NVME) for spec in specs)
 
 
 def _spilled_gradient_bytes(work: Workload, placement: Placement) -> int:

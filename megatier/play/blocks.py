@@ -21,7 +21,7 @@ from megatier.play.generations import Generation, Generations
 from megatier.play.grad_blocks import GradBlocks, grad_key
 from megatier.play.optimizer import Elements
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy, UnitSpec, gathered_bytes, group_grad_bytes
+from megatier.schedule.sizes import Policy, UnitSpec, block_bytes, gathered_bytes, group_grad_bytes, home_bytes
 from megatier.schedule.timeline import Load
 from megatier.store.store import TieredStore
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
@@ -49,12 +49,19 @@ class StateRun:
     def write_back(self) -> None:
         """Say that every plane was changed, and start its way home. Of a streamed unit the weights alone go home.
 
+        Frozen weights that lie in the user's own files are at home there: only their checksums are taken.
+
         Call it while the run is leased. A dirty copy may not be evicted before its way home has begun, so one that
         nobody leases any more could be in the way of others.
         """
         for kind, span in self.spans.items():
             home = self.homes[kind]
             key = self.keys[kind]
+            extent = self.store.extents.get(key)
+            if extent is not None and span[0] >= extent.own_bytes:
+                assert self.store.files is not None
+                self.store.files.note(extent, *span, self.planes[kind].data_ptr())
+                continue
             self.store.mark_dirty(key, self.tier, span)
             if home is Tier.NVME or (home is not self.tier and kind is Kind.WEIGHT):
                 self.store.write_back(key, self.tier, span)
@@ -273,8 +280,9 @@ class UnitBlocks:
             for kind in unit.kinds:
                 size = self.whole(unit.name, kind)[1]
                 home = self.placement.homes[unit.name, kind]
+                elsewhere = block_bytes(unit, kind) - home_bytes(unit, kind, home)
                 for place in self.generations.places(unit.name, kind):
-                    self.store.register(BlockSpec(block_key(unit.name, kind, place), size, home, kind))
+                    self.store.register(BlockSpec(block_key(unit.name, kind, place), size, home, kind, elsewhere))
             if unit.num_trained:
                 self.grads.register(unit.name)
             if self.policy.ranks > 1:

@@ -22,8 +22,8 @@ from megatier.schedule.sizes import (
     Budgets,
     Policy,
     UnitSpec,
-    block_bytes,
     grad_bytes,
+    home_bytes,
     passing_kinds_of,
     state_bytes,
     trained,
@@ -214,7 +214,8 @@ def _bytes_by_home(units: Iterable[UnitSpec], homes: Homes) -> Counter[Tier]:
     total: Counter[Tier] = Counter()
     for unit in units:
         for kind in unit.kinds:
-            total[homes[unit.name, kind]] += block_bytes(unit, kind)
+            home = homes[unit.name, kind]
+            total[home] += home_bytes(unit, kind, home)
     return total
 
 

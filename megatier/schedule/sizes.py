@@ -66,6 +66,8 @@ class UnitSpec:
     gradient."""
     schema: StateSchema = ADAMW_BF16
     """The planes of state that the optimizer keeps of an element that is trained."""
+    is_in_place: bool = False
+    """Whether the frozen elements, if their home is NVMe, are read where they lie in the user's own files."""
     update_flops: float = 0.0
     """Floating-point operations of products of matrices in one update."""
 
@@ -157,6 +159,12 @@ def passing_kinds_of(units: Iterable[UnitSpec]) -> tuple[Kind, ...]:
 def block_bytes(unit: UnitSpec, kind: Kind) -> int:
     """Bytes of a unit's block of state, in whole pages."""
     return round_up(unit.elements_of(kind) * unit.schema.width(kind))
+
+
+def home_bytes(unit: UnitSpec, kind: Kind, home: Tier) -> int:
+    """Bytes that a unit's block of state takes at home: frozen weights that are read in place take none on NVMe."""
+    is_in_place = unit.is_in_place and kind is Kind.WEIGHT and home is Tier.NVME
+    return trained_bytes(unit, kind) if is_in_place else block_bytes(unit, kind)
 
 
 def trained_bytes(unit: UnitSpec, kind: Kind) -> int:

@@ -26,6 +26,7 @@ from megatier.models.decoder import Unit, decays
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.masters import join_master, narrow, plane_dtype, split_master
 from megatier.numerics.optimizer import Hyperparameters, RunOptimizer
+from megatier.play.blocks import block_key
 from megatier.play.player import Player
 from megatier.ranks.ranks import Ranks, check_groups
 from megatier.schedule.placement import Placement, place
@@ -67,6 +68,8 @@ class Session:
         blocks: names and leases of the units' blocks.
         reader: reads state for checkpoints while passes go on.
         speculation: runs updates before the norm is known.
+        in_place: names of the units whose frozen weights are read from the model's own files.
+        why_copied: why other frozen weights of a base that are at home on NVMe are not, in words.
         io_threads: the number of native threads each way that read and write NVMe, and why so many.
         rates: the rates of the mounts, if they were measured on this machine.
     """
@@ -132,6 +135,8 @@ class Session:
             self.placement = _place(model, work, budgets, model_config.expert_parts, work_in)
             self.optimizer = self._open_optimizer(opened, work, tiers, train)
             self._open_player(opened, work)
+            self.in_place = self._attach_base(work)
+            self.why_copied = work.in_place.why_not
             self._open_engine(opened, work, options)
             self._opened = opened.pop_all()
 
@@ -185,6 +190,16 @@ class Session:
         self.blocks = self.player.blocks
         self.reader = self.player.reader
         self.speculation = self.player.updates.speculation
+
+    def _attach_base(self, work: Workload) -> tuple[str, ...]:
+        """Say where frozen weights lie that are read from the model's own files; returns the units that have some."""
+        on_nvme = [name for name in work.in_place.parts if self.placement.homes[name, Kind.WEIGHT] is Tier.NVME]
+        for name in on_nvme:
+            for number in self.blocks.generations.places(name, Kind.WEIGHT):
+                assert self.store.files is not None
+                extent = self.store.extents[block_key(name, Kind.WEIGHT, number)]
+                self.store.files.attach(extent, work.in_place.parts[name])
+        return tuple(on_nvme)
 
     def _open_engine(self, opened: ExitStack, work: Workload, options: EngineOptions) -> None:
         """Install the nodes in the skeleton's modules."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from megatier.adapters.base import check_base, identity_of, note
+from megatier.adapters.in_place import note_tensors
 from megatier.adapters.lora import add_adapters, stored_names
 from megatier.adapters.quantised import is_quantised, open_quantised
 from megatier.adapters.stored import StoredAdapter
@@ -115,6 +116,8 @@ def _folder_of(config: ModelConfig) -> Path | None:
 def _adapted(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """Add the adapters to a model, if there are any, and freeze what is not trained."""
     if config.adapters is not None:
+        if (folder := _folder_of(config)) is not None and not is_quantised(model.config):
+            note_tensors(model, folder)
         add_adapters(model, config.adapters, _base_of(config))
     freeze(model, config.frozen)
     return model

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
 
+from megatier.adapters.in_place import InPlace, in_place
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import PlanError, UnsupportedModelError
@@ -43,6 +44,8 @@ class Workload:
     """How NVMe is read and written."""
     rows: int
     """Sequences of one group."""
+    in_place: InPlace = field(default_factory=InPlace)
+    """The units whose frozen weights are read from the model's own files, if they are at home on NVMe."""
     keeps_attention: bool = False
     """Whether what attention gave stays until a backward that computes the rest of its layer again."""
     offloads_attention: bool = False
@@ -79,6 +82,7 @@ class Workload:
         units = tuple(replace(unit, layout=unit.layout.padded(world.ranks)) for unit in units)
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         options = _io_options(tiers)
+        read_in_place = in_place(model, units, tiers, world.ranks)
         activations = _activations(units, train)
         rows = train.batch // train.groups
         hidden_bytes = rows * tokens * boundary_width(model) * dtype.itemsize
@@ -96,6 +100,7 @@ class Workload:
                 activation_bytes=hidden_bytes if u.name in offloaded else 0,
                 frozen_elements=(u.layout.num_elements - u.layout.num_trained) // world.ranks,
                 schema=u.layout.schema,
+                is_in_place=u.name in read_in_place.parts,
                 update_flops=_update_flops(u.layout, world.ranks),
             )
             for u in units
@@ -109,6 +114,7 @@ class Workload:
             policy=policy,
             options=options,
             rows=rows,
+            in_place=read_in_place,
             keeps_attention=train.keeps_attention(tokens),
             offloads_attention=offloads_attention,
         )

@@ -39,7 +39,7 @@ class Blocks:
         if spec.home is Tier.NVME:
             if self._files is None:
                 raise CapacityError("nvme", spec.num_bytes, 0, "Give the store at least one mount.")
-            block.extent = self.extents[spec.key] = self._files.reserve(spec.num_bytes)
+            block.extent = self.extents[spec.key] = self._files.reserve(spec.num_bytes, spec.elsewhere)
             self._reservation.home(spec, Tier.NVME)
         elif spec.home is not None:
             offset = self._reservation.home(spec, spec.home)

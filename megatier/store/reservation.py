@@ -41,12 +41,13 @@ class Reservation:
         Raises:
             CapacityError: the budget is used up.
         """
-        self._require(tier, round_up(spec.num_bytes))
+        size = round_up(spec.num_bytes) - spec.elsewhere
+        self._require(tier, size)
 
         # Homes lie in the order in which they are asked for. The offset holds although the arena does not exist yet,
         # because nothing is put in front of them later.
         offset = self._home_bytes(tier)
-        self._homes[tier, spec.kind] += round_up(spec.num_bytes)
+        self._homes[tier, spec.kind] += size
         return offset
 
     def slots(self, tier: Tier, kind: Kind | None, slot_bytes: int, num_slots: int) -> None:

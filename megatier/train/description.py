@@ -95,6 +95,8 @@ def describe(
         say(console, f"{len(placement.streamed)} units stream their state through the GPU to be updated there")
     if placement.spilled:
         say(console, _safety(config, placement, plan.num_kept))
+    for words in _base_on_nvme(session):
+        say(console, words)
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
         what = "sums of groups" if placement.sums_on_gpu else "gradients"
         say(console, f"{what} of {count} units lie on NVMe, because RAM is too short for them")
@@ -173,6 +175,24 @@ def opening(
         "flops_per_s": None if expected is None else expected.flops_per_s,
         "changes": changes,
     }
+
+
+def _base_on_nvme(session: Session) -> Iterator[str]:
+    """Yield how the frozen weights of a base get from NVMe to the run, in sentences."""
+    on_nvme = [
+        unit
+        for unit in session.units
+        if unit.layout.has_base
+        and unit.layout.num_trained < unit.layout.num_elements
+        and session.placement.homes[unit.name, Kind.WEIGHT] is Tier.NVME
+    ]
+    if session.in_place:
+        yield (
+            f"the base of {len(session.in_place)} units is read from the model's own files, which take no room in "
+            "tiers.nvme and are never written"
+        )
+    if copied := len(on_nvme) - len(session.in_place):
+        yield f"the base of {copied} units is copied to tiers.nvme: {session.why_copied}"
 
 
 def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:

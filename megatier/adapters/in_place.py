@@ -1,0 +1,153 @@
+"""In place: which frozen weights of a base a run reads from NVMe where they lie, in the model's own files.
+
+A unit's frozen weights are read so if the files hold the very bytes that the run needs, in runs that are not too short,
+on the drives of `tiers.nvme`. All others are copied into block files when the run begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from megatier.adapters.weights import base_name
+from megatier.config.schema import TiersConfig
+from megatier.drives.extent import FilePart
+from megatier.foreign import shown
+from megatier.layout import TensorSlice
+from megatier.models.conversion import Assembly, assemble, holding
+from megatier.models.decoder import Unit
+from megatier.models.folder import read_headers
+from megatier.models.shards import DTYPE_NAMES, DTYPES, StoredTensor
+from megatier.numerics.masters import weight_dtype
+
+NOTED = "tensors_of_base"
+"""The attribute of a skeleton that has the tensors of its base."""
+RUN_BYTES_MIN = 64 << 10
+"""Bytes of the shortest run of a tensor that is put together from several. Whole pages are read around each run."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseTensors:
+    """The tensors of a base as its folder stores them."""
+
+    stored: Mapping[str, StoredTensor]
+    """Where they lie, by their stored names."""
+    assemblies: Mapping[str, Assembly]
+    """What they make up, by the names of the base's parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InPlace:
+    """The units whose frozen weights may be read in place."""
+
+    parts: Mapping[str, tuple[FilePart, ...]] = field(default_factory=dict)
+    """The parts of files that hold a unit's frozen weights, by its name; `start` counts in the block of its weights."""
+    why_not: str = ""
+    """Why other frozen weights of the base are copied, in words; empty: there are none."""
+
+
+def note_tensors(model: PreTrainedModel, folder: Path) -> None:
+    """Note with a skeleton, which has no adapters yet, what its base's folder stores.
+
+    Raises:
+        UnsupportedModelError: a file is missing or damaged.
+    """
+    stored = read_headers(folder)
+    assemblies = assemble(model, {name: tensor.shape for name, tensor in stored.items()})
+    setattr(model, NOTED, BaseTensors(stored, assemblies))
+
+
+def in_place(model: PreTrainedModel, units: Sequence[Unit], tiers: TiersConfig, ranks: int) -> InPlace:
+    """Return which units' frozen weights may be read in place.
+
+    Args:
+        model: the skeleton.
+        units: its units, with their schemas.
+        tiers: mounts, and how they are read.
+        ranks: ranks that share the state.
+    """
+    frozen = [unit for unit in units if unit.layout.has_base and unit.layout.num_trained < unit.layout.num_elements]
+    if not frozen or not tiers.nvme:
+        return InPlace()
+    base: BaseTensors | None = getattr(model, NOTED, None)
+    if base is None:
+        return InPlace(why_not="it is quantised, or was given in RAM")
+    if why := _refused(base, tiers, ranks):
+        return InPlace(why_not=why)
+
+    found: dict[str, tuple[FilePart, ...]] = {}
+    refused: list[str] = []
+    for unit in frozen:
+        parts = _parts(unit, base)
+        if isinstance(parts, str):
+            refused.append(parts)
+        else:
+            found[unit.name] = parts
+    return InPlace(parts=found, why_not=refused[0] if refused else "")
+
+
+def _refused(base: BaseTensors, tiers: TiersConfig, ranks: int) -> str:
+    """Return why nothing of a base is read in place; empty: it may be."""
+    if tiers.gpu_direct:
+        return "tiers.gpu_direct reads block files alone"
+    if not tiers.checksums:
+        return "tiers.checksums is false, and files that others may write are always verified"
+    if ranks > 1:
+        return "several ranks have shards of it"
+
+    # A step is planned with the speed of the mounts, which other drives need not have.
+    folders = sorted({tensor.path.parent for tensor in base.stored.values()})
+    drives = _drives(tensor.path for tensor in base.stored.values())
+    for mount in tiers.mounts:
+        if _drives([mount.directory]) != drives:
+            return f"{folders[0]} and {mount.directory} (tiers.nvme) are on different file systems"
+    return ""
+
+
+def _drives(paths: Iterable[Path]) -> set[int | None]:
+    """Return the file systems on which paths lie; None: a path is not there."""
+    found: set[int | None] = set()
+    for path in set(paths):
+        try:
+            found.add(path.stat().st_dev)
+        except OSError:
+            found.add(None)
+    return found
+
+
+def _parts(unit: Unit, base: BaseTensors) -> tuple[FilePart, ...] | str:
+    """Return the parts of files that hold a unit's frozen weights, in order, or why they cannot be read in place."""
+    dtype = weight_dtype(unit.layout.schema)
+    parts: list[FilePart] = []
+    for tensor in unit.layout.tensors:
+        if tensor.start < unit.layout.num_trained or not tensor.num_elements:
+            continue
+        runs = _runs(tensor, base)
+        if isinstance(runs, str):
+            return runs
+
+        position = tensor.start * dtype.itemsize
+        for stored, start, num_elements in runs:
+            if DTYPES.get(stored.dtype) is not dtype:
+                return f"{shown(stored.name)} is {shown(stored.dtype)} in its file and {DTYPE_NAMES[dtype]} in the run"
+            num_bytes = num_elements * dtype.itemsize
+            if len(runs) > 1 and num_bytes < RUN_BYTES_MIN:
+                return f"{shown(tensor.name)} is put together from short pieces of its file"
+            offset = stored.offset + start * dtype.itemsize
+            parts.append(FilePart(path=stored.path, file_offset=offset, start=position, num_bytes=num_bytes))
+            position += num_bytes
+    return tuple(parts)
+
+
+def _runs(tensor: TensorSlice, base: BaseTensors) -> list[tuple[StoredTensor, int, int]] | str:
+    """Return the runs of elements that make up a tensor, each with its first element in a stored one and its length."""
+    assembly = base.assemblies.get(base_name(tensor.name))
+    if assembly is None:
+        return f"{shown(tensor.name)} is stored under another name"
+    _, runs = holding(assembly, *tensor.elements)
+    if any(run.num_columns for run in runs):
+        return f"{shown(tensor.name)} is stored transposed"
+    return [(base.stored[run.name], run.start, run.num_elements) for run in runs]

@@ -1,0 +1,91 @@
+"""Base files: the user's own files of weights, from which the frozen bytes of blocks are read where they lie.
+
+They are opened for reading and for nothing else. Tensors begin at any byte of such a file, so the engine reads the
+whole pages around a part and copies the part (`IoEngine.gather`). Granules are verified like those of block files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from megatier.drives.extent import FilePart
+from megatier.drives.io_engine import Segment
+from megatier.errors import BaseChangedError, TransferError
+
+
+class BaseFiles:
+    """The open files of one base.
+
+    Threads: `open` and `close` are called from one thread. In between any thread may call the others.
+    """
+
+    def __init__(self, *, direct: bool) -> None:
+        """Open nothing yet.
+
+        Args:
+            direct: whether to try O_DIRECT. A file system that refuses it is read through its cache.
+        """
+        self._direct = direct
+        self._files: dict[Path, int] = {}
+        """An open descriptor for each file."""
+        self._before: dict[Path, os.stat_result] = {}
+        """What each file was when it was opened."""
+
+    def open(self, parts: Iterable[FilePart]) -> None:
+        """Open the files in which parts lie. Those that are open stay so.
+
+        Raises:
+            TransferError: a file cannot be opened.
+        """
+        for path in dict.fromkeys(part.path for part in parts):
+            if path not in self._files:
+                self._files[path] = self._opened(path)
+                self._before[path] = os.fstat(self._files[path])
+
+    def segments(
+        self, parts: Iterable[FilePart], start: int, stop: int, address: int
+    ) -> tuple[list[Segment], list[Path]]:
+        """Return where bytes [start, stop) of a block lie, whose first byte goes to `address`, and the file of each."""
+        segments: list[Segment] = []
+        paths: list[Path] = []
+        for part in parts:
+            first = max(start, part.start)
+            last = min(stop, part.start + part.num_bytes)
+            if first < last:
+                offset = part.file_offset + first - part.start
+                segments.append((self._files[part.path], offset, address + first - start, last - first))
+                paths.append(part.path)
+        return segments, paths
+
+    def check(self, paths: Sequence[Path]) -> None:
+        """Refuse files of the base that were written since they were opened.
+
+        Raises:
+            BaseChangedError: names the first one.
+        """
+        for path in paths:
+            if path not in self._files:
+                continue
+            before, now = self._before[path], os.fstat(self._files[path])
+            if (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+                raise BaseChangedError(str(path), before.st_size, now.st_size)
+
+    def close(self) -> None:
+        """Close the files. It is safe to call this twice."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                os.close(file)
+        self._files = {}
+
+    def _opened(self, path: Path) -> int:
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        try:
+            return os.open(path, flags | (os.O_DIRECT if self._direct else 0))
+        except OSError as error:
+            if not self._direct or error.errno != errno.EINVAL:
+                raise TransferError("opening", "nvme", str(path), 0, error.errno or 0) from error
+        return os.open(path, flags)
