@@ -88,6 +88,16 @@ def test_streams_events_and_threads_are_named_where_bytes_move_and_by_what_watch
     assert found == lanes | others
 
 
+def test_results_of_compute_are_read_past_no_copy_that_leaves() -> None:
+    rooms = ("engine", "play", "store", "numerics", "guards", "models")
+    pattern = re.compile(r"\.(item|tolist|cpu)\(\)")
+    lines = [line for room in rooms for path in (PACKAGE / room).glob("*.py") for line in path.read_text().splitlines()]
+    found = [line.strip() for line in lines if pattern.search(line) and "on_host(" not in line]
+
+    # A number that was made on the host.
+    assert found == ["rounded = torch.tensor(share, dtype=torch.float32).item()"]
+
+
 def test_locks_are_those_that_an_interrupt_cannot_leave_locked() -> None:
     pattern = re.compile(
         r"threading\.(Event|Condition|Semaphore|BoundedSemaphore|Barrier)\b|^import queue|^from queue import .*\bQueue"

@@ -35,6 +35,7 @@ from megatier.numerics.optimizer import RunOptimizer
 from megatier.numerics.seeds import group_seed, seed_generators
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
+from megatier.readback import on_host
 from megatier.tier import Leg
 
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
@@ -139,7 +140,7 @@ class Engine:
         norm = self.measure(step)
 
         # Sums are exact and rounded once, so the order of the losses does not matter.
-        told = self._crew.agree(([loss.item() for loss in losses], self._player.own_seconds()))
+        told = self._crew.agree(([on_host(loss).item() for loss in losses], self._player.own_seconds()))
         loss = math.fsum(loss for found, _ in told for loss in found)
         result = self.finish_step(step, rate, norm, loss, groups[0])
         return replace(result, own_seconds=tuple(seconds for _, seconds in told))
@@ -278,7 +279,7 @@ class Engine:
                 is_own = first + rank < len(counted)
                 batch, count = counted[first + rank if is_own else first]
                 with self.evaluation():
-                    loss = self.model.loss(batch, None).item()
+                    loss = on_host(self.model.loss(batch, None)).item()
                 if is_own:
                     losses.append(loss * count)
 
@@ -319,7 +320,7 @@ class Engine:
 
         # Immediate updates run inside the backward, so a loss that is not finite has to stop the step before it. This
         # costs a wait for the device, which the deferred mode does without.
-        if not self._optimizer.hyper.deferred and not math.isfinite(loss.item()):
+        if not self._optimizer.hyper.deferred and not math.isfinite(on_host(loss.detach()).item()):
             self._player.cancel()
             raise self._error(step, "loss", None, batch)
 

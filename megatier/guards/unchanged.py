@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
+from megatier.readback import on_host
 
 REMEDY = (
     "megatier's weights change by the optimizer alone, so this model cannot be streamed as it is: switch that off in "
@@ -47,7 +48,7 @@ class Unchanged:
         """
         # With sums, a weight that was written is forgiven if its bits are the same.
         written = [a != b._version for a, b in zip(self._versions, self._leaves, strict=True)]
-        changed = written if self._sums is None else (_sums(self._leaves) != self._sums).tolist()
+        changed = written if self._sums is None else on_host(_sums(self._leaves) != self._sums).tolist()
         for name, is_changed in zip(self._names, changed, strict=True):
             if is_changed:
                 raise refused(module_name, name)

@@ -43,6 +43,7 @@ from megatier.numerics.adamw import (
 from megatier.numerics.masters import weight_dtype
 from megatier.numerics.muon import Muon
 from megatier.ranks.ranks import Ranks
+from megatier.readback import on_host
 from megatier.state import LION
 from megatier.workers import Workers
 
@@ -159,7 +160,7 @@ class RunOptimizer:
         by_device = [[part for part in parts if part.is_cuda is on_gpu] for on_gpu in (False, True)]
 
         # Put together on the GPU first, since each read of it makes the host wait.
-        found = [torch.cat(parts).cpu() for parts in by_device if parts]
+        found = [on_host(torch.cat(parts)) for parts in by_device if parts]
         sums = torch.cat([torch.empty(0, dtype=torch.float64), *found])
         if self._ranks is not None:
             sums = self._ranks.total(sums)
@@ -184,7 +185,7 @@ class RunOptimizer:
 
     def _non_finite_in(self, unit: str) -> str | None:
         """The first parameter of a unit, in its layout, whose measured gradient is not finite."""
-        sums = torch.cat(self._sums[unit]).cpu()
+        sums = on_host(torch.cat(self._sums[unit]))
         tensors = self.layouts[unit].tensors
         parts = sums.split([_num_tiles(tensor, self._origin(unit, tensor)) for tensor in tensors])
         return next((t.name for t, part in zip(tensors, parts, strict=True) if not part.isfinite().all()), None)
