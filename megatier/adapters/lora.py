@@ -155,7 +155,10 @@ def _leave_experts(config: Any, model: PreTrainedModel, *, is_by_name: bool) -> 
         ConfigError: somebody has, or nothing is left.
     """
     tried = copy.deepcopy(config)
-    conversion = importlib.import_module("peft.utils.transformers_weight_conversion")
+    try:
+        conversion = importlib.import_module("peft.utils.transformers_weight_conversion")
+    except ModuleNotFoundError:  # PEFT before 0.19 takes names for modules alone
+        return
     conversion.convert_peft_config_for_transformers(tried, model=model, conversions=None)
     if not getattr(tried, "target_parameters", None):
         return
