@@ -133,9 +133,9 @@ def stream(
         PlanError, CapacityError, ConfigError, UnsupportedModelError: the model or a setting cannot be taken. This is
             found before weights are read.
     """
-    _refuse_unknown(unknown)
+    refuse_unknown(unknown)
     require(accumulation_steps >= 1, "accumulation_steps", accumulation_steps, "at least 1")
-    tiers = _tiers(tiers)
+    tiers = read_tiers(tiers)
     names = {found: name for name, found in COMPUTE_DTYPES.items()}
     dtype: Any = names.get(compute_dtype) if isinstance(compute_dtype, torch.dtype) else compute_dtype
     require(dtype in COMPUTE_DTYPES, "compute_dtype", compute_dtype, "bf16 or fp32")
@@ -151,7 +151,7 @@ def stream(
     return _open(model, tiers, computing, train, frozen, peft_config)
 
 
-def _refuse_unknown(names: Iterable[str]) -> None:
+def refuse_unknown(names: Iterable[str]) -> None:
     """Refuse arguments that `stream` does not have, with those that are meant.
 
     Raises:
@@ -159,12 +159,14 @@ def _refuse_unknown(names: Iterable[str]) -> None:
     """
     known = [name for name, given in inspect.signature(stream).parameters.items() if given.kind is given.KEYWORD_ONLY]
     for name in names:
+        if name in known:
+            continue
         near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
         hint = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}."
         raise ConfigError(f"megatier.stream has no argument {shown(name)}. {hint}")
 
 
-def _tiers(given: TiersConfig | Mapping[str, Any] | None) -> TiersConfig:
+def read_tiers(given: TiersConfig | Mapping[str, Any] | None) -> TiersConfig:
     """Return the section `tiers`.
 
     Raises:

@@ -90,7 +90,11 @@ class StreamedTraining(Base):
         # Two places: the Trainer then splits no batch over the GPUs that one process sees. accelerate would refuse them
         # under torchrun.
         model.model.hf_device_map = {"streamed": "disk", "bound": str(model.device)}  # type: ignore[assignment]
-        super().__init__(self.shown(kwargs), *args, **kwargs)
+        shown = self.shown(kwargs)
+        if args:
+            super().__init__(shown, *args, **kwargs)
+        else:  # by name, since other trainers take something else first
+            super().__init__(model=shown, **kwargs)
         del model.model.hf_device_map
         self._check_arguments()
 
