@@ -1,0 +1,81 @@
+"""The plugin for Axolotl: `plugins: [megatier.plugins.axolotl.MegatierPlugin]`, with a section `megatier` beside it.
+
+Axolotl prepares data and arguments, builds its own trainer, and saves, as without the plugin. The model that it loads
+is on meta, and its trainer gets a streamed model in the place of that one.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel
+from transformers import Trainer
+
+from megatier.plugins.program_trainer import Opening, ProgramTraining, over
+from megatier.plugins.refusals import AXOLOTL_KERNELS, SECTION, check_axolotl, read_section
+
+
+class MegatierArgs(BaseModel):
+    """The keys that the plugin adds to a config of Axolotl's."""
+
+    megatier: dict[str, Any] | None = None
+
+
+class AxolotlTraining(ProgramTraining):
+    """Mixin for Axolotl's trainer."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the Trainer's
+        """Train as the Trainer does; an interrupt ends the run, and the last checkpoint stays.
+
+        Axolotl would save the model in the signal's handler, wherever its threads are then.
+        """
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return super().train(*args, **kwargs)
+
+
+class MegatierPlugin(BasePlugin):
+    """Axolotl's hooks, in the order in which it calls them."""
+
+    def __init__(self) -> None:
+        """Begin without a model."""
+        super().__init__()
+        self._opened = ExitStack()
+
+    def register(self, cfg: dict[str, Any]) -> None:
+        """Refuse settings that a streamed model cannot follow, as the user wrote them.
+
+        Raises:
+            ConfigError: names the first one, and what to do instead.
+        """
+        check_axolotl(cfg)
+        read_section(cfg.get(SECTION))
+        for name in AXOLOTL_KERNELS:
+            cfg[name] = False
+
+    def get_input_args(self) -> str:
+        """Return the name of the class that knows the plugin's keys."""
+        return f"{__name__}.{MegatierArgs.__name__}"
+
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:  # noqa: ANN401 - Axolotl's
+        """Have the model loaded on meta; datasets are Axolotl's own.
+
+        Before this hook Axolotl sets the device of its own accord, and the next one comes when it was read already.
+        """
+        cfg.device_map = {"": "meta"}
+
+    def get_trainer_cls(self, cfg: Any) -> type[Trainer]:  # noqa: ANN401 - Axolotl's
+        """Return Axolotl's trainer over a streamed model."""
+        from axolotl.core.trainers import AxolotlTrainer
+
+        dtype = torch.bfloat16 if cfg.torch_dtype is torch.bfloat16 else torch.float32
+        return over(AxolotlTrainer, Opening(read_section(cfg.get(SECTION)), dtype, self._opened), AxolotlTraining)
+
+    def post_train_unload(self, cfg: Any) -> None:  # noqa: ANN401 - Axolotl's
+        """Close the streamed model, which removes its block files."""
+        self._opened.close()

@@ -1,0 +1,93 @@
+"""The launcher for LLaMA-Factory: `python -m megatier.plugins.llama_factory config.yaml`, with a section `megatier`.
+
+LLaMA-Factory has no registry of trainers, and its launcher takes no other commands. So this does what its own launcher
+does in a process that it starts, with two trainers exchanged and the model loaded on meta, for as long as the run goes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from megatier.errors import ConfigError, MegatierError
+from megatier.plugins.program_trainer import Opening, over
+from megatier.plugins.refusals import SECTION, check_llama_factory, read_section
+
+TRAINERS = {"sft": "CustomSeq2SeqTrainer", "pt": "CustomTrainer"}
+"""The name of the trainer in the workflow of each stage."""
+
+
+def run(arguments: Mapping[str, Any] | None = None, callbacks: Sequence[Any] = ()) -> None:
+    """Train as `llamafactory-cli train` does, with a streamed model.
+
+    Args:
+        arguments: LLaMA-Factory's, with a section `megatier` of arguments of `megatier.stream`; None: read from the
+            command line, a file and `key=value`.
+        callbacks: of the Trainer.
+
+    Raises:
+        ConfigError: LLaMA-Factory is missing, or one of the arguments cannot be followed.
+    """
+    tuner = _load("llamafactory.train.tuner")
+    given = tuner.read_args(dict(arguments) if arguments is not None else None)
+    if not isinstance(given, dict):
+        raise ConfigError("name a file of arguments first: python -m megatier.plugins.llama_factory config.yaml")
+    section = read_section(given.pop(SECTION, None))
+    check_llama_factory(given)
+
+    dtype = torch.bfloat16 if given.get("bf16") or given.get("pure_bf16") else torch.float32
+    with ExitStack() as opened:
+        opening = Opening(section, dtype, opened)
+        opened.enter_context(_exchanged(tuner, "get_train_args", on_meta(tuner.get_train_args)))
+        for stage, name in TRAINERS.items():
+            workflow = _load(f"llamafactory.train.{stage}.workflow")
+            opened.enter_context(_exchanged(workflow, name, over(getattr(workflow, name), opening)))
+        tuner.run_exp(given, list(callbacks))
+
+
+def on_meta(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reader of LLaMA-Factory's arguments that has the model loaded on meta."""
+
+    @functools.wraps(read)
+    def reading(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - LLaMA-Factory's
+        found = read(*args, **kwargs)
+        found[0].device_map = {"": "meta"}
+        return found
+
+    return reading
+
+
+@contextmanager
+def _exchanged(module: Any, name: str, value: object) -> Iterator[None]:  # noqa: ANN401 - LLaMA-Factory's
+    """Put a value into a module's name, and the one before back at the end."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _load(name: str) -> Any:  # noqa: ANN401 - LLaMA-Factory has no types
+    """Import a module of LLaMA-Factory's.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"LLaMA-Factory is needed ({error}): pip install llamafactory.") from error
+
+
+if __name__ == "__main__":
+    try:
+        run()
+    except MegatierError as error:
+        sys.exit(f"megatier: error: {error}")

@@ -1,0 +1,149 @@
+"""Settings of other programs that a streamed model cannot follow: each is refused by name, before there is any work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megatier.errors import ConfigError
+from megatier.foreign import shown
+from megatier.guards.trainer_arguments import check_stream_kwargs, refuse_any
+from megatier.integrations.stream import read_tiers, refuse_unknown
+
+SECTION = "megatier"
+"""The key of a program's config under which the arguments of `megatier.stream` are."""
+FROM_THE_PROGRAM = ("compute_dtype", "attention", "activations", "frozen", "peft_config")
+"""Arguments of `megatier.stream` that follow from the program's own settings."""
+STAGES = ("sft", "pt")
+"""Stages of LLaMA-Factory's that are streamed."""
+
+PLACES = "places the weights, which megatier does here: leave it out."
+QUANTISES = "quantises the base as it is loaded, and this one streams from its files: leave it out."
+PACKS = "packs several texts into a row for kernels of attention that were not tried here: leave it out."
+RATES = "gives parameters learning rates of their own, and a streamed model has one: leave it out."
+CHANGES = "changes the model that is loaded, and here the files of its folder are trained: leave it out."
+LOGITS = "needs logits, and head and loss are one here: leave it out."
+OBJECTIVE = "only supervised fine-tuning and pretraining are streamed. With TRL use StreamedTrl."
+SCALES = "scales the loss, and the norm with it; use bf16."
+COMPILES = f"does not know streamed weights: leave it out, and set {SECTION}.compile."
+OPTIMISES = (
+    f"is an optimizer that a streamed model has not: leave it out. {SECTION}.optimizer may be adamw, muon or lion."
+)
+BEGINS = "adapters begin anew here, as PEFT's do by default. `megatier train` goes on with some (model.lora.adapter)."
+
+AXOLOTL_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+"""Kernels for adapters, which Axolotl turns on by itself unless somebody has turned them off."""
+AXOLOTL = {
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "gpu_memory_limit", "max_memory", "device_map"), PLACES),
+    **dict.fromkeys(("layer_offloading", "activation_offloading", "ple_cpu_offload", "use_ray"), PLACES),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "gptq", "model_quantization_config", "qat", "fp8"), QUANTISES),
+    **dict.fromkeys(("sample_packing", "eval_sample_packing", "batch_flattening"), PACKS),
+    **dict.fromkeys(("loraplus_lr_ratio", "embedding_lr", "embedding_lr_scale", "lr_groups"), RATES),
+    **dict.fromkeys(("rl", "reward_model", "process_reward_model", "use_eaft"), OBJECTIVE),
+    **dict.fromkeys(("overrides_of_model_kwargs", "reinit_weights", "revision_of_model", "trust_remote_code"), CHANGES),
+    **dict.fromkeys(("fix_untrained_tokens", "relora", "lisa_step_interval", "use_onebitllms"), CHANGES),
+    **dict.fromkeys(("flash_optimum", "tiled_mlp", "use_kernels", "trainer_cls", *AXOLOTL_KERNELS), CHANGES),
+    **dict.fromkeys(("do_causal_lm_eval", "do_bench_eval", "generate_samples"), LOGITS),
+    "lora_model_dir": BEGINS,
+    "fp16": SCALES,
+    "torch_compile": COMPILES,
+}
+"""Keys of Axolotl's, and why they are refused."""
+LLAMA_FACTORY = {
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "use_kt", "use_mca", "use_hyper_parallel", "use_ray"), PLACES),
+    **dict.fromkeys(("quantization_bit", "quantization_device_map", "fp8"), QUANTISES),
+    **dict.fromkeys(("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"), OPTIMISES),
+    **dict.fromkeys(("use_unsloth", "enable_liger_kernel", "use_liger_kernel", "use_v1_kernels"), CHANGES),
+    **dict.fromkeys(("shift_attn", "mixture_of_depths", "use_llama_pro", "train_from_scratch"), CHANGES),
+    **dict.fromkeys(("resize_vocab", "trust_remote_code", "upcast_lmhead_output"), CHANGES),
+    **dict.fromkeys(("compute_accuracy", "predict_with_generate", "do_predict"), LOGITS),
+    **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss"), LOGITS),
+    **dict.fromkeys(("adapter_name_or_path", "pissa_init"), BEGINS),
+    "loraplus_lr_ratio": RATES,
+    "neat_packing": PACKS,
+    "fp16": SCALES,
+    "torch_compile": COMPILES,
+}
+"""Arguments of LLaMA-Factory's, and why they are refused."""
+
+
+def check_axolotl(given: Mapping[str, Any]) -> None:
+    """Refuse settings of Axolotl's.
+
+    Args:
+        given: its config, as the user wrote it.
+
+    Raises:
+        ConfigError: names the first one, and what to do instead.
+    """
+    _check_one_process()
+    refuse_any((given.get(name), f"{name}: {why}") for name, why in AXOLOTL.items())
+    optimizer = given.get("optimizer") or "adamw_torch"
+    parallel = [name for name in ("tensor_parallel_size", "context_parallel_size") if (given.get(name) or 1) > 1]
+    others = [name for name in given.get("plugins") or () if not name.startswith("megatier.")]
+    refuse_any(
+        (
+            (given.get("adapter") not in (None, "lora"), f"adapter is {given.get('adapter')}: use lora, or none."),
+            ("adamw_torch" not in optimizer, f"optimizer: {optimizer} {OPTIMISES}"),
+            (parallel, f"{''.join(parallel[:1])}: {PLACES}"),
+            (others, f"plugins: {''.join(others[:1])} may change the model or its trainer: leave it out."),
+        )
+    )
+
+
+def check_llama_factory(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of LLaMA-Factory's.
+
+    Args:
+        given: its arguments, as the user wrote them.
+
+    Raises:
+        ConfigError: names the first one, and what to do instead.
+    """
+    _check_one_process()
+    refuse_any((given.get(name), f"{name}: {why}") for name, why in LLAMA_FACTORY.items())
+    method = given.get("finetuning_type", "lora")
+    optimizer = given.get("optim", "adamw_torch")
+    refuse_any(
+        (
+            (given.get("stage", "sft") not in STAGES, f"stage is {given.get('stage')}: {OBJECTIVE}"),
+            (method not in ("full", "freeze", "lora"), f"finetuning_type is {method}: use full, freeze or lora."),
+            ("adamw_torch" not in optimizer, f"optim: {optimizer} {OPTIMISES}"),
+            (not given.get("do_train"), "do_train is not true, and only training is streamed."),
+        )
+    )
+
+
+def read_section(given: object) -> dict[str, Any]:
+    """Return a program's section of arguments of `megatier.stream`.
+
+    Raises:
+        ConfigError: it is no mapping, or has a key or a budget that is not taken here.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"{SECTION} is {shown(repr(given))}; it must be keys with values, such as tiers: {{ram: 96GiB}}."
+        )
+    section = {str(name): value for name, value in given.items()}
+    refuse_any(
+        (name in section, f"{SECTION}.{name} follows from the program's own settings: leave it out.")
+        for name in FROM_THE_PROGRAM
+    )
+    refuse_unknown(section)
+    check_stream_kwargs({name: value for name, value in section.items() if name != "tiers"})
+    read_tiers(section.get("tiers"))
+    return section
+
+
+def _check_one_process() -> None:
+    """Refuse a launch of several processes.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count > 1:
+        raise ConfigError(f"{count} processes were started, and one trains here: let the program see one GPU alone.")
