@@ -210,6 +210,7 @@ def test_trainer_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     [
         ({"gradient_accumulation_steps": 4}, "name the same number in both"),
         ({"optim": "sgd"}, "leave optim out"),
+        ({"optim": "adamw_torch_8bit"}, "optim is adamw_torch_8bit"),
         ({"torch_compile": True}, "pass compile=True"),
         (
             {

@@ -33,6 +33,7 @@ def test_each_argument_of_llama_factory_in_the_table_is_refused_by_name(name: st
     ("given", "message"),
     [
         ({"adapter": "qlora"}, "adapter is qlora: use lora, or none"),
+        ({"optimizer": "adamw_torch_4bit"}, "optimizer: adamw_torch_4bit is an optimizer"),
         ({"optimizer": "adamw_bnb_8bit"}, r"optimizer: adamw_bnb_8bit is an optimizer .* megatier\.optimizer may be"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: places the weights"),
         ({"plugins": ["megatier.a.B", "axolotl.integrations.liger.LigerPlugin"]}, r"plugins: axolotl\..*LigerPlugin"),
@@ -48,6 +49,7 @@ def test_value_of_axolotl_that_cannot_be_followed_is_refused(given: dict[str, An
     [
         ({"stage": "dpo"}, "stage is dpo: only supervised fine-tuning and pretraining"),
         ({"finetuning_type": "oft"}, "finetuning_type is oft: use full, freeze or lora"),
+        ({"optim": "adamw_torch_8bit"}, "optim: adamw_torch_8bit is an optimizer"),
         ({"optim": "adafactor"}, "optim: adafactor is an optimizer"),
         ({"do_train": None}, "do_train is not true"),
     ],

@@ -24,6 +24,8 @@ FROM_THE_TRAINER = {
     ),
 }
 """Arguments of `megatier.stream` that a trainer gives itself if it opens a model, and where they are given."""
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+"""Names that the Trainer has for AdamW with moments in fp32, which a streamed model has in the place of torch's."""
 
 
 def refuse_any(refusals: Refusals) -> None:
@@ -114,7 +116,7 @@ def check_training_arguments(args: TrainingArguments, accumulation_steps: int, r
                 "torch_compile does not know streamed weights: leave it out, and pass compile=True to megatier.stream.",
             ),
             (
-                "adamw_torch" not in optimizer,
+                optimizer not in ADAMW,
                 f"optim is {optimizer}; a streamed model has AdamW, or what megatier.stream was given as optimizer and "
                 "moments: leave optim out.",
             ),

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatier.errors import ConfigError
 from megatier.foreign import shown
-from megatier.guards.trainer_arguments import check_stream_kwargs, refuse_any
+from megatier.guards.trainer_arguments import ADAMW, check_stream_kwargs, refuse_any
 from megatier.integrations.stream import read_tiers, refuse_unknown
 
 SECTION = "megatier"
@@ -85,7 +85,7 @@ def check_axolotl(given: Mapping[str, Any]) -> None:
     refuse_any(
         (
             (given.get("adapter") not in (None, "lora"), f"adapter is {given.get('adapter')}: use lora, or none."),
-            ("adamw_torch" not in optimizer, f"optimizer: {optimizer} {OPTIMISES}"),
+            (optimizer not in ADAMW, f"optimizer: {optimizer} {OPTIMISES}"),
             (parallel, f"{''.join(parallel[:1])}: {PLACES}"),
             (others, f"plugins: {''.join(others[:1])} may change the model or its trainer: leave it out."),
         )
@@ -109,7 +109,7 @@ def check_llama_factory(given: Mapping[str, Any]) -> None:
         (
             (given.get("stage", "sft") not in STAGES, f"stage is {given.get('stage')}: {OBJECTIVE}"),
             (method not in ("full", "freeze", "lora"), f"finetuning_type is {method}: use full, freeze or lora."),
-            ("adamw_torch" not in optimizer, f"optim: {optimizer} {OPTIMISES}"),
+            (optimizer not in ADAMW, f"optim: {optimizer} {OPTIMISES}"),
             (not given.get("do_train"), "do_train is not true, and only training is streamed."),
         )
     )
