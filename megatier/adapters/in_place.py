@@ -74,7 +74,7 @@ def in_place(model: PreTrainedModel, units: Sequence[Unit], tiers: TiersConfig, 
         return InPlace()
     base: BaseTensors | None = getattr(model, NOTED, None)
     if base is None:
-        return InPlace(why_not="it is quantised, or was given in RAM")
+        return InPlace(why_not="it is quantised, was given in RAM, or has no files yet")
     if why := _refused(base, tiers, ranks):
         return InPlace(why_not=why)
 

@@ -116,7 +116,9 @@ def _folder_of(config: ModelConfig) -> Path | None:
 def _adapted(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """Add the adapters to a model, if there are any, and freeze what is not trained."""
     if config.adapters is not None:
-        if (folder := _folder_of(config)) is not None and not is_quantised(model.config):
+        # A plan does with a folder that has no weights yet.
+        folder = _folder_of(config)
+        if folder is not None and any(folder.glob("*.safetensors")) and not is_quantised(model.config):
             note_tensors(model, folder)
         add_adapters(model, config.adapters, _base_of(config))
     freeze(model, config.frozen)
