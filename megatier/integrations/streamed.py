@@ -86,7 +86,8 @@ class Streamed(StreamedState):
         """
         super().__init__(session, train)
         self._opened = opened
-        self._is_from_folder, self._begins_adapters = is_from_folder, has_new_adapters
+        self._is_from_folder = is_from_folder
+        self._begins_adapters = has_new_adapters
         self._engine = session.engine
         self.model = session.model
         self.rank = self._crew.rank
