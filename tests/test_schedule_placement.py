@@ -166,6 +166,18 @@ def test_slots_for_updates_take_the_largest_trained_unit_that_spills() -> None:
     assert ram_slots(placement) == {Kind.WEIGHT: 16 << 20, Kind.REMAINDER: narrow} | moments
 
 
+def test_small_state_beside_frozen_weights_is_in_ram_before_any_weights() -> None:
+    """Layers with adapters: what NVMe would write in each step is little, so RAM takes it first."""
+    layers = [UnitSpec(name=name, num_elements=65 << 20, frozen_elements=64 << 20) for name in "abcd"]
+    head = UnitSpec(name="head", num_elements=32 << 20)
+    policy = Policy(state=(Tier.RAM, Tier.NVME), chunk_elements=1 << 20)
+    placement = place([*layers, head], Budgets(1 << 30, 500 << 20, 1 << 40), policy)
+    homes = placement.homes
+    assert {homes[unit.name, kind] for unit in layers for kind in unit.schema.passing_kinds} == {Tier.RAM}
+    assert {homes[unit.name, Kind.WEIGHT] for unit in layers} == {Tier.RAM, Tier.NVME}
+    assert {homes["head", kind] for kind in head.schema.passing_kinds} == {Tier.NVME}
+
+
 def test_more_of_any_budget_keeps_a_plan_possible() -> None:
     for (units, budgets, policy), _ in FITTING:
         for name in ("gpu", "ram", "nvme"):

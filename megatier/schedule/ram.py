@@ -2,8 +2,10 @@
 
 Offloaded activations come first. Gradients come before state, because they have to be somewhere between the backward
 and the update. State fills what is left by kind, weight planes first: a spilled parameter then moves 20 bytes a step
-instead of 26. State that does not fit is at home on NVMe. If RAM is too short even so, activations go on to NVMe too:
-as few as will do, and those of the first layers, which a backward needs last.
+instead of 26. Only of units that are mostly frozen, such as layers with adapters, the rest of the state comes before
+all weights: it is small, and NVMe would write it in each step, while frozen weights are read alone. State that does not
+fit is at home on NVMe. If RAM is too short even so, activations go on to NVMe too: as few as will do, and those of the
+first layers, which a backward needs last.
 
 A speculative update writes to a generation that does not hold. What is at home in RAM of a unit that spills then has a
 second place there. A unit that is whole in RAM needs none, so with speculation RAM takes the kinds of a unit together.
@@ -288,13 +290,18 @@ def _fill_room(
 
 
 def _homes_by_kind(units: Sequence[UnitSpec], room: int) -> Homes:
-    """Fill the room with weight planes first, then with the other kinds, unit by unit. What does not fit is on NVMe."""
-    blocks = [(unit, Kind.WEIGHT) for unit in units]
-    blocks += [(unit, kind) for unit in trained(units) for kind in unit.schema.passing_kinds]
+    """Fill the room by kind, unit by unit. What does not fit is on NVMe.
+
+    The kinds beside weights come first if their unit is mostly frozen, and last if not.
+    """
+    weights = [(unit, Kind.WEIGHT) for unit in units]
+    others = [(unit, kind) for unit in trained(units) for kind in unit.schema.passing_kinds]
+    first = [(unit, kind) for unit, kind in others if unit.num_trained < unit.frozen_elements]
+    last = [(unit, kind) for unit, kind in others if unit.num_trained >= unit.frozen_elements]
     homes = {}
 
     # A block that does not fit is passed over, and a smaller one after it may fit.
-    for unit, kind in blocks:
+    for unit, kind in [*first, *weights, *last]:
         size = block_bytes(unit, kind)
         homes[unit.name, kind] = Tier.RAM if size <= room else Tier.NVME
         room -= size if size <= room else 0
