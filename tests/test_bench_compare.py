@@ -233,6 +233,7 @@ def test_run_that_cannot_start_says_why(arguments: list[str], wanted: str) -> No
         compare.main(arguments)
 
 
+@pytest.mark.slow
 def test_fsdp2_on_the_cpu_leaves_a_row(tmp_path: Path) -> None:
     """A smoke run of a real peer, as a user starts it."""
     options = ["--shape", "tiny", "--batch", "2", "--seq", "32", "--steps", "1", "--device", "cpu"]

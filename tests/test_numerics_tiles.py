@@ -98,6 +98,7 @@ def test_layers_in_tiles_as_large_as_the_batch_give_the_bits_of_whole_ones(tmp_p
 # ---------------------------------------------------------------------- compiled layers
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("share", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_compiled_layers_in_tiles_give_the_same_bits_under_any_policy(share: float, tmp_path: Path) -> None:
     run = Run(model="plain", dtype="fp32", compile=True, saved_share=share, fused_loss=True, loss_chunk=32, eps=1e3)
