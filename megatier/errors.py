@@ -33,6 +33,10 @@ class ConfigError(MegatierError, ValueError):
     """A setting is unknown, mistyped, out of range, or contradicts another."""
 
 
+class ModelNotFoundError(ConfigError):
+    """A model is neither in a local folder nor on the hub."""
+
+
 class PlanError(MegatierError):
     """The run does not fit the budgets. Raised before any large allocation."""
 

@@ -110,6 +110,53 @@ def test_resume_and_export_refuse_another_base_by_name(tmp_path: Path, capsys: p
     assert main(["resume", str(run), "--accept-changes"]) == 0
 
 
+@pytest.mark.parametrize("saved", ["checkpoint", "savepoint", "nothing"])
+def test_resume_and_export_over_a_base_that_was_moved_say_which_option_names_its_place(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(tmp_path / "whole", base_folder(tmp_path / "base"))) == 0
+    spilling = {"tiers.state": "nvme", "tiers.gpu": "768KiB", "output.savepoint_every": 2, "tiers.generations": 2}
+    saves: dict[str, dict[str, Any]] = {"checkpoint": {"output.checkpoint_every": 2}, "savepoint": spilling}
+    run = ended_run(tmp_path / "run", tmp_path / "base", **saves.get(saved, {}))
+    moved = (tmp_path / "base").rename(tmp_path / "moved")
+
+    resumes = ["resume", str(run)]
+    exports = ["export", str(run), str(tmp_path / "exported")]
+    for line, option in ((resumes, "--model.path"), (exports, "--base"), ([*exports, "--merge"], "--base")):
+        if saved == "checkpoint" or line is resumes:
+            capsys.readouterr()
+            assert main(line) == 2
+            message = " ".join(capsys.readouterr().err.split())
+            assert f"no such model folder: {tmp_path / 'base'}." in message
+            assert message.endswith(f"If it was moved, say with {option} where it is now.")
+
+    other = base_folder(tmp_path / "other", intermediate_size=96)
+    if saved == "checkpoint":
+        assert main([*exports, "--base", str(other)]) == 2
+        assert "intermediate_size was 64 and is 96" in " ".join(capsys.readouterr().err.split())
+        assert main([*exports, "--base", str(moved)]) == 0
+        assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "--base", str(moved)]) == 0
+    assert main([*resumes, "--model.path", str(other)]) == 2
+    assert "intermediate_size was 64 and is 96" in " ".join(capsys.readouterr().err.split())
+    assert main([*resumes, "--model.path", str(moved)]) == 0
+    assert trained(run) == trained(tmp_path / "whole" / "run")
+    config = json.loads((run / "model" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(moved.resolve())
+
+
+def test_resume_over_a_base_that_is_not_on_the_hub_any_more_says_which_option_names_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base_folder(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    run = ended_run(tmp_path / "run", Path("base"), **{"output.checkpoint_every": 2})
+    (tmp_path / "base").rename(tmp_path / "moved")
+    assert main(["resume", str(run)]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "base is no local folder, and the hub could not be read" in message
+    assert message.endswith("If it was moved, say with --model.path where it is now.")
+
+
 def trained(run: Path) -> tuple[list[float], bytes]:
     """Losses and adapters of a whole run."""
     return metrics_losses(run), (run / "model" / "adapter_model.safetensors").read_bytes()

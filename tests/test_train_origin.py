@@ -182,6 +182,20 @@ def test_resume_over_files_that_say_the_same_in_other_words_goes_on(tmp_path: Pa
     assert main(["resume", str(run)]) == 0
 
 
+@pytest.mark.parametrize("saved", SAVED)
+def test_resume_of_a_model_that_was_moved_needs_its_weights_in_what_was_saved(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("datasets")
+    run = stopped(tmp_path, saved)
+    moved = (tmp_path / "given").rename(tmp_path / "moved")
+    if saved == "checkpoint":
+        assert main(["export", str(run), str(tmp_path / "out"), "--base", str(moved)]) == 0
+    capsys.readouterr()
+    assert main(["resume", str(run), "--model.path", str(moved)]) == (2 if saved == "nothing" else 0)
+    assert ("model.path was" in capsys.readouterr().err) == (saved == "nothing")
+
+
 def test_differences_name_what_was_added_and_what_is_gone() -> None:
     assert differences({}, {"a": "1"}) == []
     assert differences({"a": "1", "b": "2"}, {"b": "2", "c": "3"}) == [

@@ -38,6 +38,9 @@ FREE = (
     "numerics.max_skips",
 )
 """Settings in other sections that change no number of the steps to come."""
+PLACE = "model.path"
+"""The setting that says where the model lies. It changes no number if all that is read there is compared by itself, as
+a part of the origin."""
 ADDED = {"train.moments": "fp32", "train.optimizer": "adamw", "train.momentum": 0.95}
 """Settings that change numbers and that older versions did not have, with what these did."""
 WIDTHS = ("model.compute_dtype", "train.moments", "train.optimizer")
@@ -130,7 +133,8 @@ class RunState:
             One line for each numeric choice, library or device that is another one.
         """
         return [
-            *_differences(_numeric(self.config), _numeric(_plain(config))),
+            # The checkpoint has what was trained, and the origin describes the rest.
+            *_differences(_numeric(self.config), _numeric(_plain(config)), {PLACE} if self.origin else ()),
             *_differences(self.environment, environment(device)),
         ]
 
@@ -245,10 +249,15 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Move it away.") from error
 
-    # A damaged file says nothing about the numbers, so it counts as one change that the user may accept.
+    # A damaged file says nothing about the numbers, so it counts as one change that the user may accept. The origin
+    # describes the weights of a base of adapters, and no others.
     note = _noted_numbers(text)
-    now = _numeric(_plain(config))
-    changes = [f"{path.name} is damaged"] if note is None else list(_differences({**ADDED, **note["config"]}, now))
+    if note is None:
+        changes = [f"{path.name} is damaged"]
+    else:
+        is_bound = config.model.lora is not None and note.get("origin")
+        now = _numeric(_plain(config))
+        changes = list(_differences({**ADDED, **note["config"]}, now, {PLACE} if is_bound else ()))
     if changes and not accepts_changes:
         raise ConfigError(
             f"these are not the numbers that {path.parent} began with: {'; '.join(changes)}. Set them in its "
@@ -312,8 +321,8 @@ def _numeric(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each name whose value is another one now, with both values."""
-    for name in sorted({*before, *now}):
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str] = ()) -> Iterator[str]:
+    """Yield each name that is not free and whose value is another one now, with both values."""
+    for name in sorted({*before, *now}.difference(free)):
         if before.get(name) != now.get(name):
             yield f"{name} was {before.get(name)!r} and is {now.get(name)!r}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from megatier.checkpoint.run_directory import find_adapter, find_checkpoint
 from megatier.config.values import parse_bytes
+from megatier.models.location import naming
 
 
 def run(argv: Sequence[str]) -> int:
@@ -45,24 +45,26 @@ def run(argv: Sequence[str]) -> int:
         "--merge", action="store_true", help="merge the adapters into their base, and write a model that needs no PEFT"
     )
     parser.add_argument(
-        "--base", metavar="FOLDER_OR_ID", help="with --merge, the base of an adapter (default: the one it names)"
+        "--base",
+        metavar="FOLDER_OR_ID",
+        help="where the base of the adapters, or the model that the run began with, is now (default: where it was)",
     )
     options = parser.parse_args(argv)
-    if options.base is not None and not options.merge:
-        parser.error("--base goes with --merge")
     shard_bytes = parse_bytes(options.shard_size)
     if not (options.merge and find_adapter(options.checkpoint)):
         find_checkpoint(options.checkpoint)
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.train.export import export_checkpoint, export_merged
 
-    write = partial(export_merged, base=options.base) if options.merge else export_checkpoint
-    write(
-        Console(),
-        options.checkpoint,
-        options.folder,
-        options.dtype,
-        shard_bytes,
-        accepts_changes=options.accept_changes,
-    )
+    write = export_merged if options.merge else export_checkpoint
+    with naming("--base"):
+        write(
+            Console(),
+            options.checkpoint,
+            options.folder,
+            options.dtype,
+            shard_bytes,
+            base=options.base,
+            accepts_changes=options.accept_changes,
+        )
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatier.checkpoint.run_directory import CONFIG_FILE, check_goes_on, check_is_run
 from megatier.config import file as config_file
+from megatier.models.location import naming
 from megatier.session.paths import check_paths
 from megatier.train.outlet import announce, run_console
 
@@ -43,16 +44,17 @@ def run(argv: Sequence[str]) -> int:
 
     console = run_console()
     announce(console, f"{loaded.output.directory}: loading PyTorch and transformers")
-    check_paths(loaded)
+    with naming("--model.path"):
+        check_paths(loaded)
 
-    # Imported here because it loads torch: what is wrong so far is refused without waiting for that.
-    from megatier.train.trainer import train
+        # Imported here because it loads torch: what is wrong so far is refused without waiting for that.
+        from megatier.train.trainer import train
 
-    train(
-        loaded,
-        console,
-        config_file.given(path, words),
-        resumes=True,
-        accepts_changes=options.accept_changes,
-    )
+        train(
+            loaded,
+            console,
+            config_file.given(path, words),
+            resumes=True,
+            accepts_changes=options.accept_changes,
+        )
     return 0

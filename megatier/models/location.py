@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from megatier.errors import ConfigError
+from megatier.errors import ConfigError, ModelNotFoundError
 from megatier.foreign import shown
 
 CONFIG_FILE = "config.json"
@@ -17,7 +18,8 @@ def resolve(path_or_id: str) -> Path:
     """Return the folder of a model: a local one, or a snapshot of a hub repository, which is downloaded if needed.
 
     Raises:
-        ConfigError: there is neither.
+        ModelNotFoundError: there is neither.
+        ConfigError: see `find_local`.
     """
     if (folder := find_local(path_or_id)) is not None:
         return folder
@@ -30,7 +32,7 @@ def resolve(path_or_id: str) -> Path:
     try:
         return Path(snapshot_download(path_or_id, allow_patterns=patterns))
     except (OSError, HFValidationError) as error:
-        raise ConfigError(
+        raise ModelNotFoundError(
             f"{path_or_id} is no local folder, and the hub could not be read ({type(error).__name__}). "
             "Give the path of a downloaded model, or check the name, the network and your access rights."
         ) from error
@@ -40,7 +42,8 @@ def find_local(path_or_id: str) -> Path | None:
     """Return a model's local folder; None if the name can only be that of a hub repository.
 
     Raises:
-        ConfigError: a file or folder of this name holds no model, or the name is neither a path nor a hub id.
+        ConfigError: a file or folder of this name holds no model.
+        ModelNotFoundError: the name is neither that of a folder nor a hub id.
     """
     path = Path(path_or_id).expanduser()
 
@@ -53,8 +56,17 @@ def find_local(path_or_id: str) -> Path | None:
             raise ConfigError(_refusal(path, [path], "is a file"))
 
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id) or path_or_id.startswith("."):
-        raise ConfigError(f"no such model folder: {shown(path_or_id)}. Give a folder that exists, or a hub id.")
+        raise ModelNotFoundError(f"no such model folder: {shown(path_or_id)}. Give a folder that exists, or a hub id.")
     return None
+
+
+@contextlib.contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Say in the error of a model that is not there which option gives the place that it has been moved to."""
+    try:
+        yield
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"{error} If it was moved, say with {option} where it is now.") from error
 
 
 def _check_folder(folder: Path) -> None:

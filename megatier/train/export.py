@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -53,6 +54,7 @@ def export_checkpoint(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     *,
+    base: str | None = None,
     accepts_changes: bool = False,
 ) -> None:
     """Write the model of a checkpoint. This needs no GPU and no tiers, and never has the model whole in RAM.
@@ -63,6 +65,7 @@ def export_checkpoint(
         folder: a new or empty folder.
         dtype: `bf16`, or `fp32` for the masters; None: as the run's `output.export_dtype`.
         shard_bytes: see `models.export.export`.
+        base: where the model that the run began with is now; None: where it was.
         accepts_changes: take the config, buffers and tokenizer that the run's model.path and data.tokenizer give now,
             also if they are not those of the checkpoint.
 
@@ -81,7 +84,7 @@ def export_checkpoint(
 
     # The checkpoint has the weights. The model's config, buffers and tokenizer come from where the run had them, and
     # are compared with what they were (`origin`).
-    config = from_dict(state.config)
+    config = _moved(from_dict(state.config), base)
     model, _ = open_model(config)
     units = find_units(model)
     tokenizer = load_tokenizer(config)
@@ -140,7 +143,7 @@ def export_merged(
         folder: a new or empty folder.
         dtype: `bf16` or `fp32`; None: as the run's `output.export_dtype`, and bf16 for a folder of adapters.
         shard_bytes: see `models.export.export`.
-        base: the base of a folder of adapters; None: the one that its config names.
+        base: where the base is now; None: where it was, or where the config of a folder of adapters says.
         accepts_changes: see `export_checkpoint`.
 
     Raises:
@@ -148,13 +151,10 @@ def export_merged(
         CheckpointError, CapacityError, TransferError, UnsupportedModelError: see `export_checkpoint`.
     """
     adapter = find_adapter(path)
-    if adapter is None and base is not None:
-        raise ConfigError(f"--base is for a folder of adapters, and {path} has no {ADAPTER_FILE}: leave it out.")
-
     checkpoint = None
     if adapter is None:
         checkpoint = find_checkpoint(path)
-        config = from_dict(RunState.read(read_state(checkpoint)).config)
+        config = _moved(from_dict(RunState.read(read_state(checkpoint)).config), base)
     else:
         config = _config_of(adapter, base)
     if config.model.lora is None:
@@ -174,6 +174,19 @@ def export_merged(
             merged = MergedWeights(weights, model, reader.stored.read)
         chosen = dtype or config.output.export_dtype
         write_model(console, folder, plain, find_units(plain), merged.read, tokenizer, chosen, shard_bytes)
+
+
+def _moved(config: RunConfig, base: str | None) -> RunConfig:
+    """Return the config of a run whose model may have been moved to another place since.
+
+    Raises:
+        ConfigError: the run began with no model that lies anywhere.
+    """
+    if base is None:
+        return config
+    if config.model.path is None:
+        raise ConfigError("--base: the run began with a new model, by model.config. Leave it out.")
+    return replace(config, model=replace(config.model, path=base))
 
 
 def _config_of(adapter: Path, base: str | None) -> RunConfig:
