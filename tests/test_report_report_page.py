@@ -184,6 +184,13 @@ def test_page_of_a_run_that_went_on_says_where_and_compares_the_last_process(run
     assert "nvme_to_ram|1.0 MiB|1.0 MiB|1000 B|+1,047,576 B" in page.section("What moved")
 
 
+@pytest.mark.parametrize(("last", "is_said"), [(0.0, True), (0.5, False)])
+def test_page_of_a_run_whose_first_steps_have_no_gradient_says_so(last: float, is_said: bool, run: Path) -> None:
+    page = record(run, BEGINS, *(step(number, grad_norm=norm) for number, norm in enumerate((0.0, 0.0, last), 1)))
+    words = "The norm of the gradients was 0 in each of the first 3 steps, so no step has learnt anything yet."
+    assert (words in page.words[2]) is is_said
+
+
 def test_page_of_a_run_that_just_went_on_compares_nothing_yet(run: Path) -> None:
     page = record(run, BEGINS, step(1), {**BEGINS, "step": 1})
     assert page.section("What moved") == "No step of the last process is on file yet."

@@ -28,6 +28,7 @@ from megatier.engine.head import check_calls_loss_function
 from megatier.engine.stage import UnitPlayer, learning
 from megatier.engine.unit_model import Batch, EngineOptions, UnitModel, num_learnt
 from megatier.errors import NonFiniteError, UnsupportedModelError
+from megatier.guards.no_gradient import FirstNorms
 from megatier.guards.token_rows import few_tokens
 from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Unit, check_rows_are_apart
@@ -94,6 +95,7 @@ class Engine:
         """The step that was begun last."""
         self._skips = 0
         """The number of steps in a row, up to now, that were left out."""
+        self._first_norms = FirstNorms()
 
     def train_step(self, step: int, rate: float, groups: Sequence[Batch]) -> StepResult:
         """Run forward, backward and update on one step's tokens. A deferred update runs ahead of the next forward.
@@ -208,6 +210,8 @@ class Engine:
         Raises:
             NonFiniteError: one of them is not, once more in a row than may be left out.
         """
+        if self._crew.rank == 0:
+            self._first_norms.add(norm)
         if not (math.isfinite(norm) and math.isfinite(loss)):
             return self._skip(step, loss, norm, batch)
         self._skips = 0

@@ -19,6 +19,7 @@ from megatier.checkpoint.run_directory import (
 from megatier.config.file import load_saved, to_dict
 from megatier.config.text import dump
 from megatier.errors import ConfigError, mib
+from megatier.guards.no_gradient import REMARK, learns_nothing
 from megatier.report import chart, picture, placement_map
 from megatier.report.chart import Line, Mark, Scale
 from megatier.report.figures import NO_GPU
@@ -110,6 +111,8 @@ def _status(run: RecordedRun) -> str:
         words.append(f"The last line of {METRICS_FILE} is cut, as a kill may leave it, and is not shown.")
     if skipped := sum(step.skipped is not None for step in steps):
         words.append(f"Steps left out because they were not finite: {skipped}.")
+    if learns_nothing([step.grad_norm for step in steps]):
+        words.append(f"{REMARK[0].upper()}{REMARK[1:]}")
     return note(" ".join(words))
 
 
