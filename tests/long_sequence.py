@@ -24,7 +24,6 @@ PLACES = {
     "nvme": ("offload", Place(tiers=("gpu",), gpu=64 * MIB, activations=3)),
     "ram": ("offload", Place(tiers=("gpu",), gpu=64 * MIB)),
     "recompute": ("recompute", Place(tiers=("gpu",), gpu=64 * MIB)),
-    "keep": ("keep", Place(tiers=("gpu",), gpu=64 * MIB)),
 }
 
 
