@@ -286,7 +286,7 @@ def test_plan_foretells_the_order_and_the_bytes_of_a_frozen_run(
         demanded = session.player.demanded - before
         order = tuple(session.player.accesses)
         budgets = Budgets(*(session.store.usage(tier)["budget"] for tier in (Tier.GPU, Tier.RAM, Tier.NVME)))
-        homes, units = session.placement.homes, session.units
+        placement, units = session.placement, session.units
     where = ROOMY[place]
     config = RunConfig(
         model=ModelConfig(config=CONFIG.to_dict(), fused_loss=fused, frozen=patterns),
@@ -296,7 +296,9 @@ def test_plan_foretells_the_order_and_the_bytes_of_a_frozen_run(
     )
     plan = make_plan(skeleton_of(config.model), config, RATES, budgets, compiles=False)
     assert plan.accesses == order
-    assert plan.placement.homes == homes
+    assert plan.placement.homes == placement.homes
+    assert plan.placement.activation_homes == placement.activation_homes
+    assert plan.placement.other_bytes == placement.other_bytes
     assert Counter({queue: round(size) for queue, size in plan.forecast.moved_bytes.items()}) == demanded
     sizes = [(unit.layout.num_elements, unit.layout.num_trained) for unit in units]
     assert sum(plan.state_bytes.values()) == sum(2 * whole + 10 * trained for whole, trained in sizes)

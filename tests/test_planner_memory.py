@@ -58,6 +58,19 @@ def test_activation_bytes_shrink_with_slices_share_and_offload() -> None:
     assert cut < estimate("3b", 16, 1024, {"saved_share": 0.0}, {"activations": "offload"}).in_backward
 
 
+def test_activation_bytes_under_offload_have_the_input_of_the_lowest_trained_layer_alone() -> None:
+    boundary = 16 * 1024 * 2048 * 2
+    saved = {
+        (frozen, policy): estimate("3b", 16, 1024, {"frozen": names}, {"activations": policy}).saved / boundary
+        for frozen, names in {"none": (), "lower": ("model.embed_tokens", "model.layers.?")}.items()
+        for policy in ("offload", "recompute")
+    }
+    assert saved["none", "offload"] == 0
+    assert saved["none", "recompute"] == 36
+    assert saved["lower", "offload"] == 1
+    assert saved["lower", "recompute"] == 36 - 10
+
+
 @pytest.mark.parametrize("compiled", [{"saved_share": 0.0}, {"saved_share": 0.8}])
 def test_activation_bytes_in_tiles_are_those_of_attention_alone(compiled: dict[str, Any]) -> None:
     """Of 3B the MLP takes 16 of 18 hidden sizes that products give."""

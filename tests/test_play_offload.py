@@ -16,6 +16,7 @@ import pytest
 import torch
 from integer_runs import fail_moves
 from long_sequence import ACTIVATION_BYTES, LAYERS, watch
+from tiny_models import tiny_config
 from tiny_runs import (
     BATCH,
     MIB,
@@ -31,7 +32,8 @@ from tiny_runs import (
     run_steps,
 )
 
-from megatier.errors import IntegrityError, TransferError
+from megatier.config.schema import TrainConfig
+from megatier.errors import BlockNotFoundError, IntegrityError, TransferError
 from megatier.play.blocks import activation_key
 from megatier.play.offload import Offload
 from megatier.session.session import Session
@@ -117,6 +119,49 @@ def test_activations_on_nvme_above_frozen_layers_give_the_same_bits(tmp_path: Pa
         with offloading(run, tmp_path, place, frozen) as session:
             found.append(trained(run, session))
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "lowest"),
+    [
+        pytest.param(("model.embed_tokens", "model.layers.0"), 1, id="below"),
+        pytest.param(("model.embed_tokens", "model.layers.0.mlp"), 0, id="inside"),
+        pytest.param((), None, id="none"),
+    ],
+)
+@pytest.mark.parametrize("place", [RAM, NVME], ids=["ram", "nvme"])
+def test_room_is_set_aside_for_those_layers_alone_whose_inputs_leave(
+    place: Place, frozen: tuple[str, ...], lowest: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stash = Offload.stash
+    left = set[str]()
+
+    def noting(self: Offload, unit: str, tensor: torch.Tensor) -> None:
+        left.add(unit)
+        stash(self, unit, tensor)
+
+    monkeypatch.setattr(Offload, "stash", noting)
+    run = Run(model="tied")
+    with offloading(run, tmp_path, place, frozen) as session:
+        trained(run, session)
+        layers = [unit.name for unit in session.units if unit.is_layer]
+        assert left == session.placement.activation_homes.keys()
+        assert left == set(layers if lowest is None else layers[lowest + 1 :])
+        for name in set(layers) - left:
+            with pytest.raises(BlockNotFoundError):
+                session.store.residency(activation_key(name))
+
+
+def test_offload_of_layers_below_embeddings_that_stand_last_gives_the_same_bits(tmp_path: Path) -> None:
+    """The embeddings of each layer come last among the modules, and reach every layer."""
+    found = []
+    for policy in ("offload", "keep"):
+        train = TrainConfig(steps=3, batch=6, activations=policy)
+        frozen = ("*", "!model.embed_tokens_per_layer")
+        with opened(tiny_config("gemma4_text"), tmp_path, RAM, train, frozen=frozen) as session:
+            assert not session.placement.activation_homes
+            found.append(outcome(session, run_steps(session, train, 2)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.gpu

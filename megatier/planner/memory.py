@@ -42,7 +42,14 @@ from megatier.numerics.muon import matrices_of
 from megatier.numerics.quantised import PIECE_ELEMENTS
 from megatier.schedule.slots import MATRICES_CARRIED
 from megatier.session.attention_rule import FLEX
-from megatier.session.workload import COMPUTE_DTYPES, Workload, attention_parts, boundary_width, hidden_width
+from megatier.session.workload import (
+    COMPUTE_DTYPES,
+    Workload,
+    attention_parts,
+    boundary_width,
+    hidden_width,
+    without_input_gradient,
+)
 from megatier.tier import Tier
 
 CONTEXT_BYTES = 1_000_000_000
@@ -104,8 +111,8 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
 
     # Units before the first trained one have no backward, so they save nothing.
     layers = [unit for unit in work.units if _is_of_layer(unit)]
-    lowest = next((i for i, unit in enumerate(work.units) if unit.layout.num_trained), 0)
-    reached = [unit for unit in work.units[lowest:] if _is_of_layer(unit)]
+    lower = without_input_gradient(work.units)
+    reached = [unit for unit in layers if unit.layout.num_trained or unit.name not in lower]
     tiled = in_tiles(model, config, work)
     dropped = {unit.name: _dropped(unit, model, item) / width for unit in layers}
     saved = sum(_saved(unit, width, config, work, compiles, tiled, dropped[unit.name]) for unit in reached) * boundary

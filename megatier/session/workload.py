@@ -138,6 +138,22 @@ class Workload:
         return cls.of(model, units, model_config, tiers, train, numerics, tokens, savepoints=savepoints, world=world)
 
 
+def without_input_gradient(units: Sequence[Unit]) -> frozenset[str]:
+    """Return the names of the units whose inputs need no gradient, if units run in module order.
+
+    These are all units up to the first that is trained. Copies that are lent may reach any layer, so if those are
+    trained, there are none.
+    """
+    names: list[str] = []
+    if any(unit.is_lent and unit.layout.num_trained for unit in units):
+        return frozenset()
+    for unit in units:
+        names.append(unit.name)
+        if unit.layout.num_trained:
+            break
+    return frozenset(names)
+
+
 def hidden_width(model: PreTrainedModel) -> int:
     """The number of elements in a hidden state of the decoder layers.
 
@@ -259,17 +275,23 @@ def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activat
     It is the setting, except for the last layers, which may keep theirs. Only layers have an input that is worth
     offloading, so other units recompute. So do layers whose experts are units of their own, because they have several
     inputs and only one can be offloaded. Such experts have the policy of their layer.
+
+    An input that needs no gradient stays on the GPU if its layer has a backward at all, so no room is set aside for it.
+    A unit may run earlier than its place among the modules says (embeddings of each layer, as in Gemma 4). Inputs that
+    need a gradient after all then stay on the GPU too, which changes no bit.
     """
     layers = [unit.name for unit in units if unit.is_layer]
     keeping = set(layers[max(0, len(layers) - train.kept_layers) :])
     wanted = Activations(train.activations)
     others = wanted.without_offload
+    staying = without_input_gradient(units)
     policies: dict[str, Activations] = {}
     of_layer = others
 
     for unit in units:
         if unit.is_layer:
-            policy = wanted if len(unit.module_names) == 1 else others
+            offloads = len(unit.module_names) == 1 and unit.name not in staying
+            policy = wanted if offloads else others
             of_layer = policies[unit.name] = Activations.KEEP if unit.name in keeping else policy
         else:
             policies[unit.name] = others if unit.experts is None else of_layer
