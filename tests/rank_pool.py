@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
+import multiprocessing.process
 import os
 import socket
+import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,10 @@ import pytest
 
 RANKS_MAX = 4
 TIMEOUT_S = 120.0
+END_S = 5.0
+"""Seconds in which processes may end by themselves."""
+KILL_S = 10.0
+"""Seconds in which a kill may take effect. A process notices none while it waits inside a driver, as of a GPU."""
 PRELOADED = ["rank_imports"]
 """What the server of forks imports once, so that a process starts in milliseconds."""
 
@@ -59,12 +67,24 @@ class RankPool:
         return [result for _, result in answers]
 
     def close(self) -> None:
-        """End the processes. The next run starts others."""
-        for process, pipe in self._workers:
+        """End the processes, and say which did not end when they were asked. The next run starts others."""
+        # All are asked, and killed, before any is waited for: a rank may wait for another one, and a GPU's driver for
+        # what the other one computes.
+        processes = [process for process, _ in self._workers]
+        for _, pipe in self._workers:
             pipe.close()
-            process.kill()
-            process.join()
         self._workers.clear()
+
+        running = _wait(processes, END_S)
+        for process in running:
+            sys.stderr.write(f"rank's process {process.pid} has not ended within {END_S:g} s: killed\n")
+            process.kill()
+
+        for process in _wait(running, KILL_S):
+            sys.stderr.write(f"rank's process {process.pid} goes on {KILL_S:g} s after a kill: left behind\n")
+
+            # Else Python would wait for it without end when it exits.
+            vars(multiprocessing.process)["_children"].discard(process)
 
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
@@ -78,6 +98,14 @@ class RankPool:
         self._workers.append((process, ours))
 
 
+def _wait(processes: Sequence[Any], seconds: float) -> list[Any]:
+    """Wait so long for all processes together; returns those that go on."""
+    end = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    return [process for process in processes if process.is_alive()]
+
+
 def _work(pipe: Connection) -> None:
     """Run what comes by the pipe. This is the body of a process."""
     import torch
@@ -87,7 +115,7 @@ def _work(pipe: Connection) -> None:
     while True:
         try:
             function, arguments, environment, rank, size, port = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the pool is closed
             return
 
         # The environment is that of the test that asks, not of the test that started this process: a directory for
@@ -109,7 +137,8 @@ def _work(pipe: Connection) -> None:
         try:
             pipe.send((False, function(*arguments)))
         except BaseException:
-            pipe.send((True, f"rank {rank}:\n{traceback.format_exc()}"))
+            with contextlib.suppress(OSError):  # the pool was closed meanwhile
+                pipe.send((True, f"rank {rank}:\n{traceback.format_exc()}"))
 
 
 def free_port() -> int:
