@@ -26,7 +26,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
-from megatier.models.decoder import Unit, decoder_layers, is_adapter
+from megatier.models.decoder import Unit, decoder_layers, is_adapter, is_classifier
 
 IGNORED = -100
 """Label of a token that does not count."""
@@ -41,12 +41,16 @@ CAP = "final_logit_softcapping"
 
 
 def can_fuse(model: PreTrainedModel, units: Sequence[Unit]) -> bool:
-    """Whether head and loss of a skeleton may be one node. If not, a warning says why.
+    """Whether head and loss of a skeleton may be one node. If those of a language model may not, a warning says why.
 
     Args:
         model: the skeleton, on whose modules no nodes are installed yet.
         units: all of its units.
     """
+    # A classifier has a few numbers for a row, where logits of a vocabulary would be large.
+    if is_classifier(model.config):
+        return False
+
     try:
         check_fusable(model, units)
     except UnsupportedModelError as reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import os
@@ -285,7 +286,10 @@ def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[
     if is_new and config is not None:
         raise UnsupportedModelError("the model has adapters already: leave out peft_config, or give the model itself.")
 
-    skeleton = build_skeleton(inside.config, computing.attention)
+    # A model may have been made of another one's config, as a classifier of a language model's is.
+    own = copy.copy(inside.config)
+    own.architectures = [type(inside).__name__]
+    skeleton = build_skeleton(own, computing.attention)
     if config is not None:
         add_given(skeleton, config, config.base_model_name_or_path or "")
     return skeleton, InRam(inside, skeleton), config is not None

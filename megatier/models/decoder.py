@@ -16,7 +16,14 @@ from typing import cast
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
@@ -38,6 +45,16 @@ INDEXER_MASKED = (5, 17)
 
 MOST_ROUND = 1 << 22
 """Elements of a parameter of a module around the layers, at most: 8 MiB in bf16."""
+
+AutoClass = type[
+    AutoModelForCausalLM
+    | AutoModelForImageTextToText
+    | AutoModelForSequenceClassification
+    | AutoModelForTokenClassification
+]
+"""What makes a model of a config."""
+CLASSIFIERS: tuple[AutoClass, ...] = (AutoModelForSequenceClassification, AutoModelForTokenClassification)
+"""Makers of decoders without a head over the vocabulary, but with a score of the whole sequence or of each token."""
 
 MIXES_ROWS = ("DogeCDMoE",)
 """Modules whose output for a row depends on the other rows of its batch: Doge's router cuts its logits across rows."""
@@ -67,12 +84,13 @@ layout."""
 
 
 def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """Build a causal or vision-language model whose parameters are fp32 on meta and whose buffers are real, on the CPU.
+    """Build the model of a config, whose parameters are fp32 on meta and whose buffers are real, on the CPU.
 
     Buffers hold what a normally constructed model holds. The caller's config is not touched.
 
     Args:
-        config: the config of a decoder-only model; if it has a vision tower, the whole model is built.
+        config: the config of a decoder-only model. It is the classifier that the config names, or else the language
+            model, with its vision tower if it has one.
         attention: Hugging Face's name, such as `sdpa`. If a model has no `sdpa` (GPT-OSS), `eager` takes its place.
             `auto` is `sdpa`: what it becomes in a run is chosen before the run's model is built.
 
@@ -106,8 +124,11 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     return model
 
 
-def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+def auto_class(config: PretrainedConfig) -> AutoClass:
     """Return the auto class that makes the whole model of a config, with its vision tower if it has one."""
+    if (classifier := _classifier_of(config)) is not None:
+        return classifier
+
     # The causal class of some models that see would leave the vision tower out.
     sees = getattr(config, "vision_config", None) is not None
     return (
@@ -115,6 +136,11 @@ def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[Au
         if sees and _model_class(AutoModelForImageTextToText, config)
         else AutoModelForCausalLM
     )
+
+
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Return whether a config is that of a classifier, such as a reward model: its `architectures` name one."""
+    return _classifier_of(config) is not None
 
 
 def supports_flex(config: PretrainedConfig) -> bool:
@@ -294,9 +320,14 @@ def _attention_of(config: PretrainedConfig, attention: str) -> str:
     return "eager" if wanted == "sdpa" and not getattr(model_class, "_supports_sdpa", True) else wanted
 
 
-def _model_class(
-    auto: type[AutoModelForCausalLM] | type[AutoModelForImageTextToText], config: PretrainedConfig
-) -> object:
+def _classifier_of(config: PretrainedConfig) -> AutoClass | None:
+    """Return the auto class that makes the classifier that a config names; None: it names none."""
+    named = config.architectures if isinstance(config.architectures, list) else []
+    made = ((auto, _model_class(auto, config)) for auto in CLASSIFIERS)
+    return next((auto for auto, found in made if isinstance(found, type) and found.__name__ in named), None)
+
+
+def _model_class(auto: AutoClass, config: PretrainedConfig) -> object:
     """Return the class that an auto class makes of a config; None if it makes none."""
     return auto._model_mapping.get(type(config), None)
 

@@ -21,7 +21,7 @@ from megatier.config.schema import ModelConfig, RunConfig
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, reason_of, shown
 from megatier.layout import Layout
-from megatier.models.decoder import Unit, build_skeleton
+from megatier.models.decoder import Unit, build_skeleton, is_classifier
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.models.limits import check_counts
@@ -48,7 +48,7 @@ def skeleton_of(config: ModelConfig) -> PreTrainedModel:
         ConfigError: a pattern of what is frozen, or a target of adapters, names nothing.
     """
     folder = _folder_of(config)
-    found = read_model_config(config, folder)
+    found = _language_config(config, folder)
     is_coded = folder is not None and config.adapters is not None and is_quantised(found)
     plain = open_base(config, 0)[0] if is_coded else build_skeleton(found, config.attention)
     return _adapted(plain, config)
@@ -90,7 +90,7 @@ def open_base(config: ModelConfig, seed: int, *, decodes: bool = False) -> tuple
         ConfigError, UnsupportedModelError: there is no such model, or it cannot be streamed.
     """
     folder = _folder_of(config)
-    found = read_model_config(config, folder)
+    found = _language_config(config, folder)
     if folder is not None and config.adapters is not None and is_quantised(found):
         dtype = None if decodes else COMPUTE_DTYPES[config.compute_dtype]
         return open_quantised(folder, found, config.attention, dtype)
@@ -105,7 +105,23 @@ def model_config_of(config: ModelConfig) -> PretrainedConfig:
     Raises:
         UnsupportedModelError: transformers does not take it, or it asks for more than any model has.
     """
-    return read_model_config(config, _folder_of(config))
+    return _language_config(config, _folder_of(config))
+
+
+def _language_config(config: ModelConfig, folder: Path | None) -> PretrainedConfig:
+    """Return the config of a run's model, as `read_model_config` does.
+
+    Raises:
+        UnsupportedModelError: it is that of a classifier, which has no loss of the next token; or see there.
+    """
+    found = read_model_config(config, folder)
+    if is_classifier(found):
+        where = "model.config" if folder is None else str(folder / CONFIG_FILE)
+        raise UnsupportedModelError(
+            f"{where} names {', '.join(map(shown, found.architectures or ()))}, and runs train language models alone. "
+            "Train a classifier in a loop of your own with megatier.stream, or as a reward model under TRL."
+        )
+    return found
 
 
 def _folder_of(config: ModelConfig) -> Path | None:
