@@ -30,11 +30,11 @@ from megatier.models import weights
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
+from megatier.models.weights import WeightReader
 from megatier.ranks import ranks as ranks_module
 from megatier.ranks.ranks import Ranks, joined
 from megatier.schedule.sizes import Policy, host_ram
 from megatier.session.session import Session
-from megatier.session.skeleton import WeightReader
 from megatier.tier import Kind, Phase, Tier, Way
 
 KINDS = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM)

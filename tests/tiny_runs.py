@@ -31,11 +31,11 @@ from megatier.models.decoder import Unit, auto_class, build_skeleton
 from megatier.models.experts import cut_units
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
+from megatier.models.weights import WeightReader
 from megatier.schedule import placement
 from megatier.schedule.rates import World
 from megatier.schedule.sizes import Budgets
 from megatier.session.session import Session
-from megatier.session.skeleton import WeightReader
 from megatier.session.workload import Workload
 from megatier.tier import STATE_KINDS, Kind, Tier, round_up
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatier.adapters.lora import ADAPTER
-from megatier.adapters.weights import BaseReader, adapter_module, base_name, is_of_adapter
+from megatier.adapters.weights import adapter_module, base_name, is_of_adapter
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
+from megatier.models.weights import WeightReader
 from megatier.numerics.quantised import QuantisedLinear
 
 COPY = f".modules_to_save.{ADAPTER}."
@@ -29,7 +30,7 @@ COPY = f".modules_to_save.{ADAPTER}."
 class MergedWeights:
     """The weights of a plain model, with the adapters of another one merged into them."""
 
-    def __init__(self, base: BaseReader, model: PreTrainedModel, trained: Callable[[str], Tensor]) -> None:
+    def __init__(self, base: WeightReader, model: PreTrainedModel, trained: Callable[[str], Tensor]) -> None:
         """Keep what gives the weights.
 
         Args:

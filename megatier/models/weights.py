@@ -2,8 +2,9 @@
 
 A matrix that is stored transposed (an expert of Qwen3-VL-MoE), or is quantised, is whole in memory while it is read.
 
-`SafetensorsFolder` and `Initialiser` are the two sources of a run's first weights. Both read a unit as a stream of
-(first element in the unit's layout, fp32 values), without the layout's padding. A piece is valid until the next one.
+`SafetensorsFolder` and `Initialiser` are the two sources of a run's first weights, `WeightReader`s both. They read a
+unit as a stream of (first element in the unit's layout, fp32 values), without the layout's padding. A piece is valid
+until the next one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import RawIOBase
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +36,13 @@ FULL_PRECISION = ("F32", "BF16", "F16")
 """Dtypes of files that hold weights as they were trained."""
 NOTHING: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
 """Decodes no tensor."""
+
+
+class WeightReader(Protocol):
+    """A source of weights."""
+
+    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first element, flat fp32 tensor) pieces of a unit, or of a rank's shard of it, in increasing order."""
 
 
 class SafetensorsFolder:

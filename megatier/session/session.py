@@ -23,6 +23,7 @@ from megatier.errors import PlanError
 from megatier.hardware import cores_usable
 from megatier.measure.probe import io_threads
 from megatier.models.decoder import Unit, decays
+from megatier.models.weights import WeightReader
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.masters import join_master, narrow, plane_dtype, split_master
 from megatier.numerics.optimizer import Hyperparameters, RunOptimizer
@@ -46,7 +47,6 @@ from megatier.session.machine import (
 )
 from megatier.session.pieces import assemble
 from megatier.session.shards import Read, WholeMasters, reading_masters, shards_of
-from megatier.session.skeleton import WeightReader
 from megatier.session.workload import COMPUTE_DTYPES, Workload, advised
 from megatier.store.store import TieredStore
 from megatier.tier import Kind, Tier

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from megatier.adapters.base import check_base, identity_of, note
@@ -20,24 +19,16 @@ from megatier.adapters.weights import AdaptedWeights
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, reason_of, shown
-from megatier.layout import Layout
-from megatier.models.decoder import Unit, build_skeleton, is_classifier
+from megatier.models.decoder import build_skeleton, is_classifier
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.models.limits import check_counts
 from megatier.models.location import CONFIG_FILE, find_local, resolve
-from megatier.models.weights import SafetensorsFolder
+from megatier.models.weights import SafetensorsFolder, WeightReader
 from megatier.session.workload import COMPUTE_DTYPES
 
 NAME_CHARACTERS_MAX = 100
 """Characters of a name that are compared. A longer name resembles none, and comparing it would take long."""
-
-
-class WeightReader(Protocol):
-    """A source of initial weights."""
-
-    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element, flat fp32 tensor) pieces of a unit, or of a rank's shard of it, in increasing order."""
 
 
 def skeleton_of(config: ModelConfig) -> PreTrainedModel:
@@ -117,8 +108,9 @@ def _language_config(config: ModelConfig, folder: Path | None) -> PretrainedConf
     found = read_model_config(config, folder)
     if is_classifier(found):
         where = "model.config" if folder is None else str(folder / CONFIG_FILE)
+        named = shown(", ".join(map(str, found.architectures or ())))
         raise UnsupportedModelError(
-            f"{where} names {', '.join(map(shown, found.architectures or ()))}, and runs train language models alone. "
+            f"{where} names {named}, and runs train language models alone. "
             "Train a classifier in a loop of your own with megatier.stream, or as a reward model under TRL."
         )
     return found

@@ -25,12 +25,12 @@ from megatier.checkpoint.run_directory import (
 from megatier.checkpoint.run_state import RunState, check_numbers, noted_origin
 from megatier.checkpoint.savepoint import Savepoint
 from megatier.config.schema import RunConfig
+from megatier.models.weights import WeightReader
 from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_count, format_seconds
 from megatier.report.report import Work
 from megatier.session.machine import choose_device
 from megatier.session.session import Session
-from megatier.session.skeleton import WeightReader
 from megatier.train.origin import UNKNOWN, Origin, check_origin, differences
 from megatier.train.outlet import say
 

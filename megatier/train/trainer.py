@@ -37,6 +37,7 @@ from megatier.errors import ConfigError, mib
 from megatier.guards.unchanged import check_evaluates
 from megatier.hardware import device_for
 from megatier.models.decoder import check_stops_at_borders
+from megatier.models.weights import WeightReader
 from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks, joined
@@ -45,7 +46,7 @@ from megatier.report.report import Work
 from megatier.report.tensorboard import Scalars, load_tensorboard
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
-from megatier.session.skeleton import WeightReader, open_model
+from megatier.session.skeleton import open_model
 from megatier.trace.events import write_trace
 from megatier.train.description import (
     describe,
