@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedModel,
+    set_seed,
 )
 
 import megatier
 from megatier.config.schema import ModelConfig
-from megatier.errors import UnsupportedModelError
+from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import is_classifier
 from megatier.session.skeleton import model_config_of, skeleton_of
@@ -245,6 +247,43 @@ def test_classifier_whose_config_was_changed_after_it_was_made_is_refused(tmp_pa
         UnsupportedModelError, match=r"score\.weight has shape \(3, 64\), and the .* asks for \(1, 64\)"
     ):
         opened(model, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_language_model_with_num_labels_begins_with_the_score_of_from_pretrained(family: str, tmp_path: Path) -> None:
+    language = plain_model(tiny_config(family))
+    language.save_pretrained(tmp_path / "language")
+    set_seed(11)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "language", num_labels=3).train()
+    model.config.pad_token_id = 0
+    with opened(str(tmp_path / "language"), tmp_path, "nvme", num_labels=3, seed=11) as streamed:
+        assert streamed.model.config.architectures == [type(model).__name__]
+        streamed.model.config.pad_token_id = 0
+        losses, weights = take(streamed.model, streamed.optimizer), streamed.state_dict()
+        streamed.export(tmp_path / "trained", dtype="fp32")
+    assert losses == plain_steps(model)
+    check_weights(weights, model)
+    check_weights(weights, AutoModelForSequenceClassification.from_pretrained(tmp_path / "trained"))
+
+
+def test_num_labels_that_cannot_be_had_are_refused_by_name(tmp_path: Path) -> None:
+    model = classifier()
+    model.save_pretrained(tmp_path / "three")
+    plain_model(tiny_config("granite")).save_pretrained(tmp_path / "granite")
+    refused: list[tuple[Any, int, str]] = [
+        (model, 3, "num_labels is for a folder or hub id"),
+        (str(tmp_path / "three"), 1, "the classifier has 3 labels, and num_labels is 1"),
+        (str(tmp_path / "granite"), 1, "transformers has no classifier of sequences over granite"),
+    ]
+    for given, number, message in refused:
+        with pytest.raises(UnsupportedModelError, match=message):
+            opened(given, tmp_path, num_labels=number)
+    with pytest.raises(ConfigError, match="num_labels is 0; it must be at least 1"):
+        opened(str(tmp_path / "three"), tmp_path, num_labels=0)
+    quantised = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    with pytest.raises(UnsupportedModelError, match="is quantised; num_labels takes a language model in bf16 or fp32"):
+        opened(str(tmp_path), tmp_path, num_labels=1)
 
 
 def test_classifier_in_a_run_of_megatier_train_is_refused_by_name(tmp_path: Path) -> None:

@@ -21,10 +21,7 @@ from megatier.integrations.streamed import Streamed
 pytest.importorskip("trl")
 
 import test_integrations_grpo as grpo
-import trl
 from test_integrations_trl_trainer import TRAINERS, build, streamed_class, tokenizer
-
-from megatier.integrations.trl_trainer import StreamedTrl
 
 pytestmark = pytest.mark.filterwarnings("default")  # of TRL and datasets
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "ram": "64MiB"}
@@ -199,9 +196,3 @@ def test_trl_takes_a_streamed_model_with_adapters_for_a_peft_model_with_one_of_t
         for ask in (model.add_adapter, model.load_adapter, model.set_adapter):
             with pytest.raises(ConfigError, match="a streamed model has one adapter, and another one, 'other'"):
                 ask("other")
-
-
-def test_trl_reward_trainer_is_refused_by_name(folder: str, tmp_path: Path) -> None:
-    make: Any = type("StreamedReward", (StreamedTrl, trl.RewardTrainer), {})
-    with pytest.raises(ConfigError, match="a reward model is a classifier"):
-        make(folder, args=trl.RewardConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))

@@ -13,7 +13,12 @@ from megatier.adapters.lora import ADAPTER, inject, stored_names
 from megatier.adapters.stored import checked_settings
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.foreign import shown
-from megatier.models.decoder import is_adapter
+from megatier.models.decoder import is_adapter, is_classifier
+
+CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS")
+"""PEFT's names for the tasks of classifiers."""
+SCORES = ("classifier", "score")
+"""Modules of a classifier that PEFT trains whole, wherever the config names such a task."""
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any | None]:
@@ -61,7 +66,7 @@ def add_given(model: PreTrainedModel, config: Any, base: str, *, is_new: bool = 
         is_new: whether the adapters begin now, so that the config says with which values.
 
     Raises:
-        ConfigError: it is none, or of a kind that is not trained here; see also `add_adapters`.
+        ConfigError: it is none, of a kind that is not trained here, or for another task; see also `add_adapters`.
     """
     found = config.to_dict() if hasattr(config, "to_dict") else None
     if not isinstance(found, Mapping) or "peft_type" not in found:
@@ -72,7 +77,32 @@ def add_given(model: PreTrainedModel, config: Any, base: str, *, is_new: bool = 
             "PEFT's default values. Leave it out, or give a PeftModel."
         )
     kind = found["peft_type"]
-    inject(model, checked_settings({**found, "peft_type": getattr(kind, "value", kind)}, "peft_config"), base)
+    settings = checked_settings({**found, "peft_type": getattr(kind, "value", kind)}, "peft_config")
+    if is_classifier(model.config):
+        settings |= _of_classifier(model, found)
+    inject(model, settings, base)
+
+
+def _of_classifier(model: PreTrainedModel, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings by which PEFT trains the score of a classifier beside its adapters.
+
+    Args:
+        model: the skeleton of the base.
+        found: the config of the adapters.
+
+    Raises:
+        ConfigError: it is for another task.
+    """
+    task = getattr(found.get("task_type"), "value", found.get("task_type"))
+    if task not in (None, *CLASSIFYING):
+        raise ConfigError(
+            f"peft_config has the task_type {shown(str(task))}, and {type(model).__name__} is a classifier. Set it to "
+            f"{' or '.join(CLASSIFYING)}."
+        )
+    saved = list(found.get("modules_to_save") or ())
+    if task is not None:
+        saved += [name for name in SCORES if name not in saved]
+    return {"task_type": task, "modules_to_save": saved or None}
 
 
 @contextmanager

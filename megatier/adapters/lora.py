@@ -82,7 +82,7 @@ def inject(model: PreTrainedModel, given: Mapping[str, Any], base: str, *, is_by
     tied = _tied_modules(model)
 
     with reading(f"model.lora: PEFT {peft.__version__} makes no such adapters", ConfigError), _quiet():
-        config = peft.LoraConfig(task_type="CAUSAL_LM", base_model_name_or_path=base, **given)
+        config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "base_model_name_or_path": base, **given})
         _leave_experts(config, model, is_by_name=is_by_name)
         peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     _check_made(model, layers, tied)

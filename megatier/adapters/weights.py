@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from megatier.adapters.stored import StoredAdapter
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
-from megatier.models.weights import chunks
+from megatier.models.weights import WeightReader, chunks
 from megatier.numerics.quantised import QuantisedLinear
 
 AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
@@ -24,13 +23,6 @@ PART = re.compile(r"(?P<module>.+)\.(?P<part>lora_\w+)\.\w+(\.weight)?")
 """A parameter of an adapter."""
 MAGNITUDE = "lora_magnitude_vector"
 """The part of an adapter with DoRA that begins with the lengths of the rows of the weight that it adapts."""
-
-
-class BaseReader(Protocol):
-    """A source of the base's weights, by the names that they have in the base."""
-
-    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element, flat fp32 tensor) pieces of a layout, in increasing order."""
 
 
 def base_name(name: str) -> str:
@@ -58,7 +50,12 @@ class AdaptedWeights:
     """
 
     def __init__(
-        self, base: BaseReader, model: PreTrainedModel, seed: int, stored: StoredAdapter | None = None
+        self,
+        base: WeightReader,
+        model: PreTrainedModel,
+        seed: int,
+        stored: StoredAdapter | None = None,
+        generator: Tensor | None = None,
     ) -> None:
         """Keep what gives the weights.
 
@@ -67,6 +64,7 @@ class AdaptedWeights:
             model: the skeleton with its adapters.
             seed: decides the values.
             stored: gives those of the adapters, and of modules that are trained whole; None: they begin anew.
+            generator: the state of torch's generator, if something of the base was drawn from the seed before them.
         """
         self._base = base
         self.stored = stored
@@ -84,7 +82,7 @@ class AdaptedWeights:
         }
         self._parts = _parts(self._shapes)
         """The shapes of each adapter's parts, in the order of the modules."""
-        self._generators = {} if stored is not None else _draw_all(self._parts, seed)
+        self._generators = {} if stored is not None else _draw_all(self._parts, seed, generator)
         """For each adapter the state of torch's generator with which PEFT begins to draw it."""
 
     def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
@@ -148,11 +146,15 @@ def _parts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[i
     return found
 
 
-def _draw_all(adapters: Mapping[str, Mapping[str, tuple[int, ...]]], seed: int) -> dict[str, Tensor]:
+def _draw_all(
+    adapters: Mapping[str, Mapping[str, tuple[int, ...]]], seed: int, generator: Tensor | None
+) -> dict[str, Tensor]:
     """Draw adapters as PEFT does, one after the other from one generator; returns its state before each of them."""
     states = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        if generator is not None:
+            torch.set_rng_state(generator)
         for module, parts in adapters.items():
             states[module] = torch.get_rng_state()
             _draw(parts)

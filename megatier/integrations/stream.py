@@ -29,15 +29,16 @@ from megatier.foreign import shown
 from megatier.hardware import device_for
 from megatier.integrations.in_ram import InRam
 from megatier.integrations.streamed import Streamed
-from megatier.models.decoder import build_skeleton
+from megatier.models.decoder import build_skeleton, is_classifier
 from megatier.models.frozen import freeze
+from megatier.models.initialiser import NewScore, named_as_classifier
 from megatier.models.location import resolve
-from megatier.models.weights import SafetensorsFolder
+from megatier.models.weights import SafetensorsFolder, WeightReader
 from megatier.ranks.ranks import joined
 from megatier.session.generation import log_first_generation
 from megatier.session.process import share_interpreter
 from megatier.session.session import Session
-from megatier.session.skeleton import WeightReader, read_model_config
+from megatier.session.skeleton import read_model_config
 from megatier.session.workload import COMPUTE_DTYPES
 
 ELSEWHERE = {
@@ -84,6 +85,7 @@ def stream(
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa",
     frozen: str | Sequence[str] = (),
     peft_config: Any | None = None,  # noqa: ANN401 - PEFT's, which has no types
+    num_labels: int | None = None,
     expert_parts: int = 1,
     tile_tokens: int | None = None,
     **unknown: Never,
@@ -112,8 +114,8 @@ def stream(
         compute_dtype: type of weights and activations, by its name or torch's; masters are fp32.
         moments: type in which both moments of AdamW are stored. bf16 takes 8 bytes of state a parameter instead of 12,
             fp8 takes 6. Both round stochastically.
-        seed: of the random numbers by which moments are rounded, and with which the adapters of peft_config
-            begin, at least 0; of nothing else.
+        seed: of the random numbers by which moments are rounded, and with which the adapters of peft_config and the
+            score of num_labels begin, at least 0; of nothing else.
         activations: whether activations are kept between forward and backward, or computed again.
         fused_loss: whether head and loss are one chunked node. The model then takes labels and gives a loss, but no
             logits. A model that does more between the two than scale and cap logits once runs without it, with a
@@ -123,6 +125,8 @@ def stream(
         frozen: names or patterns of parameters that are not trained, or, after "!", that are trained all the same
             (`models.frozen`). A single one may be given as text.
         peft_config: a `LoraConfig` of PEFT: adapters that are trained over the model, which is frozen.
+        num_labels: opens the folder of a language model as a classifier of sequences with so many labels, whose score
+            begins anew; of a classifier it is the number that it has. None: the model is the one that its folder names.
         expert_parts: number of units that the experts of a layer are cut into, so that slots need not take all of them
             at once.
         tile_tokens: most tokens on which a norm, an MLP or the experts of a layer work at once, so that what they hold
@@ -143,13 +147,14 @@ def stream(
     require(optimizer in ("adamw", "muon", "lion"), "optimizer", optimizer, "adamw, muon or lion")
     require(moments in ("fp32", "bf16", "fp8"), "moments", moments, "fp32, bf16 or fp8")
     require(seed >= 0, "seed", seed, "at least 0")
+    require(num_labels is None or num_labels >= 1, "num_labels", num_labels, "at least 1")
     computing = ModelConfig(path="", compute_dtype=dtype, compile=compile, attention=attention)
     computing = replace(computing, fused_loss=fused_loss, expert_parts=expert_parts, tile_tokens=tile_tokens)
 
     train = TrainConfig(batch=accumulation_steps, groups=accumulation_steps, activations=activations, clip=clip)
     train = replace(train, learning_rate=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
     train = replace(train, optimizer=optimizer, momentum=momentum, moments=moments, seed=seed)
-    return _open(model, tiers, computing, train, frozen, peft_config)
+    return _open(model, tiers, computing, train, frozen, peft_config, num_labels)
 
 
 def refuse_unknown(names: Iterable[str]) -> None:
@@ -194,6 +199,7 @@ def _open(
     train: TrainConfig,
     frozen: str | Sequence[str],
     peft_config: Any | None,  # noqa: ANN401 - PEFT's, which has no types
+    num_labels: int | None,
 ) -> Streamed:
     """Open a session for a model and read its weights in.
 
@@ -204,8 +210,9 @@ def _open(
         train: settings of the steps, with the groups of one rank.
         frozen: as for `stream`.
         peft_config: as for `stream`.
+        num_labels: as for `stream`.
     """
-    skeleton, reader = _source(model, computing, frozen, peft_config, train.seed)
+    skeleton, reader = _source(model, computing, frozen, peft_config, num_labels, train.seed)
 
     # The session owns files on the drives, which nobody would remove if loading fails or is interrupted.
     share_interpreter()
@@ -235,24 +242,21 @@ def _source(
     computing: ModelConfig,
     frozen: str | Sequence[str],
     peft_config: Any | None,  # noqa: ANN401 - PEFT's, which has no types
+    num_labels: int | None,
     seed: int,
 ) -> tuple[PreTrainedModel, WeightReader]:
     """Return the skeleton of a model, with its adapters and with what is frozen, and the reader of its weights."""
     # The reader comes before `freeze`: a model in RAM says which of its parameters are frozen, and the patterns that
     # the caller names win over that.
+    is_adapted = False
     if isinstance(model, nn.Module):
+        if num_labels is not None:
+            raise UnsupportedModelError("num_labels is for a folder or hub id; a model in RAM has its labels already.")
         skeleton, reader, is_adapted = _in_ram(model, computing, is_new=peft_config is not None)
         base = str(skeleton.config._name_or_path)
     else:
         folder = resolve(os.fspath(model))
-        found = read_model_config(computing, folder)
-        if peft_config is not None and is_quantised(found):
-            dtype = COMPUTE_DTYPES[computing.compute_dtype]
-            skeleton, reader = open_quantised(folder, found, computing.attention, dtype)
-        else:
-            skeleton = build_skeleton(found, computing.attention)
-            reader = SafetensorsFolder(folder, skeleton)
-        is_adapted = False
+        skeleton, reader = _in_folder(folder, computing, num_labels, seed, is_adapted=peft_config is not None)
         base = str(folder.resolve()) if Path(model).is_dir() else os.fspath(model)
 
     if peft_config is not None:
@@ -262,11 +266,45 @@ def _source(
             if not is_quantised(skeleton.config):
                 note_tensors(skeleton, folder)
         add_given(skeleton, peft_config, base, is_new=True)
-        reader = AdaptedWeights(reader, skeleton, seed)
+        generator = reader.generator if isinstance(reader, NewScore) else None
+        reader = AdaptedWeights(reader, skeleton, seed, generator=generator)
     freeze(skeleton, frozen, "frozen")
     if peft_config is not None or is_adapted:
         check_trained(skeleton)
     return skeleton, reader
+
+
+def _in_folder(
+    folder: Path, computing: ModelConfig, num_labels: int | None, seed: int, *, is_adapted: bool
+) -> tuple[PreTrainedModel, WeightReader]:
+    """Return the skeleton of a folder's model, and its reader.
+
+    Args:
+        folder: the model's folder.
+        computing: how the model computes.
+        num_labels: as for `stream`.
+        seed: decides the values of a score that begins anew.
+        is_adapted: whether adapters are to be put into it, whose base may be quantised.
+    """
+    found = read_model_config(computing, folder)
+    begins = num_labels is not None and not is_classifier(found)
+    if num_labels is not None and not begins and num_labels != found.num_labels:
+        raise UnsupportedModelError(
+            f"{folder}: the classifier has {found.num_labels} labels, and num_labels is {num_labels}. Leave it out."
+        )
+    if begins and is_quantised(found):
+        raise UnsupportedModelError(
+            f"{folder} is quantised; num_labels takes a language model in bf16 or fp32, on which a classifier begins."
+        )
+    if is_adapted and is_quantised(found):
+        return open_quantised(folder, found, computing.attention, COMPUTE_DTYPES[computing.compute_dtype])
+
+    model = build_skeleton(found, computing.attention)
+    reader = SafetensorsFolder(folder, model)
+    if num_labels is None or not begins:
+        return model, reader
+    classifier = build_skeleton(named_as_classifier(found, num_labels), computing.attention)
+    return classifier, NewScore(reader, {name for name, _ in model.named_parameters()}, classifier, seed)
 
 
 def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[PreTrainedModel, WeightReader, bool]:

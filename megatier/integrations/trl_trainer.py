@@ -1,4 +1,4 @@
-"""TRL's trainers over a streamed model: `class StreamedSFT(StreamedTrl, SFTTrainer)`, and so with DPO and KTO.
+"""TRL's trainers over a streamed model: `class StreamedSFT(StreamedTrl, SFTTrainer)`, and so with the others.
 
 TRL puts a forward of its own in the place of the model's. It has head and loss in one, and multiplies by the head's
 weight itself. So a copy of that weight is lent to it, from the forward to its backward.
@@ -20,6 +20,10 @@ from megatier.errors import ConfigError
 from megatier.guards.trainer_arguments import refuse_any
 from megatier.integrations.streamed import Streamed
 from megatier.integrations.transformers_trainer import StreamedTraining
+from megatier.models.decoder import is_classifier
+
+OF_LANGUAGE = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer")
+"""Trainers that need a head over the vocabulary."""
 
 
 class StreamedTrl(StreamedTraining):
@@ -37,10 +41,13 @@ class StreamedTrl(StreamedTraining):
             raise ConfigError("TRL computes the loss itself: call megatier.stream with fused_loss=False.")
         given = self.given(model, *args, **kwargs)
         self._check_given_to_trl(model, given)
-        if (peft_config := given.pop("peft_config", None)) is not None:
-            # The numbers with which adapters begin are TRL's, too.
-            chosen = {"seed": getattr(given.get("args"), "seed", 42), **(given.get("stream_kwargs") or {})}
-            given["stream_kwargs"] = {**chosen, "peft_config": peft_config}
+        own = {} if (peft_config := given.pop("peft_config", None)) is None else {"peft_config": peft_config}
+        if isinstance(self, RewardTrainer) and not isinstance(model, Streamed | nn.Module):
+            own["num_labels"] = 1  # as TRL itself opens a folder
+        if own:
+            # The numbers with which adapters and a score begin are TRL's, too.
+            seed = getattr(given.get("args"), "seed", 42)
+            given["stream_kwargs"] = {"seed": seed, **own, **(given.get("stream_kwargs") or {})}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You are trying to modify a model with PEFT for a second time")
             super().__init__(**given)
@@ -75,8 +82,14 @@ class StreamedTrl(StreamedTraining):
 
         Of new adapters TRL has to make that itself, by PEFT's `get_peft_model`: to those that it is given it adds a
         copy, as the reference.
+
+        Raises:
+            ConfigError: the trainer is for language models, and this is a classifier.
         """
         model = self.streamed
+        kinds = [base.__name__ for base in type(self).__mro__ if base.__name__ in OF_LANGUAGE]
+        if kinds and is_classifier(model.model.config):
+            raise ConfigError(f"{kinds[0]} trains a language model, and {type(model.model).__name__} is a classifier.")
         if not model.has_adapters:
             return model.model
 
@@ -102,9 +115,11 @@ class StreamedTrl(StreamedTraining):
         refuse_any(
             (
                 (
-                    isinstance(self, RewardTrainer),
-                    "RewardTrainer: a reward model is a classifier, and only language models are streamed. Train it "
-                    "by TRL itself.",
+                    isinstance(self, RewardTrainer)
+                    and isinstance(model, Streamed)
+                    and not is_classifier(model.model.config),
+                    "RewardTrainer: a reward model is a classifier, and this is a language model. Give the trainer its "
+                    "folder, or open it by megatier.stream(folder, num_labels=1).",
                 ),
                 (
                     isinstance(model, Streamed) and given.get("peft_config") is not None,

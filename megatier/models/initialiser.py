@@ -1,20 +1,25 @@
-"""First weights of a model that begins from scratch, drawn unit by unit: the model is never whole in memory."""
+"""First weights that are drawn: of a model from scratch, or of a score alone.
+
+They are drawn unit by unit, so that the model is never whole in memory.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
 from megatier.layout import Layout
 from megatier.models.buffers import constructed_value
-from megatier.models.decoder import Unit, bindings
-from megatier.models.weights import chunks
+from megatier.models.decoder import Unit, bindings, find_units
+from megatier.models.weights import WeightReader, chunks
 
 
 class Initialiser:
@@ -44,7 +49,9 @@ class Initialiser:
         Raises:
             UnsupportedModelError: the model's own initialisation leaves a parameter unset.
         """
-        values = self._initialised(unit)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_seed_of(self._seed, unit.name))
+            values = self.draw(unit)
         for name, value in values.items():
             if value.isnan().any():
                 raise UnsupportedModelError(
@@ -59,9 +66,10 @@ class Initialiser:
                 yield tensor.start + start, value[start:stop]
 
     @torch.no_grad()
-    def _initialised(self, unit: Unit) -> dict[str, Tensor]:
-        """Put real tensors in the unit's places while the initialisation runs, and return them, flat, by name."""
-        # A head that is tied to the embedding has nothing of its own.
+    def draw(self, unit: Unit) -> dict[str, Tensor]:
+        """Return the values of a unit, flat and in fp32, by name, as torch's generator gives them from where it is."""
+        # Real tensors are in the unit's places while the initialisation runs. A head that is tied to the embedding has
+        # nothing of its own.
         modules = unit.module_names if unit.is_layer else unit.module_names[:1]
         places = [place for module in modules for place in bindings(self._model, unit, module)]
         before = [parameters[leaf] for parameters, leaf, _ in places]
@@ -74,8 +82,7 @@ class Initialiser:
         try:
             # Modules above the unit initialise what they own as well. That lies on meta, where writing changes nothing,
             # and where a streamed model would refuse it.
-            with torch.random.fork_rng(devices=[]), torch._C.DisableTorchFunctionSubclass():
-                torch.manual_seed(_seed_of(self._seed, unit.name))
+            with torch._C.DisableTorchFunctionSubclass():
                 for name in self._order(unit, modules):
                     self._init_weights(name)
         finally:
@@ -111,6 +118,65 @@ class Initialiser:
         """Let a module be initialised by the nearest PreTrainedModel at or above it. What is on meta stays as it is."""
         owner = next(self._pretrained[above] for above in _upwards(name) if above in self._pretrained)
         owner._init_weights(self._model.get_submodule(name))
+
+
+class NewScore:
+    """The weights of a classifier that begins on a language model: the layers from there, and a score that is new.
+
+    The score has the values that `torch.manual_seed` and `from_pretrained` of the classifier's auto class give it over
+    the folder of the language model, in fp32.
+
+    Attributes:
+        generator: the state of torch's generator after the score was drawn.
+    """
+
+    def __init__(self, language: WeightReader, known: Container[str], model: PreTrainedModel, seed: int) -> None:
+        """Draw the score, whole.
+
+        Args:
+            language: gives the weights of the language model.
+            known: the names that these have there.
+            model: the skeleton of the classifier, without adapters.
+            seed: decides the values.
+
+        Raises:
+            UnsupportedModelError: more than one unit of the classifier is new.
+        """
+        new = [unit for unit in find_units(model) if not all(tensor.name in known for tensor in unit.layout.tensors)]
+        if len(new) != 1:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has {', '.join(unit.name for unit in new) or 'nothing'} beside its language "
+                "model, where one score is expected. Give the folder of a classifier, and leave num_labels out."
+            )
+
+        self._language = language
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self._score = Initialiser(model, seed).draw(new[0])
+            self.generator = torch.get_rng_state()
+
+    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first element in the layout, flat fp32 CPU tensor), in order; see `SafetensorsFolder.read`."""
+        for tensor in (shard or unit.layout).tensors:
+            if tensor.name in self._score:
+                yield tensor.start, self._score[tensor.name][slice(*tensor.elements)]
+            else:
+                yield from self._language.read(unit, replace(unit.layout, tensors=(tensor,)))
+
+
+def named_as_classifier(config: PretrainedConfig, num_labels: int) -> PretrainedConfig:
+    """Return the config of a classifier of sequences over the language model of a config, which stays as it is.
+
+    Raises:
+        UnsupportedModelError: transformers has none.
+    """
+    made: object = AutoModelForSequenceClassification._model_mapping.get(type(config), None)
+    if not isinstance(made, type):
+        raise UnsupportedModelError(f"transformers has no classifier of sequences over {config.model_type}.")
+    config = copy.deepcopy(config)
+    config.architectures = [made.__name__]
+    config.num_labels = num_labels
+    return config
 
 
 def _seed_of(seed: int, name: str) -> int:
