@@ -10,9 +10,12 @@ from tiny_models import tiny_config
 from transformers import PreTrainedModel
 
 from megatier.adapters.lora import add_adapters
+from megatier.adapters.weights import base_name
 from megatier.config.lora import LoraConfig
 from megatier.errors import ConfigError
 from megatier.models.decoder import build_skeleton, find_units
+from megatier.models.experts import cut_units, most_parts
+from megatier.numerics.adapted import wrappers_in
 
 pytest.importorskip("peft")
 
@@ -47,6 +50,38 @@ def test_add_adapters_to_all_linear_layers_leaves_the_head() -> None:
 )
 def test_add_adapters_takes_ends_of_names_and_patterns(targets: Any, count: int) -> None:
     assert len(modules(adapted(targets=targets))) == count
+
+
+@pytest.mark.parametrize(
+    ("names", "layers"),
+    [
+        (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), "0123"),
+        (("model.layers.2.mlp.experts.down_proj",), "2"),
+        ("model.layers.[1-2].mlp.experts.gate_up_proj", "12"),
+        ("model.layers.[0-1]", "01"),
+    ],
+)
+def test_add_adapters_takes_names_of_parameters_and_patterns_of_stacks(names: Any, layers: str) -> None:
+    model = adapted("qwen3_moe", targets=(), target_parameters=names)
+    found = {base_name(name) for name in wrappers_in(model)}
+    assert {name.split(".")[2] for name in found} == set(layers)
+    assert all(".experts." in name for name in found)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * len(found)
+
+
+@pytest.mark.parametrize("targets", [("q_proj",), ("all-linear",)])
+def test_add_adapters_gives_them_to_modules_beside_parameters(targets: tuple[str, ...]) -> None:
+    found = modules(adapted("mixtral", targets=targets, target_parameters=("experts.down_proj",)))
+    assert len([name for name in found if name.endswith(".experts")]) == 4
+    assert len([name for name in found if ".self_attn." in name]) == (4 if targets == ("q_proj",) else 16)
+
+
+def test_experts_with_adapters_are_not_cut_into_parts() -> None:
+    model = adapted("qwen3_moe", targets=("q_proj",), target_parameters=("mlp.experts.down_proj",))
+    assert most_parts(model) == 1
+    with pytest.raises(ConfigError, match=r"model\.expert_parts is 2, but experts of model\.layers\.0 have adapters"):
+        cut_units(model, 2)
 
 
 def test_add_adapters_trains_them_alone_as_parts_of_their_units() -> None:
@@ -89,7 +124,29 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"modules_to_save": ("model.layers.1",)},
         "save: model.layers.1 holds whole layers",
     ),
-    "experts": ("qwen3_moe", {"targets": ("q_proj", "gate")}, "PEFT takes 'gate' for a part of the experts"),
+    "experts": (
+        "qwen3_moe",
+        {"targets": ("q_proj", "gate")},
+        "PEFT takes 'gate' for a part of the experts, .* name what is to have adapters in target_parameters",
+    ),
+    "no such parameter": (
+        "qwen3_moe",
+        {"target_parameters": ("experts.up_proj",)},
+        "target_parameters: 'experts.up_proj' names no parameter of Qwen3MoeForCausalLM, which has "
+        "mlp.experts.down_proj, mlp.experts.gate_up_proj",
+    ),
+    "no stack": ("llama", {"target_parameters": ("*.o_proj.weight",)}, "LlamaForCausalLM, which has no stacked ones"),
+    "a vector": (
+        "llama",
+        {"target_parameters": ("input_layernorm.weight",)},
+        "PEFT .* makes no such adapters: lora.ParamWrapper was initialized with 1 dimensional Parameter",
+    ),
+    "twice": ("llama", {"target_parameters": ("q_proj.weight",)}, "PEFT .* makes no such adapters: Trying to wrap"),
+    "tied parameter": (
+        "llama_tied",
+        {"targets": ("q_proj",), "target_parameters": ("embed_tokens.weight",)},
+        "the weight of model.embed_tokens is both",
+    ),
 }
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_commands import command
-from tiny_adapters import base_folder, peft, stored_adapter
+from tiny_adapters import STACKS, base_folder, peft, stored_adapter
+from tiny_gradients import attention_of
 from tiny_models import tiny_config
 from tiny_runs import one_thread, plain_model
 from torch import Tensor
@@ -32,7 +33,7 @@ def _settings_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def base_of(config: PretrainedConfig, folder: Path) -> Path:
-    plain_model(config).bfloat16().save_pretrained(folder)
+    plain_model(config, attention_of(config)).bfloat16().save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 
@@ -51,6 +52,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("llama_tied", {"use_dora": True}),
     "transposed": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "experts": ("qwen3_moe", {"target_modules": ["q_proj", "o_proj"]}),
+    "stacks": ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": list(STACKS), "use_rslora": True}),
+    "transposed stacks": ("gpt_oss", {"target_modules": [], "target_parameters": list(STACKS)}),
 }
 
 

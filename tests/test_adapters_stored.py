@@ -135,7 +135,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no config": (without_config, f"has no {CONFIG}"),
     "kind": (setting("peft_type", "IA3"), "is of the kind IA3; LORA alone is trained here"),
     "biases": (setting("bias", "all"), "sets bias to all, and such adapters are not trained here"),
-    "parameters": (setting("target_parameters", ["experts.down"]), "sets target_parameters to"),
+    "parameters": (
+        setting("target_parameters", ["experts.down_proj"]),
+        "target_parameters: 'experts.down_proj' names no parameter of LlamaForCausalLM, which has no stacked ones",
+    ),
     "first values": (setting("init_lora_weights", "pissa"), "sets init_lora_weights to pissa"),
     "unknown": (setting("a_new_way", True), "sets a_new_way to True"),
     "targets": (setting("target_modules", ["qq_proj"]), "PEFT .* makes no such adapters: Target modules"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_adapters import base_folder, peft
+from tiny_adapters import STACKS, base_folder, peft
 from tiny_models import tiny_config
 from tiny_runs import plain_model
 from torch import Tensor, nn
@@ -62,13 +62,19 @@ def check_equal(found: dict[str, Tensor], expected: nn.Module) -> None:
     assert [name for name, value in found.items() if not torch.equal(value, parameters[name])] == []
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
 def test_adapted_weights_of_all_kinds_of_modules_begin_as_with_peft(family: str, tmp_path: Path) -> None:
     plain_model(tiny_config(family)).save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    targets = {"llama": ("embed_tokens", "o_proj", "gate_proj"), "gpt2": ("wpe", "c_attn")}[family]
-    found = read_all(tmp_path, seed=7, rank=4, targets=targets)
-    config = peft.LoraConfig(r=4, target_modules=list(targets), fan_in_fan_out=family == "gpt2")
+    targets = {"llama": ("embed_tokens", "o_proj", "gate_proj"), "gpt2": ("wpe", "c_attn")}.get(family, ("o_proj",))
+    parameters = STACKS if family == "qwen3_moe" else ()
+    found = read_all(tmp_path, seed=7, rank=4, targets=targets, target_parameters=parameters)
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=list(targets),
+        target_parameters=list(parameters) or None,
+        fan_in_fan_out=family == "gpt2",
+    )
     torch.manual_seed(7)
     check_equal(found, peft.inject_adapter_in_model(config, plain))
 

@@ -29,6 +29,14 @@ def test_lora_is_read_from_yaml_and_from_the_command_line(tmp_path: Path) -> Non
     assert load(None, [*REST, "--model.lora.targets", "*.q_proj"]).model.adapters == LoraConfig(targets=("*.q_proj",))
 
 
+def test_lora_takes_parameters_with_and_without_modules() -> None:
+    words = ["--model.lora.target_parameters", "*.experts.down_proj,gate_up_proj", "--model.lora.targets="]
+    found = load(None, [*REST, *words]).model.adapters
+    assert found is not None
+    assert (found.targets, found.target_parameters) == ((), ("*.experts.down_proj", "gate_up_proj"))
+    assert LoraConfig(target_parameters=("down_proj",)).targets == ("all-linear",)
+
+
 def test_lora_with_nothing_in_it_takes_the_defaults_and_null_is_none() -> None:
     assert load(None, [*REST, "--model.lora={}"]).model.adapters == LoraConfig()
     assert load(None, [*REST, "--model.lora=null"]).model.adapters is None
@@ -49,7 +57,16 @@ def test_lora_scales_by_two_unless_alpha_is_given() -> None:
         ({"alpha": 0}, "model.lora.alpha is 0; it must be above 0, or null for twice the rank"),
         ({"dropout": 1}, "model.lora.dropout is 1; it must be from 0 to below 1"),
         ({"dropout": "much"}, "model.lora.dropout is 'much'"),
-        ({"targets": []}, "model.lora.targets is .*; it must be at least one module"),
+        ({"targets": []}, "model.lora.targets is .*; it must be at least one module, or beside target_parameters"),
+        ({"target_parameters": [1]}, "model.lora.target_parameters is .*; it must be a list of text"),
+        (
+            {"target_parameters": ["down_proj"], "dropout": 0.1},
+            "model.lora.dropout does not go with .*: PEFT's lora.ParamWrapper does not work with lora_dropout != 0",
+        ),
+        (
+            {"target_parameters": ["down_proj"], "dora": True},
+            "model.lora.dora does not go with .*: PEFT's lora.ParamWrapper does not work with use_dora=True",
+        ),
         ({"targets": [1]}, "model.lora.targets is .*; it must be a list of text"),
         ({"targets": ["all-linear", "lm_head"]}, "it must be all-linear alone"),
         ({"dora": 1}, "model.lora.dora is 1; it must be true or false"),

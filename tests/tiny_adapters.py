@@ -17,6 +17,8 @@ from megatier.config.lora import ALL_LINEAR, LoraConfig
 peft = pytest.importorskip("peft")
 """PEFT itself. Tests that need it are left out where it is not installed."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""The experts of a layer, each a matrix of one parameter."""
 
 
 def peft_model(config: PretrainedConfig, lora: LoraConfig, attention: str = "sdpa") -> PreTrainedModel:
@@ -28,6 +30,7 @@ def peft_model(config: PretrainedConfig, lora: LoraConfig, attention: str = "sdp
         lora_alpha=lora.scaled_alpha,
         lora_dropout=lora.dropout,
         target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
+        target_parameters=list(lora.target_parameters) or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=list(lora.modules_to_save) or None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,10 +22,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from megatier.adapters.stored import PREFIX, read_settings
+from megatier.adapters.weights import base_name
 from megatier.config.lora import ALL_LINEAR, LoraConfig
 from megatier.errors import ConfigError
 from megatier.foreign import reading
 from megatier.models.decoder import decoder_layers, is_adapter
+from megatier.numerics.adapted import wrappers_in
 from megatier.numerics.quantised import QuantisedLinear
 
 ADAPTER = "default"
@@ -33,6 +36,10 @@ WILDCARDS = frozenset("*?[")
 """Characters by which a pattern is known."""
 LINEAR = (nn.Linear, Conv1D)
 """Modules that `all-linear` stands for, as with PEFT."""
+STACKED = 3
+"""Dimensions of a parameter that has a matrix for each expert. Patterns of parameters stand for these."""
+NUMBERED = re.compile(r"\.\d+\.")
+"""The number of a layer in a name."""
 ADAPTED = (*LINEAR, nn.Embedding)
 """Modules that a pattern stands for; a name may stand for any."""
 
@@ -81,6 +88,10 @@ def inject(model: PreTrainedModel, given: Mapping[str, Any], base: str, *, is_by
     layers = decoder_layers(model)
     tied = _tied_modules(model)
 
+    # PEFT would go on without a parameter that is not there.
+    for name in given.get("target_parameters") or ():
+        _named_parameters(model, name, is_pattern=False)
+
     with reading(f"model.lora: PEFT {peft.__version__} makes no such adapters", ConfigError), _quiet():
         config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "base_model_name_or_path": base, **given})
         _leave_experts(config, model, is_by_name=is_by_name)
@@ -117,6 +128,7 @@ def _chosen(model: PreTrainedModel, settings: LoraConfig) -> dict[str, Any]:
         "lora_alpha": settings.scaled_alpha,
         "lora_dropout": settings.dropout,
         "target_modules": _targets(model, settings.targets),
+        "target_parameters": _parameters(model, settings.target_parameters) or None,
         "use_rslora": settings.rslora,
         "use_dora": settings.dora,
         "modules_to_save": saved or None,
@@ -141,6 +153,39 @@ def _targets(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
     return list(found)
 
 
+def _parameters(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
+    """Return the parameters that are targets as PEFT takes them: names, and ends of names.
+
+    Raises:
+        ConfigError: one names nothing.
+    """
+    found: dict[str, None] = {}
+    for name in wanted:
+        is_pattern = bool(WILDCARDS & set(name))
+        fitting = _named_parameters(model, name, is_pattern=is_pattern)
+        found |= dict.fromkeys(fitting if is_pattern else [name])
+    return list(found)
+
+
+def _named_parameters(model: PreTrainedModel, name: str, *, is_pattern: bool) -> list[str]:
+    """Return the parameters that a name or a pattern stands for.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    stacks = [path for path, parameter in model.named_parameters() if parameter.dim() == STACKED]
+    if is_pattern:
+        found = [path for path in stacks if _fits(path, name)]
+    else:
+        found = [path for path, _ in model.named_parameters() if f".{path}".endswith(f".{name}")]
+    if not found:
+        ends = ", ".join(sorted({NUMBERED.split(path)[-1] for path in stacks})) or "no stacked ones"
+        raise ConfigError(
+            f"model.lora.target_parameters: {name!r} names no parameter of {type(model).__name__}, which has {ends}."
+        )
+    return found
+
+
 def _leave_experts(config: Any, model: PreTrainedModel, *, is_by_name: bool) -> None:  # noqa: ANN401 - PEFT's
     """Take those targets out of a config that PEFT takes for experts, which are one parameter of a layer.
 
@@ -160,7 +205,7 @@ def _leave_experts(config: Any, model: PreTrainedModel, *, is_by_name: bool) -> 
     except ModuleNotFoundError:  # PEFT before 0.19 takes names for modules alone
         return
     conversion.convert_peft_config_for_transformers(tried, model=model, conversions=None)
-    if not getattr(tried, "target_parameters", None):
+    if set(tried.target_parameters or ()) == set(config.target_parameters or ()):
         return
 
     if is_by_name or not tried.target_modules:
@@ -168,7 +213,8 @@ def _leave_experts(config: Any, model: PreTrainedModel, *, is_by_name: bool) -> 
         experts = [wanted] if isinstance(wanted, str) else sorted(set(wanted) - set(tried.target_modules))
         raise ConfigError(
             f"model.lora.targets: in {type(model).__name__} PEFT takes {experts[0]!r} for a part of the experts, which "
-            "get no adapters here. Leave it out."
+            "are parameters. Leave it out, and name what is to have adapters in target_parameters, such as "
+            "mlp.experts.down_proj."
         )
     config.target_modules = tried.target_modules
 
@@ -223,6 +269,13 @@ def _check_made(model: PreTrainedModel, layers: nn.ModuleList, tied: frozenset[s
                 f"model.lora: the weight of {name} is both the embedding and the head, and an adapter would change one "
                 "of them alone. Leave it out of targets and modules_to_save."
             )
+
+    is_quantised = any(isinstance(module, QuantisedLinear) for module in model.modules())
+    if is_quantised and (adapted := next(iter(wrappers_in(model)), None)):
+        raise ConfigError(
+            f"model.lora.target_parameters: {base_name(adapted)} is of a quantised base, over which modules alone get "
+            "adapters. Leave it out, or take a base in full precision."
+        )
 
     for name, module in model.named_modules():
         if isinstance(module, QuantisedLinear) and any(p.requires_grad for p in module.parameters()):

@@ -1,7 +1,8 @@
 """Adapters merged into their base, matrix by matrix: the base is never whole in memory.
 
 PEFT merges each one by itself, in fp32. So what is written is rounded once, where a model that is merged in bf16 rounds
-the change and the sum. A matrix, its change and both parts of its adapter exist whole in fp32 while it is merged.
+the change and the sum. A matrix, its change and both parts of its adapter exist whole in fp32 while it is merged; so
+does a parameter of stacked experts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatier.adapters.weights import adapter_module, base_name, is_of_adapter
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.models.weights import WeightReader
+from megatier.numerics.adapted import wrappers_in
 from megatier.numerics.quantised import QuantisedLinear
 
 COPY = f".modules_to_save.{ADAPTER}."
@@ -43,9 +45,7 @@ class MergedWeights:
         self._trained = trained
         names = [name for name, _ in model.named_parameters()]
         self._copies = {base_name(name): name for name in names if COPY in name}
-        self._adapted = {
-            f"{adapter_module(name)}.weight": adapter_module(name) for name in names if is_of_adapter(name)
-        }
+        self._adapted = _adapted(model)
         self._last: tuple[str, Tensor] | None = None
 
     def read(self, unit: Unit, start: int, stop: int) -> Tensor:
@@ -80,7 +80,7 @@ class MergedWeights:
             return self._trained(self._copies[tensor.name])
 
         # PEFT merges in place, so it gets a copy of its layer, whose parameters lie on meta.
-        name = self._adapted[tensor.name]
+        name, base_key = self._adapted[tensor.name]
         layer: Any = copy.deepcopy(self._model.get_submodule(name))
         if isinstance(layer.base_layer, QuantisedLinear):
             layer.base_layer = layer.base_layer.plain()
@@ -89,12 +89,12 @@ class MergedWeights:
         values = {
             key: self._trained(f"{name}.{key}").view(parameter.shape)
             for key, parameter in layer.named_parameters()
-            if is_of_adapter(f"{name}.{key}")
+            if is_of_adapter(f"{name}.{key}") and adapter_module(f"{name}.{key}") == name
         }
-        layer.load_state_dict({**values, "base_layer.weight": base}, strict=False, assign=True)
+        layer.load_state_dict({**values, base_key: base}, strict=False, assign=True)
         with torch.no_grad():
             layer.merge(adapter_names=[ADAPTER])
-        merged: Tensor = layer.get_base_layer().weight.detach().flatten()
+        merged: Tensor = layer.get_parameter(base_key).detach().flatten()
         return merged
 
     def _of_base(self, unit: Unit, name: str, shape: tuple[int, ...], first: int, last: int) -> Tensor:
@@ -104,3 +104,13 @@ class MergedWeights:
         for start, piece in self._base.read(unit, replace(unit.layout, tensors=(run,))):
             values[start : start + piece.numel()] = piece
         return values
+
+
+def _adapted(model: PreTrainedModel) -> dict[str, tuple[str, str]]:
+    """Return each parameter of the plain model that has an adapter, with the adapter's module and its name in there."""
+    wrapped = {id(wrapper): path for path, wrapper in wrappers_in(model).items()}
+    found: dict[str, tuple[str, str]] = {}
+    for name in {adapter_module(name) for name, _ in model.named_parameters() if is_of_adapter(name)}:
+        path = wrapped.get(id(model.get_submodule(name)), f"{name}.base_layer.weight")
+        found[base_name(path)] = name, path.removeprefix(f"{name}.")
+    return found

@@ -30,6 +30,7 @@ TAKEN = (
         "lora_alpha",
         "lora_dropout",
         "target_modules",
+        "target_parameters",
         "exclude_modules",
         "fan_in_fan_out",
         "use_rslora",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from megatier.adapters.stored import StoredAdapter
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
 from megatier.models.weights import WeightReader, chunks
+from megatier.numerics.adapted import is_wrapper
 from megatier.numerics.quantised import QuantisedLinear
 
 AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
@@ -80,8 +81,8 @@ class AdaptedWeights:
             for name, module in model.named_modules()
             if f".{MAGNITUDE}." in name and getattr(module, "fan_in_fan_out", False)
         }
-        self._parts = _parts(self._shapes)
-        """The shapes of each adapter's parts, in the order of the modules."""
+        self._parts = _parts(self._shapes, last={name for name, part in model.named_modules() if is_wrapper(part)})
+        """The shapes of each adapter's parts, in the order in which PEFT makes them."""
         self._generators = {} if stored is not None else _draw_all(self._parts, seed, generator)
         """For each adapter the state of torch's generator with which PEFT begins to draw it."""
 
@@ -137,13 +138,18 @@ class AdaptedWeights:
         return lengths
 
 
-def _parts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the shapes of each adapter's parts by module, of all parameters' shapes by name."""
+def _parts(shapes: Mapping[str, tuple[int, ...]], last: Set[str]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of each adapter's parts by module.
+
+    Args:
+        shapes: those of all parameters, by name, in the order of the modules.
+        last: the modules that wrap parameters, whose adapters PEFT makes when all others are there.
+    """
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         if match := PART.fullmatch(name):
             found.setdefault(match["module"], {})[match["part"]] = shape
-    return found
+    return {module: found[module] for module in sorted(found, key=lambda module: module in last)}
 
 
 def _draw_all(

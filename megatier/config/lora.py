@@ -19,9 +19,9 @@ ADAPTER_FILE = "adapter_config.json"
 """The settings in a folder of adapters, as PEFT calls them."""
 ALL_LINEAR = "all-linear"
 """The target that stands for every linear layer but the head."""
-NAMES = ("targets", "modules_to_save", "adapter")
+NAMES = ("targets", "target_parameters", "modules_to_save", "adapter")
 """Settings that are taken as they are written on the command line: YAML would see an alias in *.q_proj."""
-LISTS = ("targets", "modules_to_save")
+LISTS = ("targets", "target_parameters", "modules_to_save")
 """Settings that are lists of text, or one text with commas."""
 ELSEWHERE = {
     "r": "rank",
@@ -48,7 +48,11 @@ class LoraConfig:
     """Share of an adapter's inputs that are dropped in training, 0 to below 1."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Modules that get an adapter: ends of their names such as q_proj, or patterns of whole names with the wildcards
-    of model.frozen, such as model.layers.[0-7]. The default all-linear is every linear layer but the head."""
+    of model.frozen, such as model.layers.[0-7]. The default all-linear is every linear layer but the head. Empty: none,
+    if there are target_parameters."""
+    target_parameters: tuple[str, ...] = ()
+    """Single parameters that get an adapter, such as the stacked experts of a layer: ends of their names such as
+    mlp.experts.down_proj, or patterns of the whole names of stacks."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
     dora: bool = False
@@ -77,7 +81,8 @@ class LoraConfig:
         require(alpha is None or _is_above_0(alpha), "model.lora.alpha", alpha, "above 0, or null for twice the rank")
         is_share = _is_number(self.dropout) and 0 <= self.dropout < 1
         require(is_share, "model.lora.dropout", self.dropout, "from 0 to below 1")
-        require(bool(self.targets), "model.lora.targets", list(self.targets), "at least one module")
+        is_some = bool(self.targets or self.target_parameters)
+        require(is_some, "model.lora.targets", list(self.targets), "at least one module, or beside target_parameters")
         require(
             ALL_LINEAR not in self.targets or len(self.targets) == 1,
             "model.lora.targets",
@@ -85,12 +90,23 @@ class LoraConfig:
             f"{ALL_LINEAR} alone, or names and patterns without it",
         )
 
+        self._check_parameters()
         adapter: object = self.adapter
         is_folder = adapter is None or (isinstance(adapter, str) and adapter != "")
         require(is_folder, "model.lora.adapter", adapter, "the folder of an adapter, or null for a new one")
         changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
         if self.adapter is not None and changed != ["adapter"]:
             raise ConfigError(f"model.lora.adapter brings its own settings: leave out model.lora.{changed[0]}.")
+
+    def _check_parameters(self) -> None:
+        """Refuse what PEFT refuses beside `target_parameters`, in its words, before there is a model."""
+        refused = {"dropout": (self.dropout, "lora_dropout != 0", "0"), "dora": (self.dora, "use_dora=True", "false")}
+        for key, (value, words, remedy) in refused.items():
+            if self.target_parameters and value:
+                raise ConfigError(
+                    f"model.lora.{key} does not go with model.lora.target_parameters: PEFT's lora.ParamWrapper does "
+                    f"not work with {words}. Set it to {remedy}, or leave model.lora.target_parameters out."
+                )
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

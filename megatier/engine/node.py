@@ -31,6 +31,7 @@ from megatier.guards.crossing import CHECKED, check_inside, claim
 from megatier.guards.unbound import make_unbound
 from megatier.guards.unchanged import REMEDY, Unchanged, refused
 from megatier.models.decoder import Binding
+from megatier.numerics.adapted import adapted, take_over, wrappers_in
 from megatier.numerics.compilation import Compiled
 from megatier.numerics.tiles import TiledModule, running
 from megatier.tier import Activations
@@ -86,6 +87,9 @@ class Node:
         """Which arguments and results of the module have the batch in front."""
         self.tiled = {name: self._tiled(name) for name in tiled}
         """The modules that may run in tiles of tokens, by their names in the module."""
+        self._adapters = wrappers_in(module)
+        """PEFT's wrappers of those parameters that have an adapter of their own."""
+        take_over(self._adapters)
         self._forward: Callable[..., Any] = module.forward
         self._compiled = _compiled(stage, module) if compiles else None
 
@@ -195,7 +199,7 @@ class Node:
         """
         unchanged = Unchanged([*self._slices, *self._lent], weights, by_bits=self.is_new or self.is_written)
 
-        with self._bound(weights), self.stage.arithmetic(), running(self.tiled):
+        with self._bound(weights), self.stage.arithmetic(), adapted(self._adapters), running(self.tiled):
             # Evaluation runs uncompiled: the training graph alone is compiled, so no second one has to agree with it.
             forward = self._compiled if self._compiled is not None and torch.is_grad_enabled() else self._forward
             try:
@@ -304,7 +308,9 @@ class Node:
         """Whether the forward's graph stays for the backward, rather than being made again there."""
         # A compiled forward that saves its inputs alone computes again by itself, inside its own backward.
         lean = self._compiled is not None and self._compiled.saves_inputs_alone
-        return lean or self.activations.keeps_graph
+
+        # Adapted parameters would stay as well, and are as large as the weights.
+        return (lean or self.activations.keeps_graph) and not self._adapters
 
     @property
     def keeps_attention(self) -> bool:

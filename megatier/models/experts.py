@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit, find_units
+from megatier.numerics.adapted import wrappers_in
 
 WHOLE = "Set model.expert_parts to 1: then a layer is one unit."
 """The remedy that always helps."""
@@ -32,7 +33,7 @@ def cut_units(model: PreTrainedModel, parts: int) -> tuple[Unit, ...]:
             layer's unit.
 
     Raises:
-        ConfigError: there are fewer experts.
+        ConfigError: there are fewer experts, or they have adapters.
         UnsupportedModelError: see `find_units`; or the model has no fused experts, or some that cannot be cut.
     """
     units = find_units(model)
@@ -50,8 +51,9 @@ def cut_units(model: PreTrainedModel, parts: int) -> tuple[Unit, ...]:
 
 
 def most_parts(model: PreTrainedModel) -> int:
-    """Return the number of parts that the experts of every layer can be cut into; 1 if there are no experts."""
-    return min((_count(module) for _, module in experts_in(model)), default=1)
+    """Return the number of parts that the experts of every layer can be cut into; 1 if there are none, or adapted."""
+    owners = _adapted_in(model)
+    return min((1 if module in owners else _count(module) for _, module in experts_in(model)), default=1)
 
 
 def places_of(units: Sequence[Unit]) -> dict[str, list[tuple[Unit, TensorSlice]]]:
@@ -75,7 +77,13 @@ def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
         yield unit
         return
 
+    owners = _adapted_in(layer)
     for name, module in fused.items():
+        if module in owners:
+            raise ConfigError(
+                f"model.expert_parts is {parts}, but experts of {unit.name} have adapters (target_parameters), which "
+                f"are no rows of single experts. {WHOLE}"
+            )
         _check(name, module, parts)
 
     inside = tuple(f"{name}." for name in fused)
@@ -115,6 +123,11 @@ def experts_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         owned = [parameter for parameter in child._parameters.values() if parameter is not None]
         if any(parameter.dim() == 3 and parameter.shape[0] == _count(child) for parameter in owned):
             yield name, child
+
+
+def _adapted_in(module: nn.Module) -> set[nn.Module]:
+    """Return the modules that own a parameter with an adapter."""
+    return {wrapper.get_base_layer() for wrapper in wrappers_in(module).values()}
 
 
 def _count(module: nn.Module) -> int:

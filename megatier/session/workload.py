@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from megatier.layout import Layout
 from megatier.models.decoder import Unit, decoder_layers
 from megatier.models.dtypes import with_schemas
 from megatier.models.experts import cut_units, most_parts
+from megatier.numerics.adapted import wrappers_in
 from megatier.numerics.muon import matrices_of
 from megatier.schedule.rates import ALONE, World
 from megatier.schedule.sizes import Policy, UnitSpec
@@ -83,7 +84,7 @@ class Workload:
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         options = _io_options(tiers)
         read_in_place = in_place(model, units, tiers, world.ranks)
-        activations = _activations(units, train)
+        activations = _activations(units, train, wrappers_in(model))
         rows = train.batch // train.groups
         hidden_bytes = rows * tokens * boundary_width(model) * dtype.itemsize
         offloaded = {name for name, policy in activations.items() if policy.offloads_input}
@@ -269,12 +270,13 @@ def _policy(
     )
 
 
-def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activations]:
+def _activations(units: Sequence[Unit], train: TrainConfig, adapted: Collection[str]) -> dict[str, Activations]:
     """The activation policy of each unit.
 
     It is the setting, except for the last layers, which may keep theirs. Only layers have an input that is worth
     offloading, so other units recompute. So do layers whose experts are units of their own, because they have several
-    inputs and only one can be offloaded. Such experts have the policy of their layer.
+    inputs and only one can be offloaded. Such experts have the policy of their layer. A unit that has adapted
+    parameters keeps nothing, since what is made of these is as large as the weights.
 
     An input that needs no gradient stays on the GPU if its layer has a backward at all, so no room is set aside for it.
     A unit may run earlier than its place among the modules says (embeddings of each layer, as in Gemma 4). Inputs that
@@ -295,5 +297,7 @@ def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activat
             of_layer = policies[unit.name] = Activations.KEEP if unit.name in keeping else policy
         else:
             policies[unit.name] = others if unit.experts is None else of_layer
+        if policies[unit.name].keeps_graph and any(tensor.name in adapted for tensor in unit.layout.tensors):
+            policies[unit.name] = Activations.RECOMPUTE
 
     return policies

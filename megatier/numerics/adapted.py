@@ -1,0 +1,76 @@
+"""Parameters with an adapter of their own, such as the stacked experts of a layer (PEFT's `target_parameters`).
+
+PEFT wraps the module that owns the parameter. In the wrapper's forward torch's parametrisation takes the parameter out
+of its module, and puts a property of a new class in its place. Here a view of a slot is bound in that place, and the
+forward may be compiled, or run in tiles of tokens. So PEFT's own code adapts the parameter before the forward, in a
+module that stands in for its owner, and what it makes is bound while the forward runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+WRAPPER = "ParamWrapper"
+"""The name of PEFT's class, by which PEFT itself goes."""
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is PEFT's around one whose parameter has an adapter."""
+    return type(module).__name__ == WRAPPER
+
+
+def wrappers_in(module: nn.Module) -> dict[str, Any]:
+    """Return PEFT's wrappers of parameters in a module, by the names that these parameters have in it."""
+    names = {id(part): name for name, part in module.named_modules()}
+    wrappers: list[Any] = [part for part in module.modules() if is_wrapper(part)]
+    return {f"{names[id(wrapper.get_base_layer())]}.{wrapper.parameter_name}": wrapper for wrapper in wrappers}
+
+
+def matrices_in(module: nn.Module) -> frozenset[str]:
+    """Return the names in a module of the matrices of such adapters. No token is multiplied with them."""
+    wrappers = [(name, part) for name, part in module.named_modules() if is_wrapper(part)]
+    keys = ((name, key) for name, wrapper in wrappers for key, _ in wrapper.named_parameters())
+    return frozenset(f"{name}.{key}" for name, key in keys if key.startswith("lora_"))
+
+
+def take_over(wrappers: Mapping[str, Any]) -> None:
+    """From now on, leave parameters as they are bound when the wrappers run: `adapted` has been there before."""
+    for wrapper in wrappers.values():
+        wrapper._activate_lora = contextlib.nullcontext
+
+
+@contextlib.contextmanager
+def adapted(wrappers: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the parameters that are bound have what their adapters add, unless these are switched off.
+
+    A parameter and its sum have the same shape and dtype. The sum has a graph that ends at the adapter's matrices.
+    """
+    places = [
+        (wrapper, wrapper.get_base_layer()._parameters) for wrapper in wrappers.values() if not wrapper.disable_adapters
+    ]
+    before = [parameters[wrapper.parameter_name] for wrapper, parameters in places]
+    try:
+        for (wrapper, parameters), bound in zip(places, before, strict=True):
+            parameters[wrapper.parameter_name] = _with_adapter(wrapper, bound)
+        yield
+    finally:
+        for (wrapper, parameters), bound in zip(places, before, strict=True):
+            parameters[wrapper.parameter_name] = bound
+
+
+def _with_adapter(wrapper: Any, bound: Tensor) -> Tensor:  # noqa: ANN401 - PEFT's, which has no types
+    """Return a parameter with what its adapter adds, as PEFT makes it."""
+    # `.data`, since torch sets the tensor to itself there, which would look like a change of the weight.
+    owner = nn.Module()
+    owner.register_parameter(wrapper.parameter_name, nn.Parameter(bound.data, requires_grad=False))
+    wrapper.get_base_layer = lambda: owner
+    try:
+        with type(wrapper)._activate_lora(wrapper, wrapper.active_adapters):
+            result: Tensor = getattr(owner, wrapper.parameter_name)
+            return result
+    finally:
+        del wrapper.get_base_layer
