@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from tiny_adapters import peft_model
+from tiny_adapters import STACKS, peft_model
 from tiny_models import tiny_config
 from torch import Tensor
 from torch.nn import functional
+from transformers import PretrainedConfig
 
 from megatier.adapters.lora import add_adapters
 from megatier.config.data_section import DataConfig
 from megatier.config.lora import LoraConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton, find_units
-from megatier.planner.memory import activation_bytes
+from megatier.planner.memory import ActivationBytes, activation_bytes
 from megatier.session.workload import Workload
 
 ADAPTED = tiny_config("llama")
@@ -41,16 +44,21 @@ def saved_by_layers(lora: LoraConfig) -> int:
 
 def planned(lora: LoraConfig) -> float:
     """What a plan says of the same."""
+    return estimated(lora, "keep").saved
+
+
+def estimated(lora: LoraConfig, activations: Any, base: PretrainedConfig = ADAPTED) -> ActivationBytes:
+    """What a plan says of the memory of a step."""
     config = RunConfig(
-        model=ModelConfig(config={"model_type": "llama"}, compute_dtype="fp32"),
+        model=ModelConfig(config={"model_type": base.model_type}, compute_dtype="fp32"),
         data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=TOKENS),
-        train=TrainConfig(batch=2, activations="keep"),
+        train=TrainConfig(batch=2, activations=activations),
     )
-    skeleton = build_skeleton(ADAPTED, "sdpa")
+    skeleton = build_skeleton(base, "sdpa")
     add_adapters(skeleton, lora, "base")
     units, numerics = find_units(skeleton), NumericsConfig()
     work = Workload.of(skeleton, units, config.model, TiersConfig(), config.train, numerics, TOKENS)
-    return activation_bytes(skeleton, config, work, compiles=False).saved
+    return activation_bytes(skeleton, config, work, compiles=False)
 
 
 @pytest.mark.parametrize(("targets", "inputs"), [(("all-linear",), 6 * 64 + 96), (("q_proj", "v_proj"), 2 * 64)])
@@ -76,3 +84,16 @@ def test_activation_bytes_count_results_of_adapters_by_their_rank() -> None:
 
     # With DoRA it is saved, since the lengths of rows have gradients.
     assert planned(LoraConfig(rank=2, dora=True)) > planned(small) * 1.5
+
+
+def test_activation_bytes_count_the_adapted_stacks_of_one_layer_twice_and_save_none_of_them() -> None:
+    base = tiny_config("qwen3_moe")
+    without = LoraConfig(rank=4, targets=("q_proj",))
+    lora = LoraConfig(rank=4, targets=("q_proj",), target_parameters=STACKS)
+    keeping, again, plain = (
+        estimated(*given, base) for given in ((lora, "keep"), (lora, "recompute"), (without, "recompute"))
+    )
+    stacks = 3 * base.num_experts * base.hidden_size * base.moe_intermediate_size
+    assert again.in_backward - plain.in_backward == pytest.approx(2 * 4 * stacks)
+    assert again.saved == plain.saved
+    assert keeping == again

@@ -18,8 +18,8 @@ A frozen layer is counted as if it were trained. One with nothing trained before
 to the output of its module is not saved, except with DoRA. With dropout each adapter saves its own input, and a byte
 for each element that says what was dropped. If documents are kept apart there is also a mask of one byte for each pair
 of tokens, which a layer's attention has in the compute dtype as well. flex_attention has none, because its mask is by
-blocks. Copies of weights that are lent to the whole forward (`Unit.is_lent`) count at both peaks, and so does one
-quantised matrix that is decoded.
+blocks. Copies of weights that are lent to the whole forward (`Unit.is_lent`) count at both peaks, and so do one
+quantised matrix that is decoded, and the parameters of one unit that have adapters of their own.
 
 The figures are fitted to nine runs of two Llama shapes on a GPU, with which tests/test_planner_memory.py compares them.
 """
@@ -38,6 +38,7 @@ from megatier.adapters.weights import MAGNITUDE
 from megatier.config.schema import RunConfig
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, tiled_names
+from megatier.numerics.adapted import matrices_in, wrappers_in
 from megatier.numerics.muon import matrices_of
 from megatier.numerics.quantised import PIECE_ELEMENTS
 from megatier.schedule.slots import MATRICES_CARRIED
@@ -70,6 +71,8 @@ CARRIED_BYTES = 10
 PRODUCT_BYTES = 14
 """Most bytes that the products of a matrix take for each of its elements, when its new master is split. Newton-Schulz
 takes 8, and 4 for each element of the square of the shorter side."""
+ADAPTED_COPIES = 2
+"""What exists of an adapted parameter beside itself: with what its adapter adds, and the gradient of that."""
 PIECE_BYTES = 12
 """Bytes for each number of a piece that is decoded: of three copies in fp32."""
 ATTENTION_PASSING = 2
@@ -114,12 +117,13 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     lower = without_input_gradient(work.units)
     reached = [unit for unit in layers if unit.layout.num_trained or unit.name not in lower]
     tiled = in_tiles(model, config, work)
+    absent = tiled | matrices_in(model)
     dropped = {unit.name: _dropped(unit, model, item) / width for unit in layers}
-    saved = sum(_saved(unit, width, config, work, compiles, tiled, dropped[unit.name]) for unit in reached) * boundary
+    saved = sum(_saved(unit, width, config, work, compiles, absent, dropped[unit.name]) for unit in reached) * boundary
     attention = sum(attention_parts(text, work.rows * config.data.sequence_length, item))
     saved += attention * sum(_saves_attention_beside(unit, config, work, compiles) for unit in reached)
     passing = ATTENTION_PASSING * attention if work.offloads_attention else 0
-    largest = max((REPEATED * _products(unit, width, tiled) + dropped[unit.name] for unit in layers), default=0.0)
+    largest = max((REPEATED * _products(unit, width, absent) + dropped[unit.name] for unit in layers), default=0.0)
     tile = max((_tile_bytes(unit, config, tiled, item) for unit in layers), default=0.0)
 
     # The fused loss has the logits of one chunk, their gradient, and the fp32 gradient of a head that is trained.
@@ -132,7 +136,8 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     # One layer at a time repeats what it did not save, so the largest one decides. Slices do so one after the other.
     mask = mask_bytes(config, work)
     in_layer = largest * boundary + item * mask
-    beside = mask + passing + _lent_bytes(work) + _update_bytes(work) + _decoded_bytes(work, item)
+    made = _decoded_bytes(work, item) + _adapted_bytes(model, work, item)
+    beside = mask + passing + _lent_bytes(work) + _update_bytes(work) + made
     return ActivationBytes(
         saved,
         saved + logits + head_sum + BOUNDARIES["loss"] * boundary + beside,
@@ -183,6 +188,13 @@ def _decoded_bytes(work: Workload, item: int) -> int:
     return largest * item + min(largest, PIECE_ELEMENTS) * PIECE_BYTES
 
 
+def _adapted_bytes(model: PreTrainedModel, work: Workload, item: int) -> int:
+    """Bytes of the adapted parameters of one unit, of which its forward takes the sums, and of their gradients."""
+    adapted = wrappers_in(model)
+    sizes = (sum(t.num_elements for t in unit.layout.tensors if t.name in adapted) for unit in work.units)
+    return ADAPTED_COPIES * item * max(sizes, default=0)
+
+
 def _update_bytes(work: Workload) -> int:
     """Bytes that updates by matrix take: of matrices that are carried, one after the other, and of their products.
 
@@ -209,7 +221,7 @@ def _saved(
     config: RunConfig,
     work: Workload,
     compiles: bool,
-    tiled: frozenset[str],
+    absent: frozenset[str],
     dropped: float,
 ) -> float:
     """Return how many boundary activations a layer saves, or its part, of which so many are dropped inputs."""
@@ -223,7 +235,7 @@ def _saved(
     if not policy.keeps_graph or not share:
         return inputs
     factor = interpolated(SAVED, share)
-    return max(inputs, factor * _products(unit, width, tiled) + min(1.0, factor) * dropped)
+    return max(inputs, factor * _products(unit, width, absent) + min(1.0, factor) * dropped)
 
 
 def _saves_attention_beside(unit: Unit, config: RunConfig, work: Workload, compiles: bool) -> bool:
@@ -248,14 +260,14 @@ def _tile_bytes(unit: Unit, config: RunConfig, tiled: frozenset[str], item: int)
     return REPEATED * outputs * (config.model.tile_tokens or 0) * item + grads
 
 
-def _products(unit: Unit, width: int, tiled: frozenset[str]) -> float:
+def _products(unit: Unit, width: int, absent: frozenset[str]) -> float:
     """Return the outputs of a layer's products that exist whole, in hidden sizes.
 
-    Experts are counted as if each token went to one, and a part of them by its share.
+    Experts are counted as if each token went to one, and a part of them by its share. Absent are the outputs of what
+    runs in tiles, and those of adapters of parameters, with which no token is multiplied.
     """
     names = {tensor.name for tensor in unit.layout.tensors}
-    whole = [tensor for tensor in unit.layout.tensors if tensor.name not in tiled and not _is_added(tensor.name, names)]
-    rows = [_outputs(tensor) for tensor in whole]
+    rows = [_outputs(t) for t in unit.layout.tensors if t.name not in absent and not _is_added(t.name, names)]
     return sum(rows) / width + (BESIDE_PRODUCTS if unit.experts is None else 0.0)
 
 

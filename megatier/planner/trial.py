@@ -17,6 +17,7 @@ from megatier.errors import PlanError, mib
 from megatier.layout import Layout
 from megatier.models.decoder import Unit
 from megatier.models.experts import cut_units
+from megatier.numerics.adapted import matrices_in, wrappers_in
 from megatier.planner.memory import ActivationBytes, activation_bytes, in_tiles, interpolated, keeps_attention
 from megatier.ranks.ranks import check_groups
 from megatier.schedule.forecast import Forecast, floor, forecast
@@ -222,21 +223,25 @@ def _compute_seconds(
     only sums follow: not counted), and adds up their gradients. Causal attention takes 2 x sequence x width FLOPs for
     each token in the forward, and twice that with a mask of all pairs, whose kernel also computes what is masked. A
     mask by blocks spares the more FLOPs the shorter documents are; that is not counted. Attention of compiled layers
-    has the rate of its kernel (`session.attention_rule`).
+    has the rate of its kernel (`session.attention_rule`). Parameters with adapters of their own have gradients though
+    they are frozen, and take time to be adapted.
     """
     text = model.config.get_text_config()
     sequence = config.data.sequence_length
     tokens = work.rows * sequence
     experts, chosen = _experts(text)
     tiled = in_tiles(model, config, work)
+    adapted = wrappers_in(model)
+    beside = matrices_in(model)
     pairs = (4 if config.has_mask else 2) * sequence * text.num_attention_heads * head_width(text)
     kernel = config.model.attention
     rate = {p: rates.flops_per_s * (efficiency(kernel, sequence, p) if compiles else 1.0) for p in Phase}
     seconds: dict[tuple[str, Phase], float] = {}
 
     for unit in work.units:
-        products = _active_elements(unit.layout, experts, chosen) * 2 * tokens
-        idle = products - _active_elements(unit.layout.trained, experts, chosen) * 2 * tokens
+        products = _active_elements(unit.layout, experts, chosen, beside=beside) * 2 * tokens
+        idle = products - _active_elements(unit.layout.trained, experts, chosen, beside=beside) * 2 * tokens
+        idle -= _active_elements(unit.layout, experts, chosen, adapted) * 2 * tokens
         if unit.is_layer or unit.experts is not None:
             # The modules of a unit share its FLOPs.
             uses = len(unit.module_names)
@@ -250,6 +255,9 @@ def _compute_seconds(
             backward = forward * (2 + repeated) - idle / rates.flops_per_s
             backward += attention[Phase.BACKWARD] * BACKWARD + attention[Phase.FORWARD] * again
             backward += _sum_seconds(unit, config, tokens, tiled, rates)
+            adapting = _adapting_seconds(unit, config, adapted, rates)
+            forward += adapting
+            backward += 2 * adapting
             seconds[unit.name, Phase.FORWARD] = (forward + attention[Phase.FORWARD]) / uses
             seconds[unit.name, Phase.BACKWARD] = backward / uses
         elif head in unit.module_names:
@@ -276,6 +284,17 @@ def _sum_seconds(unit: Unit, config: RunConfig, tokens: int, tiled: Container[st
 
     # AdamW on the GPU is bound by the memory of the GPU as well.
     return tiles * num_bytes / (rates.gpu_update_parameters_per_s * UPDATE_BYTES)
+
+
+def _adapting_seconds(unit: Unit, config: RunConfig, adapted: Container[str], rates: Rates) -> float:
+    """Return the seconds in which the parameters of a unit are adapted, which the memory of the GPU bounds.
+
+    PEFT makes each sum twice, and each time reads the parameter and writes as much. The backward makes them again, and
+    reads and writes as much for the gradients of the adapters.
+    """
+    num_elements = sum(tensor.num_elements for tensor in unit.layout.tensors if tensor.name in adapted)
+    num_bytes = config.train.slices * 4 * num_elements * unit.layout.schema.grad_width
+    return num_bytes / (rates.gpu_update_parameters_per_s * UPDATE_BYTES)
 
 
 def _repeated(config: RunConfig, work: Workload, unit: Unit, hidden_size: int, compiles: bool) -> tuple[float, float]:
@@ -305,14 +324,16 @@ def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any 
     return experts, chosen / experts if experts else 1.0
 
 
-def _active_elements(layout: Layout, experts: int, chosen: float, names: Container[str] | None = None) -> float:
+def _active_elements(
+    layout: Layout, experts: int, chosen: float, names: Container[str] | None = None, *, beside: Container[str] = ()
+) -> float:
     """Return the elements of a unit's matrices with which one token is multiplied: of experts those it is sent to.
 
-    With names, only matrices that have one of them count.
+    With names, only matrices that have one of them count. Those that stand beside do not.
     """
     total = 0.0
     for tensor in layout.tensors:
-        if len(tensor.shape) < 2 or (names is not None and tensor.name not in names):
+        if len(tensor.shape) < 2 or tensor.name in beside or (names is not None and tensor.name not in names):
             continue
         is_expert = experts and len(tensor.shape) == 3 and tensor.parameter_shape[0] == experts
         total += tensor.num_parameters * (chosen if is_expert else 1.0)
