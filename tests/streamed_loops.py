@@ -17,7 +17,9 @@ from megatier.config.schema import NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.step import StepResult
 from megatier.engine.unit_model import Batch
 from megatier.integrations.streamed import Streamed
+from megatier.session.held import SHARES
 from megatier.session.session import Session
+from megatier.tier import Kind, Tier
 
 VOCAB = {"untied": 2112, "tied": 160, "moe": 160}
 TIERS = TiersConfig(device="cpu", gpu=8 << 20, ram=8 << 20, update_threads=2, io_threads=2)
@@ -82,14 +84,35 @@ def reference(session: Session, train: TrainConfig, vocab: int) -> list[StepResu
 
 @contextlib.contextmanager
 def streamed_on(
-    place: str, mount: Path, train: TrainConfig, *, model: str = "tied", fused_loss: bool = True, **options: Any
+    place: str,
+    mount: Path,
+    train: TrainConfig,
+    *,
+    model: str = "tied",
+    fused_loss: bool = True,
+    held: float = 0.0,
+    **options: Any,
 ) -> Iterator[tuple[Session, Streamed]]:
-    """The session too, for what only a test asks; options are those of `opened`."""
+    """The session too, for what only a test asks; options are those of `opened`.
+
+    Generation has room for the share `held` of the weights that are not at home on the GPU.
+    """
     options = {"numerics": GUARDED, "fused_loss": fused_loss, "seed": None, **options}
     with opened(exactness_config(model), mount, PLACES[place], train, **options) as session:
-        streamed = Streamed(session, train, contextlib.ExitStack())
+        usage = session.store.usage(Tier.GPU)
+        arena = sum(usage.values()) - usage["budget"]
+        # Two shares of the whole stay free.
+        limit = math.ceil((arena + held * away_bytes(session)) * SHARES / (SHARES - 2)) if held else None
+        streamed = Streamed(session, train, contextlib.ExitStack(), gpu_limit=limit)
         streamed.model.train()
         yield session, streamed
+
+
+def away_bytes(session: Session) -> int:
+    """Bytes of the weights that are not at home on the GPU."""
+    homes, blocks = session.placement.homes, session.blocks
+    away = (unit.name for unit in session.units if homes[unit.name, Kind.WEIGHT] is not Tier.GPU)
+    return sum(blocks.whole(unit, Kind.WEIGHT)[1] for unit in away)
 
 
 def same(found: dict[str, Any], expected: dict[str, Tensor]) -> bool:

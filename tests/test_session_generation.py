@@ -20,27 +20,45 @@ def generate(streamed: Any, tokens: int) -> None:
         streamed.model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
 
 
-@pytest.mark.parametrize("is_resident", [False, True])
+@pytest.mark.parametrize(
+    ("gpu", "limit", "way"),
+    [
+        (64 << 20, None, "at home"),
+        (256 << 10, None, "streams"),
+        (256 << 10, 360 << 10, "streams"),
+        (256 << 10, 16 << 20, "held"),
+    ],
+)
 def test_generation_says_once_whether_weights_are_resident_and_what_a_token_moves(
-    is_resident: bool, caplog: pytest.LogCaptureFixture
+    gpu: int, limit: int | None, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tiers = TiersConfig(device="cpu", gpu=64 << 20 if is_resident else 256 << 10, ram=64 << 20, update_threads=2)
+    tiers = TiersConfig(device="cpu", gpu=gpu, gpu_limit=limit, ram=64 << 20, update_threads=2)
     options: dict[str, Any] = {"compute_dtype": "fp32", "fused_loss": False}
     caplog.set_level(logging.INFO, logger="megatier")
     with megatier.stream(plain_model(exactness_config("plain")), tiers=tiers, **options) as streamed:
-        generate(streamed, 1)
-        assert caplog.messages == [], "one forward reads the prompt, and none is of a token"
+        generate(streamed, 2)
+        assert caplog.messages == [], "two forwards read the prompt, and take what is held"
         moved = streamed._session.store.moved_bytes
-        before = moved["ram_to_gpu"]
         generate(streamed, 5)
-        per_token = (moved["ram_to_gpu"] - before) // 5
         generate(streamed, 5)
 
+        # A longer text moves what its further tokens move.
+        before = moved["ram_to_gpu"]
+        generate(streamed, 5)
+        of_five = moved["ram_to_gpu"] - before
+        generate(streamed, 9)
+        per_token = (moved["ram_to_gpu"] - before - 2 * of_five) // 4
+
     (message,) = caplog.messages
-    if is_resident:
-        assert per_token == 0
-        assert message == "generation: all weights are at home on the GPU, so a token moves none."
-    else:
+    if way == "streams":
         assert per_token > 0
         assert message.startswith(f"generation streams: each token moves {mib(per_token)} of weights to the GPU, and")
         assert "reads 0 B from drives" in message
+        assert ("holds 0 B more" in message) == (limit is None)
+        return
+    assert per_token == 0
+    if way == "at home":
+        assert message == "generation: all weights are at home on the GPU, so a token moves none."
+    else:
+        assert message.startswith("generation: all weights are resident on the GPU, so a token moves none.")
+        assert f"Its free memory holds those that are not at home there, {mib(of_five // 2)}," in message

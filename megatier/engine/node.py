@@ -166,9 +166,10 @@ class Node:
         Frozen parameters require no gradient.
 
         Args:
-            weights: uint8 [block]: the slot or the home in which the unit's weights lie on the GPU.
+            weights: uint8 [block]: the slot, the home or the other memory in which the unit's weights lie on the GPU.
         """
         # Slots are pieces of one arena that lives as long as the run, so an address never comes to mean other memory.
+        # Whoever gives other memory away calls `forget_leaves`.
         key = weights.data_ptr()
         if key not in self._leaves:
             # `.data`, for a version counter of its own: all slots of an arena share one, and a load into a neighbour

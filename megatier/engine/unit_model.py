@@ -7,7 +7,7 @@ of a whole step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -147,8 +147,13 @@ class UnitModel:
     def close(self) -> None:
         """Let go of the tiers' memory."""
         # The model is part of circles of references. What it holds would stay until these are collected.
+        self.forget({node.unit for node in self.nodes})
+
+    def forget(self, units: Container[str]) -> None:
+        """Drop the views of these units' weights, wherever they lie: some of that memory goes to others."""
         for node in self.nodes:
-            node.forget_leaves()
+            if node.unit in units:
+                node.forget_leaves()
 
     def head(self) -> Node:
         """The node of the output embedding.

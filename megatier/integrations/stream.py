@@ -35,7 +35,6 @@ from megatier.models.initialiser import NewScore, named_as_classifier
 from megatier.models.location import resolve
 from megatier.models.weights import SafetensorsFolder, WeightReader
 from megatier.ranks.ranks import joined
-from megatier.session.generation import log_first_generation
 from megatier.session.process import share_interpreter
 from megatier.session.session import Session
 from megatier.session.skeleton import read_model_config
@@ -226,15 +225,14 @@ def _open(
         opened.enter_context(session)
         session.store.seal()
         session.load(reader)
-        streamed = Streamed(
+        return Streamed(
             session,
             train,
             opened.pop_all(),
             is_from_folder=not isinstance(model, nn.Module),
             has_new_adapters=peft_config is not None,
+            gpu_limit=tiers.gpu_limit,
         )
-        log_first_generation(session)
-        return streamed
 
 
 def _source(

@@ -40,6 +40,7 @@ from megatier.models.weights import chunks
 from megatier.numerics.tiles import Decision
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
+from megatier.session.held import HeldWeights
 from megatier.session.session import Session
 from megatier.session.workload import COMPUTE_DTYPES
 from megatier.train.export import SHARD_BYTES
@@ -81,9 +82,10 @@ class StreamedState(ABC):
     _begins_adapters: bool
     _is_inside: bool
 
-    def __init__(self, session: Session, train: TrainConfig) -> None:
-        """Take a session that is loaded, and the settings of its steps."""
+    def __init__(self, session: Session, train: TrainConfig, held: HeldWeights) -> None:
+        """Take a session that is loaded, the settings of its steps, and what it holds while the model generates."""
         self._session = session
+        self._held = held
         self._kept = {"optimizer": train.optimizer, "moments": train.moments}
         self._crew: Ranks | Alone = session.ranks or Alone()
 
@@ -286,6 +288,7 @@ class StreamedState(ABC):
         self._meet("restore()")
         checkpoint, settings, tiles = self._crew.first(lambda: _find_saved(Path(folder), self._kept))
         self._crew.first(lambda: _check_base(checkpoint, noted(self.model)))
+        self._held.let_go()
 
         # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
         with self._session.player.loading():

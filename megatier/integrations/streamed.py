@@ -35,6 +35,7 @@ from megatier.guards.unbound import mark_streamed, refused_outside
 from megatier.integrations.stream_optimizer import StreamedOptimizer
 from megatier.integrations.stream_state import StreamedState
 from megatier.ranks.peers import cause_of
+from megatier.session.generation import hold_in_generation
 from megatier.session.session import Session
 from megatier.trace.events import TraceEvent, write_trace
 
@@ -74,6 +75,7 @@ class Streamed(StreamedState):
         *,
         is_from_folder: bool = False,
         has_new_adapters: bool = False,
+        gpu_limit: int | None = None,
     ) -> None:
         """Take over a loaded session; `stream` makes one.
 
@@ -83,8 +85,9 @@ class Streamed(StreamedState):
             opened: ends the session, and the connection to other ranks; `close` does so.
             is_from_folder: whether the weights are those of the folder that the model's config names.
             has_new_adapters: whether the model has adapters that begin now.
+            gpu_limit: the GPU memory that the process may take; None: all there is.
         """
-        super().__init__(session, train)
+        super().__init__(session, train, hold_in_generation(session, gpu_limit))
         self._opened = opened
         self._is_from_folder = is_from_folder
         self._begins_adapters = has_new_adapters
@@ -275,7 +278,7 @@ class Streamed(StreamedState):
         else:
             # It reads the weights of the last step, whose updates may still wait for the next forward.
             self._settle("An evaluation", "a forward without gradients")
-            run = self._engine.evaluation(evaluation)
+            run = self._engine.evaluation(self._held.begin(evaluation))
 
         # A forward that failed or was interrupted can have no backward, and its group cannot be repeated by itself.
         try:
@@ -329,6 +332,7 @@ class Streamed(StreamedState):
 
     def _begin_forward(self) -> contextlib.AbstractContextManager[None]:
         """Begin a forward with gradients, inside: a further one of the open group, or the first of a new one."""
+        self._held.let_go()  # if somebody trains while a text is generated
         if self._groups and self._engine.awaits_backward:
             if self.num_ranks > 1:
                 raise StreamedModelError(

@@ -1,14 +1,19 @@
-"""What generation costs: a model whose weights do not fit the GPU reads them from its tiers for every token."""
+"""Text that a streamed model generates: weights are held on the GPU meanwhile, and the log says what a token moves."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from transformers import GenerationMixin
 
 from megatier.errors import mib
+from megatier.session.held import HeldWeights
 from megatier.session.session import Session
 
 LOG = logging.getLogger("megatier")
@@ -16,51 +21,107 @@ TO_GPU = ("ram_to_gpu", "nvme_to_gpu")
 """Queues that bring weights to the GPU."""
 FROM_DRIVES = ("nvme_to_ram", "nvme_to_gpu")
 """Queues that read them from drives."""
+TOLD_FROM = 3
+"""The forwards after which it is known what a token moves: the first two read the prompt, and take what is held."""
+NOT_TWICE = ("past_key_values", "streamer")
+"""Arguments of `generate` that a text changes. It cannot be generated again with them."""
 
 
-def log_first_generation(session: Session) -> None:
-    """Let the first `generate` of two tokens or more say, once, which bytes each token has moved.
+def hold_in_generation(session: Session, limit_bytes: int | None) -> HeldWeights:
+    """Let the model's `generate` hold weights on the GPU, and say once which bytes each token has moved.
+
+    If memory runs out while weights are held, the text is generated again without them: the same text, since random
+    numbers begin where they began.
 
     Args:
         session: the session, whose model the user calls.
+        limit_bytes: the GPU memory that the process may take; see `HeldWeights`.
     """
-    model = session.model
-    if not isinstance(model, GenerationMixin) or (session.ranks is not None and session.ranks.rank):
-        return
-    generate = model.generate
+    held = HeldWeights(session, limit_bytes)
+    if isinstance(session.model, GenerationMixin):
+        vars(session.model)["generate"] = _generating(session, held, session.model.generate)
+    return held
+
+
+def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a model's `generate`."""
+    is_told = session.ranks is not None and session.ranks.rank > 0
+
+    def generate_once(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
+        nonlocal is_told
+        with _demands(session) as demands:
+            found = generate(*args, **kwargs)
+        if not is_told and len(demands) >= TOLD_FROM:
+            is_told = True
+            _log(demands[-1] - demands[-2], held.num_bytes, is_alone=session.ranks is None)
+        return found
 
     @functools.wraps(generate)
     def generating(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
-        moved = []
-        hook = model.register_forward_hook(lambda *_: moved.append(session.player.demanded.copy()))
-        try:
-            found = generate(*args, **kwargs)
-        finally:
-            hook.remove()
+        rewind = _rewinder(session.engine.options.device)
+        with held.opened():
+            try:
+                return generate_once(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                if not held.num_bytes or any(kwargs.get(name) is not None for name in NOT_TWICE):
+                    raise
 
-        # The first forward reads the prompt, and waits for updates, whose bytes are no token's.
-        if (tokens := len(moved) - 1) > 0:
-            del vars(model)["generate"]
-            per_token = {queue: (moved[-1][queue] - moved[0][queue]) // tokens for queue in (*TO_GPU, *FROM_DRIVES)}
-            _log(sum(per_token[queue] for queue in TO_GPU), sum(per_token[queue] for queue in FROM_DRIVES))
-        return found
+            # Not in the handler: until it ends, the error's frames keep what was made of the text, such as its cache.
+            LOG.warning("generation: GPU memory ran out while weights were held there, so from now on they stream.")
+            held.refuse()
+            rewind()
+            return generate_once(*args, **kwargs)
 
-    vars(model)["generate"] = generating
+    return generating
 
 
-def _log(to_gpu: int, from_drives: int) -> None:
+@contextlib.contextmanager
+def _demands(session: Session) -> Iterator[list[Counter[str]]]:
+    """Note, after each forward of the model inside, the bytes that were demanded up to then."""
+    demands = list[Counter[str]]()
+    hook = session.model.register_forward_hook(lambda *_: demands.append(session.player.demanded))
+    try:
+        yield demands
+    finally:
+        hook.remove()
+
+
+def _rewinder(device: torch.device) -> Callable[[], None]:
+    """Return what sets torch's random numbers back to where they are now."""
+    on_cpu = torch.get_rng_state()
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def rewind() -> None:
+        torch.set_rng_state(on_cpu)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
+
+    return rewind
+
+
+def _log(moved: Counter[str], held_bytes: int, *, is_alone: bool) -> None:
     """Say which way generation went.
 
     Args:
-        to_gpu: bytes of weights that came to the GPU for each token.
-        from_drives: bytes of weights that were read from drives for each token.
+        moved: bytes of weights that each queue moved for a token.
+        held_bytes: bytes of weights that are held on the GPU while a text is generated.
+        is_alone: whether there are no other ranks, so that weights may be held.
     """
-    if not to_gpu:
+    to_gpu = sum(moved[queue] for queue in TO_GPU)
+    if not to_gpu and not held_bytes:
         LOG.info("generation: all weights are at home on the GPU, so a token moves none.")
         return
+    if not to_gpu:
+        LOG.info(
+            "generation: all weights are resident on the GPU, so a token moves none. Its free memory holds those that "
+            "are not at home there, %s, while a text is generated.",
+            mib(held_bytes),
+        )
+        return
+    remedy = f"Its free memory holds {mib(held_bytes)} more; a smaller batch or a lower tiers.gpu leaves it more room."
     LOG.warning(
-        "generation streams: each token moves %s of weights to the GPU, and reads %s from drives. Weights that are at "
-        "home on the GPU move none; a larger tiers.gpu takes more of them.",
+        "generation streams: each token moves %s of weights to the GPU, and reads %s from drives. %s",
         mib(to_gpu),
-        mib(from_drives),
+        mib(sum(moved[queue] for queue in FROM_DRIVES)),
+        remedy if is_alone else "Several ranks hold no weights but those that are at home on the GPU.",
     )

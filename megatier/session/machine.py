@@ -119,3 +119,14 @@ def limit_gpu(limit_bytes: int | None) -> None:
         )
 
     torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+
+
+def free_gpu_bytes(limit_bytes: int | None) -> tuple[int, int]:
+    """Return the bytes of the GPU that this process may take, and those of them that nobody has taken.
+
+    Args:
+        limit_bytes: as for `limit_gpu`.
+    """
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    most_bytes = total_bytes if limit_bytes is None else min(limit_bytes, total_bytes)
+    return most_bytes, min(free_bytes, most_bytes - (total_bytes - free_bytes))
