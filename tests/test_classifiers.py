@@ -18,6 +18,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedModel,
+    Trainer,
+    TrainingArguments,
     set_seed,
 )
 
@@ -247,6 +249,46 @@ def test_classifier_whose_config_was_changed_after_it_was_made_is_refused(tmp_pa
         UnsupportedModelError, match=r"score\.weight has shape \(3, 64\), and the .* asks for \(1, 64\)"
     ):
         opened(model, tmp_path)
+
+
+@pytest.mark.filterwarnings("default")  # of the Trainer
+def test_classifier_under_the_trainer_has_the_losses_and_metrics_of_the_plain_one(tmp_path: Path) -> None:
+    trainer_module = pytest.importorskip("megatier.integrations.transformers_trainer")
+    rows = [
+        dict(zip(batch_of(0), row, strict=True)) for n in range(4) for row in zip(*batch_of(n).values(), strict=True)
+    ]
+    given: dict[str, Any] = {
+        "args": TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            max_steps=3,
+            max_grad_norm=0.0,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+        "train_dataset": rows,
+        "eval_dataset": rows,
+        "compute_metrics": lambda found: {"hits": int((found.predictions.argmax(-1) == found.label_ids).sum())},
+    }
+    model = classifier()
+    with opened(model, tmp_path, accumulation_steps=2) as streamed:
+        streaming = trainer_module.MegatierTrainer(streamed, **given)
+        plain = Trainer(model, **given)
+        plain.optimizer_cls_and_kwargs = (megatier.TieredAdamW, {"lr": 1e-2, "weight_decay": 0.0, "ram": "64MiB"})
+        found = []
+        for trainer in (streaming, plain):
+            set_seed(3)
+            trainer.train()
+            metrics = trainer.evaluate()
+            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            found.append((losses, metrics["eval_loss"], metrics["eval_hits"]))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 3
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
