@@ -315,6 +315,10 @@ def test_quantised_layer_that_is_trained_whole_is_refused_and_so_is_a_quantised_
     model = ModelConfig(path=str(quantised), lora={"targets": "q_proj", "modules_to_save": "down_proj"})
     with pytest.raises(ConfigError, match=r"weight of model.layers.0.mlp.down_proj.* is quantised, so it cannot be"):
         open_model(RunConfig(model=model, data=DataConfig(files=("x",))))
+    for name in ("lm_head.weight", "down_proj.codes"):
+        model = ModelConfig(path=str(quantised), lora={"targets": "q_proj", "target_parameters": name})
+        with pytest.raises(ConfigError, match=rf"target_parameters: .*{name} is of a quantised base|PEFT .* makes no"):
+            open_model(RunConfig(model=model, data=DataConfig(files=("x",))))
     with pytest.raises(UnsupportedModelError, match=r"quantised.*Train adapters over it \(model.lora"):
         open_model(RunConfig(model=ModelConfig(path=str(quantised)), data=DataConfig(files=("x",))))
     with pytest.raises(UnsupportedModelError, match=r"quantised.*Train adapters over it \(model.lora"):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from streamed_loops import TIERS
 from test_integrations_transformers_trainer import logged
-from tiny_adapters import peft
+from tiny_adapters import STACKS, peft
+from tiny_models import tiny_config
 from tiny_runs import exactness_config, one_thread, plain_model
 from transformers import AutoModelForCausalLM, Trainer, set_seed
 
@@ -112,6 +113,20 @@ def test_trl_with_peft_config_takes_the_steps_of_the_plain_trainer_bit_for_bit(
     trainer: Any = made(make_streamed, kind, path, tmp_path, peft_config=lora(**settings), **options)
     with trainer.streamed as streamed:
         assert getattr(trainer, "ref_model", None) is None
+        check_takes_the_same_steps(plain, trainer, streamed)
+
+
+def test_trl_with_peft_config_adapts_experts_as_the_plain_trainer_does_bit_for_bit(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    plain_model(tiny_config("qwen3_moe", vocab_size=len(tokenizer()))).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    make, make_streamed = makers("sft")
+    config = lora(target_parameters=list(STACKS))
+    config.target_modules = {"q_proj"}
+    plain = made(make, "sft", str(path), tmp_path / "plain", peft_config=config)
+    given = {"tiers": TIERS, "stream_kwargs": FP32, "peft_config": config}
+    trainer: Any = made(make_streamed, "sft", str(path), tmp_path / "streamed", **given)
+    with trainer.streamed as streamed:
         check_takes_the_same_steps(plain, trainer, streamed)
 
 

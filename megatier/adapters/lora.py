@@ -295,8 +295,12 @@ def _check_made(model: PreTrainedModel, layers: nn.ModuleList, tied: frozenset[s
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, PEFT says nothing of what it mends by itself (GPT-2's transposed matrices), or what is refused here."""
+    """Inside, PEFT says nothing of what it mends by itself (GPT-2's transposed matrices), or what is refused here.
+
+    Nor does it, before 0.21, of modules that own a parameter and are of a class that it does not know.
+    """
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Unsupported layer type")
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer")
         yield
