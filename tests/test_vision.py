@@ -358,7 +358,7 @@ def test_vision_experts_stored_transposed_as_on_the_hub_are_read(parts: int, tmp
 
 
 def test_part_of_a_vision_language_model_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"LlavaModel is not .* \(LlavaForConditionalGeneration\)"):
+    with pytest.raises(UnsupportedModelError, match=r"LlavaModel is neither .* \(LlavaForConditionalGeneration\)"):
         streamed(plain_model(vision_config("llava")).get_submodule("model"))  # type: ignore[arg-type]
 
 
