@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_adamw import PlainAdamW
-from tiny_adapters import ATTENTION, peft_model
+from tiny_adapters import ATTENTION, check_steps_of_peft, peft_model
 from tiny_gradients import attention_of
 from tiny_models import tiny_config
 from tiny_runs import (
@@ -80,28 +79,7 @@ def test_adapters_take_three_steps_like_peft_over_a_plain_model_bit_for_bit(
     family, options, lora = CASES[case]
     config = tiny_config(family, **options)
     train = TrainConfig(steps=3, batch=6, clip=0.5, weight_decay=0.1, activations=activations)
-    model = peft_model(config, lora, attention_of(config))
-    place = ROOMY[name]
-    with opened(
-        config, tmp_path, place, train, source=ModelWeights(model), lora=lora, compute_dtype="fp32", seed=None
-    ) as session:
-        torch.manual_seed(5)
-        results = run_steps(session, train, 3)
-        found = {kind: read_parameters(session, kind) for kind in (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)}
-    expected = PlainAdamW(model, train.clip)
-    torch.manual_seed(5)
-    for step, result in enumerate(results, 1):
-        [batch] = random_groups(train, config.vocab_size, step)
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        norm = expected.step(step, 1e-2)
-        assert result.loss == loss.item(), f"loss of step {step}"
-        assert result.grad_norm == pytest.approx(norm, rel=1e-14)
-    weights = dict(model.named_parameters())
-    assert [name for name, value in found[Kind.WEIGHT].items() if not torch.equal(value, weights[name])] == []
-    for kind, moments in ((Kind.EXP_AVG, expected.exp_avg), (Kind.EXP_AVG_SQ, expected.exp_avg_sq)):
-        assert found[kind].keys() == moments.keys()
-        assert [name for name, value in moments.items() if not torch.equal(found[kind][name], value)] == []
+    check_steps_of_peft(config, lora, ROOMY[name], train, tmp_path)
 
 
 CONFIG = tiny_config("llama", **SMALL, vocab_size=6336, num_hidden_layers=4, attention_dropout=0.2)

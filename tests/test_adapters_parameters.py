@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from plain_adamw import PlainAdamW
 from safetensors.torch import load_file
 from small_commands import after_step, command
 from test_adapters import POLICIES, ROOMY
-from tiny_adapters import ATTENTION, STACKS, peft, peft_model
-from tiny_gradients import attention_of, streamed_gradients
+from tiny_adapters import ATTENTION, STACKS, check_steps_of_peft, peft, peft_model
+from tiny_gradients import streamed_gradients
 from tiny_models import tiny_config
 from tiny_runs import (
     MIB,
@@ -25,7 +24,6 @@ from tiny_runs import (
     outcome,
     plain_model,
     random_groups,
-    read_parameters,
     run_steps,
 )
 from transformers import AutoModelForCausalLM
@@ -36,7 +34,6 @@ from megatier.cli import main
 from megatier.config.lora import LoraConfig
 from megatier.config.schema import TiersConfig, TrainConfig
 from megatier.errors import ConfigError
-from megatier.tier import Kind
 
 CASES: dict[str, tuple[str, LoraConfig]] = {
     "qwen3": ("qwen3_moe", LoraConfig(rank=3, targets=ATTENTION, target_parameters=STACKS)),
@@ -67,24 +64,7 @@ def test_adapted_parameters_take_three_steps_like_peft_over_a_plain_model_bit_fo
     family, lora = CASES[case]
     config = tiny_config(family)
     train = TrainConfig(steps=3, batch=6, clip=0.5, weight_decay=0.1, activations=activations)
-    model = peft_model(config, lora, attention_of(config))
-    options: dict[str, Any] = {"source": ModelWeights(model), "lora": lora, "compute_dtype": "fp32", "seed": None}
-    with opened(config, tmp_path, ROOMY[name], train, **options) as session:
-        results = run_steps(session, train, 3)
-        found = {kind: read_parameters(session, kind) for kind in (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)}
-    expected = PlainAdamW(model, train.clip)
-    for step, result in enumerate(results, 1):
-        [batch] = random_groups(train, config.vocab_size, step)
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        norm = expected.step(step, 1e-2)
-        assert result.loss == loss.item(), f"loss of step {step}"
-        assert result.grad_norm == pytest.approx(norm, rel=1e-14)
-    weights = dict(model.named_parameters())
-    assert [name for name, value in found[Kind.WEIGHT].items() if not torch.equal(value, weights[name])] == []
-    for kind, moments in ((Kind.EXP_AVG, expected.exp_avg), (Kind.EXP_AVG_SQ, expected.exp_avg_sq)):
-        assert found[kind].keys() == moments.keys()
-        assert [name for name, value in moments.items() if not torch.equal(found[kind][name], value)] == []
+    check_steps_of_peft(config, lora, ROOMY[name], train, tmp_path)
 
 
 def test_adapted_parameters_in_bf16_give_the_same_bits_on_any_tier(tmp_path: Path) -> None:

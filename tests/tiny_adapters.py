@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from plain_adamw import PlainAdamW
 from small_commands import MODEL
-from tiny_runs import plain_model
+from tiny_gradients import attention_of
+from tiny_runs import ModelWeights, Place, opened, plain_model, random_groups, read_parameters, run_steps
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from megatier.config.lora import ALL_LINEAR, LoraConfig
+from megatier.config.schema import TrainConfig
+from megatier.tier import Kind
 
 peft = pytest.importorskip("peft")
 """PEFT itself. Tests that need it are left out where it is not installed."""
@@ -42,6 +46,34 @@ def peft_model(config: PretrainedConfig, lora: LoraConfig, attention: str = "sdp
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
     return model
+
+
+def check_steps_of_peft(
+    config: PretrainedConfig, lora: LoraConfig, place: Place, train: TrainConfig, mount: Path
+) -> None:
+    """Three steps in fp32 have the losses, norms, weights and moments of PEFT over a plain model, in every bit."""
+    model = peft_model(config, lora, attention_of(config))
+    options: dict[str, Any] = {"source": ModelWeights(model), "lora": lora, "compute_dtype": "fp32", "seed": None}
+    with opened(config, mount, place, train, **options) as session:
+        torch.manual_seed(5)
+        results = run_steps(session, train, 3)
+        found = {kind: read_parameters(session, kind) for kind in (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)}
+
+    expected = PlainAdamW(model, train.clip)
+    torch.manual_seed(5)
+    for step, result in enumerate(results, 1):
+        [batch] = random_groups(train, config.vocab_size, step)
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        norm = expected.step(step, 1e-2)
+        assert result.loss == loss.item(), f"loss of step {step}"
+        assert result.grad_norm == pytest.approx(norm, rel=1e-14)
+
+    weights = dict(model.named_parameters())
+    assert [name for name, value in found[Kind.WEIGHT].items() if not torch.equal(value, weights[name])] == []
+    for kind, moments in ((Kind.EXP_AVG, expected.exp_avg), (Kind.EXP_AVG_SQ, expected.exp_avg_sq)):
+        assert found[kind].keys() == moments.keys()
+        assert [name for name, value in moments.items() if not torch.equal(found[kind][name], value)] == []
 
 
 def base_folder(folder: Path, **settings: Any) -> Path:
