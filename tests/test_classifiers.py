@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_gradients import attention_of
-from tiny_models import FAMILIES, tiny_config
+from tiny_models import FAMILIES, config_class, tiny_config
 from tiny_runs import one_thread, plain_model, read_parameters
 from torch import Tensor, nn
 from transformers import (
@@ -42,7 +42,7 @@ PLACES: dict[str, dict[str, Any]] = {
 FP32: dict[str, Any] = {"compute_dtype": "fp32", "clip": None, "lr": 1e-2}
 STEPS = 3
 SEQUENCES = tuple(
-    family for family in FAMILIES if type(tiny_config(family)) in AutoModelForSequenceClassification._model_mapping
+    family for family in FAMILIES if config_class(family) in AutoModelForSequenceClassification._model_mapping
 )
 """Families of which transformers has classifiers of sequences."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -246,8 +247,16 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
     return known_config(model_type, **{**base, **options})
 
 
+def config_class(family: str) -> type[PretrainedConfig]:
+    """What tells a test module, while it is imported, what transformers can do with one of FAMILIES."""
+    found: type[PretrainedConfig] = CONFIG_MAPPING[FAMILIES[family].get("_t", family)]
+    return found
+
+
 def known_config(model_type: str, **options: Any) -> PretrainedConfig:
     """Config of a model of transformers. A test of a model that an older version lacks is skipped."""
+    # Outside a test nothing can be skipped, and its whole module would fail.
+    assert model_type == "llama" or "PYTEST_CURRENT_TEST" in os.environ, f"{model_type} is made at import"
     try:
         config = AutoConfig.for_model(model_type, **options)
     except (ValueError, StrictDataclassError):
