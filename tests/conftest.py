@@ -6,12 +6,14 @@ import ctypes
 import gc
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several at once: torch's threads would only wait for each other's cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -75,6 +77,34 @@ def compiled(request: pytest.FixtureRequest) -> None:
     """Compiled runs: the compiler's graphs alone, and with the slow tests its kernels too."""
     if request.param == "graphs":
         request.getfixturevalue("traced")
+
+
+@pytest.fixture(autouse=True)
+def compiler_settings() -> Iterator[None]:
+    """After a test torch's compiler has its settings of before. They are those of the process, and runs set them."""
+    # To import it takes seconds, and no test can set it before.
+    if "megatier.numerics.compilation" not in sys.modules:
+        yield
+        return
+    found = settings_of_compiler()
+    yield
+    if settings_of_compiler() != found:
+        # Code that was compiled under other settings would be used again.
+        torch.compiler.reset()
+        for (config, name), value in found.items():
+            setattr(sys.modules[config], name, value)
+
+
+def settings_of_compiler() -> dict[tuple[str, str], Any]:
+    """What `Compilation` sets, by module and name."""
+    return {
+        (config, name): getattr(sys.modules[config], name)
+        for config, name in (
+            ("torch._functorch.config", "activation_memory_budget"),
+            ("torch._inductor.config", "deterministic"),
+            ("torch._inductor.config", "joint_custom_post_pass"),
+        )
+    }
 
 
 def open_files() -> list[str]:

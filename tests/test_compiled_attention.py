@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_numerics_compilation import ACTIVATIONS, PLAIN, _settings, saved_by
-from tiny_runs import Run, run_in_fresh_process
+from test_numerics_compilation import ACTIVATIONS, PLAIN, saved_by
+from tiny_runs import Run, one_thread, run_in_fresh_process
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -22,7 +23,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from megatier.numerics.attention import FLEX, is_attention
 from megatier.numerics.compilation import Compilation
 
-__all__ = ["_settings"]
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._functorch.config
 import torch._inductor.config
 from one_node import SIZE, Shelf
 from tiny_runs import PLACES, Run, exactness_config, one_thread, opened, run_in_fresh_process, run_steps
@@ -34,16 +33,10 @@ ALL = list(itertools.product(PLACES, ACTIVATIONS))
 PLAIN = Run(model="plain", dtype="fp32", fused_loss=True, loss_chunk=32)
 
 
-@pytest.fixture(autouse=True)
-def _settings() -> Iterator[None]:
-    """One thread, and the compiler's settings as they were."""
-    share, deterministic = torch._functorch.config.activation_memory_budget, torch._inductor.config.deterministic
-    marking = torch._inductor.config.joint_custom_post_pass
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
     with one_thread():
         yield
-    torch._inductor.config.joint_custom_post_pass = marking
-    torch._functorch.config.activation_memory_budget = share
-    torch._inductor.config.deterministic = deterministic
 
 
 # ---------------------------------------------------------------------- whole runs
