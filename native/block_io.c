@@ -7,11 +7,14 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #define DIRECT_BYTES 4096 /* what O_DIRECT asks of offset, address and length */
+#define HUGE_PAGE_BYTES ((size_t)2 << 20)
 
 struct io_request {
     struct io_segment extent; /* this request's part of the segment */
@@ -127,7 +130,38 @@ struct gather_request {
     size_t num_parts;
 };
 
-static size_t round_up(size_t num_bytes) { return (num_bytes + DIRECT_BYTES - 1) / DIRECT_BYTES * DIRECT_BYTES; }
+static size_t round_up(size_t num_bytes, size_t unit) { return (num_bytes + unit - 1) / unit * unit; }
+
+/* A thread's window stays until the thread ends, since the kernel takes longer to give and to pin fresh memory for each
+ * request than to read into it. Huge pages are pinned at once, and make few segments of a command. */
+static pthread_key_t window_key;
+static int window_key_error;
+static _Thread_local size_t window_bytes;
+
+static __attribute__((constructor)) void window_key_make(void)
+{
+    window_key_error = pthread_key_create(&window_key, free);
+}
+
+/* The calling thread's window, with at least so many bytes. NULL: no memory. */
+static unsigned char *window_of(size_t num_bytes)
+{
+    if (window_key_error)
+        return NULL;
+    unsigned char *window = pthread_getspecific(window_key);
+    if (num_bytes <= window_bytes)
+        return window;
+    size_t larger_bytes = round_up(num_bytes, HUGE_PAGE_BYTES);
+    unsigned char *larger = aligned_alloc(HUGE_PAGE_BYTES, larger_bytes);
+    if (!larger || pthread_setspecific(window_key, larger)) {
+        free(larger);
+        return NULL;
+    }
+    madvise(larger, larger_bytes, MADV_HUGEPAGE);
+    free(window);
+    window_bytes = larger_bytes;
+    return larger;
+}
 
 /* Reads the bytes of a part that belong to memory [start, stop). A part begins at any byte of its file and O_DIRECT at
  * multiples of 4,096 only, so the window around them is read, and copied from. */
@@ -141,7 +175,7 @@ static bool read_part(const struct gather_request *request, size_t index, unsign
     int64_t offset = part->file_offset + (start - part->address);
     size_t before = (size_t)(offset % DIRECT_BYTES);
     const struct io_request whole = {
-        .extent = {part->fd, offset - (int64_t)before, window, round_up(before + num_bytes)},
+        .extent = {part->fd, offset - (int64_t)before, window, round_up(before + num_bytes, DIRECT_BYTES)},
         .segment = index,
     };
     if (!transfer(&whole, before + num_bytes, failure)) /* the file may end inside the last page */
@@ -174,7 +208,7 @@ static bool gather_run(const void *record, struct failure *failure)
 {
     const struct gather_request *request = record;
     unsigned char *done = request->address, *end = done + request->num_bytes;
-    unsigned char *window = aligned_alloc(DIRECT_BYTES, round_up(request->num_bytes) + 2 * DIRECT_BYTES);
+    unsigned char *window = window_of(request->num_bytes + 2 * DIRECT_BYTES);
     if (!window)
         return io_failed(&(struct io_request){.extent = request->parts[0]}, failure, "io", ENOMEM, 0);
     bool ok = true;
@@ -187,7 +221,6 @@ static bool gather_run(const void *record, struct failure *failure)
         ok = read_part(request, i, window, failure);
         done = part->address + part->num_bytes;
     }
-    free(window);
     if (ok && done < end)
         memset(done, 0, (size_t)(end - done));
     return ok && check_gathered(request, failure);

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from block_files import memory
 
@@ -112,3 +113,24 @@ def test_gather_with_impossible_arguments_is_refused(pool: _native.ThreadPool, f
     table = 0 if harm == "checksums" else gather.checksums.ctypes.data
     with pytest.raises(ValueError, match=r"a gather needs|parts must lie"):
         pool.submit_gather(gather.target.ctypes.data, size, parts, table, GRANULE_BYTES, REQUEST_BYTES)
+
+
+def test_gather_in_threads_that_made_smaller_requests_before_gives_the_same(
+    pool: _native.ThreadPool, files: list[int]
+) -> None:
+    gather = Gather(files)
+    for request_bytes in (1, 1 << 22, REQUEST_BYTES):
+        gather.target[:NUM_BYTES] = 7
+        assert gather.submit(pool, request_bytes).error() is None
+        assert np.array_equal(gather.target[:NUM_BYTES], gather.expected)
+
+
+def test_windows_of_threads_end_with_them(files: list[int]) -> None:
+    gather = Gather(files)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    for _ in range(60):
+        pool = _native.ThreadPool(2, 8)
+        assert gather.submit(pool).error() is None
+        pool.close()
+    assert process.memory_info().rss - before < 60 << 20

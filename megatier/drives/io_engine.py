@@ -14,8 +14,9 @@ from megatier import _native
 
 REQUEST_BYTES = 8 << 20
 """The most bytes of one read or write call."""
-GATHERED_BYTES = 2 << 20
-"""The most bytes that one request puts together from parts of files. A thread has a window of this size for them."""
+GATHERED_BYTES = (2 << 20) - (64 << 10)
+"""The most bytes that one request puts together from parts of files. A thread keeps a window for them and the pages
+around them, which is one huge page."""
 QUEUE_DEPTH_MAX = 1024
 """The most requests that wait for a thread. Submitting a batch that has more of them waits for room."""
 
