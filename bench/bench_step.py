@@ -7,7 +7,7 @@ bound of the same shape is measured in the same run, before the model is built.
 
 python bench/bench_step.py --row 1 [--steps 6]          writes bench/results/<machine>/row1.json
 python bench/bench_step.py --row 1 --set model.attention=sdpa    the same with another kernel
-python bench/bench_step.py --row 11 --nvme DIR          rows 11 to 16, 24 to 26, 29 and 31 need a directory on the drive
+python bench/bench_step.py --row 11 --nvme DIR          rows 11 to 16, 24 to 26, 29, 31, 32 need a directory on a drive
 python bench/bench_step.py --row 11 --plan MACHINE.yaml forecasts the row, without a GPU; with --ranks N, on N GPUs
 
 Rows 27 to 30 train adapters, and need peft. Row 29 compares its step with what `megatier bench` measured of the drive
@@ -17,6 +17,12 @@ python bench/bench_step.py --row 27                     8B, base in RAM (28: on 
 python bench/peers/peft_resident.py --shape 8b          its peer: PEFT over a model that lies on the GPU
 megatier bench --nvme DIR --size 16GiB && python bench/bench_step.py --row 29 --nvme DIR --warmup 1 --steps 3 --no-bound
 python bench/bench_step.py --row 30 --warmup 1 --steps 3 --no-bound
+
+Row 32 is row 29 with its base in a model's own files, which are written first (29.6 GB) and removed in the end. The
+run is opened as `megatier train` opens it, and also compares all bytes that moved with those that were demanded
+(`surplus_bytes`):
+
+python bench/bench_step.py --row 32 --nvme DIR --warmup 1 --steps 3 --no-bound
 
 Under torchrun the ranks share the state, and each computes as many sequences as the row has:
 
@@ -30,13 +36,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from bound import bound_of
+from laid_weights import fill, load, written_base
 from peers.shapes import SHAPES, TFLOPS_FORMULA, peak_gpu_bytes, peak_ram_bytes, trained_shape
 from record import RESULTS, Row, default_output, row, write_row
 from rows import RATE, ROWS, Run, changed, config_of, shared, skeleton
@@ -50,57 +59,9 @@ from megatier.schedule.sizes import Budgets
 from megatier.session.attention import with_kernel
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
+from megatier.session.skeleton import open_model
 from megatier.tier import Kind, Tier
 from megatier.trace.events import TraceEvent, stall_seconds, write_trace
-
-
-def lay(part: torch.Tensor, piece: torch.Tensor, first: int) -> None:
-    """Lay a piece into a part of a tensor, again and again.
-
-    Which element lies where goes by its number in the parameter, so that it is the same on any placement and on any
-    number of ranks.
-
-    Args:
-        part: [n], overwritten.
-        piece: [m].
-        first: the number of the part's first element in its parameter.
-    """
-    done = 0
-    while done < part.numel():
-        source = piece[(first + done) % piece.numel() :][: part.numel() - done]
-        part[done : done + source.numel()].copy_(source)
-        done += source.numel()
-
-
-@torch.no_grad()
-def fill(session: Session) -> None:
-    """Lay one random piece into every weight plane again and again, and ones into the norms."""
-    drawn = (torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
-
-    # Planes lie on the GPU or in RAM, so the piece does so too.
-    sources = {"cpu": drawn, str(session.engine.options.device.type): drawn.to(session.engine.options.device)}
-    for unit in session.units:
-        for elements, _ in session.blocks.runs(unit.name):
-            with session.blocks.open_state(unit.name, elements, [Kind.WEIGHT], fresh=[Kind.WEIGHT]) as state:
-                plane = state.planes[Kind.WEIGHT].view(torch.bfloat16)
-                for tensor in unit.layout.tensors:
-                    # These elements hold a part of the tensor, all of it, or nothing: then there is nothing to lay.
-                    start = max(tensor.start, elements[0])
-                    stop = min(tensor.stop, elements[1])
-                    if start >= stop:
-                        continue
-                    part = plane[start - elements[0] : stop - elements[0]]
-                    if len(tensor.parameter_shape) == 1:
-                        part.fill_(1)
-                    else:
-                        lay(part, sources[plane.device.type], tensor.offset + start - tensor.start)
-
-                state.write_back()
-
-        # No update carries frozen weights over.
-        session.blocks.share_frozen(unit.name)
-
-    session.player.drain()
 
 
 def forecast(run: Run, machine: Path, ranks: int) -> dict[str, Any]:
@@ -138,6 +99,8 @@ class Steps:
     """The events of the last step."""
     moved: Counter[str]
     """Bytes that each queue moved in the last step."""
+    surplus: dict[str, int] | None
+    """Bytes that queues moved in all steps beyond those that were demanded; None: not asked for."""
 
 
 def measure(
@@ -161,18 +124,26 @@ def measure(
         directory: where block files lie, on the drive to measure.
         ranks: the ranks that share the state; `run` has the sequences of all of them.
     """
-    config, _ = with_kernel(config_of(run, deterministic, directory))
-    make_repeatable(config)
-    share_interpreter()
-    began = time.perf_counter()
-    model = skeleton(run, config.model.attention)
+    with written_base(run.shape, run.sequence, directory) if run.in_place else nullcontext() as base:
+        config, _ = with_kernel(config_of(run, deterministic, directory, base))
+        make_repeatable(config)
+        share_interpreter()
+        began = time.perf_counter()
+        fills = fill
+        if base is None:
+            model = skeleton(run, config.model.attention)
+        else:
+            model, reader = open_model(config)
+            fills = partial(load, reader=reader, folder=base)
 
-    with Session(
-        model, config.model, config.tiers, config.train, config.numerics, run.sequence, ranks=ranks
-    ) as session:
-        timed = _run_steps(session, run, config.train.groups, warmup + steps, began)
-        measured = _row_of(session, run, timed, warmup) | {"deterministic": deterministic, "bound": bound}
-        measured["attention"] = config.model.attention
+        with Session(
+            model, config.model, config.tiers, config.train, config.numerics, run.sequence, ranks=ranks
+        ) as session:
+            if base is not None and not session.in_place:
+                sys.exit(f"the base would not be read where it lies: {session.why_copied}")
+            timed = _run_steps(session, run, config.train.groups, warmup + steps, began, fills)
+            measured = _row_of(session, run, timed, warmup) | {"deterministic": deterministic, "bound": bound}
+            measured["attention"] = config.model.attention
 
     # The bound is that of a smaller batch where a whole group does not fit next to resident weights.
     if bound is not None:
@@ -183,7 +154,9 @@ def measure(
     return measured, timed.events
 
 
-def _run_steps(session: Session, run: Run, groups: int, count: int, began: float) -> Steps:
+def _run_steps(
+    session: Session, run: Run, groups: int, count: int, began: float, fills: Callable[[Session], None]
+) -> Steps:
     """Fill the weights and run steps, the last of which is traced.
 
     Args:
@@ -192,11 +165,13 @@ def _run_steps(session: Session, run: Run, groups: int, count: int, began: float
         groups: groups of a step.
         count: the number of steps, warm-up included.
         began: the time at which building the skeleton began.
+        fills: gives the session its weights.
     """
     session.store.seal()
     reserved = time.perf_counter() - began
-    fill(session)
+    fills(session)
     filled = time.perf_counter() - began
+    loaded = _moved(session)
     print(f"reserved after {reserved:.1f} s, filled after {filled:.1f} s", flush=True)
 
     seconds: list[float] = []
@@ -221,14 +196,18 @@ def _run_steps(session: Session, run: Run, groups: int, count: int, began: float
         norms.append(result.grad_norm)
         print(f"step {step}: {seconds[-1]:.3f} s, loss {losses[-1]:.6f}, norm {norms[-1]:.6f}", flush=True)
 
+    events = session.player.take_events()
+    moved = _moved(session) - moved
+
     return Steps(
         reserve_seconds=reserved,
         fill_seconds=filled - reserved,
         seconds=seconds,
         losses=losses,
         norms=norms,
-        events=session.player.take_events(),
-        moved=_moved(session) - moved,
+        events=events,
+        moved=moved,
+        surplus=_surplus(session, loaded) if session.in_place else None,
     )
 
 
@@ -236,6 +215,19 @@ def _moved(session: Session) -> Counter[str]:
     """Return the bytes that each queue moved so far, and that came from other ranks."""
     others = Counter[str]() if session.ranks is None else session.ranks.moved_bytes
     return session.store.moved_bytes + others
+
+
+def _surplus(session: Session, loaded: Counter[str]) -> dict[str, int]:
+    """Return the bytes that queues moved beyond those that were demanded. It ends the last step.
+
+    Args:
+        session: over a base, so what is left of the step is little.
+        loaded: bytes that had moved before the first step.
+    """
+    session.player.drain()
+    beyond = _moved(session)
+    beyond.subtract(loaded + session.player.demanded)
+    return {queue: size for queue, size in beyond.items() if size}
 
 
 def _row_of(session: Session, run: Run, timed: Steps, warmup: int) -> Row:
@@ -270,6 +262,8 @@ def _row_of(session: Session, run: Run, timed: Steps, warmup: int) -> Row:
         **_placement(session),
         **_movement(timed.events, timed.moved),
         drive_seconds=_drive_seconds(session, timed.moved),
+        units_in_place=len(session.in_place),
+        surplus_bytes=timed.surplus,
     )
 
 
@@ -392,7 +386,7 @@ def main() -> None:
         "peak_ram_bytes",
     )
     shown += ("torch_peak_allocated_bytes", "state_bytes", "other_bytes", "stall_seconds", "busy_seconds")
-    shown += ("moved_bytes", "drive_seconds")
+    shown += ("moved_bytes", "drive_seconds", "surplus_bytes")
     print({key: result.get(key) for key in shown}, flush=True)
 
 

@@ -44,6 +44,8 @@ class Run:
     """Settings of the section `train`."""
     rank: int = 0
     """Of adapters beside all linear layers; 0: the model itself is trained."""
+    in_place: bool = False
+    """Whether the base is read where it lies, in a model's own files, as `megatier train` reads it."""
 
 
 # The machine has 128 GiB. The system, Python and what the budgets do not count take the rest.
@@ -224,25 +226,28 @@ ROWS = {
         nvme=0,
     ),
     31: replace(ON_NVME, what="all state on NVMe, RAM 16 GiB, moments in fp8", train={"moments": "fp8"}),
+    32: replace(ADAPTERS_BEYOND, what="adapters, base read where it lies on NVMe, GPU 8 GiB", in_place=True),
 }
-"""The rows by number. 9 is the second half of row 8, 11 to 16, 25, 26, 29 and 31 have state on NVMe, 19 to 24 have long
-sequences, 24 has activations on NVMe, and 27 to 30 train adapters."""
+"""The rows by number. 9 is the second half of row 8, 11 to 16, 25, 26, 29, 31 and 32 have state on NVMe, 19 to 24 have
+long sequences, 24 has activations on NVMe, and 27 to 30 and 32 train adapters."""
 
 
-def config_of(run: Run, deterministic: bool, directory: Path | None) -> RunConfig:
+def config_of(run: Run, deterministic: bool, directory: Path | None, base: Path | None = None) -> RunConfig:
     """Make the run's settings, as `megatier train` would take them.
 
     Args:
         run: the row.
         deterministic: choose deterministic kernels.
         directory: where block files lie, on the drive to measure.
+        base: the folder of the base, if it is read where it lies.
     """
     nvme = (f"{directory}:{run.nvme}",) if run.nvme else ()
     shape = SHAPES[run.shape]
     heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
-    sizes: dict[str, Any] = {"model_type": "llama", "hidden_size": shape.hidden, **heads}
+    sizes: dict[str, Any] = {"config": {"model_type": "llama", "hidden_size": shape.hidden, **heads}}
+    model = sizes if base is None else {"path": str(base), "lora": {"rank": run.rank}}
     return RunConfig(
-        model=ModelConfig(config=sizes, **({"loss_chunk": 4096} | dict(run.model))),
+        model=ModelConfig(**(model | {"loss_chunk": 4096} | dict(run.model))),
         data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=run.sequence),
         tiers=TiersConfig(nvme=nvme, **run.tiers),
         train=TrainConfig(**{"batch": run.batch, "learning_rate": RATE, "clip": 1.0} | dict(run.train)),
