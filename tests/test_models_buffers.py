@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_models import FAMILIES, tiny_config
 from tiny_runs import plain_model
 from tiny_vision import VISION_FAMILIES, vision_config
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatier.errors import UnsupportedModelError
@@ -71,6 +73,35 @@ def test_parameters_are_on_meta_and_what_else_a_constructor_makes_is_real() -> N
     assert not torch.equal(made.get_buffer("random"), again.get_buffer("random"))
     assert torch.equal(torch.get_rng_state(), state)
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+class Drawn(TorchDispatchMode):
+    """Notes the devices on which values are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.devices: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default):
+            self.devices.append(args[0].device.type)
+        return function(*args, **(kwargs or {}))
+
+
+def test_skeleton_draws_values_for_what_is_real_alone() -> None:
+    class Noisy(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.register_buffer("noise", nn.init.normal_(torch.zeros(4)))
+
+    with Drawn() as drawn, parameters_on_meta():
+        noisy = Noisy()
+    assert drawn.devices == ["cpu"]
+    assert noisy.get_buffer("noise").count_nonzero() == 4
+
+    with Drawn() as drawn:
+        build_skeleton(tiny_config("gpt2"), "sdpa")
+    assert drawn.devices == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int64, torch.complex64], ids=str)

@@ -49,6 +49,9 @@ FILLING = frozenset(
 )
 """Functions that make a tensor with values in it. What `torch.empty` makes has none, so nothing is lost on meta."""
 
+DRAWING = frozenset({"kaiming_uniform_", "normal_", "uniform_"})
+"""Names of functions that draw values into a tensor."""
+
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
@@ -85,7 +88,7 @@ def initialise_buffers(model: PreTrainedModel) -> None:
                     torch.empty_like(buffer, device="cpu")
                 )
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _NothingDrawn():
         torch.manual_seed(0)
         model.initialize_weights()
 
@@ -94,7 +97,25 @@ def initialise_buffers(model: PreTrainedModel) -> None:
             raise UnsupportedModelError(f"{type(model).__name__}: nothing initialises the buffer {name}.")
 
 
-class _Filled(TorchFunctionMode):
+class _NothingDrawn(TorchFunctionMode):
+    """Passes over values that would be drawn on meta: torch draws none there, but runs much code to say so."""
+
+    def __torch_function__(
+        self,
+        function: Any,  # noqa: ANN401 - whatever is called
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        # It is torch's function, the method of tensors, or what Hugging Face puts in place of the first.
+        if function.__name__ in DRAWING:
+            tensor = args[0] if args else (kwargs or {}).get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return function(*args, **(kwargs or {}))
+
+
+class _Filled(_NothingDrawn):
     """Makes tensors that are filled with values on the CPU, whatever the default device is."""
 
     def __torch_function__(
@@ -104,7 +125,7 @@ class _Filled(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        made = function(*args, **(kwargs or {}))
+        made = super().__torch_function__(function, types, args, kwargs)
         if function not in FILLING or not made.is_meta or (kwargs or {}).get("device") is not None:
             return made
 
