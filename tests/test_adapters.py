@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny_adapters import ATTENTION, check_steps_of_peft, peft_model
-from tiny_gradients import attention_of
+from tiny_adapters import ATTENTION, check_gradients_of_peft, check_steps_of_peft, peft_model
 from tiny_models import tiny_config
 from tiny_runs import (
     KIB,
@@ -22,11 +20,9 @@ from tiny_runs import (
     one_thread,
     opened,
     outcome,
-    random_groups,
     read_parameters,
     run_steps,
 )
-from torch import nn
 
 from megatier.config.lora import LoraConfig
 from megatier.config.schema import TrainConfig
@@ -152,24 +148,7 @@ def test_adapters_on_a_gpu_have_the_gradients_of_peft_over_a_plain_model_bit_for
     case: str, name: str, activations: Any, tmp_path: Path
 ) -> None:
     family, options, lora = CASES[case]
-    config = tiny_config(family, **options)
-    # Without momentum and clipping, the first moment is the gradient.
-    train = TrainConfig(steps=1, batch=6, clip=None, beta1=0.0, activations=activations)
-    model = peft_model(config, lora, attention_of(config))
-    nn.Module.to(model, "cuda")
-    given: dict[str, Any] = {"source": ModelWeights(model), "lora": lora, "compute_dtype": "fp32", "seed": None}
-    with opened(config, tmp_path, ROOMY[name], train, device="cuda", compile=False, **given) as session:
-        torch.manual_seed(5)
-        [result] = run_steps(session, train, 1)
-        found = read_parameters(session, Kind.EXP_AVG)
-    torch.manual_seed(5)
-    [batch] = random_groups(train, config.vocab_size, 1)
-    loss = model(**{key: value.to("cuda") for key, value in batch.items()}, use_cache=False).loss
-    loss.backward()
-    assert result.loss == loss.item()
-    grads = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.requires_grad}
-    assert found.keys() == grads.keys()
-    assert [key for key, grad in grads.items() if grad is None or not torch.equal(found[key], grad.cpu())] == []
+    check_gradients_of_peft(tiny_config(family, **options), lora, ROOMY[name], activations, tmp_path, "cuda")
 
 
 def test_adapters_beside_a_head_that_is_trained_whole_have_a_fused_loss(tmp_path: Path) -> None:

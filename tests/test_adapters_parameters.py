@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from small_commands import after_step, command
 from test_adapters import POLICIES, ROOMY
-from tiny_adapters import ATTENTION, STACKS, check_steps_of_peft, peft, peft_model
-from tiny_gradients import streamed_gradients
+from tiny_adapters import ATTENTION, STACKS, check_gradients_of_peft, check_steps_of_peft, peft, peft_model
+from tiny_gradients import attention_of, streamed_gradients
 from tiny_models import tiny_config
 from tiny_runs import (
     MIB,
@@ -67,20 +67,37 @@ def test_adapted_parameters_take_three_steps_like_peft_over_a_plain_model_bit_fo
     check_steps_of_peft(config, lora, ROOMY[name], train, tmp_path)
 
 
-def test_adapted_parameters_in_bf16_give_the_same_bits_on_any_tier(tmp_path: Path) -> None:
-    family, lora = CASES["qwen3"]
+@pytest.mark.parametrize(
+    ("case", "device"),
+    [("qwen3", "cpu"), *(pytest.param(case, "cuda", marks=pytest.mark.gpu) for case in ("qwen3", "transposed"))],
+)
+def test_adapted_parameters_in_bf16_give_the_same_bits_on_any_tier(case: str, device: str, tmp_path: Path) -> None:
+    family, lora = CASES[case]
     config = tiny_config(family)
-    source = ModelWeights(peft_model(config, lora))
+    source = ModelWeights(peft_model(config, lora, attention_of(config)))
     found = []
     for index, name in enumerate(ROOMY):
         policy: Any = POLICIES[index % 3]
         train = TrainConfig(steps=3, batch=6, clip=0.5, weight_decay=0.1, groups=3, activations=policy)
-        with opened(config, tmp_path, ROOMY[name], train, source=source, lora=lora) as session:
+        options: dict[str, Any] = {"source": source, "lora": lora, "device": device, "compile": False}
+        with opened(config, tmp_path, ROOMY[name], train, **options) as session:
             results = run_steps(session, train, 3)
             session.player.drain()
             found.append(outcome(session, results))
     assert [name for name, result in zip(ROOMY, found, strict=True) if result != found[0]] == []
     assert len(set(found[0].losses)) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "name", "activations"),
+    [("qwen3", "nvme", "recompute"), ("mixtral", "ram", "keep"), ("plain", "gpu", "keep")],
+)
+def test_adapted_parameters_on_a_gpu_have_the_gradients_of_peft_over_a_plain_model_bit_for_bit(
+    case: str, name: str, activations: Any, tmp_path: Path
+) -> None:
+    family, lora = CASES[case]
+    check_gradients_of_peft(tiny_config(family), lora, ROOMY[name], activations, tmp_path, "cuda")
 
 
 @pytest.mark.parametrize("routers", [True, False])

@@ -41,6 +41,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 FP32: dict[str, Any] = {"compute_dtype": "fp32", "clip": None, "lr": 1e-2}
 STEPS = 3
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SEQUENCES = tuple(
     family for family in FAMILIES if config_class(family) in AutoModelForSequenceClassification._model_mapping
 )
@@ -62,7 +63,7 @@ def classifier(
     return plain_model(config, attention_of(config))
 
 
-def batch_of(step: int, *, per_token: bool = False) -> dict[str, Tensor]:
+def batch_of(step: int, *, per_token: bool = False, device: str = "cpu") -> dict[str, Tensor]:
     """Four rows that end in padding, with a label for each row or token."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(3, 150, (4, 12), generator=generator)
@@ -70,12 +71,12 @@ def batch_of(step: int, *, per_token: bool = False) -> dict[str, Tensor]:
     for row in range(4):
         ids[row, 12 - row :] = mask[row, 12 - row :] = 0
     labels = torch.randint(0, 3, (4, 12) if per_token else (4,), generator=generator)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "labels": labels.to(device)}
 
 
-def pair_loss(model: Any, step: int) -> Tensor:
+def pair_loss(model: Any, step: int, **options: Any) -> Tensor:
     """The loss of a reward model, in two forwards: the first row of each pair is preferred."""
-    batch = batch_of(step)
+    batch = batch_of(step, **options)
     rewards = [
         model(input_ids=batch["input_ids"][rows], attention_mask=batch["attention_mask"][rows]).logits[:, 0]
         for rows in (slice(2), slice(2, 4))
@@ -109,10 +110,12 @@ def plain_steps(model: PreTrainedModel, **options: Any) -> list[float]:
     return take(model, megatier.TieredAdamW(trained, **settings), **options)
 
 
-def opened(model: PreTrainedModel | str, mount: Path, place: str = "ram", **options: Any) -> Streamed:
+def opened(
+    model: PreTrainedModel | str, mount: Path, place: str = "ram", *, device: str = "cpu", **options: Any
+) -> Streamed:
     """A streamed classifier, training."""
-    tiers = megatier.TiersConfig(**{**SMALL, "nvme": (f"{mount}:16MiB",), **PLACES[place]})
-    streamed = megatier.stream(model, tiers=tiers, **{**FP32, "weight_decay": 0.0, **options})
+    tiers = megatier.TiersConfig(**{**SMALL, "device": device, "nvme": (f"{mount}:16MiB",), **PLACES[place]})
+    streamed = megatier.stream(model, tiers=tiers, **{**FP32, "weight_decay": 0.0, "compile": False, **options})
     streamed.model.train()
     return streamed
 
@@ -120,18 +123,21 @@ def opened(model: PreTrainedModel | str, mount: Path, place: str = "ram", **opti
 def check_weights(found: Mapping[str, Tensor], model: PreTrainedModel) -> None:
     plain = dict(model.named_parameters())
     assert plain.keys() <= found.keys()
-    assert [name for name, value in plain.items() if not torch.equal(found[name], value)] == []
+    assert [name for name, value in plain.items() if not torch.equal(found[name], value.cpu())] == []
 
 
 @pytest.mark.parametrize(("family", "loss_of"), [("llama", own_loss), ("qwen3", pair_loss)])
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("device", DEVICES)
 def test_classifier_in_fp32_takes_the_steps_of_a_plain_loop(
-    place: str, family: str, loss_of: Any, tmp_path: Path
+    device: str, place: str, family: str, loss_of: Any, tmp_path: Path
 ) -> None:
     model = classifier(family)
-    with opened(model, tmp_path, place) as streamed:
-        losses, weights = take(streamed.model, streamed.optimizer, loss_of), streamed.state_dict()
-    assert losses == plain_steps(model, loss_of=loss_of)
+    with opened(model, tmp_path, place, device=device) as streamed:
+        losses = take(streamed.model, streamed.optimizer, loss_of, device=device)
+        weights = streamed.state_dict()
+    nn.Module.to(model, device)
+    assert losses == plain_steps(model, loss_of=loss_of, device=device)
     check_weights(weights, model)
 
 
@@ -213,11 +219,13 @@ def test_classifier_gives_logits_though_losses_are_fused(tmp_path: Path, recwarn
     assert not list(recwarn)
 
 
-def test_classifier_in_bf16_has_the_same_bits_on_any_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_classifier_in_bf16_has_the_same_bits_on_any_place(device: str, tmp_path: Path) -> None:
     found = []
     for place in PLACES:
-        with opened(classifier(), tmp_path, place, compute_dtype="bf16", clip=1.0) as streamed:
-            found.append((take(streamed.model, streamed.optimizer, pair_loss), streamed.state_dict()))
+        with opened(classifier(), tmp_path, place, device=device, compute_dtype="bf16", clip=1.0) as streamed:
+            losses = take(streamed.model, streamed.optimizer, pair_loss, device=device)
+            found.append((losses, streamed.state_dict()))
     for losses, weights in found[1:]:
         assert losses == found[0][0]
         assert all(torch.equal(value, found[0][1][name]) for name, value in weights.items())

@@ -15,25 +15,27 @@ from megatier.errors import mib
 
 
 def generate(streamed: Any, tokens: int) -> None:
-    prompt = torch.ones(2, 3, dtype=torch.long)
+    prompt = torch.ones(2, 3, dtype=torch.long, device=streamed.device)
     with torch.no_grad(), one_thread():
         streamed.model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
 
 
 @pytest.mark.parametrize(
-    ("gpu", "limit", "way"),
+    ("gpu", "limit", "way", "device"),
     [
-        (64 << 20, None, "at home"),
-        (256 << 10, None, "streams"),
-        (256 << 10, 360 << 10, "streams"),
-        (256 << 10, 16 << 20, "held"),
+        (64 << 20, None, "at home", "cpu"),
+        (256 << 10, None, "streams", "cpu"),
+        (256 << 10, 360 << 10, "streams", "cpu"),
+        (256 << 10, 16 << 20, "held", "cpu"),
+        pytest.param(64 << 20, None, "at home", "cuda", marks=pytest.mark.gpu),
+        pytest.param(256 << 10, None, "held", "cuda", marks=pytest.mark.gpu),
     ],
 )
 def test_generation_says_once_whether_weights_are_resident_and_what_a_token_moves(
-    gpu: int, limit: int | None, way: str, caplog: pytest.LogCaptureFixture
+    gpu: int, limit: int | None, way: str, device: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tiers = TiersConfig(device="cpu", gpu=gpu, gpu_limit=limit, ram=64 << 20, update_threads=2)
-    options: dict[str, Any] = {"compute_dtype": "fp32", "fused_loss": False}
+    tiers = TiersConfig(device=device, gpu=gpu, gpu_limit=limit, ram=64 << 20, update_threads=2)
+    options: dict[str, Any] = {"compute_dtype": "fp32", "fused_loss": False, "compile": False}
     caplog.set_level(logging.INFO, logger="megatier")
     with megatier.stream(plain_model(exactness_config("plain")), tiers=tiers, **options) as streamed:
         generate(streamed, 2)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from streamed_loops import VOCAB, away_bytes, same, streamed_on, train_config
+from streamed_loops import VOCAB, away_bytes, on_device, same, streamed_on, train_config
 from tiny_runs import one_thread, random_groups
 from torch import Tensor
 
@@ -43,13 +43,13 @@ class AtToken:
     def __call__(self, ids: Tensor, scores: Tensor, **_: object) -> Tensor:
         self._tokens += 1
         self._call(self._tokens)
-        return torch.zeros(len(ids), dtype=torch.bool)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
 
 def generate(streamed: Streamed, call: Told = lambda _: None, seed: int = 0, **options: Any) -> list[list[int]]:
     """Sampled tokens. The model trains still, so dropout draws from the same generator."""
     torch.manual_seed(seed)
-    prompt = torch.arange(3, 9).view(2, 3)
+    prompt = torch.arange(3, 9, device=streamed.device).view(2, 3)
     length = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "pad_token_id": 0}
     made: Any = streamed.model
     with torch.no_grad():
@@ -64,7 +64,8 @@ def step(streamed: Streamed, model: str, number: int, forwards: int = 1) -> floa
         batches = [
             random_groups(train_config(model, groups=1), VOCAB[model], 9 * number + n)[0] for n in range(forwards)
         ]
-        loss = torch.stack([streamed.model(**batch).loss for batch in batches]).square().sum()
+        losses = [streamed.model(**on_device(streamed, batch)).loss for batch in batches]
+        loss = torch.stack(losses).square().sum()
         loss.backward()
     streamed.optimizer.step()
     return loss.item()
@@ -101,6 +102,15 @@ def check_nothing_is_held(session: Session, held: HeldWeights) -> None:
     assert all(arena <= address < arena + sum(usage.values()) - usage["budget"] for address in addresses)
 
 
+def memory_of_the_arena(held: HeldWeights) -> tuple[int, int]:
+    """The memory of a GPU as that of a CPU is counted: a limit, of which the arena and what is held are taken.
+
+    A GPU hands out more at once than a tiny model has, and other processes take of it.
+    """
+    total = held._limit_bytes or held._arena_bytes
+    return total // SHARES, total - held._arena_bytes - held.num_bytes
+
+
 PLACES = [
     ("ram", "tied"),
     ("nvme", "untied"),
@@ -110,16 +120,18 @@ PLACES = [
 ]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("place", "model"), PLACES)
 def test_tokens_and_all_training_bits_are_those_of_a_run_that_holds_nothing(
-    place: str, model: str, tmp_path: Path
+    place: str, model: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(HeldWeights, "_memory", memory_of_the_arena)
+    train = train_config(model, groups=1)
+    options: dict[str, Any] = {"device": device, "compile": False, "fused_loss": False}
     found = []
     for held in (NONE, SOME, ALL):
-        with streamed_on(place, tmp_path, train_config(model, groups=1), model=model, held=held, fused_loss=False) as (
-            session,
-            streamed,
-        ):
+        with streamed_on(place, tmp_path, train, model=model, held=held, **options) as (session, streamed):
+            session.player.drain()
             filled = undemanded(session)
             texts = [generate(streamed)]
             losses = [step(streamed, model, 1, forwards=2)]
@@ -130,6 +142,7 @@ def test_tokens_and_all_training_bits_are_those_of_a_run_that_holds_nothing(
             check_nothing_is_held(session, streamed._held)
             losses += [step(streamed, model, number, forwards=1 + number % 2) for number in (2, 3)]
             texts.append(generate(streamed))
+            session.player.drain()
             assert undemanded(session) == filled
             found.append((texts, losses, streamed.state_dict()))
 
@@ -144,6 +157,28 @@ def test_tokens_and_all_training_bits_are_those_of_a_run_that_holds_nothing(
     for other in others:
         assert other[:2] == (texts, losses)
         assert same(other[2], weights)
+
+
+@pytest.mark.gpu
+def test_weights_that_the_free_memory_of_a_gpu_holds_give_the_bits_of_a_run_that_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = train_config("tied", groups=1)
+    options: dict[str, Any] = {"device": "cuda", "compile": False, "fused_loss": False}
+    found = []
+    for takes_memory in (True, False):
+        with streamed_on("ram", tmp_path, train, **options) as (session, streamed):
+            if not takes_memory:
+                monkeypatch.setattr(HeldWeights, "_memory", memory_of_the_arena)
+            moved, note = per_token(session)
+            texts = [generate(streamed, note)]
+            check_nothing_is_held(session, streamed._held)
+            assert (moved[1] == 0) == takes_memory
+            losses = [step(streamed, "tied", number) for number in (1, 2)]
+            texts.append(generate(streamed))
+            found.append((texts, losses, streamed.state_dict()))
+    assert found[0][:2] == found[1][:2]
+    assert same(found[0][2], found[1][2])
 
 
 @pytest.mark.parametrize("held", [SOME, ALL])

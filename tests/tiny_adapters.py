@@ -12,6 +12,7 @@ from plain_adamw import PlainAdamW
 from small_commands import MODEL
 from tiny_gradients import attention_of
 from tiny_runs import ModelWeights, Place, opened, plain_model, random_groups, read_parameters, run_steps
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from megatier.config.lora import ALL_LINEAR, LoraConfig
@@ -74,6 +75,29 @@ def check_steps_of_peft(
     for kind, moments in ((Kind.EXP_AVG, expected.exp_avg), (Kind.EXP_AVG_SQ, expected.exp_avg_sq)):
         assert found[kind].keys() == moments.keys()
         assert [name for name, value in moments.items() if not torch.equal(found[kind][name], value)] == []
+
+
+def check_gradients_of_peft(
+    config: PretrainedConfig, lora: LoraConfig, place: Place, activations: Any, mount: Path, device: str
+) -> None:
+    """Loss and gradients in fp32 are those of PEFT over a plain model on the same device, in every bit."""
+    # Without momentum and clipping, the first moment is the gradient.
+    train = TrainConfig(steps=1, batch=6, clip=None, beta1=0.0, activations=activations)
+    model = peft_model(config, lora, attention_of(config))
+    nn.Module.to(model, device)
+    given: dict[str, Any] = {"source": ModelWeights(model), "lora": lora, "compute_dtype": "fp32", "seed": None}
+    with opened(config, mount, place, train, device=device, compile=False, **given) as session:
+        torch.manual_seed(5)
+        [result] = run_steps(session, train, 1)
+        found = read_parameters(session, Kind.EXP_AVG)
+    torch.manual_seed(5)
+    [batch] = random_groups(train, config.vocab_size, 1)
+    loss = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False).loss
+    loss.backward()
+    assert result.loss == loss.item()
+    grads = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert found.keys() == grads.keys()
+    assert [key for key, grad in grads.items() if grad is None or not torch.equal(found[key], grad.cpu())] == []
 
 
 def base_folder(folder: Path, **settings: Any) -> Path:
