@@ -61,7 +61,7 @@ def test_kernel_that_is_named_stays(attention: str) -> None:
         ({"model_type": "gemma2"}, "another kind of attention (sliding_attention)"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding window"),
         ({"model_type": "gpt2"}, "transformers gives gpt2 no flex attention"),
-        ({"model_type": "llama", "head_dim": 64}, "heads have 64 elements"),
+        ({"model_type": "llama", "head_dim": 96}, "heads have 96 elements"),
         ({"model_type": "deepseek_v3", "qk_nope_head_dim": 64, "qk_rope_head_dim": 64}, "flex attention|compressed"),
     ],
 )

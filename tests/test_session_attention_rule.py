@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from megatier.session.attention_rule import FLEX, HOPPER, MEASURED, SDPA, Attention, chosen, efficiency
+from megatier.session.attention_rule import (
+    FLEX,
+    HOPPER,
+    MEASURED,
+    PRODUCTS,
+    SDPA,
+    TOKENS_FROM,
+    Attention,
+    chosen,
+    efficiency,
+)
 from megatier.tier import Phase
 
 LLAMA = Attention(
@@ -22,9 +32,10 @@ LLAMA = Attention(
 )
 
 
+@pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("tokens", [1024, 2048, 8192, 131_072, 1 << 20])
-def test_kernel_of_a_measured_gpu_is_flex_attention_at_every_measured_length(tokens: int) -> None:
-    assert chosen(replace(LLAMA, tokens=tokens)) == (FLEX, "")
+def test_kernel_of_a_measured_gpu_is_flex_attention_at_every_measured_length(head_size: int, tokens: int) -> None:
+    assert chosen(replace(LLAMA, head_size=head_size, tokens=tokens)) == (FLEX, "")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +43,7 @@ def test_kernel_of_a_measured_gpu_is_flex_attention_at_every_measured_length(tok
     [
         ({"capability": (8, 0)}, "compute capability 8.0"),
         ({"tokens": 512}, "sequences of 512 tokens are shorter"),
-        ({"head_size": 64}, "heads have 64 elements"),
+        ({"head_size": 80}, "heads have 80 elements, and the kernels were measured with 64 and 128 alone"),
         ({"compiles": False}, "layers are not compiled"),
         ({"is_bf16": False}, "fp32"),
         ({"cuts_documents": True}, "cannot be cut into slices"),
@@ -56,12 +67,27 @@ def test_kernel_that_repeats_keys_is_flex_attention_for_long_sequences() -> None
     assert chosen(replace(LLAMA, repeats_keys=True, tokens=4096)) == (FLEX, "")
 
 
+@pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("kernel", [SDPA, FLEX])
 @pytest.mark.parametrize("phase", Phase)
-def test_efficiency_is_that_of_measured_lengths_and_lies_in_between(kernel: str, phase: Phase) -> None:
-    points = MEASURED[kernel][phase]
-    assert [round(efficiency(kernel, tokens, phase) * 590) for tokens, _ in points] == [r / 1e12 for _, r in points]
-    assert efficiency(kernel, 16, phase) == efficiency(kernel, 1024, phase)
-    assert efficiency(kernel, 1 << 24, phase) == efficiency(kernel, 131_072, phase)
-    low, high = sorted(efficiency(kernel, tokens, phase) for tokens in (1024, 8192))
-    assert low < efficiency(kernel, 3000, phase) < high
+def test_efficiency_is_that_of_measured_lengths_and_lies_in_between(head_size: int, kernel: str, phase: Phase) -> None:
+    points = MEASURED[head_size][kernel][phase]
+    found = {tokens: efficiency(kernel, head_size, tokens, phase) for tokens in (16, 1024, 3000, 8192, 1 << 24)}
+    assert [efficiency(kernel, head_size, tokens, phase) for tokens, _ in points] == [
+        rate / PRODUCTS for _, rate in points
+    ]
+    assert found[16] == found[1024]
+    assert found[1 << 24] == points[-1][1] / PRODUCTS
+    assert found[1024] < found[3000] < found[8192]
+
+
+@pytest.mark.parametrize(("head_size", "nearest"), [(16, 64), (80, 64), (112, 128), (256, 128)])
+def test_efficiency_of_heads_that_were_not_measured_is_that_of_the_nearest(head_size: int, nearest: int) -> None:
+    assert efficiency(FLEX, head_size, 8192, Phase.FORWARD) == efficiency(FLEX, nearest, 8192, Phase.FORWARD)
+
+
+def test_lengths_that_were_measured_begin_where_the_rule_does() -> None:
+    begins = {
+        points[0][0] for kernels in MEASURED.values() for phases in kernels.values() for points in phases.values()
+    }
+    assert begins == {TOKENS_FROM}

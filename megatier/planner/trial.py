@@ -233,9 +233,10 @@ def _compute_seconds(
     tiled = in_tiles(model, config, work)
     adapted = wrappers_in(model)
     beside = matrices_in(model)
-    pairs = (4 if config.has_mask else 2) * sequence * text.num_attention_heads * head_width(text)
+    width = head_width(text)
+    pairs = (4 if config.has_mask else 2) * sequence * text.num_attention_heads * width
     kernel = config.model.attention
-    rate = {p: rates.flops_per_s * (efficiency(kernel, sequence, p) if compiles else 1.0) for p in Phase}
+    rate = {p: rates.flops_per_s * (efficiency(kernel, width, sequence, p) if compiles else 1.0) for p in Phase}
     seconds: dict[tuple[str, Phase], float] = {}
 
     for unit in work.units:
