@@ -79,6 +79,13 @@ def compiled(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("traced")
 
 
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU of this machine, if it has any: a trainer of Hugging Face would take all, each with rows of its own."""
+    count = min(1, torch.cuda.device_count())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
 @pytest.fixture(autouse=True)
 def compiler_settings() -> Iterator[None]:
     """After a test torch's compiler has its settings of before. They are those of the process, and runs set them."""

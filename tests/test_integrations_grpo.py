@@ -38,7 +38,7 @@ def reward(completions: list[str], **_: object) -> list[float]:
     return [float(len(set(text))) for text in completions]
 
 
-def trainer(kind: Any, model: Any, folder: Path, **options: Any) -> Trainer:
+def trainer(kind: Any, model: Any, folder: Path, device: str = "cpu", **options: Any) -> Trainer:
     """A trainer for ten steps of two backwards, each over four completions of one prompt."""
     tokenizer = byte_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
@@ -55,7 +55,7 @@ def trainer(kind: Any, model: Any, folder: Path, **options: Any) -> Trainer:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        use_cpu=True,
+        use_cpu=device == "cpu",
         bf16=False,
         **options,
     )
@@ -81,9 +81,11 @@ def plain(path: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("has_adapters", "beta"), [(False, 0.0), (False, 2.0), (True, 0.0)])
 def test_grpo_over_a_streamed_model_has_the_losses_and_rewards_of_the_plain_one(
-    has_adapters: bool, beta: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    has_adapters: bool, beta: float, device: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = saved(tmp_path)
     caplog.set_level(logging.INFO, logger="megatier")
@@ -95,19 +97,22 @@ def test_grpo_over_a_streamed_model_has_the_losses_and_rewards_of_the_plain_one(
         set_seed(1)
         return peft.get_peft_model(plain(path), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
 
-    # With a reference no weights are held; else free memory takes all that are not at home on the GPU.
-    tiers = replace(TIERS, gpu=768 << 10, gpu_limit=None if beta else 16 << 20)
-    settings: dict[str, Any] = {"tiers": tiers, "compute_dtype": "fp32", "fused_loss": False, "accumulation_steps": 2}
+    # With a reference a CPU holds no weights; else free memory takes all that are not at home on the GPU.
+    streams = beta and device == "cpu"
+    limit = 16 << 20 if device == "cpu" and not streams else None
+    tiers = replace(TIERS, device=device, gpu=768 << 10, gpu_limit=limit)
+    settings: dict[str, Any] = {"tiers": tiers, "compute_dtype": "fp32", "compile": False}
+    settings |= {"fused_loss": False, "accumulation_steps": 2}
     with one_thread():
-        reference = trainer(PLAIN, model(), tmp_path, beta=beta)
+        reference = trainer(PLAIN, model(), tmp_path, device, beta=beta)
         # The order of operations in AdamW is megatier's.
         adamw = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "ram": "64MiB"}
         reference.optimizer_cls_and_kwargs = (megatier.TieredAdamW, adamw)
         expected = figures(reference)
         with megatier.stream(model() if has_adapters else path, **settings) as streamed:
-            found = figures(trainer(STREAMED, streamed, tmp_path, beta=beta))
+            found = figures(trainer(STREAMED, streamed, tmp_path, device, beta=beta))
     (message,) = [message for message in caplog.messages if message.startswith("generation")]
-    assert message.startswith("generation streams" if beta else "generation: all weights are resident")
+    assert message.startswith("generation streams" if streams else "generation: all weights are resident")
     losses, norms, rewards = found
     assert [losses, rewards] == [expected[0], expected[2]]
     assert norms == pytest.approx(expected[1], rel=1e-5), "torch adds up squares in fp32"

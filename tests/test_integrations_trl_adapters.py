@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,23 @@ from transformers import AutoModelForCausalLM, Trainer, set_seed
 
 import megatier
 from megatier.errors import ConfigError
-from megatier.integrations.streamed import Streamed
 
 pytest.importorskip("trl")
 
 import test_integrations_grpo as grpo
-from test_integrations_trl_trainer import TRAINERS, build, streamed_class, tokenizer
+from test_integrations_trl_trainer import (
+    TRAINERS,
+    build,
+    check_takes_the_same_steps,
+    steps_of,
+    streamed_class,
+    tokenizer,
+)
 
 pytestmark = pytest.mark.filterwarnings("default")  # of TRL and datasets
-ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "ram": "64MiB"}
-"""Settings of a plain trainer's `TieredAdamW`, which has megatier's order of operations."""
-FP32 = {"compute_dtype": "fp32"}
+FP32 = {"compute_dtype": "fp32", "compile": False}
+KINDS = ("sft", "dpo", "kto", "grpo", "grpo_beta")
+"""Trainers; of GRPO without a reference and with one."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,7 +68,7 @@ def adapted(folder: str, *, is_trained: bool = False) -> Any:
     return model
 
 
-def made(make: Any, kind: str, model: Any, output: Path, **given: Any) -> Trainer:
+def made(make: Any, kind: str, model: Any, output: Path, *, device: str = "cpu", **given: Any) -> Trainer:
     """A trainer of ten steps without clipping, over a folder or a model. Of GRPO with a reference and without."""
     if kind.startswith("grpo"):
 
@@ -68,10 +76,10 @@ def made(make: Any, kind: str, model: Any, output: Path, **given: Any) -> Traine
             trainer: Trainer = make(model, *args, **kwargs, **given)
             return trainer
 
-        return grpo.trainer(start, model, output, beta=0.5 if kind == "grpo_beta" else 0.0)
+        return grpo.trainer(start, model, output, device, beta=0.5 if kind == "grpo_beta" else 0.0)
     if kind != "sft":
         given = {"ref_model": None, **given}
-    return build(make, model, kind, output, given=given, max_grad_norm=0.0)
+    return build(make, model, kind, output, given=given, max_grad_norm=0.0, use_cpu=device == "cpu")
 
 
 def makers(kind: str) -> tuple[Any, Any]:
@@ -79,38 +87,26 @@ def makers(kind: str) -> tuple[Any, Any]:
     return (grpo.PLAIN, grpo.STREAMED) if kind.startswith("grpo") else (TRAINERS[kind], streamed_class(kind))
 
 
-def steps_of(trainer: Trainer) -> list[list[float]]:
-    """Losses and norms of a run, in which whatever is drawn is seeded."""
-    set_seed(3)
-    trainer.train()
-    return [logged(trainer, "loss"), logged(trainer, "grad_norm")]
+DROPPED = {"lora_dropout": 0.1, "use_rslora": True}
 
 
-def check_takes_the_same_steps(plain: Trainer, trainer: Trainer, streamed: Streamed) -> None:
-    """Losses and weights are equal. Norms are not: torch adds their squares up in fp32."""
-    plain.optimizer_cls_and_kwargs = (megatier.TieredAdamW, ADAMW)
-    expected, found = steps_of(plain), steps_of(trainer)
-    assert len(found[0]) == 10
-    assert found[0] == expected[0]
-    assert found[1] == pytest.approx(expected[1], rel=1e-6)
-
-    assert plain.model is not None
-    weights = {name.removeprefix("base_model.model."): value for name, value in plain.model.named_parameters()}
-    state = streamed.state_dict()
-    assert weights.keys() == state.keys()
-    assert [name for name, value in weights.items() if not torch.equal(state[name], value)] == []
-
-
-@pytest.mark.parametrize("settings", [{}, {"use_dora": True, "lora_dropout": 0.1, "use_rslora": True}])
-@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "grpo", "grpo_beta"])
+# On a GPU PEFT computes the first magnitudes of DoRA there, where sums have another order than on a CPU.
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize(
+    ("kind", "settings", "device"),
+    [
+        *itertools.product(KINDS, ({}, {"use_dora": True, **DROPPED}), ["cpu"]),
+        *(pytest.param(kind, settings, "cuda", marks=pytest.mark.gpu) for kind in KINDS for settings in ({}, DROPPED)),
+    ],
+)
 def test_trl_with_peft_config_takes_the_steps_of_the_plain_trainer_bit_for_bit(
-    kind: str, settings: dict[str, Any], folder: str, tmp_path: Path
+    kind: str, settings: dict[str, Any], device: Any, folder: str, tmp_path: Path
 ) -> None:
     path = grpo.saved(tmp_path) if kind.startswith("grpo") else folder
     make, make_streamed = makers(kind)
-    plain = made(make, kind, path, tmp_path / "plain", peft_config=lora(**settings))
-    options = {"tiers": TIERS, "stream_kwargs": FP32}
-    trainer: Any = made(make_streamed, kind, path, tmp_path, peft_config=lora(**settings), **options)
+    plain = made(make, kind, path, tmp_path / "plain", device=device, peft_config=lora(**settings))
+    options = {"tiers": replace(TIERS, device=device), "stream_kwargs": FP32}
+    trainer: Any = made(make_streamed, kind, path, tmp_path, device=device, peft_config=lora(**settings), **options)
     with trainer.streamed as streamed:
         assert getattr(trainer, "ref_model", None) is None
         check_takes_the_same_steps(plain, trainer, streamed)

@@ -14,10 +14,11 @@ from test_integrations_transformers_trainer import logged, open_streamed
 from test_ranks_streamed import open_streamed as ranks_streamed
 from tiny_runs import exactness_config, one_thread, plain_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Trainer
+from transformers import PreTrainedTokenizerFast, Trainer, set_seed
 
 import megatier
 from megatier.errors import AbsentWeightError, ConfigError
+from megatier.integrations.streamed import Streamed
 from megatier.numerics.tiles import TiledModule
 
 pytest.importorskip("trl")
@@ -33,6 +34,8 @@ from megatier.integrations.trl_trainer import StreamedTrl
 pytestmark = pytest.mark.filterwarnings("default")  # of TRL and datasets
 WORDS = [f"w{n}" for n in range(150)]
 TRAINERS: dict[str, Any] = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer, "kto": trl.KTOTrainer}
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "ram": "64MiB"}
+"""Settings of a plain trainer's `TieredAdamW`, which has megatier's order of operations."""
 CONFIGS: dict[str, Any] = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "kto": trl.KTOConfig}
 COLUMNS = {
     "sft": {"text": 20},
@@ -109,10 +112,42 @@ def streamed_class(kind: str) -> Any:
     return type("StreamedTrainer", (StreamedTrl, TRAINERS[kind]), {})
 
 
+def steps_of(trainer: Trainer) -> list[list[float]]:
+    """Losses and norms of a run, in which whatever is drawn is seeded."""
+    set_seed(3)
+    trainer.train()
+    return [logged(trainer, "loss"), logged(trainer, "grad_norm")]
+
+
+def check_takes_the_same_steps(plain: Trainer, trainer: Trainer, streamed: Streamed) -> None:
+    """Losses and weights are equal. Norms are not: torch adds their squares up in fp32."""
+    plain.optimizer_cls_and_kwargs = (megatier.TieredAdamW, ADAMW)
+    expected, found = steps_of(plain), steps_of(trainer)
+    assert len(found[0]) == 10
+    assert found[0] == expected[0]
+    assert found[1] == pytest.approx(expected[1], rel=1e-6)
+
+    assert plain.model is not None
+    weights = {name.removeprefix("base_model.model."): value for name, value in plain.model.named_parameters()}
+    state = streamed.state_dict()
+    assert weights.keys() == state.keys()
+    assert [name for name, value in weights.items() if not torch.equal(state[name], value.cpu())] == []
+
+
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto"])
 def test_trl_ten_steps_agree_with_the_plain_trainer(kind: str, tmp_path: Path) -> None:
     losses = compare(kind, tmp_path)
     assert len(losses) == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto"])
+def test_trl_on_a_gpu_takes_the_steps_of_the_plain_trainer_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"use_cpu": False, "max_grad_norm": 0.0}
+    plain = build(TRAINERS[kind], plain_model(exactness_config("plain")), kind, tmp_path / "plain", **options)
+    with open_streamed(tmp_path, "cuda", fused_loss=False, compile=False) as streamed:
+        check_takes_the_same_steps(plain, build(streamed_class(kind), streamed, kind, tmp_path, **options), streamed)
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
