@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_classifiers import check_weights, classifier, opened, plain_steps, take
+from test_classifiers import DEVICES, check_weights, classifier, opened, plain_steps, take
 from tiny_adapters import peft
 from tiny_runs import one_thread
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, set_seed
@@ -24,9 +24,12 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_new", [True, False])
 @pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
-def test_adapters_of_a_classifier_train_its_score_and_load_with_peft(auto: Any, is_new: bool, tmp_path: Path) -> None:
+def test_adapters_of_a_classifier_train_its_score_and_load_with_peft(
+    auto: Any, is_new: bool, device: str, tmp_path: Path
+) -> None:
     per_token = auto is AutoModelForTokenClassification
     task = "TOKEN_CLS" if per_token else "SEQ_CLS"
     classifier("llama", auto).save_pretrained(tmp_path / "base")
@@ -37,15 +40,17 @@ def test_adapters_of_a_classifier_train_its_score_and_load_with_peft(auto: Any, 
     given: tuple[Any, dict[str, Any]] = (model, {})
     if is_new:
         given = str(tmp_path / "base"), {"peft_config": peft.LoraConfig(**settings), "seed": 7}
-    with opened(given[0], tmp_path, "nvme", **given[1]) as streamed:
-        losses = take(streamed.model, streamed.optimizer, per_token=per_token)
+    with opened(given[0], tmp_path, "nvme", device=device, **given[1]) as streamed:
+        losses = take(streamed.model, streamed.optimizer, per_token=per_token, device=device)
         streamed.export(tmp_path / "adapter")
-    assert losses == plain_steps(model, per_token=per_token)
+    model.to(device)
+    assert losses == plain_steps(model, per_token=per_token, device=device)
 
     loaded = peft.PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     assert type(loaded) is type(model)
     check_weights(dict(loaded.named_parameters()), model)
-    assert not torch.equal(model.base_model.model.score.original_module.weight, loaded.base_model.model.score.weight)
+    first = model.base_model.model.score.original_module.weight.cpu()
+    assert not torch.equal(first, loaded.base_model.model.score.weight)
 
 
 def test_adapters_of_a_classifier_for_another_task_are_refused(tmp_path: Path) -> None:

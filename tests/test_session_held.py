@@ -111,6 +111,13 @@ def memory_of_the_arena(held: HeldWeights) -> tuple[int, int]:
     return total // SHARES, total - held._arena_bytes - held.num_bytes
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of `streamed_on` for a CPU and for a GPU, whose memory is counted as a CPU's."""
+    monkeypatch.setattr(HeldWeights, "_memory", memory_of_the_arena)
+    return {"device": request.param, "compile": False, "fused_loss": False}
+
+
 PLACES = [
     ("ram", "tied"),
     ("nvme", "untied"),
@@ -120,17 +127,14 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("place", "model"), PLACES)
 def test_tokens_and_all_training_bits_are_those_of_a_run_that_holds_nothing(
-    place: str, model: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, model: str, where: dict[str, Any], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(HeldWeights, "_memory", memory_of_the_arena)
     train = train_config(model, groups=1)
-    options: dict[str, Any] = {"device": device, "compile": False, "fused_loss": False}
     found = []
     for held in (NONE, SOME, ALL):
-        with streamed_on(place, tmp_path, train, model=model, held=held, **options) as (session, streamed):
+        with streamed_on(place, tmp_path, train, model=model, held=held, **where) as (session, streamed):
             session.player.drain()
             filled = undemanded(session)
             texts = [generate(streamed)]
@@ -184,10 +188,10 @@ def test_weights_that_the_free_memory_of_a_gpu_holds_give_the_bits_of_a_run_that
 @pytest.mark.parametrize("held", [SOME, ALL])
 @pytest.mark.parametrize("what", ["steps", "restores"])
 def test_weights_that_change_while_a_text_is_generated_are_those_of_its_next_tokens(
-    what: str, held: float, tmp_path: Path
+    what: str, held: float, where: dict[str, Any], tmp_path: Path
 ) -> None:
     def run(held: float) -> list[list[int]]:
-        with streamed_on("ram", tmp_path, train_config("tied", groups=1), held=held, fused_loss=False) as (_, streamed):
+        with streamed_on("ram", tmp_path, train_config("tied", groups=1), held=held, **where) as (_, streamed):
             streamed.save(tmp_path / f"saved-{held}")
             for number in (1, 2, 3):
                 step(streamed, "tied", number)
@@ -204,17 +208,17 @@ def test_weights_that_change_while_a_text_is_generated_are_those_of_its_next_tok
     assert run(held) == run(NONE)
 
 
-def test_an_error_in_a_text_leaves_nothing_held_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_an_error_in_a_text_leaves_nothing_held_and_training_goes_on_with_the_same_bits(
+    where: dict[str, Any], tmp_path: Path
+) -> None:
     def stop(tokens: int) -> None:
         if tokens == 4:
             raise KeyboardInterrupt
 
     found = []
     for held in (NONE, SOME, ALL):
-        with streamed_on("gpu_ram", tmp_path, train_config("tied", groups=1), held=held, fused_loss=False) as (
-            session,
-            streamed,
-        ):
+        train = train_config("tied", groups=1)
+        with streamed_on("gpu_ram", tmp_path, train, held=held, **where) as (session, streamed):
             with pytest.raises(KeyboardInterrupt):
                 generate(streamed, stop)
             check_nothing_is_held(session, streamed._held)
@@ -223,13 +227,15 @@ def test_an_error_in_a_text_leaves_nothing_held_and_training_goes_on_with_the_sa
     assert all(texts == found[0][0] and same(weights, found[0][1]) for texts, weights in found)
 
 
-def test_texts_with_adapters_and_without_them_are_those_of_a_run_that_holds_nothing(tmp_path: Path) -> None:
+def test_texts_with_adapters_and_without_them_are_those_of_a_run_that_holds_nothing(
+    where: dict[str, Any], tmp_path: Path
+) -> None:
     pytest.importorskip("peft")
     found = []
     for held in (NONE, SOME, ALL):
         train = replace(train_config("tied", groups=1), learning_rate=0.1)
         lora = LoraConfig(rank=4, alpha=64, targets=("q_proj", "down_proj"))
-        with streamed_on("ram", tmp_path, train, held=held, fused_loss=False, lora=lora) as (session, streamed):
+        with streamed_on("ram", tmp_path, train, held=held, lora=lora, **where) as (session, streamed):
             losses = [step(streamed, "tied", number) for number in (1, 2)]
             moved, note = per_token(session)
             texts = [generate(streamed, note)]
@@ -242,11 +248,13 @@ def test_texts_with_adapters_and_without_them_are_those_of_a_run_that_holds_noth
     assert found[1:] == found[:1] * 2
 
 
-def test_weights_are_let_go_when_memory_gets_short_and_the_text_stays_the_same(tmp_path: Path) -> None:
+def test_weights_are_let_go_when_memory_gets_short_and_the_text_stays_the_same(
+    where: dict[str, Any], tmp_path: Path
+) -> None:
     train = train_config("tied", groups=1)
-    with streamed_on("ram", tmp_path, train, fused_loss=False) as (_, streamed):
+    with streamed_on("ram", tmp_path, train, **where) as (_, streamed):
         expected = generate(streamed)
-    with streamed_on("ram", tmp_path, train, held=ALL, fused_loss=False) as (session, streamed):
+    with streamed_on("ram", tmp_path, train, held=ALL, **where) as (session, streamed):
         held = streamed._held
         seen = []
 
@@ -265,12 +273,12 @@ def test_weights_are_let_go_when_memory_gets_short_and_the_text_stays_the_same(t
 
 @pytest.mark.parametrize("held", [SOME, ALL])
 def test_a_text_for_which_memory_runs_out_is_generated_again_with_nothing_held(
-    held: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    held: float, where: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train = train_config("tied", groups=1)
-    with streamed_on("ram", tmp_path, train, fused_loss=False) as (_, streamed):
+    with streamed_on("ram", tmp_path, train, **where) as (_, streamed):
         expected = [generate(streamed), generate(streamed, seed=1), step(streamed, "tied", 1)]
-    with streamed_on("ram", tmp_path, train, held=held, fused_loss=False) as (session, streamed):
+    with streamed_on("ram", tmp_path, train, held=held, **where) as (session, streamed):
         sizes = []
 
         def run_out(_: int) -> None:
