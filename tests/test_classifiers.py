@@ -351,5 +351,7 @@ def test_classifier_in_a_run_of_megatier_train_is_refused_by_name(tmp_path: Path
 
 
 def test_config_with_odd_names_of_classes_is_that_of_a_language_model() -> None:
+    config = AutoConfig.for_model("llama")
     for odd in (5, "LlamaForSequenceClassification", [None], {"LlamaForSequenceClassification": 1}, []):
-        assert not is_classifier(AutoConfig.for_model("llama", architectures=odd))
+        vars(config)["architectures"] = odd  # some versions of transformers refuse to set it
+        assert not is_classifier(config)

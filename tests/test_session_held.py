@@ -132,20 +132,22 @@ def test_tokens_and_all_training_bits_are_those_of_a_run_that_holds_nothing(
     place: str, model: str, where: dict[str, Any], tmp_path: Path
 ) -> None:
     train = train_config(model, groups=1)
+    # The loss of routers, which no text needs, counts the tokens of the cache in some versions of transformers.
+    options: dict[str, Any] = {"output_router_logits": False} if model == "moe" else {}
     found = []
     for held in (NONE, SOME, ALL):
         with streamed_on(place, tmp_path, train, model=model, held=held, **where) as (session, streamed):
             session.player.drain()
             filled = undemanded(session)
-            texts = [generate(streamed)]
+            texts = [generate(streamed, **options)]
             losses = [step(streamed, model, 1, forwards=2)]
 
             # Weights of before the step would give other tokens.
             moved, note = per_token(session)
-            texts.append(generate(streamed, note))
+            texts.append(generate(streamed, note, **options))
             check_nothing_is_held(session, streamed._held)
             losses += [step(streamed, model, number, forwards=1 + number % 2) for number in (2, 3)]
-            texts.append(generate(streamed))
+            texts.append(generate(streamed, **options))
             session.player.drain()
             assert undemanded(session) == filled
             found.append((texts, losses, streamed.state_dict()))
