@@ -98,6 +98,13 @@ def test_results_of_compute_are_read_past_no_copy_that_leaves() -> None:
     assert found == ["rounded = torch.tensor(share, dtype=torch.float32).item()"]
 
 
+def test_generators_are_seeded_where_their_owner_is_known() -> None:
+    """`torch.manual_seed` seeds every GPU's too, whose states a loop around us would not get back."""
+    pattern = re.compile(r"\b(torch|cuda)\.(manual_seed|manual_seed_all|seed)\(")
+    found = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if pattern.search(path.read_text())]
+    assert found == ["numerics/seeds.py"]
+
+
 def test_locks_are_those_that_an_interrupt_cannot_leave_locked() -> None:
     pattern = re.compile(
         r"threading\.(Event|Condition|Semaphore|BoundedSemaphore|Barrier)\b|^import queue|^from queue import .*\bQueue"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatier.numerics.seeds import group_seed, rounding_key, seed_generators
+from megatier.numerics.seeds import drawing_from, group_seed, rounding_key, seed_generators
 
 CPU = torch.device("cpu")
 
@@ -48,6 +48,19 @@ def test_seed_generators_begins_every_generator_anew() -> None:
         drawn.append([*torch.randn(3).tolist(), random.gauss(), np.random.randn(), random.random(), np.random.rand()])
     assert drawn[0] == drawn[2]
     assert all(one != other for one, other in zip(drawn[0], drawn[1], strict=True))
+
+
+def test_drawing_from_a_seed_leaves_every_generator_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+    drawn = []
+    for number in (3, 4, 3):
+        with drawing_from(number):
+            drawn.append(torch.rand(3).tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not seeded
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from megatier.models.decoder import Unit
 from megatier.models.weights import WeightReader, chunks
 from megatier.numerics.adapted import is_wrapper
 from megatier.numerics.quantised import QuantisedLinear
+from megatier.numerics.seeds import drawing_from
 
 AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
 """The parts of names that PEFT puts between a module of the base and what is above it."""
@@ -157,8 +158,7 @@ def _draw_all(
 ) -> dict[str, Tensor]:
     """Draw adapters as PEFT does, one after the other from one generator; returns its state before each of them."""
     states = {}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with drawing_from(seed):
         if generator is not None:
             torch.set_rng_state(generator)
         for module, parts in adapters.items():

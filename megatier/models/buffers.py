@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
+from megatier.numerics.seeds import drawing_from
 
 MOST_ELEMENTS = 1 << 24
 """Elements of a tensor that a constructor makes for real, at most: 64 MiB in fp32. A larger one is a parameter, or a
@@ -59,8 +60,7 @@ def parameters_on_meta() -> Iterator[None]:
 
     Random values are always the same, and the random state outside is left alone.
     """
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), _Filled():
-        torch.manual_seed(0)
+    with drawing_from(0), torch.device("meta"), _Filled():
         hook = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
         try:
             yield
@@ -88,8 +88,7 @@ def initialise_buffers(model: PreTrainedModel) -> None:
                     torch.empty_like(buffer, device="cpu")
                 )
 
-    with torch.random.fork_rng(devices=[]), _NothingDrawn():
-        torch.manual_seed(0)
+    with drawing_from(0), _NothingDrawn():
         model.initialize_weights()
 
     for name, buffer in unset.items():

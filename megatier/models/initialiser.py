@@ -20,6 +20,7 @@ from megatier.layout import Layout
 from megatier.models.buffers import constructed_value
 from megatier.models.decoder import Unit, bindings, find_units
 from megatier.models.weights import WeightReader, chunks
+from megatier.numerics.seeds import drawing_from
 
 
 class Initialiser:
@@ -49,8 +50,7 @@ class Initialiser:
         Raises:
             UnsupportedModelError: the model's own initialisation leaves a parameter unset.
         """
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed_of(self._seed, unit.name))
+        with drawing_from(_seed_of(self._seed, unit.name)):
             values = self.draw(unit)
         for name, value in values.items():
             if value.isnan().any():
@@ -150,8 +150,7 @@ class NewScore:
             )
 
         self._language = language
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with drawing_from(seed):
             self._score = Initialiser(model, seed).draw(new[0])
             self.generator = torch.get_rng_state()
 

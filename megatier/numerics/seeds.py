@@ -1,4 +1,4 @@
-"""Seeds of the random numbers that a forward draws, such as those of dropout, and of those that round moments.
+"""Seeds of the random numbers that a forward draws, such as those of dropout, of first values, and of rounded moments.
 
 Those of a group depend on the run's seed, the step and the group alone, those of an update on the run's seed, the step
 and the unit. So they are the same after a stop and a resume, and no matter what was computed before, and where.
@@ -6,8 +6,10 @@ and the unit. So they are the same after a stop and a resume, and no matter what
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -53,4 +55,13 @@ def seed_generators(number: int, device: torch.device) -> None:
     np.random.seed(number % (1 << 32))
 
 
-__all__ = ["group_seed", "rounding_key", "seed_generators"]
+@contextlib.contextmanager
+def drawing_from(number: int) -> Iterator[None]:
+    """Inside, torch draws on the CPU from a seed. No generator of the caller's is another afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        # Not `torch.manual_seed`: it also seeds the generators of all GPUs, which nothing gives back here.
+        torch.default_generator.manual_seed(number)
+        yield
+
+
+__all__ = ["drawing_from", "group_seed", "rounding_key", "seed_generators"]
