@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from adamw_states import (
+    BETA2,
     DECAY,
     EPS,
     LR,
@@ -171,6 +172,25 @@ def test_rounding_of_moments_loses_nothing_on_average(pool: _native.ThreadPool, 
                 assert abs(values.mean() - exact) <= 4.5 * (high - low) / 2 / len(values) ** 0.5
             varies = all(values.std() > 0 for values in moments)
             assert not varies or abs(np.corrcoef(*moments)[0, 1]) <= 4.5 / len(moments[0]) ** 0.5
+
+
+@every_width
+def test_second_moments_that_are_rounded_follow_gradients_that_shrink(pool: _native.ThreadPool, width: int) -> None:
+    """Rounded to nearest they would not: a step takes a thousandth of them, less than half of bf16's last bit."""
+    count = 4_096
+    zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
+    grad = np.full(count, 0.125, np.float32)
+    state = State.of(zeros, zeros, ones, grad, split=False).narrow(width)
+    exact, nearest = 1.0, torch.ones(())
+    for step in range(1, 3_001):
+        state.update(pool, [(0, count, 1.0)], scalars_of(step), rounding=(width, rounding_key(0, step, "unit"), 0))
+        exact = BETA2 * exact + (1 - BETA2) / 64
+        nearest = (BETA2 * nearest + (1 - BETA2) / 64).bfloat16().float()
+
+    found = state.moments()[1].astype(np.float64)
+    assert exact < 0.07
+    assert abs(found.mean() - exact) <= 4.5 * found.std() / count**0.5
+    assert nearest == 1
 
 
 @split_or_whole
