@@ -161,11 +161,14 @@ def hidden_width(model: PreTrainedModel) -> int:
     Raises:
         UnsupportedModelError: no config says it.
     """
-    # The text config may leave it to the config of the part that has the layers.
+    if width := getattr(model.config.get_text_config(), "hidden_size", None):
+        return int(width)
+
+    # The text config may leave it to the config of the part that has the layers. To find that part takes long.
     layers = decoder_layers(model)
     owners = [part for part in model.modules() if isinstance(part, PreTrainedModel) and layers in part.modules()]
-    for config in (model.config.get_text_config(), *(owner.config for owner in reversed(owners))):
-        if width := getattr(config, "hidden_size", None):
+    for owner in reversed(owners):
+        if width := getattr(owner.config, "hidden_size", None):
             return int(width)
 
     raise UnsupportedModelError(
