@@ -8,6 +8,7 @@ schema, and the arithmetic that reads and writes its planes (`numerics.optimizer
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatier.tier import Kind
 
@@ -28,7 +29,8 @@ class Plane:
     """The group of a checkpoint's fp32 arrays to which it goes. The planes of the master share theirs."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# Without slots, so that what a plan asks for thousands of times is found once.
+@dataclass(frozen=True, kw_only=True)
 class StateSchema:
     """All planes of a parameter that is trained. A frozen parameter has a weight and no other plane."""
 
@@ -38,12 +40,12 @@ class StateSchema:
     """Whether an update needs whole matrices, on the device that computes. Else each element is updated by itself, so
     any run of them is, wherever it lies."""
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of state that there are, in the order of the planes."""
         return tuple(plane.kind for plane in self.planes)
 
-    @property
+    @cached_property
     def passing_kinds(self) -> tuple[Kind, ...]:
         """The kinds that have GPU slots of their own if a unit is streamed; weights pass through those of all units."""
         return tuple(kind for kind in self.kinds if kind is not Kind.WEIGHT)
@@ -53,7 +55,7 @@ class StateSchema:
         """The planes that together are the fp32 master."""
         return self.arrays[MASTERS]
 
-    @property
+    @cached_property
     def arrays(self) -> dict[str, tuple[Kind, ...]]:
         """The groups of a checkpoint, and the planes from which each of them is written."""
         groups: dict[str, tuple[Kind, ...]] = {}
@@ -73,14 +75,15 @@ class StateSchema:
 
     def width(self, kind: Kind) -> int:
         """Return the bytes of an element of this kind."""
-        return self._plane(kind).width
+        return self._by_kind[kind].width
 
     def dtype(self, kind: Kind) -> str:
         """Return the name of the torch dtype of an element of this kind."""
-        return self._plane(kind).dtype
+        return self._by_kind[kind].dtype
 
-    def _plane(self, kind: Kind) -> Plane:
-        return next(plane for plane in self.planes if plane.kind is kind)
+    @cached_property
+    def _by_kind(self) -> dict[Kind, Plane]:
+        return {plane.kind: plane for plane in self.planes}
 
 
 SPLIT = (
