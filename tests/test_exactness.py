@@ -19,6 +19,7 @@ from tiny_runs import (
     PLACES,
     ModelWeights,
     Run,
+    Short,
     exactness_config,
     one_thread,
     opened,
@@ -65,7 +66,7 @@ def matrix(model: str, *, slow: bool) -> Iterator[ParameterSet]:
     for index, (dtype, clip, groups, slices) in enumerate(NUMERIC if slow else HALF if smallest else FEW):
         is_whole = slow or (smallest and (dtype, clip, groups, slices) in WHOLE)
         yield pytest.param(
-            Run(model=model, dtype=dtype, clip=clip, groups=groups, slices=slices),
+            Run(model=model, dtype=dtype, clip=clip, groups=groups, slices=slices, steps=5 if slow else 3),
             ALL if is_whole else pairs(first + index),
             id=f"{model}-{dtype}-{'clip' if clip else 'off'}-{groups}x{slices}{'-all' if slow else ''}",
             marks=[pytest.mark.slow] if slow else [],
@@ -87,25 +88,25 @@ def test_exactness_any_tier_and_activation_policy_gives_the_same_bits(
 ) -> None:
     found = {pair: replace(run, place=pair[0], activations=pair[1])(tmp_path) for pair in settings}
     expected = found[settings[0]]
-    assert len(expected.losses) == 5
+    assert len(expected.losses) == run.steps
     assert [pair for pair, result in found.items() if result != expected] == []
 
 
 def test_exactness_bf16_products_in_fp32_give_the_same_bits_on_any_tier(tmp_path: Path) -> None:
-    run = Run(model="untied", groups=3, slices=2, fp32_products=True)
+    run = Short(model="untied", groups=3, slices=2, fp32_products=True)
     expected = run(tmp_path)
     assert replace(run, place="gpu_ram_nvme", activations="recompute")(tmp_path) == expected
     assert replace(run, place="nvme", activations="offload")(tmp_path) == expected
 
 
 NARROW = {
-    Run(model="untied", moments="bf16"): [*pairs(0), ("nvme_grads", "recompute"), ("nvme_twice", "keep")],
-    Run(model="untied", moments="bf16", dtype="fp32", clip=None, groups=3, slices=2): pairs(1),
-    Run(model="tied", moments="bf16", clip=None): pairs(2),
-    Run(model="moe", moments="bf16", groups=3): [("gpu", "keep"), ("nvme", "recompute"), ("gpu_ram", "offload")],
-    Run(model="untied", moments="fp8"): [("gpu", "keep"), ("nvme_grads", "recompute"), ("nvme_twice", "offload")],
-    Run(model="tied", moments="fp8", dtype="fp32", clip=None, groups=3): [("gpu", "offload"), ("nvme", "keep")],
-    Run(model="routers", moments="fp8"): [("ram_streamed", "keep"), ("nvme", "offload"), ("gpu_ram", "recompute")],
+    Short(model="untied", moments="bf16"): [*pairs(0), ("nvme_grads", "recompute"), ("nvme_twice", "keep")],
+    Short(model="untied", moments="bf16", dtype="fp32", clip=None, groups=3, slices=2): pairs(1),
+    Short(model="tied", moments="bf16", clip=None): pairs(2),
+    Short(model="moe", moments="bf16", groups=3): [("gpu", "keep"), ("nvme", "recompute"), ("gpu_ram", "offload")],
+    Short(model="untied", moments="fp8"): [("gpu", "keep"), ("nvme_grads", "recompute"), ("nvme_twice", "offload")],
+    Short(model="tied", moments="fp8", dtype="fp32", clip=None, groups=3): [("gpu", "offload"), ("nvme", "keep")],
+    Short(model="routers", moments="fp8"): [("ram_streamed", "keep"), ("nvme", "offload"), ("gpu_ram", "recompute")],
 }
 """Runs whose moments are rounded, and settings that must not change their numbers."""
 
@@ -166,11 +167,11 @@ def test_exactness_updates_before_the_norm_is_known_give_the_same_bits(
 def test_exactness_gradients_that_wait_on_nvme_give_the_same_bits(
     tmp_path: Path, model: str, dtype: str, groups: int, clip: float | None, place: str
 ) -> None:
-    run = Run(model=model, dtype=dtype, groups=groups, clip=clip, slices=2, place=place)
+    run = Short(model=model, dtype=dtype, groups=groups, clip=clip, slices=2, place=place)
     with opened(exactness_config(model), tmp_path, PLACES[place], run.train, compute_dtype=dtype) as session:
         assert Tier.NVME in session.placement.grad_homes.values()
         assert session.placement.sums_on_gpu is (groups > 1)
-        found = outcome(session, run_steps(session, run.train))
+        found = outcome(session, run_steps(session, run.train, run.steps))
     assert found == replace(run, place="ram")(tmp_path)
 
 
@@ -178,7 +179,7 @@ def test_exactness_gradients_that_wait_on_nvme_give_the_same_bits(
 def test_exactness_kept_attention_gives_the_same_bits_under_any_policy(
     dtype: str, groups: int, slices: int, tmp_path: Path
 ) -> None:
-    run = Run(model="plain", dtype=dtype, groups=groups, slices=slices)
+    run = Short(model="plain", dtype=dtype, groups=groups, slices=slices)
     expected = run(tmp_path)
     for place, activations in [("ram", "recompute"), ("gpu_ram_nvme", "offload"), ("gpu", "keep")]:
         assert replace(run, kept_attention=True, place=place, activations=activations)(tmp_path) == expected
@@ -192,7 +193,7 @@ def test_exactness_kept_attention_gives_the_same_bits_under_any_policy(
 def test_exactness_tiles_of_tokens_give_the_same_bits_on_any_tier_under_any_policy(
     model: str, dtype: str, groups: int, slices: int, parts: int, tmp_path: Path
 ) -> None:
-    run = Run(model=model, dtype=dtype, groups=groups, slices=slices, expert_parts=parts, tile_tokens=10)
+    run = Short(model=model, dtype=dtype, groups=groups, slices=slices, expert_parts=parts, tile_tokens=10)
     expected = run(tmp_path)
     for place, activations in [("nvme", "recompute"), ("gpu_ram_nvme", "offload"), ("ram_streamed", "recompute")]:
         assert replace(run, place=place, activations=activations)(tmp_path) == expected
@@ -200,25 +201,25 @@ def test_exactness_tiles_of_tokens_give_the_same_bits_on_any_tier_under_any_poli
 
 
 def test_exactness_tiles_with_bf16_products_in_fp32_give_the_same_bits_under_any_policy(tmp_path: Path) -> None:
-    run = Run(model="plain", slices=2, fp32_products=True, tile_tokens=10)
+    run = Short(model="plain", slices=2, fp32_products=True, tile_tokens=10)
     expected = run(tmp_path)
     assert expected != replace(run, tile_tokens=None)(tmp_path)
     assert replace(run, place="gpu_ram_nvme", activations="offload", kept_attention=True)(tmp_path) == expected
 
 
 def test_exactness_attention_with_dropout_is_not_kept_and_gives_the_same_bits(tmp_path: Path) -> None:
-    run = Run(model="untied", groups=3, slices=2, activations="recompute")
+    run = Short(model="untied", groups=3, slices=2, activations="recompute")
     assert replace(run, kept_attention=True)(tmp_path) == run(tmp_path)
 
 
 def test_exactness_another_dropout_seed_gives_other_losses(tmp_path: Path) -> None:
     for model in ("untied", "tied"):
-        run = Run(model=model)
+        run = Short(model=model)
         assert run(tmp_path).losses[0] != replace(run, seed=6)(tmp_path).losses[0]
 
 
 def test_exactness_a_fresh_process_gives_the_same_bits(tmp_path: Path) -> None:
-    runs = [Run(model=model, groups=3, place="gpu_ram_nvme", activations="recompute") for model in MODELS]
+    runs = [Short(model=model, groups=3, place="gpu_ram_nvme", activations="recompute") for model in MODELS]
     here = [replace(run, place="nvme", activations="offload")(tmp_path) for run in runs]
     assert run_in_fresh_process(runs, tmp_path) == here
 

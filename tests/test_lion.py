@@ -13,6 +13,7 @@ from tiny_runs import (
     PLACES,
     ModelWeights,
     Run,
+    Short,
     exactness_config,
     one_thread,
     opened,
@@ -30,10 +31,10 @@ from megatier.tier import Kind
 EVERYWHERE = [(place, ("keep", "recompute", "offload")[n % 3]) for n, place in enumerate(PLACES)]
 SOME = [("ram_streamed", "keep"), ("nvme_twice", "recompute"), ("nvme_grads", "keep")]
 RUNS = {
-    "all places": (Run(model="untied"), EVERYWHERE),
-    "groups, slices": (Run(model="tied", groups=3, slices=2), SOME),
-    "experts, immediate": (Run(model="moe", clip=None), SOME[:1]),
-    "routers in fp32": (Run(model="routers"), SOME[:2]),
+    "all places": (Short(model="untied"), EVERYWHERE),
+    "groups, slices": (Short(model="tied", groups=3, slices=2), SOME),
+    "experts, immediate": (Short(model="moe", clip=None), SOME[:1]),
+    "routers in fp32": (Short(model="routers"), SOME[:2]),
 }
 """Runs, and settings that must not change their numbers."""
 

@@ -14,6 +14,7 @@ from tiny_runs import (
     PLACES,
     ModelWeights,
     Run,
+    Short,
     exactness_config,
     one_thread,
     opened,
@@ -33,13 +34,13 @@ from megatier.tier import Kind
 EVERYWHERE = [(place, ("keep", "recompute", "offload")[n % 3]) for n, place in enumerate(PLACES)]
 SOME = [("gpu", "offload"), ("ram_streamed", "keep"), ("nvme", "recompute"), ("nvme_twice", "keep")]
 RUNS = {
-    "all places": (Run(model="untied"), EVERYWHERE),
-    "groups, slices": (Run(model="tied", groups=3, slices=2), [*SOME, ("nvme_grads", "keep")]),
-    "immediate": (Run(model="untied", dtype="fp32", clip=None), SOME),
-    "experts": (Run(model="moe", clip=None, groups=3), SOME),
-    "experts in parts": (Run(model="moe", expert_parts=3), SOME),
-    "routers in fp32": (Run(model="routers", moments="bf16"), SOME),
-    "tiles": (Run(model="tied", tile_tokens=10, fused_loss=True), SOME[:2]),
+    "all places": (Short(model="untied"), EVERYWHERE),
+    "groups, slices": (Short(model="tied", groups=3, slices=2), [*SOME, ("nvme_grads", "keep")]),
+    "immediate": (Short(model="untied", dtype="fp32", clip=None), SOME),
+    "experts": (Short(model="moe", clip=None, groups=3), SOME),
+    "experts in parts": (Short(model="moe", expert_parts=3), SOME),
+    "routers in fp32": (Short(model="routers", moments="bf16"), SOME),
+    "tiles": (Short(model="tied", tile_tokens=10, fused_loss=True), SOME[:2]),
 }
 """Runs, and settings that must not change their numbers."""
 
@@ -74,7 +75,7 @@ def test_muon_updates_before_the_norm_is_known_give_the_same_bits(tmp_path: Path
 
 
 def test_muon_in_a_fresh_process_gives_the_same_bits(tmp_path: Path) -> None:
-    run = Run(model="untied", optimizer="muon")
+    run = Short(model="untied", optimizer="muon")
     [found] = run_in_fresh_process([run], tmp_path)
     assert found == run(tmp_path)
 

@@ -24,6 +24,7 @@ from tiny_runs import (
     Outcome,
     Place,
     Run,
+    Short,
     exactness_config,
     one_thread,
     opened,
@@ -80,19 +81,19 @@ def offloading(run: Run, mount: Path, place: Place = NVME, frozen: tuple[str, ..
 def trained(run: Run, session: Session) -> Outcome:
     """All steps of a run; the store moves what is demanded."""
     before = Counter(session.store.moved_bytes)
-    results = run_steps(session, run.train)
+    results = run_steps(session, run.train, run.steps)
     session.player.drain()
     assert session.store.moved_bytes - before == session.player.demanded
     return outcome(session, results)
 
 
 CASES = [
-    Run(model="tied"),
-    Run(model="tied", dtype="fp32", groups=3, slices=2),
-    Run(model="tied", groups=2, kept_attention=True),
-    Run(model="tied", slices=3, kept_attention=True, offload_attention=True),
-    Run(model="tied", dtype="fp32", groups=2, kept_attention=True, offload_attention=True, clip=None),
-    Run(model="moe", groups=2),
+    Short(model="tied"),
+    Short(model="tied", dtype="fp32", groups=3, slices=2),
+    Short(model="tied", groups=2, kept_attention=True),
+    Short(model="tied", slices=3, kept_attention=True, offload_attention=True),
+    Short(model="tied", dtype="fp32", groups=2, kept_attention=True, offload_attention=True, clip=None),
+    Short(model="moe", groups=2),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -34,7 +35,7 @@ from megatier.models.initialiser import Initialiser
 from megatier.models.weights import WeightReader
 from megatier.schedule import placement
 from megatier.schedule.rates import World
-from megatier.schedule.sizes import Budgets
+from megatier.schedule.sizes import Budgets, Policy, UnitSpec
 from megatier.session.session import Session
 from megatier.session.workload import Workload
 from megatier.tier import STATE_KINDS, Kind, Tier, round_up
@@ -207,11 +208,17 @@ def least_budgets(
     work = Workload.of(
         skeleton, units, model, tiers, train, numerics, tokens, savepoints=place.savepoints, world=World(ranks, ranks)
     )
-    budgets = Budgets(1, 1, sum(budget_bytes(mount) for mount in tiers.mounts))
+    return _least(work.specs, work.policy, sum(budget_bytes(mount) for mount in tiers.mounts), place)
+
+
+@functools.cache
+def _least(specs: tuple[UnitSpec, ...], policy: Policy, nvme: int, place: Place) -> Budgets:
+    """See `least_budgets`; many runs differ in nothing that changes them."""
+    budgets = Budgets(1, 1, nvme)
     while True:
         try:
-            if not _is_short_of_ram(placement.place(work.specs, budgets, work.policy), place):
-                size = max(round_up(unit.activation_bytes) for unit in work.specs)
+            if not _is_short_of_ram(placement.place(specs, budgets, policy), place):
+                size = max(round_up(unit.activation_bytes) for unit in specs)
                 return replace(budgets, ram=budgets.ram + size * (place.activations or 0))
             budgets = replace(budgets, ram=budgets.ram + 16 * KIB)
         except PlanError as short:
@@ -278,7 +285,7 @@ def outcome(session: Session, results: Sequence[StepResult]) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Five steps of one of these models, and all that may change their numbers or must not."""
+    """Some steps of one of these models, and all that may change their numbers or must not."""
 
     model: str
     dtype: str = "bf16"
@@ -308,6 +315,7 @@ class Run:
     gpu_direct: bool = False
     guard: bool = False
     """Without it and without clipping, updates run inside the backward."""
+    steps: int = 5
 
     @property
     def numerics(self) -> NumericsConfig:
@@ -318,7 +326,7 @@ class Run:
     def train(self) -> TrainConfig:
         """Optimizer, numeric choices, activation policy."""
         return TrainConfig(
-            steps=5,
+            steps=self.steps,
             batch=BATCH,
             groups=self.groups,
             slices=self.slices,
@@ -353,7 +361,12 @@ class Run:
             held = {tier for tier, size in session.placement.state_bytes.items() if size}
             assert held == {Tier(name) for name in place.tiers}, f"{self.place} lies on {held}"
             assert bool(session.placement.streamed) == bool(place.streamed and (self.clip or self.guard))
-            return outcome(session, run_steps(session, self.train))
+            return outcome(session, run_steps(session, self.train, self.steps))
+
+
+Short = functools.partial(Run, steps=3)
+"""A run of three steps, which see all that steps may do with state: the first finds new moments, the second what the
+first wrote, and the third writes over what the first read."""
 
 
 def placements_that_differ(
