@@ -69,7 +69,6 @@ def test_table_of_rooms_names_every_room_and_file() -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_are_small_and_their_packages_import_nothing(room: Path) -> None:
     files = [path for path in room.glob("*.py") if path.name != "__init__.py"]
-    assert len(files) <= 14
     assert num_lines(files) <= num_lines(FILES) / 8
     assert "import" not in (room / "__init__.py").read_text().split('"""')[2] or room.name == "cli"
 
