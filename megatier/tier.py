@@ -53,6 +53,8 @@ class Leg(StrEnum):
     """Another forward of the group, before its backward."""
     ASIDE = "a"
     """A forward without gradients before the group's backward, in a step that has begun."""
+    INPUTS = "i"
+    """A backward for gradients of inputs alone, before the group's own. It uses weights as a forward does."""
     BACKWARD = "B"
 
 

@@ -13,7 +13,7 @@ from megatier.engine.node import Node
 from megatier.engine.stage import Stage, learning
 from megatier.layout import Layout
 from megatier.state import ADAMW_FP32
-from megatier.tier import Activations, Phase
+from megatier.tier import Activations, Leg, Phase
 
 SIZE = 4
 LAYOUT = replace(Layout.of([("gain", (SIZE, SIZE)), ("idle", (3,)), ("shift", (SIZE,))]), schema=ADAMW_FP32)
@@ -27,12 +27,16 @@ class Shelf:
     slots: list[Tensor] = field(default_factory=list)
     shipped: list[Tensor] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
+    legs: list[Leg] = field(default_factory=list)
     stashed: dict[str, Tensor] = field(default_factory=dict)
 
     def enter(self, unit: str, phase: Phase, group: int) -> Use:
         self.phases.append(phase)
         self.slots.append(self.weights.clone().view(torch.uint8))
         return Use(self.slots[-1])
+
+    def begin_leg(self, leg: Leg) -> None:
+        self.legs.append(leg)
 
     def stash(self, unit: str, tensor: Tensor) -> None:
         self.stashed[unit] = tensor.clone()

@@ -19,7 +19,7 @@ from megatier.engine.node import Node
 from megatier.engine.stage import Stage
 from megatier.integrations.parameters import schema_of
 from megatier.layout import Layout
-from megatier.tier import Activations, Phase
+from megatier.tier import Activations, Leg, Phase
 
 VOCAB, HIDDEN, ROWS, TOKENS = 37, 8, 3, 11
 
@@ -66,6 +66,8 @@ class Head:
 
     def measure(self, unit: str, grad: Tensor) -> None:
         self.measured += 1
+
+    def begin_leg(self, leg: Leg) -> None: ...
 
     def stash(self, unit: str, tensor: Tensor) -> None: ...
 
@@ -246,8 +248,7 @@ def test_fused_loss_of_hidden_states_cast_to_fp32_is_that_of_what_they_were() ->
     head, (hidden, labels) = Head(None, 7, torch.bfloat16), batch(torch.bfloat16)
     wide, narrow = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
     losses = [head(wide.float(), labels), head(narrow, labels)]  # as Mamba does
-    for loss in losses:
-        loss.backward()
+    torch.stack(losses).sum().backward()
     assert torch.equal(*losses)
     assert wide.grad is not None
     assert narrow.grad is not None
@@ -263,8 +264,7 @@ def test_fused_loss_under_autocast_is_that_of_operands_in_its_dtype(bias: bool) 
         losses = [head(found, labels) for head, found in zip((wide, narrow), inputs, strict=True)]
         with torch.no_grad():
             assert torch.equal(wide(inputs[0], labels), losses[0])
-    for loss in losses:
-        loss.backward()
+    torch.stack(losses).sum().backward()
 
     assert losses[0].dtype is torch.float32
     assert torch.equal(*losses)

@@ -36,7 +36,7 @@ def unbound(*, is_streamed: bool = False) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(2, 2, device="meta"))
     make_unbound(parameter, torch.device("cpu"), torch.bfloat16, "layer.weight")
     if is_streamed:
-        mark_streamed([parameter])
+        mark_streamed([parameter], lambda: False)
     return parameter
 
 

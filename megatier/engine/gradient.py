@@ -6,6 +6,9 @@ first summand waits as autograd made it, and the last one is added on the way in
 slices are one pass over memory. Parameters without a gradient count as zero. Everything is addressed by parameter,
 never by a running offset.
 
+A backward for gradients of inputs alone, before the group's own, adds nothing. The forwards whose graphs go with it are
+spent: the group's backward need not come to them.
+
 A unit to which no backward of a step came has no gradient and is not updated, as in torch. If only some of a step's
 groups left it out, their part is zero.
 
@@ -94,6 +97,10 @@ class Gradients:
         """The number of this group's first forward."""
         self._reached: set[int] = set()
         """The forwards of this group to which its backward has come."""
+        self._spent: set[int] = set()
+        """Those whose graphs went with a backward for gradients of inputs alone."""
+        self._task = -1
+        """Autograd's number of the last such backward."""
 
         self._summands: Counter[str] = Counter()
         """The number of summands that each unit's gradient of this group has: a slice of a use each."""
@@ -123,6 +130,7 @@ class Gradients:
         self.begin_forward()
         self._first_forward = self.forward
         self._reached.clear()
+        self._spent.clear()
         if not group:
             self._shipped.clear()
 
@@ -138,11 +146,7 @@ class Gradients:
         Raises:
             StreamedModelError: the backward has begun.
         """
-        if self._is_watched:
-            raise StreamedModelError(
-                "a backward has begun and has not come to its end, so it cannot go over a further forward. Make all "
-                "forwards before loss.backward(), or drop the step with abandon()."
-            )
+        self._check_waits("it cannot go over a further forward. Make all forwards before loss.backward()")
         self.forward += 1
 
     def takes(self, unit: str, name: str) -> bool:
@@ -152,7 +156,9 @@ class Gradients:
     @property
     def is_open(self) -> bool:
         """Whether a forward use of this group may still have its backward, or the backward did not come to its end."""
-        return self._is_watched > self._is_over or any(self._left.values())
+        # Gradients of inputs are no gradient of the group.
+        waits = self._is_watched or bool(self._spent)
+        return waits > self._is_over or any(self._left.values())
 
     @property
     def takes_aside(self) -> bool:
@@ -169,6 +175,11 @@ class Gradients:
         self._summands[unit] += num_slices
         self._left[unit] += 1
 
+    def forgo(self, unit: str, num_slices: int) -> None:
+        """Note that no backward that trains will come to such a use any more."""
+        self._summands[unit] -= num_slices
+        self._left[unit] -= 1
+
     def watch_backward(self, forward: int) -> None:
         """Note that this group's backward has come to a forward. Call it inside: the group is over when that is.
 
@@ -178,11 +189,7 @@ class Gradients:
         Raises:
             StreamedModelError: the forward's group has had its backward.
         """
-        if self._is_over or forward < self._first_forward:
-            raise StreamedModelError(
-                "this backward goes over a forward of a group that has had its backward. All forwards of a group have "
-                "one backward: add up their losses, or call each one's backward before the next forward."
-            )
+        self._check_own(forward)
         self._reached.add(forward)
 
         # Autograd calls it when the whole backward has ended, whoever began that.
@@ -190,18 +197,69 @@ class Gradients:
             self._is_watched = True
             Variable._execution_engine.queue_callback(self.end_group)
 
+    def watch_inputs(self, forward: int, task: int, *, ends: bool) -> bool:
+        """Note that a backward for gradients of inputs alone has come to a forward of this group.
+
+        Args:
+            forward: the number of the forward.
+            task: autograd's number of the backward.
+            ends: whether the graph goes with it.
+
+        Returns:
+            Whether it comes to a node for the first time.
+
+        Raises:
+            StreamedModelError: the group has begun its backward, or other ranks would have to take part.
+        """
+        self._check_own(forward)
+        self._check_waits("there are no gradients of inputs inside of it. Take them before loss.backward()")
+        if self._is_shared:
+            raise StreamedModelError(
+                "a backward for gradients of inputs alone (torch.autograd.grad, or backward with inputs) would be one "
+                "that other ranks do not take part in. With several ranks every forward has one loss.backward()."
+            )
+
+        if ends:
+            self._spent.add(forward)
+        is_new = task != self._task
+        self._task = task
+        return is_new
+
+    def _check_own(self, forward: int) -> None:
+        """Refuse a backward that goes over a forward of another group.
+
+        Raises:
+            StreamedModelError: the forward's group has had its backward.
+        """
+        if self._is_over or forward < self._first_forward:
+            raise StreamedModelError(
+                "this backward goes over a forward of a group that has had its backward. All forwards of a group have "
+                "one backward: add up their losses, or call each one's backward before the next forward."
+            )
+
+    def _check_waits(self, why: str) -> None:
+        """Refuse what has to come before the backward of this group.
+
+        Raises:
+            StreamedModelError: it has begun.
+        """
+        if self._is_watched:
+            raise StreamedModelError(
+                f"a backward has begun and has not come to its end, so {why}, or drop the step with abandon()."
+            )
+
     def end_group(self) -> None:
         """Hand over what is left when the backward is over.
 
         Raises:
             StreamedModelError: it has not come to all forwards of the group.
         """
-        forwards = self.forward + 1 - self._first_forward
-        if 0 < len(self._reached) < forwards:
+        forwards = {*range(self._first_forward, self.forward + 1)} - (self._spent - self._reached)
+        if self._reached and self._reached != forwards:
             raise StreamedModelError(
-                f"the backward came to {len(self._reached)} of the {forwards} forwards before it. Add up the losses of "
-                "all of them and call backward once, run forwards that need none under torch.no_grad(), or call each "
-                "one's backward before the next forward. This step cannot go on: drop it with abandon()."
+                f"the backward came to {len(self._reached)} of the {len(forwards)} forwards before it. Add up the "
+                "losses of all of them and call backward once, run forwards that need none under torch.no_grad(), or "
+                "call each one's backward before the next forward. This step cannot go on: drop it with abandon()."
             )
 
         # No output of some uses led to the loss, so no backward came to them. Others of the unit made a gradient.

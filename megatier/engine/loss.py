@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from megatier.engine.gradient import Gradients
+from megatier.engine.backward import GONE, begin_backward
 from megatier.engine.head import IGNORED, capped, product_of, without_softcap
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
@@ -43,6 +43,8 @@ class FusedLoss:
             head: the node of the output embedding. Its unit holds the head's weight (that of the embedding, if tied).
             chunk: the number of tokens in a chunk.
         """
+        self.stage = head.stage
+        """What all nodes of the model share."""
         self._head = head
         self._chunk = chunk
         product = product_of(head.module)
@@ -125,9 +127,13 @@ class FusedLoss:
 
     def deliver(self, grads: Mapping[str, Tensor]) -> None:
         """Hand the head's gradients over, by the names that its module has for them."""
-        gradients = self._head.stage.gradients
+        gradients = self.stage.gradients
         gradients.add(self._head.unit, [(self._names[leaf], grad) for leaf, grad in grads.items()])
         gradients.close(self._head.unit)
+
+    def forgo(self) -> None:
+        """Say that the head's gradients are never handed over."""
+        self.stage.gradients.forgo(self._head.unit, 1)
 
     def _weights(self, plane: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """The head's weight [V, H] and, if it has one, bias [V]; under autocast these are copies."""
@@ -199,7 +205,7 @@ class StepLoss:
         if self.divisor is not None:
             kwargs["num_items_in_batch"] = self.divisor
         loss = self._function(*args, **kwargs)
-        watched: Tensor = _Watched.apply(loss, self._stage.anchor, self._stage.gradients)  # type: ignore[no-untyped-call]
+        watched: Tensor = _Watched.apply(loss, self._stage.anchor, self._stage)  # type: ignore[no-untyped-call]
         self._losses.append((loss, watched))
         return watched
 
@@ -287,15 +293,24 @@ class _LossFunction(torch.autograd.Function):
         loss, grads = fused.run(hidden.detach(), targets, count, passes=ctx.needs_input_grad[1])
         ctx.fused = fused
         ctx.grads = grads
+        ctx.number = fused.stage.gradients.forward
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        fused = ctx.fused
-        grads = ctx.grads
-        ctx.fused = ctx.grads = None
-        if grads.of_head:
+        if ctx.grads is None:
+            raise RuntimeError(GONE)
+        fused: FusedLoss = ctx.fused
+        grads: _Grads = ctx.grads
+        purpose = begin_backward(fused.stage, ctx.number)
+        if purpose.comes_again:
+            return None, None if grads.hidden is None else grads.hidden * grad, None, None, None
+
+        ctx.grads = None
+        if grads.of_head and purpose.trains:
             fused.deliver({leaf: found.mul_(grad) for leaf, found in grads.of_head.items()})
+        elif grads.of_head:
+            fused.forgo()
         return None, None if grads.hidden is None else grads.hidden.mul_(grad), None, None, None
 
 
@@ -303,14 +318,14 @@ class _Watched(torch.autograd.Function):
     """The loss itself, with a backward that is watched. The anchor makes sure that it has one."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, anchor: Tensor, gradients: Gradients) -> Tensor:  # noqa: ANN401
-        ctx.gradients = gradients
-        ctx.number = gradients.forward
+    def forward(ctx: Any, loss: Tensor, anchor: Tensor, stage: Stage) -> Tensor:  # noqa: ANN401
+        ctx.stage = stage
+        ctx.number = stage.gradients.forward
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        ctx.gradients.watch_backward(ctx.number)
+        begin_backward(ctx.stage, ctx.number)
         return grad, None, None
 
 

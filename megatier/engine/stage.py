@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node as Step
+from torch.autograd.graph import get_gradient_edge
 
 from megatier.engine.gradient import Gradients, GradSink
 from megatier.numerics.compilation import Compilation
@@ -40,19 +42,15 @@ class WeightSource(Protocol):
     def fetch(self, unit: str) -> list[Tensor]:
         """Bring back all that was taken, in that order."""
 
-
-class PassSource(WeightSource, Protocol):
-    """What brings weights for a whole pass, whose course it follows."""
-
     def begin_leg(self, leg: Leg) -> None:
-        """Say that a forward of a training pass follows. A backward is seen by itself."""
+        """Say that a leg of a training pass follows. The backward that trains is seen by itself."""
 
 
 class UnitPlayer(Protocol):
     """What plays the timeline of each pass under the engine."""
 
     @property
-    def weights(self) -> PassSource:
+    def weights(self) -> WeightSource:
         """Brings weights, and takes activations."""
 
     @property
@@ -128,6 +126,12 @@ class Stage:
     """While nodes learn their rows: the shapes of each module's flat arguments in the run with one row."""
     model: nn.Module = field(default_factory=nn.Module)
     """The model: messages name the attribute of a module by which a tensor came."""
+    end: Step = field(init=False)
+    """The step of autograd that would add to the anchor's gradient."""
+
+    def __post_init__(self) -> None:
+        """Hold the anchor's end, which autograd makes anew if nobody does."""
+        self.end = get_gradient_edge(self.anchor).node
 
 
 @contextlib.contextmanager

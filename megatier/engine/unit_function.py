@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatier.engine.activation import Beside, Rebinding, Replay, dropping
+from megatier.engine.backward import GONE, Purpose, begin_backward
 from megatier.engine.call import Call, Called, join
+from megatier.errors import StreamedModelError
 from megatier.guards.crossing import check_inside
 from megatier.numerics.attention import KeptAttention, LastModule
 from megatier.tier import Phase
@@ -143,27 +145,33 @@ class _UnitFunction(torch.autograd.Function):
         call: Call = ctx.call
         node = call.node
         stage = node.stage
-        stage.gradients.watch_backward(ctx.number)
+        purpose = begin_backward(stage, ctx.number)
+        phase = Phase.BACKWARD if purpose.trains else Phase.FORWARD
+        if purpose.comes_again:
+            _check_comes_again(ctx)
 
         # The activation first: it was asked for while the unit before was worked on.
         fetched = _fetch(ctx)
-        use = stage.source.enter(node.unit, Phase.BACKWARD, stage.gradients.group)
+        use = stage.source.enter(node.unit, phase, stage.gradients.group)
         input_grads: list[list[Tensor | None]] = []
         pieces = iter(()) if ctx.keeps else call.cut(_saved_inputs(ctx, fetched))
 
         for index in range(call.num_slices):
             if ctx.keeps:
-                graph = _take_graph(ctx, index, use.bytes, *fetched[:1])
+                graph = _take_graph(ctx, index, purpose, use.bytes, *fetched[:1])
             else:
                 graph = _make_graph(ctx, index, next(pieces), use.bytes)
             num_inputs = len(graph.inputs)
-            wanted = [*graph.inputs, *(leaf for leaf in graph.leaves if leaf.requires_grad)]
+            trained = [leaf for leaf in graph.leaves if leaf.requires_grad] if purpose.trains else []
+            wanted = [*graph.inputs, *trained]
+            keeps = ctx.keeps and purpose.comes_again
             with stage.arithmetic(), node.resumed():
-                found = _grads(graph.outputs, _cut_grads(grads, graph.rows, index, call.num_slices), wanted)
+                slopes = _cut_grads(grads, graph.rows, index, call.num_slices)
+                found = _grads(graph.outputs, slopes, wanted, keeps=keeps)
 
             # The graph of this slice goes before the gradients are added up, and before the next slice makes its own.
-            del graph
-            if node.trains:
+            del graph, trained, wanted
+            if node.trains and purpose.trains:
                 stage.gradients.add(node.unit, list(zip(node.trained, found[num_inputs:], strict=True)))
             input_grads.append(list(found[:num_inputs]))
 
@@ -172,8 +180,10 @@ class _UnitFunction(torch.autograd.Function):
 
         # The weights go first: `close` may wait for the sum of the group before, and no load should wait for that.
         use.leave()
-        if node.trains:
+        if node.trains and purpose.trains:
             stage.gradients.close(node.unit)
+        elif node.trains and not purpose.comes_again:
+            stage.gradients.forgo(node.unit, call.num_slices)
         return (None, None, *_join_grads(input_grads, call))
 
 
@@ -198,12 +208,16 @@ class _Lent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:  # noqa: ANN401
         node: Called = ctx.node
-        node.stage.gradients.watch_backward(ctx.number)
+        gradients = node.stage.gradients
+        purpose = begin_backward(node.stage, ctx.number)
 
         # The weights are not asked for: the copies were enough for whoever computed with them.
-        parts = zip(node.names, grads, strict=True)
-        node.stage.gradients.add(node.unit, [(name, grad) for name, grad in parts if node.is_trained[name]])
-        node.stage.gradients.close(node.unit)
+        if purpose.trains:
+            parts = zip(node.names, grads, strict=True)
+            gradients.add(node.unit, [(name, grad) for name, grad in parts if node.is_trained[name]])
+            gradients.close(node.unit)
+        elif not purpose.comes_again:
+            gradients.forgo(node.unit, 1)
         return None, None
 
 
@@ -247,13 +261,36 @@ def _saved_inputs(ctx: Any, fetched: Sequence[Tensor]) -> list[Tensor]:  # noqa:
     return inputs
 
 
-def _take_graph(ctx: Any, index: int, *regions: Tensor) -> _SliceGraph:  # noqa: ANN401
+def _check_comes_again(ctx: Any) -> None:  # noqa: ANN401
+    """Refuse a backward with retain_graph=True over a graph that serves one backward only.
+
+    Raises:
+        StreamedModelError: it does.
+    """
+    node: Called = ctx.call.node
+    if ctx.stashed is not None:
+        why = "its input was offloaded, and comes back once"
+    elif ctx.keeps and not node.is_plain:
+        why = "it is compiled, and its backward overwrites what it has kept"
+    else:
+        return
+    raise StreamedModelError(
+        f"retain_graph=True, of autograd.grad or of a backward with inputs: {node.module_name} has one backward only, "
+        "since " + why + ". Leave retain_graph out and make the forward again, or open the model with "
+        "activations='recompute'."
+    )
+
+
+def _take_graph(ctx: Any, index: int, purpose: Purpose, *regions: Tensor) -> _SliceGraph:  # noqa: ANN401
     """The graph of a slice that the forward left, bound to where its memory lies now."""
     graph: _SliceGraph = ctx.graphs[index]
+    if graph is None:
+        raise RuntimeError(GONE)
     graph.rebinding.bind(*regions)
 
     # Autograd frees what it saved as it goes, but only if nobody else holds the graph.
-    ctx.graphs[index] = None
+    if not purpose.comes_again:
+        ctx.graphs[index] = None
     return graph
 
 
@@ -303,13 +340,18 @@ def _cut_grads(grads: Sequence[Tensor | None], rows: Sequence[int], index: int, 
 
 
 def _grads(
-    outputs: Sequence[GradientEdge | None], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    outputs: Sequence[GradientEdge | None],
+    grads: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    *,
+    keeps: bool,
 ) -> Sequence[Tensor | None]:
-    """The gradients of the inputs; None for those that no output depends on."""
+    """The gradients of the inputs; None for those that no output depends on. The graph stays if it is kept."""
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
-    if not pairs:
+    if not (pairs and inputs):
         return [None] * len(inputs)
-    return torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+    slopes = [g for _, g in pairs]
+    return torch.autograd.grad([o for o, _ in pairs], inputs, slopes, retain_graph=keeps, allow_unused=True)
 
 
 def _join_grads(parts: list[list[Tensor | None]], call: Call) -> list[Tensor | None]:

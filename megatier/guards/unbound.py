@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
@@ -56,8 +56,9 @@ class Unbound(nn.Parameter):
     """The dtype of the weights that are bound."""
     full_name: str
     """The name of the parameter in the model."""
-    is_streamed: bool = False
-    """Whether it is in somebody else's loop, which may ask for a gradient and take None for nothing to clip."""
+    has_gradient: Callable[[], bool] | None = None
+    """In somebody else's loop, which may ask for a gradient and take None for nothing to clip: whether the open step
+    has one."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -149,11 +150,32 @@ def make_unbound(parameter: Tensor, device: torch.device, dtype: torch.dtype, na
     unbound.full_name = name
 
 
-def mark_streamed(parameters: Iterable[nn.Parameter]) -> None:
-    """Let nobody ask unbound parameters for their gradients, or choose anew which of them are trained."""
+def mark_streamed(parameters: Iterable[nn.Parameter], has_gradient: Callable[[], bool]) -> None:
+    """Let nobody ask unbound parameters for their gradients, or choose anew which of them are trained.
+
+    Args:
+        parameters: those of the model.
+        has_gradient: says whether the open step has gradients that a `zero_grad` would clear.
+    """
     for parameter in parameters:
         if isinstance(parameter, Unbound):
-            parameter.is_streamed = True
+            # On the instance, where a function is no method.
+            parameter.has_gradient = has_gradient
+
+
+def check_gradient_hooks(model: nn.Module) -> None:
+    """Refuse a model in RAM with hooks on gradients of its weights.
+
+    Raises:
+        UnsupportedModelError: it has one.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UnsupportedModelError(
+                f"{name} has a hook on its gradient, which would never be called: gradients of a streamed model are "
+                "on their way to its tiers. Remove the hook; streamed.clip clips, and streamed.grad_norm() reads the "
+                "norm."
+            )
 
 
 def _check_trains_elsewhere(function: Any, args: tuple[Any, ...]) -> None:  # noqa: ANN401
@@ -163,10 +185,16 @@ def _check_trains_elsewhere(function: Any, args: tuple[Any, ...]) -> None:  # no
         StreamedModelError: the function is one of them.
     """
     first = args[0] if args else None
-    if not isinstance(first, Unbound) or not first.is_streamed:
+    if not isinstance(first, Unbound) or first.has_gradient is None:
         return
 
-    if function in HOOKS or (function == GRADIENT and not _clears()):
+    clears = function == GRADIENT and _clears()
+    if clears and first.has_gradient():
+        raise StreamedModelError(
+            f"zero_grad() of a module with {first.full_name} would clear gradients of the open step, which are on "
+            "megatier's tiers: all of them or none. Drop the whole step with streamed.optimizer.zero_grad()."
+        )
+    if function in HOOKS or (function == GRADIENT and not clears):
         raise StreamedModelError(
             "gradients of a streamed model are on their way to its tiers, and never in .grad. torch's "
             "clip_grad_norm_ would find none: set streamed.clip instead, and read the norm from "
@@ -180,8 +208,8 @@ def _check_trains_elsewhere(function: Any, args: tuple[Any, ...]) -> None:  # no
 
 
 def _clears() -> bool:
-    """Return whether a gradient is asked for by a `zero_grad`, which has nothing to clear and loses nothing by that."""
-    # The streamed model has one of its own. That of a module around it, such as Lightning's, asks each parameter.
+    """Return whether a gradient is asked for by a `zero_grad`."""
+    # The streamed model has one of its own. That of a module in it or around it, such as Lightning's, asks each one.
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back

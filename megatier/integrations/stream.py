@@ -26,6 +26,7 @@ from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, Tra
 from megatier.config.values import require
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.foreign import shown
+from megatier.guards.unbound import check_gradient_hooks
 from megatier.hardware import device_for
 from megatier.integrations.in_ram import InRam
 from megatier.integrations.streamed import Streamed
@@ -319,6 +320,7 @@ def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[
             f"{type(inside).__name__} is no model of transformers. Give the model itself, and name what is not trained "
             "in frozen."
         )
+    check_gradient_hooks(inside)
     if is_new and config is not None:
         raise UnsupportedModelError("the model has adapters already: leave out peft_config, or give the model itself.")
 

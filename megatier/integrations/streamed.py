@@ -122,7 +122,7 @@ class Streamed(StreamedState):
         self.model.forward = entering(self._forward, self.model.forward)
         guard_methods(self.model, self.device, self._engine.options.dtype)
         vars(self.model)["zero_grad"] = self.optimizer.zero_grad
-        mark_streamed(self.model.parameters())
+        mark_streamed(self.model.parameters(), self._has_gradient)
 
     def __enter__(self) -> Self:
         return self
@@ -253,9 +253,13 @@ class Streamed(StreamedState):
 
     def drop_gradients(self) -> None:
         """Abandon the step, unless its first forward still waits for its backward; `optimizer.zero_grad` calls this."""
-        # Loops call zero_grad also between the forward and the backward of a step, where there is no gradient yet.
-        if not (self._groups == 1 and self._engine.awaits_backward):
+        if self._has_gradient():
             self.abandon()
+
+    def _has_gradient(self) -> bool:
+        """Whether the open step has had a backward that trains."""
+        # Loops call zero_grad also between the forward and the backward of a step, where there is no gradient yet.
+        return self._groups > 1 or (self._groups == 1 and not self._engine.awaits_backward)
 
     @contextlib.contextmanager
     def one_forward(self, evaluation: str = "evaluate") -> Iterator[None]:
@@ -373,8 +377,8 @@ class Streamed(StreamedState):
         if made < self.accumulation_steps:
             raise StreamedModelError(
                 f"optimizer.step() after {made} of {self.accumulation_steps} backwards: each step needs as many as "
-                "accumulation_steps of megatier.stream says. Make the missing ones, or drop the step with "
-                "optimizer.zero_grad()."
+                "accumulation_steps of megatier.stream says, and one for gradients of inputs alone is none of them. "
+                "Make the missing ones, or drop the step with abandon()."
             )
 
     def _check_open(self) -> None:

@@ -31,7 +31,7 @@ from megatier.engine.stage import WeightSource, WeightUse
 from megatier.session.machine import free_gpu_bytes
 from megatier.session.session import Session
 from megatier.store.copies import POISON
-from megatier.tier import Kind, Phase, Tier
+from megatier.tier import Kind, Leg, Phase, Tier
 
 SHARES = 16
 """The shares of the GPU's memory, of which one or two stay free."""
@@ -167,6 +167,10 @@ class HeldWeights:
     def fetch(self, unit: str) -> list[torch.Tensor]:
         """See `WeightSource.fetch`."""
         return self._source.fetch(unit)
+
+    def begin_leg(self, leg: Leg) -> None:
+        """See `WeightSource.begin_leg`."""
+        self._source.begin_leg(leg)
 
     # ------------------------------------------------------------------ memory
 

@@ -1,0 +1,61 @@
+"""What a backward that comes to a node is for: the gradients of a step, or those of inputs alone.
+
+`loss.backward()` trains. `torch.autograd.grad(loss, x)` and `loss.backward(inputs=[x])` ask for gradients of inputs and
+leave the weights' own as they are. Autograd tells one from the other by the leaves that it comes to: every node has the
+anchor as an input, and only a backward that trains comes to the anchor's end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megatier.engine.stage import Stage
+from megatier.errors import StreamedModelError
+from megatier.tier import Leg
+
+GONE = (
+    "Trying to backward through the graph of a streamed module a second time: it went with the first backward, unless "
+    "that had retain_graph=True."
+)
+"""What autograd says of a plain graph, which serves one backward."""
+
+
+class Purpose(NamedTuple):
+    """What a backward is for."""
+
+    trains: bool
+    """Whether the gradients of weights are a part of the step; else those of inputs alone are wanted."""
+    comes_again: bool
+    """Whether another backward may come over the same graph."""
+
+
+def begin_backward(stage: Stage, forward: int) -> Purpose:
+    """Say what a backward is for that has come to a node. Call it in the node's backward, first of all.
+
+    Args:
+        stage: what the nodes share.
+        forward: the number of the forward that the node is of.
+
+    Raises:
+        StreamedModelError: it is one that a streamed model cannot have.
+    """
+    if torch.is_grad_enabled():
+        raise StreamedModelError(
+            "a backward with create_graph=True asks for the gradient of a gradient, and the backward of a streamed "
+            "model has no graph of its own. Compute second derivatives (Hessian-vector products, gradient penalties) "
+            "on a plain model."
+        )
+
+    gradients = stage.gradients
+    if torch._C._will_engine_execute_node(stage.end):
+        gradients.watch_backward(forward)
+        # A group has one backward that trains, so nothing has to stay for a second one.
+        return Purpose(trains=True, comes_again=False)
+
+    is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
+    task = torch._C._current_graph_task_id()
+    if gradients.watch_inputs(forward, task, ends=not is_kept):
+        stage.source.begin_leg(Leg.INPUTS)
+    return Purpose(trains=False, comes_again=is_kept)
