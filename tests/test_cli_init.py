@@ -17,6 +17,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_positions": 512}))
     (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "bad.txt").write_bytes("Caf\xe9".encode("cp1252"))
     return tmp_path
 
 
@@ -62,6 +63,8 @@ def test_init_takes_ids_of_the_hub_without_looking_there(folder: Path) -> None:
         (["none/at/all", "a.txt"], "no such model folder"),
         (["model", "none.txt"], "none.txt matches no file or folder"),
         (["model", "a.txt", "--nvme", "none"], "none is not a directory"),
+        (["model", "bad.txt"], "bad.txt: no text in UTF-8: byte 0xe9 at byte 3"),
+        (["model", "a.txt,bad.txt"], "bad.txt: no text in UTF-8: byte 0xe9 at byte 3"),
     ],
 )
 def test_init_of_what_is_not_there_writes_nothing(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatier.config.data_section import DataConfig
+from megatier.data.formats import format_of
 from megatier.data.records import read_records, saved_files
 from megatier.data.text import documents
 from megatier.errors import DataError
@@ -43,7 +44,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "stream.arrow", "file.arrow"])
 def test_read_records_gives_what_was_written_and_its_place(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, RECORDS)
-    found = list(read_records(path, path.suffix[1:]))
+    found = list(read_records(path, format_of(path)))
     assert [record for _, record in found] == RECORDS
     places = ["line 1", "line 3"] if name == "a.jsonl" else ["record 1", "record 2"]
     assert [place for place, _ in found] == [f"{path}, {place}" for place in places]
@@ -64,14 +65,14 @@ def test_read_records_damaged_file_says_which(tmp_path: Path, name: str, content
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"{name}[,:] ?{message}"):
-        list(read_records(path, path.suffix[1:]))
+        list(read_records(path, format_of(path)))
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_read_records_line_that_is_no_json_has_its_error_in_its_place(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b'{"text": "a"}\n{"text": \n{"text": "b"}')
-    first, bad, last = read_records(path, path.suffix[1:])
+    first, bad, last = read_records(path, format_of(path))
     assert (first[1], last[1]) == ({"text": "a"}, {"text": "b"})
     assert isinstance(bad[1], DataError)
     assert f"{name}, line 2: no valid JSON" in str(bad[1])
@@ -80,26 +81,26 @@ def test_read_records_line_that_is_no_json_has_its_error_in_its_place(tmp_path: 
 def test_read_records_json_by_lines_is_told_from_an_array(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("\n".join(json.dumps(record) for record in RECORDS))
-    assert [record for _, record in read_records(path, "json")] == RECORDS
+    assert [record for _, record in read_records(path, format_of(path))] == RECORDS
 
 
 def test_read_records_table_cut_short_says_which(tmp_path: Path) -> None:
     path = write(tmp_path / "stream.arrow", RECORDS * 100)
     path.write_bytes(path.read_bytes()[:-2000])
     with pytest.raises(DataError, match=r"stream\.arrow: no valid arrow file"):
-        list(read_records(path, "arrow"))
+        list(read_records(path, format_of(path)))
 
 
 def test_read_records_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'megatier\[data\]'"):
-        list(read_records(tmp_path / "a.parquet", "parquet"))
+        list(read_records(tmp_path / "a.parquet", format_of(tmp_path / "a.parquet")))
 
 
 def test_read_records_missing_table_is_an_os_error(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(FileNotFoundError):
-        list(read_records(tmp_path / "a.parquet", "parquet"))
+        list(read_records(tmp_path / "a.parquet", format_of(tmp_path / "a.parquet")))
 
 
 def test_documents_of_a_saved_dataset_come_in_the_order_of_its_state(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 
 from megatier.config.data_section import DataConfig
 from megatier.data.conversation import Text
+from megatier.data.formats import format_of
+from megatier.data.packing import _sorted_out
 from megatier.data.records import BadRecords
-from megatier.data.text import Source, documents, find_sources
+from megatier.data.sources import Source, find_sources
+from megatier.data.text import documents
 from megatier.errors import DataError
 
 
@@ -40,12 +44,6 @@ def test_documents_glob_takes_any_suffix(folder: Path, monkeypatch: pytest.Monke
     assert read(folder / "**" / "*.py") == ["sea"]
     monkeypatch.chdir(folder)
     assert read("sub/*.py", "[ab].*") == ["sea", "ay", "bee"]
-
-
-def test_documents_undecodable_bytes_are_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"a\xffb")
-    assert read(path) == ["a\ufffdb"]
 
 
 def test_documents_jsonl_gives_one_document_a_line(tmp_path: Path) -> None:
@@ -115,7 +113,8 @@ def test_documents_unreadable_file_raises(tmp_path: Path) -> None:
 
 
 def test_documents_vanished_file_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = Source(tmp_path / "gone.txt", "text", Text("text"))
+    path = tmp_path / "gone.txt"
+    gone = Source(path, format_of(path), Text("text"))
     monkeypatch.setattr("megatier.data.text.find_sources", lambda _: [gone])
     with pytest.raises(DataError, match=r"cannot read .*gone\.txt: No such file"):
         read(tmp_path)
@@ -166,3 +165,62 @@ def test_documents_bad_records_far_apart_do_not_keep_the_text_from_being_refused
     (tmp_path / "a.jsonl").write_text("\n".join(["{", *['{"text": "x"}'] * 9, "{"]))
     with pytest.raises(DataError, match=r"a\.jsonl, line 1: no valid JSON.* data\.skip_bad leaves such records out\.$"):
         read(tmp_path / "a.jsonl")
+
+
+def remarks_of(*files: Path | str, **settings: Any) -> list[str]:
+    said = list[str]()
+    find_sources(DataConfig(files=tuple(map(str, files)), **settings), said.append)
+    return said
+
+
+def test_documents_of_a_file_named_twice_count_twice_and_what_is_held_out_is_never_trained_on(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.jsonl", tmp_path / "b.txt"
+    path.write_text("".join(json.dumps({"text": f"<{number}>"}) + "\n" for number in range(20)))
+    other.write_text("other")
+    config = DataConfig(
+        files=(str(path), str(other), str(path)), tokenizer="bytes", sequence_length=2, holdout_fraction=0.2
+    )
+    found = list(_sorted_out(config, BadRecords(skips=False)))
+    held = [text for is_held, text in found if is_held]
+    trained = Counter(text for is_held, text in found if not is_held)
+    assert len(held) == len(set(held)) in (4, 5)
+    assert not set(held) & set(trained)
+    assert {count for text, count in trained.items() if text != "other"} == {2}
+    assert remarks_of(path, other, path) == [f"data.files names {path} 2 times, so it is read and counts 2 times"]
+
+
+def test_documents_of_a_file_of_two_entries_are_read_once_and_said(folder: Path) -> None:
+    (folder / "sub" / "link.py").symlink_to("c.py")
+    assert read(folder / "*.md", folder) == ["ay", "bee", "upper", "sea"]
+    said = remarks_of(folder / "*.md", folder)
+    assert any(
+        f"1 files belong to several entries of data.files and are read once: {folder}/a.md" in words for words in said
+    )
+    assert any("link.py is the same file as another one of" in words for words in said)
+
+
+def test_documents_hidden_files_are_passed_over_and_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / ".git").mkdir()
+    for name in (".hidden.txt", ".git/c.txt"):
+        (folder / name).write_text("hidden")
+    assert read(folder) == ["ay", "bee", "upper", "sea"]
+    assert read(folder / "*.txt") == ["bee"]
+    assert read(folder / ".*.txt") == read(folder / ".hidden.txt") == ["hidden"]
+    assert read(folder / ".git") == read(folder / ".git" / "*") == ["hidden"]
+    said = remarks_of(folder)
+    assert f"{folder}: hidden files and folders are passed over, 2 in all: {folder}/.git, {folder}/.hidden.txt" in said
+    assert f"{folder}: 1 files whose suffixes are not in data.suffixes are passed over: .bin" in said
+    assert any("*: hidden files are passed over" in words for words in remarks_of(folder / "*"))
+    assert any("matches folders, which are passed over" in words for words in remarks_of(folder / "*"))
+    monkeypatch.chdir(folder / ".git")
+    assert read("*.txt") == ["hidden"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_documents_below_a_folder_that_cannot_be_read_are_refused(folder: Path) -> None:
+    (folder / "sub").chmod(0)
+    try:
+        with pytest.raises(DataError, match=r"cannot read .*: Permission denied"):
+            read(folder)
+    finally:
+        (folder / "sub").chmod(0o755)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatier.config import text as config_text
 from megatier.config.data_section import BYTE_TOKENIZER, DATASET_INFO, PYTHON_STDLIB, DataConfig
 from megatier.config.schema import SECTIONS
 from megatier.config.values import parse_list, parse_mount
+from megatier.data.sources import check_sources
 from megatier.data.text import guess_shape
 from megatier.drives.mounts import budget_bytes
 from megatier.errors import ConfigError
@@ -79,15 +81,17 @@ def _data(given: str) -> dict[str, Any]:
     """The settings of a dataset: files as they are, or one on the hub.
 
     Raises:
-        DataError: there is no such file, or its first record cannot be read.
+        DataError: there is no such file, its first record cannot be read, or a run would refuse it.
     """
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not Path(given).exists() and DATASET_INFO not in given
     if is_hub_id and given != PYTHON_STDLIB:
         return {"data.dataset": given}
 
     files = list(parse_list(given))
-    chat, field = guess_shape(DataConfig(files=tuple(files), tokenizer=BYTE_TOKENIZER))
+    config = DataConfig(files=tuple(files), tokenizer=BYTE_TOKENIZER)
+    chat, field = guess_shape(config)
     found: dict[str, Any] = {"data.files": files}
+    check_sources(replace(config, chat=chat, text_field=field), print)
     if chat is not None:
         found["data.chat"] = chat
     elif field != "text":

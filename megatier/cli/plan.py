@@ -25,6 +25,7 @@ from megatier.report.figures import NO_GPU
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
 from megatier.schedule.rates import ASSUMED, Rates, World, as_dict, read_rates
 from megatier.schedule.sizes import Budgets
+from megatier.session.paths import check_paths
 
 if TYPE_CHECKING:
     from megatier.planner.plan import Plan
@@ -47,6 +48,9 @@ def run(argv: Sequence[str]) -> int:
 
     elsewhere = None if here else _budgets(loaded, rates.gpu_bytes if searches else None)
     console = Console(stderr=True)
+    if here:
+        # A run with such texts would be refused, whatever fits.
+        check_paths(loaded, lambda words: console.print(words, markup=False, highlight=False, soft_wrap=True))
     console.print(f"{options.config}: loading PyTorch and transformers", highlight=False, soft_wrap=True)
     with _nothing_collected():
         plan, chosen = _planned(loaded, given, rates, world, elsewhere, searches=searches)

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import textwrap
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -52,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
     loaded = config_file.load(path, words)
     console = run_console()
     announce(console, f"{loaded.output.directory}: loading PyTorch and transformers")
-    check_paths(loaded)
+    check_paths(loaded, partial(announce, console))
 
     # A run that torchrun starts again finds itself there.
     if "RANK" not in os.environ:

@@ -21,6 +21,9 @@ DATASET_INFO = "dataset_info.json"
 BYTE_TOKENIZER = "bytes"
 """The value of `data.tokenizer` that stands for the byte-level tokenizer, which needs no download."""
 
+Chat = Literal["messages", "sharegpt", "alpaca"]
+"""The shapes of conversations."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
@@ -28,8 +31,8 @@ class DataConfig:
 
     files: tuple[str, ...] = ()
     """Files, folders or globs; a folder that Hugging Face's save_to_disk wrote; or PATH/dataset_info.json#NAME of
-    LLaMA-Factory. "python-stdlib" stands for the source of Python's own standard library. Give exactly one of files
-    and dataset."""
+    LLaMA-Factory. "python-stdlib" stands for the source of Python's own standard library. What is named twice counts
+    twice. Give exactly one of files and dataset."""
     dataset: str | None = None
     """Dataset that Hugging Face's `datasets` loads: a name on the hub, such as org/name, or a folder. This needs
     the extra megatier[datasets]."""
@@ -42,16 +45,16 @@ class DataConfig:
     streaming: bool = False
     """Read data.dataset while the run goes on, so that no drive ever holds all of it. False: all of it is tokenised
     first."""
-    format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow"] = "auto"
+    format: Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"] = "auto"
     """How a file is read: as one text, or as records. Records are JSON objects, one a line or in an array, or the
-    rows of a table, which need the extra megatier[data]. auto goes by the suffix; .json is one text unless chat is
-    set."""
+    rows of a table; parquet and arrow need the extra megatier[data]. auto goes by the suffix, before that of a
+    compression (.gz, .bz2, .xz, .zst); .json is one text unless chat is set or it begins with such a record."""
     skip_bad: bool = False
     """Leave out records that cannot be read or that the chat template refuses, and say how many they are and where the
     first ones stand; of a stream, at the end of the run. False: such a record refuses the text."""
     text_field: str = "text"
     """Key of the text in each record."""
-    chat: Literal["messages", "sharegpt", "alpaca"] | None = None
+    chat: Chat | None = None
     """Shape of records that are conversations; the assistant's turns are learnt. None: the records are texts."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template. None: the tokenizer's own."""
@@ -65,6 +68,9 @@ class DataConfig:
         ".py",
         ".json",
         ".jsonl",
+        ".ndjson",
+        ".csv",
+        ".tsv",
         ".parquet",
         ".arrow",
         ".html",
@@ -74,8 +80,8 @@ class DataConfig:
         ".cpp",
         ".rs",
     )
-    """Suffixes of the files that are taken from a folder. Files and globs named in data.files are taken whatever
-    their suffix."""
+    """Suffixes of the files that are taken from a folder, but for hidden ones (a dot begins their name). Files and
+    globs named in data.files are taken whatever their suffix."""
     tokenizer: str | None = None
     """Folder or hub id of a tokenizer, or "bytes" (257 tokens, no download). None: the model's own."""
     sequence_length: int = 1024

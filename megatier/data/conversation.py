@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatier.config.data_section import Chat
 from megatier.errors import DataError
 
 ASSISTANT = "assistant"
@@ -23,7 +24,7 @@ SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "observ
 """The roles of ShareGPT, and what chat templates call them."""
 
 
-CHAT_KEYS = {"messages": "messages", "sharegpt": "conversations", "alpaca": "instruction"}
+CHAT_KEYS: dict[Chat, str] = {"messages": "messages", "sharegpt": "conversations", "alpaca": "instruction"}
 """The key by which each value of `data.chat` is recognised."""
 PAIR = {"prompt", "completion"}
 """The keys of a record as TRL has them."""

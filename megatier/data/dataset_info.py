@@ -6,12 +6,12 @@ that the records have.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megatier.data.conversation import ASSISTANT, Alpaca, Shape, Text, Turns
 from megatier.errors import DataError
+from megatier.foreign import SETTINGS_BYTES_MAX, read_json
 
 # The words of LLaMA-Factory's file. What is not among them is refused by `_check`.
 KEYS = {"file_name", "formatting", "columns", "tags", "split"}
@@ -37,9 +37,9 @@ def describe(file: Path, name: str) -> tuple[Path, Shape]:
     """
     place = f"data.files: {file}#{name}"
     try:
-        datasets = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"data.files: cannot read {file}: {error}.") from error
+        datasets = read_json(file, SETTINGS_BYTES_MAX, DataError)
+    except FileNotFoundError as error:
+        raise DataError(f"data.files: cannot read {file}: {error.strerror}.") from error
 
     dataset = datasets.get(name) if isinstance(datasets, dict) else None
     if not isinstance(dataset, dict):

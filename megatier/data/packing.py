@@ -27,7 +27,7 @@ from megatier.data import hub
 from megatier.data.conversation import Conversation
 from megatier.data.packer import FIRST, LEARNT, MARK_BITS, Packer, columns_of
 from megatier.data.records import BadRecords
-from megatier.data.text import documents, read_rows
+from megatier.data.text import documents, numbered_documents, read_rows
 from megatier.data.token_files import NOTE_FILE, Content, read_contents, write_note
 from megatier.errors import REMEDIES, DataError
 from megatier.files import create_file, open_regular
@@ -320,8 +320,14 @@ def _sorted_out(config: DataConfig, bad: BadRecords) -> Iterator[tuple[bool, str
         yield from ((True, document) for document in rows if document)
         return
 
-    for number, document in enumerate(documents(config, bad=bad)):
-        yield split is None and is_held_out(number, config.holdout_fraction, config.seed), document
+    count = 0
+    for number, document in numbered_documents(config, bad=bad):
+        held_out = split is None and is_held_out(number, config.holdout_fraction, config.seed)
+
+        # A file that is named several times is trained on as often, and what is held out of it is evaluated once.
+        if not held_out or number >= count:
+            yield held_out, document
+        count = max(count, number + 1)
     if split is not None:
         yield from ((True, document) for document in documents(config, split, bad))
 

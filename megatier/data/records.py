@@ -1,4 +1,4 @@
-"""Records out of JSONL, JSON, Parquet and Arrow files, one at a time, each with the place that it comes from.
+"""Records out of JSON lines, JSON, CSV, Parquet and Arrow files, one at a time, each with the place that it comes from.
 
 A dataset that Hugging Face's `save_to_disk` wrote is a folder of Arrow files, named by its `state.json`. pyarrow reads
 them, and nothing else is needed.
@@ -6,23 +6,26 @@ them, and nothing else is needed.
 
 from __future__ import annotations
 
+import csv
 import importlib
+import itertools
 import json
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatier.data.encoded import BOM, decode, read_lines, read_text
+from megatier.data.formats import Format
 from megatier.errors import DataError
-
-RECORD_FORMATS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
-"""The formats of files of records, by suffix."""
+from megatier.files import open_regular
 
 ROWS_AT_ONCE = 1024
 """Rows of a table that are in RAM as Python objects at once."""
 
-HEAD_BYTES = 1024
-"""Bytes of a file that are enough to see its first character behind blank ones."""
-
+SEPARATORS = {"csv": ",", "tsv": "\t"}
+"""What stands between the fields of a line."""
 
 BAD_SHOWN = 10
 """Most bad records that are named."""
@@ -104,19 +107,22 @@ class BadRecords:
             raise DataError(f"{count}{self._named} data.skip_bad leaves such records out.")
 
 
-def read_records(path: Path, file_format: str) -> Iterator[tuple[str, Any]]:
+def read_records(path: Path, found: Format) -> Iterator[tuple[str, Any]]:
     """Yield each record of a file with its place, such as "a.jsonl, line 3". A line that is no JSON is a `DataError`.
 
     Raises:
         DataError: the file is damaged, with the place; or pyarrow is missing.
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is no regular file.
     """
-    if file_format == "jsonl" or (file_format == "json" and not _is_array(path)):
-        yield from _read_lines(path)
-        return
-    records = _read_json(path) if file_format == "json" else _read_table(path, file_format)
-    for number, record in enumerate(records, start=1):
-        yield f"{path}, record {number}", record
+    if found.name == "jsonl":
+        yield from _read_lines(path, found)
+    elif found.name == "json":
+        yield from read_json(path, read_text(path, found))
+    elif found.name in SEPARATORS:
+        yield from _read_fields(path, found)
+    else:
+        for number, record in enumerate(_read_table(path, found.name), start=1):
+            yield f"{path}, record {number}", record
 
 
 def saved_files(folder: Path) -> list[Path] | None:
@@ -138,35 +144,83 @@ def saved_files(folder: Path) -> list[Path] | None:
         raise DataError(f"data.files: {folder} is damaged: no list of files in its JSON. Save it again.") from error
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON of each line, or the error of one that is none; blank lines are skipped."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield f"{path}, line {number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                place = f"{path}, line {number}"
-                reason = error.msg.removesuffix(" at")
-                yield place, DataError(f"{place}: no valid JSON: {reason} at column {error.colno}.")
+def read_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the records of JSON: the items of an array, one object, or one on each line.
 
-
-def _is_array(path: Path) -> bool:
-    """Return whether a .json file holds an array; many hold an object a line."""
-    with path.open("rb") as file:
-        return file.read(HEAD_BYTES).lstrip()[:1] == b"["
-
-
-def _read_json(path: Path) -> list[Any]:
-    """Return a JSON array; the whole file is in RAM."""
+    Raises:
+        DataError: it is an array or an object over several lines, and no valid JSON.
+    """
     try:
-        records: list[Any] = json.loads(path.read_bytes().decode("utf-8", errors="replace"))
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}, line {error.lineno}: no valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}."
-        ) from error
-    return records
+        found = json.loads(text) if text.strip() else []
+    except (ValueError, RecursionError) as error:
+        if text.lstrip().startswith("[") or "\n" not in text.strip():
+            raise DataError(f"{path}, {_no_json(error)}") from error
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                yield f"{path}, line {number}", _parsed(line, f"{path}, line {number}")
+        return
+
+    for number, record in enumerate(found if isinstance(found, list) else [found], start=1):
+        yield f"{path}, record {number}", record
+
+
+def _read_lines(path: Path, found: Format) -> Iterator[tuple[str, Any]]:
+    """Yield the JSON of each line, or the error of one that is none; blank lines are skipped."""
+    for number, (line, offset) in enumerate(read_lines(path, found), start=1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            try:
+                text = decode(line, place, offset)
+            except DataError as error:
+                yield place, error
+                continue
+            yield place, _parsed(text.removeprefix(BOM) if number == 1 else text, place)
+
+
+def _parsed(line: str, place: str) -> Any:  # noqa: ANN401 - JSON holds anything
+    """Return the JSON of a line, or the error of one that is none."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return DataError(f"{place}: {_no_json(error).partition(': ')[2]}")
+
+
+def _no_json(error: Exception) -> str:
+    """Return where something is no JSON, and why."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"line {error.lineno}: no valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}."
+    why = "lists or objects lie too deep in each other" if isinstance(error, RecursionError) else str(error)
+    return f"record 1: no valid JSON: {why}."
+
+
+def _read_fields(path: Path, found: Format) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a table in text, whose first line names the columns, or the error of one that is none.
+
+    Raises:
+        DataError: the file is damaged, or has no names of columns.
+    """
+    # A field is as long as it is. The library's limit is one for the whole process, so it is only ever raised.
+    csv.field_size_limit(sys.maxsize)
+    lines = (decode(line, str(path), offset) for line, offset in read_lines(path, found))
+    head = next(lines, "").removeprefix(BOM)
+    rows = csv.reader(itertools.chain([head], lines), delimiter=SEPARATORS[found.name], strict=True)
+    try:
+        names = next(rows, [])
+        if not names or "" in names or len(set(names)) < len(names):
+            raise DataError(
+                f"{path}: the first line of a {found.name} file names its columns, each by another name; here it is "
+                f"{','.join(names)[:80]!r}. Add one, or set data.format to text."
+            )
+        for row in rows:
+            place = f"{path}, line {rows.line_num}"
+            if not row:
+                continue
+            if len(row) != len(names):
+                yield place, DataError(f"{place}: {len(row)} fields, and the first line names {len(names)} columns.")
+                continue
+            yield place, dict(zip(names, row, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{path}, line {rows.line_num}: no valid {found.name}: {error}.") from error
 
 
 def _read_table(path: Path, file_format: str) -> Iterator[Any]:
@@ -177,6 +231,8 @@ def _read_table(path: Path, file_format: str) -> Iterator[Any]:
     except ImportError as error:
         raise DataError(f"{path} needs pyarrow: pip install 'megatier[data]'.") from error
 
+    # pyarrow would open a pipe as well, and wait for ever.
+    os.close(open_regular(path))
     try:
         if file_format == "parquet":
             with parquet.ParquetFile(path) as file:

@@ -1,0 +1,313 @@
+"""The files that a config names: paths, folders, globs, entries of a `dataset_info.json`.
+
+Whatever an entry stands for and is not read is told in a remark, or refused: nothing is dropped without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatier.config.data_section import DATASET_INFO, PYTHON_STDLIB, DataConfig
+from megatier.data.conversation import CHAT_KEYS, PAIR, SHAREGPT, Alpaca, Conversation, Shape, Text, Turns
+from megatier.data.dataset_info import describe
+from megatier.data.encoded import check_head, read_text
+from megatier.data.formats import RECORD_FORMATS, TABLES, Format, format_of
+from megatier.data.records import BadRecords, read_json, read_records, saved_files
+from megatier.errors import DataError
+from megatier.files import open_regular
+
+CHAT_SHAPES: dict[str, Shape] = {"messages": Turns(), "sharegpt": SHAREGPT, "alpaca": Alpaca()}
+
+STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+"""Folders of the standard library's tree that are not its own source."""
+HEADS_MAX = 1000
+"""The most files whose beginnings are looked at before a run begins."""
+
+Say = Callable[[str], None]
+"""Takes a remark, which is a sentence without its full stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file, and the shape of its records."""
+
+    path: Path
+    """The file."""
+    format: Format
+    """How it is read."""
+    shape: Shape
+    """The keys under which a record holds its document. A text file has no records."""
+    may_be_text: bool = False
+    """Whether a JSON file is one text unless it begins with a record of this shape."""
+
+    def read(self, bad: BadRecords) -> Iterator[str | Conversation]:
+        """Yield its documents, and an empty text for each bad record that is left out.
+
+        Raises:
+            DataError: it cannot be read, or is damaged. The message names the place.
+        """
+        try:
+            records = self._records()
+            yield from [records] if isinstance(records, str) else shaped(records, self.shape, bad)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def first(self) -> tuple[str, Any] | None:
+        """Return its first record, with the place; None if it is one text.
+
+        Raises:
+            DataError: as `read`.
+        """
+        try:
+            records = self._records()
+            return None if isinstance(records, str) else next(records, (str(self.path), {}))
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def check(self) -> None:
+        """Look at its first bytes.
+
+        Raises:
+            DataError: it is no file that can be read so.
+        """
+        try:
+            if self.format.name in TABLES:
+                os.close(open_regular(self.path))
+            else:
+                check_head(self.path, self.format)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _records(self) -> str | Iterator[tuple[str, Any]]:
+        """Return its records with their places, or its text if it has none."""
+        if self.format.name == "text":
+            return read_text(self.path, self.format)
+        if not self.may_be_text:
+            return read_records(self.path, self.format)
+        text = read_text(self.path, self.format)
+        return read_json(self.path, text) if _begins_with_record(text, self.shape) else text
+
+    def _unreadable(self, error: OSError) -> DataError:
+        """Return the error about a file that the system does not give."""
+        if self.path.is_symlink() and not self.path.exists():
+            return DataError(f"{self.path} is a link to {self.path.readlink()}, which is not there.")
+        return DataError(f"cannot read {self.path}: {error.strerror or error}.")
+
+
+def shaped(records: Iterable[tuple[str, Any]], shape: Shape, bad: BadRecords) -> Iterator[str | Conversation]:
+    """Yield a document for each record. One that is left out counts as an empty text.
+
+    Raises:
+        DataError: records are bad, and they are not to be left out.
+    """
+    for place, record in records:
+        document: str | Conversation = ""
+        try:
+            if isinstance(record, DataError):
+                raise record
+            document = shape.read(record if isinstance(record, dict) else {}, place)
+        except DataError as error:
+            bad.add(error)
+
+        if bad.refuses:
+            bad.pass_over()
+        else:
+            yield document
+    bad.end()
+
+
+def shape_of(config: DataConfig) -> Shape:
+    """Return the shape of records, as the config says."""
+    return CHAT_SHAPES[config.chat] if config.chat is not None else Text(config.text_field)
+
+
+def find_sources(config: DataConfig, say: Say = lambda _: None) -> list[Source]:
+    """Return the files of the dataset: entries in the order given, the files of each sorted by path.
+
+    An entry that is named several times is read as often. A file that several entries share is read for the first one.
+
+    Args:
+        config: the data.
+        say: takes a remark about what is not read, or read several times.
+
+    Raises:
+        DataError: an entry matches nothing, or a file cannot be read so.
+    """
+    found = list[Source]()
+    owners = dict[tuple[str, Shape], str]()
+    shared = dict[Path, None]()
+    counts = Counter(config.files)
+    for entry in config.files:
+        for source in _sources(entry, config, say if entry not in owners.values() else lambda _: None):
+            owner = owners.setdefault((os.path.realpath(source.path), source.shape), entry)
+            if owner == entry:
+                found.append(source)
+            else:
+                shared[source.path] = None
+
+    for entry, count in counts.items():
+        if count > 1:
+            say(f"data.files names {entry} {count} times, so it is read and counts {count} times")
+    if shared:
+        say(f"{len(shared)} files belong to several entries of data.files and are read once: {_some(shared)}")
+    return found
+
+
+def check_sources(config: DataConfig, say: Say = lambda _: None) -> None:
+    """Find the files of the dataset, and look at the beginnings of the first ones.
+
+    Raises:
+        DataError: an entry matches nothing, or a file cannot be read as it would be.
+    """
+    for source in find_sources(config, say)[:HEADS_MAX]:
+        source.check()
+
+
+def _sources(entry: str, config: DataConfig, say: Say) -> Iterator[Source]:
+    """Yield the files that an entry of `data.files` stands for. One of a `dataset_info.json` has its own shape."""
+    shape = shape_of(config)
+    file, mark, name = entry.rpartition("#")
+    if is_described := bool(mark) and Path(file).name == DATASET_INFO:
+        path, shape = describe(Path(file).expanduser(), name)
+        entry = str(path)
+
+    holds_records = is_described or config.chat is not None
+    suffixes = tuple(s for s in config.suffixes if s in RECORD_FORMATS) if holds_records else config.suffixes
+    names = set[str]()
+    for path in _expand(entry, suffixes, say):
+        # Two links to one file in a folder are one file.
+        real = os.path.realpath(path)
+        if real in names:
+            say(f"{path} is the same file as another one of {entry} and is read once")
+            continue
+        names.add(real)
+
+        found = format_of(path, config.format)
+        if found.name == "text" and not isinstance(shape, Text):
+            raise DataError(
+                f"{path} holds no conversations, but data.chat is set. Give files of {' '.join(RECORD_FORMATS)}, or "
+                "set data.format."
+            )
+
+        # A .json file among texts may be one of them.
+        yield Source(path, found, shape, found.name == "json" and config.format == "auto" and not holds_records)
+
+
+def _begins_with_record(text: str, shape: Shape) -> bool:
+    """Return whether JSON begins with an object that holds a text or a conversation as records do."""
+    start = text.lstrip().removeprefix("[").lstrip()
+    try:
+        record, _ = json.JSONDecoder().raw_decode(start) if start.startswith("{") else (None, 0)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(record, dict):
+        return False
+    key = shape.key if isinstance(shape, Text) else None
+    return (
+        isinstance(record.get(key), str)
+        or any(isinstance(record.get(name), list) for name in (CHAT_KEYS["messages"], CHAT_KEYS["sharegpt"]))
+        or record.keys() >= {CHAT_KEYS["alpaca"], "output"}
+        or record.keys() >= PAIR
+    )
+
+
+def _expand(entry: str, suffixes: tuple[str, ...], say: Say) -> list[Path]:
+    """Return the files that a path, folder or glob stands for, sorted by path: a folder's own order is any."""
+    path = Path(entry).expanduser()
+    try:
+        if entry == PYTHON_STDLIB:
+            found = list(_stdlib_files())
+        elif path.is_dir():
+            if (saved := saved_files(path)) is not None:
+                return saved
+            found = _in_folder(path, suffixes, say)
+        elif path.exists() or path.is_symlink():
+            found = [path]
+        else:
+            found = _matches(path, say)
+    except OSError as error:
+        raise DataError(f"data.files: cannot read {entry}: {error.strerror}.") from error
+    except (ValueError, NotImplementedError) as error:
+        raise DataError(f"data.files: {entry!r} is neither a path nor a pattern: {error}.") from error
+
+    if not found:
+        what = f"holds no file in {' '.join(suffixes)}" if path.is_dir() else "matches no file or folder"
+        raise DataError(f"data.files: {entry} {what}.")
+    return sorted(found, key=lambda file: file.as_posix())
+
+
+def _in_folder(folder: Path, suffixes: tuple[str, ...], say: Say) -> list[Path]:
+    """Return the files of a folder and those below it whose suffixes are asked for, but for hidden ones."""
+    found = list[Path]()
+    hidden = list[Path]()
+    others = list[Path]()
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for at, subfolders, names in os.walk(folder, onerror=refuse):
+        below = Path(at)
+        hidden += [below / name for name in (*subfolders, *names) if name.startswith(".")]
+        linked = [below / name for name in subfolders if (below / name).is_symlink() and not name.startswith(".")]
+        if linked:
+            say(f"{folder}: links to folders are not followed: {_some(linked)}")
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for path in (below / name for name in names if not name.startswith(".")):
+            (found if _suffix_of(path) in suffixes else others).append(path)
+
+    if hidden:
+        say(f"{folder}: hidden files and folders are passed over, {len(hidden)} in all: {_some(hidden)}")
+    if others and found:
+        say(
+            f"{folder}: {len(others)} files whose suffixes are not in data.suffixes are passed over: "
+            f"{', '.join(sorted({path.suffix or path.name for path in others})[:8])}"
+        )
+    return found
+
+
+def _suffix_of(path: Path) -> str:
+    """Return the suffix of a file in a folder, in small letters and without that of a compression."""
+    try:
+        return format_of(path).suffix
+    except DataError:  # an archive, or a table in a compressed file: not one of the texts
+        return path.suffix.lower()
+
+
+def _matches(pattern: Path, say: Say) -> list[Path]:
+    """Return the files that a glob matches; hidden ones only if the pattern names a hidden file or folder."""
+    # pathlib takes no absolute pattern, so it is taken relative to its root.
+    matches = list(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
+    folders = [path for path in matches if path.is_dir()]
+    files = [path for path in matches if not path.is_dir()]
+    is_open = not any(_is_hidden(part) for part in pattern.parts)
+    hidden = [path for path in files if is_open and any(map(_is_hidden, path.parts))]
+    if hidden:
+        say(f"{pattern}: hidden files are passed over, {len(hidden)} in all: {_some(hidden)}")
+    if folders and "**" not in pattern.parts:
+        say(f"{pattern} matches folders, which are passed over (name them without a pattern): {_some(folders)}")
+    return [path for path in files if path not in set(hidden)]
+
+
+def _is_hidden(name: str) -> bool:
+    """Return whether a file or folder of this name is hidden."""
+    return name.startswith(".") and name not in (".", "..")
+
+
+def _some(paths: Iterable[Path]) -> str:
+    """Return the first of some paths for a remark."""
+    names = sorted(map(str, paths))
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _stdlib_files() -> Iterator[Path]:
+    """Yield the standard library's own source files; skipped folders, some of them huge, are not walked."""
+    for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
