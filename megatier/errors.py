@@ -76,6 +76,14 @@ class SpanError(MegatierError, ValueError):
         )
 
 
+class AddressError(MegatierError, ValueError):
+    """A tensor is not what native code takes, which would read or overwrite other bytes than it holds."""
+
+    def __init__(self, found: str, wanted: str) -> None:
+        """Say what the tensor is, and what the code takes."""
+        super().__init__(f"native code was to be given a tensor that {found}, and takes {wanted}.")
+
+
 class ClosedError(MegatierError, RuntimeError):
     """A store was used after it was closed."""
 

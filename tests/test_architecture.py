@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -10,6 +11,21 @@ from pathlib import Path
 
 import pytest
 
+FACTORIES = re.compile(
+    "arange|as_tensor|asarray|empty|empty_permuted|empty_strided|eye|full|linspace|logspace|normal|ones|rand|randint|"
+    "randn|randperm|range|scalar_tensor|tensor|tril_indices|triu_indices|zeros"
+)
+"""Functions of torch that take the default dtype, the default device or both where nobody names another one."""
+POINTERS = {
+    "address.py": 1,  # of native code
+    "engine/activation.py": 4,  # whether one tensor lies in another
+    "engine/node.py": 1,  # a key
+    "numerics/optimizer.py": 2,  # whether two tensors begin alike
+    "ranks/pulls.py": 2,  # how far one tensor lies in another
+    "ranks/shared_ram.py": 3,  # page-locking, which takes bytes whatever they are
+    "store/arena.py": 1,  # page-locking, and the drive probes' own arithmetic
+}
+"""Where `data_ptr` is called, and how often."""
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatier"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -94,7 +110,7 @@ def test_results_of_compute_are_read_past_no_copy_that_leaves() -> None:
     found = [line.strip() for line in lines if pattern.search(line) and "on_host(" not in line]
 
     # A number that was made on the host.
-    assert found == ["rounded = torch.tensor(share, dtype=torch.float32).item()"]
+    assert found == ['rounded = torch.tensor(share, dtype=torch.float32, device="cpu").item()']
 
 
 def test_generators_are_seeded_where_their_owner_is_known() -> None:
@@ -135,3 +151,23 @@ def test_imports_point_one_way() -> None:
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
+
+
+def test_tensors_are_made_with_the_dtype_and_the_device_that_their_maker_names() -> None:
+    """A user may have set other defaults, and C code takes tensors for what their maker meant."""
+    found = [
+        f"{path.relative_to(PACKAGE)}:{call.lineno} {ast.unparse(call)}"
+        for path in FILES
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and (keywords := {each.arg for each in call.keywords}) is not None
+        # The function itself, or what calls it later: partial(torch.zeros, ...).
+        for made in (call.func, *call.args)
+        if isinstance(made, ast.Attribute) and ast.unparse(made.value) == "torch" and FACTORIES.fullmatch(made.attr)
+        if not {"dtype", "device"} <= keywords
+    ]
+    assert found == []
+
+
+def test_addresses_of_tensors_leave_for_native_code_in_one_place() -> None:
+    counts = {str(path.relative_to(PACKAGE)): path.read_text().count(".data_ptr()") for path in FILES}
+    assert {name: count for name, count in counts.items() if count} == POINTERS

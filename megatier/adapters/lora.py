@@ -108,7 +108,7 @@ def adapter_config(model: PreTrainedModel) -> Any | None:  # noqa: ANN401 - PEFT
 def stored_names(model: PreTrainedModel) -> dict[str, str]:
     """Return the parameters of a model's adapters, by the names that PEFT gives them in a folder."""
     # PEFT picks and renames tensors by their names alone, so a stand-in without bytes for each will do.
-    standing = {name: torch.empty(0) for name, _ in model.named_parameters()}
+    standing = {name: torch.empty(0, dtype=torch.float32, device="cpu") for name, _ in model.named_parameters()}
     name_of = {id(tensor): name for name, tensor in standing.items()}
     stored = load_peft().get_peft_model_state_dict(
         model, state_dict=standing, adapter_name=ADAPTER, save_embedding_layers=False

@@ -56,7 +56,7 @@ class MergedWeights:
         Raises:
             CheckpointError, TransferError: base or adapters cannot be read.
         """
-        values = torch.zeros(stop - start)
+        values = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         for tensor in unit.layout.tensors:
             lower = max(start, tensor.start)
             upper = min(stop, tensor.stop)
@@ -99,7 +99,7 @@ class MergedWeights:
 
     def _of_base(self, unit: Unit, name: str, shape: tuple[int, ...], first: int, last: int) -> Tensor:
         """Return elements [first, last) of a parameter as the base has it."""
-        values = torch.empty(last - first)
+        values = torch.empty(last - first, dtype=torch.float32, device="cpu")
         run = TensorSlice(name, (last - first,), 0, whole=shape, offset=first)
         for start, piece in self._base.read(unit, replace(unit.layout, tensors=(run,))):
             values[start : start + piece.numel()] = piece

@@ -269,7 +269,9 @@ def _nf4(tensor: StoredTensor, stored: Mapping[str, StoredTensor]) -> StoredMatr
     wrong += [name for name, part in wanted.items() if name in parts and parts[name].num_bytes != part.num_bytes]
     if wrong:
         raise _refused(tensor, f"is NF4 of shape {scheme.shape}, and does not fit its part {wrong[0]}")
-    return StoredMatrix(scheme, {**parts, **({OFFSET: torch.tensor([offset])} if nested else {})})
+    return StoredMatrix(
+        scheme, {**parts, **({OFFSET: torch.tensor([offset], dtype=torch.float32, device="cpu")} if nested else {})}
+    )
 
 
 def _is_of_activations(name: str) -> bool:
@@ -297,7 +299,7 @@ def _read(stored: StoredTensor | Tensor, start: int, stop: int) -> Tensor:
     Raises:
         TransferError: the file has become shorter or unreadable meanwhile.
     """
-    raw = torch.zeros(stop - start, dtype=torch.uint8)
+    raw = torch.zeros(stop - start, dtype=torch.uint8, device="cpu")
     if isinstance(stored, Tensor):
         found = stored.view(torch.uint8)[start:stop]
         raw[: found.numel()] = found

@@ -159,7 +159,11 @@ class StoredAdapter:
             raw = bytearray(file.read(stored.num_bytes))
         if len(raw) < stored.num_bytes:
             raise TransferError("reading weights", "disk", str(stored.path), stored.offset, 0)
-        return torch.frombuffer(raw, dtype=DTYPES[stored.dtype]).float() if raw else torch.empty(0)
+        return (
+            torch.frombuffer(raw, dtype=DTYPES[stored.dtype]).float()
+            if raw
+            else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
 
 
 def noted_base(folder: Path) -> dict[str, str] | None:

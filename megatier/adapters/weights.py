@@ -130,7 +130,7 @@ class AdaptedWeights:
         """Return the lengths of the rows of an adapted weight: its adapter adds nothing to them at first."""
         stored = f"{module}.base_layer.weight"
         shape = self._shapes[stored]
-        weight = torch.empty(math.prod(shape))
+        weight = torch.empty(math.prod(shape), dtype=torch.float32, device="cpu")
         for start, values in self._read_base(unit, TensorSlice(base_name(stored), shape, 0)):
             weight[start : start + values.numel()] = values
 
@@ -173,5 +173,7 @@ def _draw(parts: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         shapes = [parts[part] for part in ("lora_A", "lora_B")]
         into, out = (nn.Linear(columns, rows, bias=False).weight.detach() for rows, columns in shapes)
         return {"lora_A": nn.init.kaiming_uniform_(into, a=math.sqrt(5)), "lora_B": out.zero_()}
-    into, out = (torch.randn(parts[part]) for part in ("lora_embedding_A", "lora_embedding_B"))
+    into, out = (
+        torch.randn(parts[part], dtype=torch.float32, device="cpu") for part in ("lora_embedding_A", "lora_embedding_B")
+    )
     return {"lora_embedding_A": into.zero_(), "lora_embedding_B": nn.init.normal_(out)}

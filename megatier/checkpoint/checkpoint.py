@@ -299,7 +299,7 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
 
         def read(unit: Unit, start: int, stop: int) -> Tensor:
             # Between tensors of a layout there is padding, which no array holds.
-            values = torch.zeros(stop - start)
+            values = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
             for tensor in unit.layout.tensors:
                 lower = max(start, tensor.start)
                 upper = min(stop, tensor.stop)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatier import _native
+from megatier.address import address_of
 from megatier.checkpoint.grid import ArrayChunk, StoredArray
 from megatier.drives.io_engine import QUEUE_DEPTH_MAX, REQUEST_BYTES
 from megatier.errors import DamagedCheckpointError, TransferError
@@ -71,7 +72,8 @@ class Staged:
 
     def computed_crc(self) -> int:
         """Return the CRC32C of the file's bytes before its checksum."""
-        return _native.crc32c(self.buffer.data_ptr(), self.num_bytes - CRC_BYTES)
+        size = self.num_bytes - CRC_BYTES
+        return _native.crc32c(address_of(self.buffer, torch.uint8, size), size)
 
     def stored_crc(self) -> int:
         """Return the checksum that lies in the file, little endian."""
@@ -134,7 +136,7 @@ class ChunkFiles:
         staged.num_bytes = 4 * chunk_elements + CRC_BYTES
 
         checksum = staged.computed_crc()
-        staged.crc().copy_(torch.tensor(list(checksum.to_bytes(CRC_BYTES, "little")), dtype=torch.uint8))
+        staged.crc().copy_(torch.tensor(list(checksum.to_bytes(CRC_BYTES, "little")), dtype=torch.uint8, device="cpu"))
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             staged.files.append(_create(path))
@@ -143,7 +145,8 @@ class ChunkFiles:
 
         # O_DIRECT takes whole pages alone, so the last one is written whole. `_finish_write` cuts the file.
         self._flying.append(staged)
-        self._submit(staged, [(staged.files[0], 0, staged.buffer.data_ptr(), round_up(staged.num_bytes))], write=True)
+        size = round_up(staged.num_bytes)
+        self._submit(staged, [(staged.files[0], 0, address_of(staged.buffer, torch.uint8, size), size)], write=True)
         return checksum
 
     def flush(self) -> None:
@@ -252,7 +255,7 @@ class ChunkFiles:
 
         # Whole pages go by O_DIRECT, and the rest through the descriptor that is without it.
         start = staged.num_bytes // PAGE_BYTES * PAGE_BYTES
-        address = staged.buffer.data_ptr()
+        address = address_of(staged.buffer, torch.uint8, staged.num_bytes)
         end = (staged.files[1], start, address + start, staged.num_bytes - start)
         self._submit(staged, [(staged.files[0], 0, address, start), end], write=False)
         return staged

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatier import _native
+from megatier.address import address_of
 from megatier.checkpoint.arrays import ArrayWriter
 from megatier.checkpoint.checkpoint import tensors_of
 from megatier.checkpoint.chunk_owners import ChunkOwners, sizes_of
@@ -114,7 +115,7 @@ class PlaneWriter:
         self._owners = owners
         self._arrays: dict[str, ArrayWriter] = {}
         """The array of each parameter. If a parameter lies in several units, each of them brings its own elements."""
-        self._sent = torch.empty(0)
+        self._sent = torch.empty(0, dtype=torch.float32, device="cpu")
         """The elements that other ranks write of the unit that was copied last: fp32, in the order of these ranks."""
 
     @property
@@ -155,7 +156,7 @@ class PlaneWriter:
         """
         pieces = list(chain.from_iterable(self._owners.sent(unit.name, self._name)))
         sizes = [piece.num_elements for piece in pieces]
-        self._sent = torch.empty(sum(sizes))
+        self._sent = torch.empty(sum(sizes), dtype=torch.float32, device="cpu")
 
         # A rank sends at most one piece of each parameter, the first one (`ChunkOwners`).
         sent = {piece.name: (piece, to) for piece, to in zip(pieces, self._sent.split(sizes), strict=True)}
@@ -180,7 +181,7 @@ class PlaneWriter:
         given = self._owners.sent(unit.name, self._name)
         taken = self._owners.received(unit.name, self._name)
         received = channel.exchange(self._sent, sizes_of(given), sizes_of(taken))
-        self._sent = torch.empty(0)
+        self._sent = torch.empty(0, dtype=torch.float32, device="cpu")
         return received
 
     def take(self, unit: Unit, received: Tensor) -> None:
@@ -278,7 +279,8 @@ def _copy_fp32(planes: Sequence[Tensor], name: str, first: int, target: Tensor) 
     if len(planes) == 2:
         join_master(source, planes[1][first : first + target.numel()], target)
     elif source.dtype is torch.float32:
-        _native.copy(target.data_ptr(), source.data_ptr(), 4 * target.numel())
+        count = target.numel()
+        _native.copy(address_of(target, torch.float32, count), address_of(source, torch.float32, count), 4 * count)
     else:
         # Moments in fewer bits, and frozen weights, which have no remainder.
         widen(Kind.WEIGHT if name == MASTERS else Kind(name), source, target)

@@ -165,7 +165,9 @@ class _Passage:
         """Stand in for the head: give numbers of many sizes, so that a cap of any height shows."""
         generator = torch.Generator().manual_seed(len(self.given))
         shape = (*hidden.shape[:-1], width)
-        logits = torch.randn(shape, generator=generator) * 10 ** (5 * torch.rand(shape, generator=generator) - 2)
+        numbers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        sizes = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+        logits = numbers * 10 ** (5 * sizes - 2)
         self.given.append(logits)
         self.sources.append(logits.clone().requires_grad_())
 
@@ -176,7 +178,7 @@ class _Passage:
         """Stand in for the loss function: note what came. The loss does not depend on it; what the forward adds may."""
         self.arrived.append(logits.detach().clone())
         self.ignored.add(ignore_index)
-        return torch.ones((), requires_grad=True) * 1.0
+        return torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True) * 1.0
 
     def check(self, name: str, loss: object) -> None:
         """Refuse a passage that a fused loss would not see.
@@ -210,8 +212,8 @@ def _ask(model: PreTrainedModel, head: nn.Module, in_features: int, width: int) 
     """Run one forward; returns what the head gave and what reached the loss function, each fp64 [tokens, width]."""
     name = type(model).__name__
     passage = _Passage()
-    ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
-    hidden = torch.empty(ROWS, TOKENS, in_features, device="meta")
+    ids = torch.zeros(ROWS, TOKENS, dtype=torch.long, device="cpu")
+    hidden = torch.empty(ROWS, TOKENS, in_features, dtype=torch.float32, device="meta")
     own_loss = model.loss_function
     loss = None
     model.loss_function = passage.loss

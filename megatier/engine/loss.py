@@ -237,7 +237,7 @@ class StepLoss:
             )
 
         # In fp32, (1 - share) + share is 1: the gradient of the loss function's part is what it was, bit by bit.
-        rounded = torch.tensor(share, dtype=torch.float32).item()
+        rounded = torch.tensor(share, dtype=torch.float32, device="cpu").item()
         return torch.lerp(losses[0][0], total, rounded)
 
 
@@ -269,7 +269,7 @@ def slopes(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) ->
     norms = torch.logsumexp(z, -1, keepdim=True)
     loss = torch.where(counted, (norms - z.gather(1, index))[:, 0], 0.0).sum()
     # A comparison, not a scatter: deterministic, and one pass when compiled.
-    is_target = torch.arange(z.shape[1], device=z.device) == index
+    is_target = torch.arange(z.shape[1], dtype=torch.int64, device=z.device) == index
     slope = torch.exp(z - norms) - is_target.to(z.dtype)
     if cap:
         slope = slope * (1 - (z / cap) ** 2)

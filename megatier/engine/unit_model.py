@@ -111,7 +111,7 @@ class UnitModel:
             dtypes={unit.name: weight_dtype(unit.layout.schema) for unit in units},
             device=options.device,
             slices=options.slices,
-            anchor=torch.zeros((), device=options.device, requires_grad=True),
+            anchor=torch.zeros((), dtype=torch.float32, device=options.device, requires_grad=True),
             compilation=options.compilation,
             tile_tokens=options.tile_tokens,
             keeps_attention=options.keeps_attention,

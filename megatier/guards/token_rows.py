@@ -116,7 +116,7 @@ def _found(run: Callable[..., object], rows: Sequence[Tensor]) -> str | None:
         return "it gives something else than one tensor like its first argument"
 
     count = first.shape[-2]
-    numbers = torch.arange(count, device=first.device)
+    numbers = torch.arange(count, dtype=torch.int64, device=first.device)
     for kept in (0, 1):
         # All others become the token beside the first that stays. A mere exchange would hide means over all tokens.
         is_kept = numbers % 2 == kept

@@ -82,4 +82,4 @@ def _sums(leaves: Sequence[Tensor]) -> Tensor:
         # Words of eight bytes take the fewest operations. A leaf of another length is summed byte by byte.
         words = flat.view(torch.int64 if flat.nbytes % 8 == 0 else torch.uint8)
         sums.append(words.sum(dtype=torch.int64))
-    return torch.stack(sums) if sums else torch.empty(0)
+    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device="cpu")

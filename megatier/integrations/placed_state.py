@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatier import _native
+from megatier.address import address_of
 from megatier.errors import NonFiniteError, OptimizerError
 from megatier.hardware import cores_usable
 from megatier.integrations.chunk_store import ChunkStore
@@ -259,8 +260,8 @@ class PlacedState:
         found = {}
         for index in self.steps:
             parameter = self._parameters[index]
-            found[parameter] = {"step": torch.tensor(0.0)} | {
-                str(kind): torch.empty_strided(parameter.size(), parameter.stride(), dtype=dtype)
+            found[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")} | {
+                str(kind): torch.empty_strided(parameter.size(), parameter.stride(), dtype=dtype, device="cpu")
                 for kind, dtype in self._types(index).items()
             }
         return found
@@ -304,8 +305,10 @@ def _sum_squares(grad: Tensor) -> Tensor:
 
         return kernels.sum_squares(grad)
 
-    sums = torch.empty(-(-grad.numel() // TILE_ELEMENTS), dtype=torch.float64)
-    _native.sum_squares(grad.data_ptr(), grad.numel(), grad.dtype is torch.bfloat16, sums.data_ptr())
+    sums = torch.empty(-(-grad.numel() // TILE_ELEMENTS), dtype=torch.float64, device="cpu")
+    is_bf16 = grad.dtype is torch.bfloat16
+    source = address_of(grad, torch.bfloat16 if is_bf16 else torch.float32, grad.numel())
+    _native.sum_squares(source, grad.numel(), is_bf16, address_of(sums, torch.float64, sums.numel()))
     return sums
 
 

@@ -24,6 +24,7 @@ from megatier.adapters.weights import AdaptedWeights
 from megatier.config.file import check_units
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.config.values import require
+from megatier.defaults import usual_defaults
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.foreign import shown
 from megatier.guards.unbound import check_gradient_hooks
@@ -192,6 +193,7 @@ def read_tiers(given: TiersConfig | Mapping[str, Any] | None) -> TiersConfig:
     return TiersConfig(**given)
 
 
+@usual_defaults()
 def _open(
     model: str | os.PathLike[str] | nn.Module,
     tiers: TiersConfig,

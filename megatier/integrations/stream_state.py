@@ -332,7 +332,7 @@ class StreamedState(ABC):
 
     def _read(self, parts: Sequence[tuple[Unit, TensorSlice]]) -> Tensor:
         """Read a whole parameter, whose parts may lie in several units (experts that were cut)."""
-        found = torch.empty(sum(tensor.num_elements for _, tensor in parts))
+        found = torch.empty(sum(tensor.num_elements for _, tensor in parts), dtype=torch.float32, device="cpu")
         first = 0
         for unit, tensor in parts:
             for start, stop in chunks(tensor.num_elements):

@@ -343,7 +343,8 @@ class Streamed(StreamedState):
                     "the last forward has had no backward, and ranks take one forward for each. Call loss.backward() "
                     "before the next forward, or drop the step with abandon()."
                 )
-            self._losses.append(torch.tensor(math.nan))  # what the loop makes of several losses, it alone knows
+            # What the loop makes of several losses, it alone knows.
+            self._losses.append(torch.tensor(math.nan, dtype=torch.float32, device="cpu"))
             return self._engine.begin_forward()
 
         # A unit is updated by its gradient of the last group, so the engine has to know which one that is.

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from megatier import _native
+from megatier.address import address_of
 from megatier.config.values import MountBudget
 from megatier.drives.blockfile import BlockFiles, FileBatch, IoOptions
 from megatier.drives.extent import STRIPE_BYTES
@@ -282,7 +283,7 @@ class BlockTraffic:
         key = f"block {index}"
         extent = self._extents[index]
         size = self._block_bytes
-        address = view.data_ptr()
+        address = address_of(view, torch.uint8, size)
         if not write:
             return self._files.read(key, extent, 0, size, address)
 

@@ -119,7 +119,7 @@ def _probe_way(
     if device == "cuda":
         memory = ranks.memory(num_bytes, bay, prefers=prefers)
     else:
-        memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         ranks.share_ram(bay)
     own, whole = memory[:own_bytes], memory[own_bytes:]
     received = torch.empty_like(whole)

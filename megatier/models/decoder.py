@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from megatier.defaults import usual_defaults
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
 from megatier.guards.token_rows import names_of_rows
@@ -83,6 +84,7 @@ Binding = tuple[dict[str, Tensor | None], str, TensorSlice]
 layout."""
 
 
+@usual_defaults()
 def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     """Build the model of a config, whose parameters are fp32 on meta and whose buffers are real, on the CPU.
 

@@ -95,7 +95,7 @@ class Initialiser:
         """Return the value that the model's constructor gave a parameter, else NaN, which shows if nothing sets it."""
         # A part of a parameter, such as some of its experts, has no value from a constructor.
         value = constructed_value(self._model.get_parameter(name))
-        initial = torch.full(shape, math.nan)
+        initial = torch.full(shape, math.nan, dtype=torch.float32, device="cpu")
         return initial if value is None or value.shape != shape else initial.copy_(value)
 
     def _order(self, unit: Unit, modules: Sequence[str]) -> Iterator[str]:

@@ -112,7 +112,7 @@ def is_causal(mask: BlockMask) -> bool:
         return False
 
     # Queries of a block see their own block in part, and wholly all before it. Keys are seen wholly by all after it.
-    order = torch.arange(queries // block, device=mask.kv_num_blocks.device)
+    order = torch.arange(queries // block, dtype=torch.int64, device=mask.kv_num_blocks.device)
     one, none = torch.ones_like(order), torch.zeros_like(order)
     return (
         _are_blocks(mask.kv_num_blocks, mask.kv_indices, order, one)
@@ -127,13 +127,13 @@ def _are_blocks(counts: Tensor | None, indices: Tensor | None, first: Tensor, nu
     """Whether each list holds so many blocks, one after the other, from the first one on."""
     if counts is None or indices is None or not torch.equal(counts[0, 0].long(), number):
         return False
-    order = torch.arange(len(first), device=first.device)
+    order = torch.arange(len(first), dtype=torch.int64, device=first.device)
     return bool(((indices == first[:, None] + order) | (order >= number[:, None])).all())
 
 
 def _is_diagonal_causal(mask: BlockMask, order: Tensor, block: int) -> bool:
     """Whether the blocks on the diagonal are those of causal attention."""
-    within = torch.arange(block, device=order.device)
+    within = torch.arange(block, dtype=torch.int64, device=order.device)
     zero = within.new_zeros(())
 
     def sees(number: Tensor, query: Tensor, key: Tensor) -> Tensor:

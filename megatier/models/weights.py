@@ -120,8 +120,8 @@ class SafetensorsFolder:
         # As large as the largest piece, and no larger: a tiny tensor needs no buffer of megabytes.
         most = min(CHUNK_ELEMENTS, max((run.num_elements for run in runs), default=0))
         widest = max((DTYPES[self._stored[run.name].dtype].itemsize for run in runs), default=0)
-        raw = torch.empty(most * widest, dtype=torch.uint8)
-        values = torch.empty(most, dtype=wanted)
+        raw = torch.empty(most * widest, dtype=torch.uint8, device="cpu")
+        values = torch.empty(most, dtype=wanted, device="cpu")
 
         for run in runs:
             if run.name in self._decoding:
@@ -138,7 +138,7 @@ class SafetensorsFolder:
                 file.seek(stored.offset + run.start * dtype.itemsize)
                 if run.num_columns:
                     # Columns lie across the whole matrix, so it has to be read before its first column is known.
-                    matrix = torch.empty(run.num_elements * dtype.itemsize, dtype=torch.uint8)
+                    matrix = torch.empty(run.num_elements * dtype.itemsize, dtype=torch.uint8, device="cpu")
                     read_exactly(file, matrix, stored)
                     yield from by_columns(matrix.view(dtype), run.num_columns).to(wanted).split(CHUNK_ELEMENTS)
                     continue

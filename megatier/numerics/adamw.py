@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatier import _native
+from megatier.address import address_of
 from megatier.numerics.seeds import rounding_key
 from megatier.state import StateSchema
 from megatier.tier import Kind
@@ -22,6 +23,8 @@ QUEUED_A_THREAD = 16
 """The most requests that wait for each thread of AdamW. With so many no thread runs dry, and a chunk from NVMe does not
 wait for a whole unit."""
 
+MOMENTS = {2: torch.bfloat16, 1: torch.uint8}
+"""The dtype of moments that are rounded, by the bytes of one."""
 Planes = Mapping[Kind, Tensor]
 """The plane of each kind of state."""
 Rounding = tuple[int, int, int]
@@ -117,17 +120,22 @@ def begin_adamw(
         kernels.adamw((planes[Kind.WEIGHT], remainder, *moments, grad), segments, scalars, rounding)
         return None
 
-    sources = _addresses({**planes, **before})
-    targets = (*_addresses(planes), grad.data_ptr())
+    # The last segment ends where the planes do.
+    count = segments[-1][1]
+    moment = torch.float32 if rounding is None else MOMENTS[rounding[0]]
+    sources = _addresses({**planes, **before}, count, moment)
+    weight = torch.float32 if remainder is None else torch.bfloat16
+    targets = (*_addresses(planes, count, moment), address_of(grad, weight, count))
     return pool.submit_adamw(targets, remainder is not None, segments, scalars, before=sources, rounding=rounding)
 
 
-def _addresses(planes: Planes) -> tuple[int, int, int, int]:
-    """The addresses that the C code takes, 0 for a plane that there is not."""
+def _addresses(planes: Planes, count: int, moments: torch.dtype) -> tuple[int, int, int, int]:
+    """The addresses that the C code takes of so many elements, 0 for a plane that there is not."""
     first = Kind.EXP_AVG if Kind.EXP_AVG in planes else Kind.MOMENTUM
+    weights = torch.bfloat16 if Kind.REMAINDER in planes else torch.float32
+    kinds = {Kind.WEIGHT: weights, Kind.REMAINDER: torch.int16, first: moments, Kind.EXP_AVG_SQ: moments}
     weight, remainder, moment, second = (
-        planes[kind].data_ptr() if kind in planes else 0
-        for kind in (Kind.WEIGHT, Kind.REMAINDER, first, Kind.EXP_AVG_SQ)
+        address_of(planes[kind], dtype, count) if kind in planes else 0 for kind, dtype in kinds.items()
     )
     return weight, remainder, moment, second
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatier import _native
+from megatier.address import address_of
 from megatier.state import StateSchema
 from megatier.tier import Kind
 
@@ -38,7 +39,9 @@ def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
         remainder.copy_(planes[1])
         return
 
-    _native.split(master.data_ptr(), weight.data_ptr(), remainder.data_ptr(), master.numel())
+    count = master.numel()
+    source = address_of(master, torch.float32, count)
+    _native.split(source, *_addresses(weight, remainder, count), count)
 
 
 def split_by_torch(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
@@ -68,7 +71,13 @@ def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
         bits = weight.view(torch.int16).int().bitwise_left_shift_(16).add_(remainder)
         master.copy_(bits.view(torch.float32))
         return
-    _native.join(weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), weight.numel())
+    count = weight.numel()
+    _native.join(*_addresses(weight, remainder, count), address_of(master, torch.float32, count), count)
+
+
+def _addresses(weight: Tensor, remainder: Tensor, count: int) -> tuple[int, int]:
+    """The addresses of the two planes of a master."""
+    return address_of(weight, torch.bfloat16, count), address_of(remainder, torch.int16, count)
 
 
 CUT_BITS = 21

@@ -136,7 +136,7 @@ def update_matrix(matrix: Matrix, planes: Planes, grad: Tensor, scalars: Scalars
 
     master = weight
     if is_split:
-        master = torch.empty(weight.numel(), device=weight.device)
+        master = torch.empty(weight.numel(), dtype=torch.float32, device=weight.device)
         join_master(weight, planes[Kind.REMAINDER].view(torch.int16)[run], master)
 
     rate = scalars.learning_rate * (RMS * math.sqrt(max(matrix.shape[-2:])))

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from megatier import _native
+from megatier.address import address_of
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
 from megatier.numerics.adamw import (
@@ -161,10 +162,10 @@ class RunOptimizer:
 
         # Put together on the GPU first, since each read of it makes the host wait.
         found = [on_host(torch.cat(parts)) for parts in by_device if parts]
-        sums = torch.cat([torch.empty(0, dtype=torch.float64), *found])
+        sums = torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *found])
         if self._ranks is not None:
             sums = self._ranks.total(sums)
-        return math.sqrt(_native.sum_exactly(sums.data_ptr(), sums.numel()))
+        return math.sqrt(_native.sum_exactly(address_of(sums, torch.float64, sums.numel()), sums.numel()))
 
     def first_non_finite(self) -> str | None:
         """A parameter whose measured gradient is not finite, of the first such unit that the backward came to.
@@ -205,15 +206,16 @@ class RunOptimizer:
             self._sums[unit] = [sum_squares(grad[t.start : t.stop], t.start - origin) for t, origin in tensors]
             return
 
-        sums = torch.empty(sum(_num_tiles(*tensor) for tensor in tensors), dtype=torch.float64)
+        sums = torch.empty(sum(_num_tiles(*tensor) for tensor in tensors), dtype=torch.float64, device="cpu")
         pieces: list[tuple[int, int, bool, int]] = []
         done = 0
+        dtype = torch.bfloat16 if grad.dtype is torch.bfloat16 else torch.float32
+        source = address_of(grad, dtype, max((tensor.stop for tensor, _ in tensors), default=0))
+        target = address_of(sums, torch.float64, sums.numel())
 
         for start, stop in (piece for tensor in tensors for piece in _pieces(*tensor)):
-            source = grad.data_ptr() + start * grad.element_size()
-            pieces.append(
-                (source, stop - start, grad.dtype is torch.bfloat16, sums.data_ptr() + done * sums.element_size())
-            )
+            place = source + start * dtype.itemsize
+            pieces.append((place, stop - start, dtype is torch.bfloat16, target + done * sums.element_size()))
             done += -(-(stop - start) // TILE_ELEMENTS)
 
         self._at_once(_native.sum_squares, pieces, (grad, sums))
@@ -237,8 +239,8 @@ class RunOptimizer:
         """
         count = self.layouts[unit].num_elements
         runs = [(start, min(PIECE_ELEMENTS, count - start)) for start in range(0, count, PIECE_ELEMENTS)]
-        source = part.data_ptr()
-        target = total.data_ptr()
+        source = address_of(part, torch.float32, count)
+        target = address_of(total, torch.float32, count)
         sums = [(target + 4 * start, source + 4 * start, size, group == 0) for start, size in runs]
         self._at_once(_native.accumulate, sums, (total, part))
         if group < self._groups - 1:

@@ -195,7 +195,7 @@ class QuantisedLinear(nn.Linear):
         for name, part in scheme.parts.items():
             rows = scheme.shape[0] if name == CODES and part.num_bytes % (scheme.shape[0] * item) == 0 else 1
             shape = (rows, -(-part.num_bytes // (rows * item))) if name == CODES else (-(-part.num_bytes // item),)
-            carrier = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+            carrier = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"), requires_grad=False)
             setattr(carrier, STANDS_FOR, math.prod(scheme.shape) // math.prod(shape) if name == CODES else 0)
             self.register_parameter(name, carrier)
         self.register_parameter("bias", plain.bias)

@@ -27,6 +27,6 @@ def warm() -> None:
     Call it before anything that computes. Later calls in the same process return at once.
     """
     for dtype in (torch.float32, torch.float64):
-        element = torch.full((1,), 0.5, dtype=dtype)
+        element = torch.full((1,), 0.5, dtype=dtype, device="cpu")
         for name in FUNCTIONS:
             getattr(torch, name)(element)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from megatier.address import address_of
 from megatier.play.gate import Gate
 from megatier.play.generations import Generation, Generations
 from megatier.play.grad_blocks import GradBlocks, grad_key
@@ -60,7 +61,8 @@ class StateRun:
             extent = self.store.extents.get(key)
             if extent is not None and span[0] >= extent.own_bytes:
                 assert self.store.files is not None
-                self.store.files.note(extent, *span, self.planes[kind].data_ptr())
+                address = address_of(self.planes[kind], torch.uint8, span[1] - span[0])
+                self.store.files.note(extent, *span, address)
                 continue
             self.store.mark_dirty(key, self.tier, span)
             if home is Tier.NVME or (home is not self.tier and kind is Kind.WEIGHT):

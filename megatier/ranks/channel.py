@@ -53,7 +53,7 @@ class Channel:
             PeerError: a rank has failed; so do all that call this.
         """
         own = torch.frombuffer(bytearray(pickle.dumps(record)), dtype=torch.uint8)
-        sizes = self._collect(torch.tensor([own.numel()])).tolist()
+        sizes = self._collect(torch.tensor([own.numel()], dtype=torch.int64, device="cpu")).tolist()
         padded = torch.nn.functional.pad(own, (0, max(sizes) - own.numel()))
         rows = self._collect(padded).view(self.size, -1)
         records = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
@@ -127,7 +127,7 @@ class Channel:
         import torch.distributed as dist
 
         self._peers.check()
-        received = torch.empty(sum(taken))
+        received = torch.empty(sum(taken), dtype=torch.float32, device="cpu")
         work = dist.all_to_all_single(received, sent, list(taken), list(given), group=self._group, async_op=True)
         self.finish(work, self._peers.check)
         return received

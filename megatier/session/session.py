@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.defaults import usual_defaults
 from megatier.drives.blockfile import IoOptions
 from megatier.drives.mounts import budget_bytes
 from megatier.engine.step import Engine
@@ -74,6 +75,7 @@ class Session:
         rates: the rates of the mounts, if they were measured on this machine.
     """
 
+    @usual_defaults()
     def __init__(
         self,
         model: PreTrainedModel,
@@ -206,6 +208,7 @@ class Session:
         self.engine = Engine(self.model, work.units, self.player, self.optimizer, options, self.ranks)
         opened.callback(self.engine.close)
 
+    @usual_defaults()
     def load(self, source: WeightReader, progress: Callable[[Unit], None] = lambda _: None) -> None:
         """Fill the master weights of all units, piece by piece. Moments are zero already.
 
@@ -243,7 +246,7 @@ class Session:
         schema = unit.layout.schema
 
         # One buffer for all runs, so that no unit lies in fp32 as a whole.
-        buffer = torch.empty(max(stop - start for start, stop in runs))
+        buffer = torch.empty(max(stop - start for start, stop in runs), dtype=torch.float32, device="cpu")
 
         for elements in runs:
             is_frozen = elements[0] >= unit.layout.num_trained
@@ -303,7 +306,7 @@ class Session:
         Only weights have frozen elements.
         """
         dtype = plane_dtype(unit.layout.schema, kind)
-        result = torch.empty(stop - start, dtype=dtype)
+        result = torch.empty(stop - start, dtype=dtype, device="cpu")
 
         for (first, last), _ in self.blocks.runs(unit.name):
             lower = max(first, start)

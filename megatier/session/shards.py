@@ -49,7 +49,7 @@ class WholeMasters:
 
     def share(self, unit: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a unit's masters to every rank. All of them call it alike."""
-        whole = torch.empty(stop - start)
+        whole = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         for first, values in self._pieces(unit, start, stop):
             whole[first - start : first - start + values.numel()] = values
         return whole

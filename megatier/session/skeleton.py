@@ -17,6 +17,7 @@ from megatier.adapters.quantised import is_quantised, open_quantised
 from megatier.adapters.stored import StoredAdapter
 from megatier.adapters.weights import AdaptedWeights
 from megatier.config.schema import ModelConfig, RunConfig
+from megatier.defaults import usual_defaults
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, reason_of, shown
 from megatier.models.decoder import build_skeleton, is_classifier
@@ -31,6 +32,7 @@ NAME_CHARACTERS_MAX = 100
 """Characters of a name that are compared. A longer name resembles none, and comparing it would take long."""
 
 
+@usual_defaults()
 def skeleton_of(config: ModelConfig) -> PreTrainedModel:
     """Return the model without its weights.
 
@@ -45,6 +47,7 @@ def skeleton_of(config: ModelConfig) -> PreTrainedModel:
     return _adapted(plain, config)
 
 
+@usual_defaults()
 def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
     """Return the skeleton of a run's model, with its buffers and generation settings, and the reader of its weights.
 
@@ -69,6 +72,7 @@ def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
     return model, AdaptedWeights(reader, model, seed, StoredAdapter(adapter, model, stored_names(model)))
 
 
+@usual_defaults()
 def open_base(config: ModelConfig, seed: int, *, decodes: bool = False) -> tuple[PreTrainedModel, WeightReader]:
     """Return the skeleton of a model without its adapters, and the reader of its weights.
 

@@ -23,7 +23,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from megatier import _native
+from megatier.address import fill_bytes
 from megatier.errors import CapacityError
 from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, round_up
@@ -126,7 +126,7 @@ class Arena:
         # A thread touches cold memory of a virtual machine at 0.5 GB/s, so several threads do it.
         pieces = used.split(POPULATE_BYTES)
         with closing(Workers(len(os.sched_getaffinity(0)), "megatier-arena")) as workers:
-            workers.map(lambda piece: _native.fill(piece.data_ptr(), 0, piece.numel()), pieces)
+            workers.map(lambda piece: fill_bytes(piece, 0), pieces)
         return used
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:

@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
 from megatier import _native
+from megatier.address import fill_bytes
 from megatier.errors import CapacityError, DirtyBlockError, LeaseHeldError, StepAbandonedError
 from megatier.store.arena import Slot, SlotPool
 from megatier.store.lanes import Lanes
@@ -280,10 +282,8 @@ class Copies:
         # If RAM stands for the GPU, the slot is overwritten, so that a view that outlives its lease is noticed.
         if copy.tier is Tier.GPU and self._lanes.clock is None:
             view = self.view(copy, copy.span)
-            poison = self._lanes.submit(
-                "ram_to_gpu", "poison", 0, lambda: _native.fill(view.data_ptr(), POISON, view.numel()), behind=pending
-            )
-            pending = [poison]
+            fill = partial(fill_bytes, view, POISON)
+            pending = [self._lanes.submit("ram_to_gpu", "poison", 0, fill, behind=pending)]
 
         copy.block.copies.remove(copy)
         del self._slotted[copy]

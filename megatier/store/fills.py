@@ -15,6 +15,9 @@ Every method is called with the lock of `Copies` held; `bring` lets go of it whi
 
 from __future__ import annotations
 
+import torch
+
+from megatier.address import address_of
 from megatier.drives.blockfile import BlockFiles
 from megatier.drives.gds import GpuReader
 from megatier.errors import BlockNotFoundError
@@ -89,7 +92,7 @@ class Fills:
         # No write has to come before this read: `place` gives no second slot for bytes that are still being written
         # (rule 3 of `copies`). The last page of a block is moved whole. A slot has room for it, because its size is in
         # whole pages.
-        address = self._copies.view(copy, span).data_ptr()
+        address = address_of(self._copies.view(copy, span), torch.uint8, span[1] - span[0])
         stop = extent.padded(span[1])
         transfer = self._lanes.submit(
             "nvme_to_ram",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatier import _native
+from megatier.address import address_of
 from megatier.store.queue import Queue
 from megatier.store.stream_clock import StreamClock
 from megatier.store.transfer import Completion, Transfer, mark
@@ -140,7 +141,8 @@ class Lanes:
     def _copy(self, queue: str, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy uint8 [n] on a lane, and tell torch's allocator nothing."""
         if self.clock is None:
-            _native.copy(target.data_ptr(), source.data_ptr(), source.numel())
+            size = source.numel()
+            _native.copy(address_of(target, torch.uint8, size), address_of(source, torch.uint8, size), size)
             return
 
         # The piece before is over on the device before the next one is enqueued, so that the lanes of one direction

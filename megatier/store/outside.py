@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from megatier.address import address_of
 from megatier.drives.blockfile import BlockFiles
 from megatier.drives.extent import Extent
 from megatier.errors import SpanError
@@ -116,8 +117,8 @@ class Outside:
         extent = block.extent
         files = self._files
         if extent is not None and files is not None:
-            address = target.data_ptr()
             stop = extent.padded(span[1])
+            address = address_of(target, torch.uint8, stop - span[0])
             return self._lanes.submit("nvme_to_ram", key, 0, lambda: files.read(key, extent, span[0], stop, address))
 
         home = block.find(Tier.GPU, span)
@@ -195,7 +196,7 @@ class Outside:
                 outside=part,
                 passing=inside[: part.numel()],
                 slot=slot,
-                address=inside.data_ptr(),
+                address=address_of(inside, torch.uint8, stop - first),
                 span=(first, stop),
             )
 

@@ -13,6 +13,9 @@ Every method is called with the lock of `Copies` held; `begin` lets go of it whi
 
 from __future__ import annotations
 
+import torch
+
+from megatier.address import address_of
 from megatier.drives.blockfile import BlockFiles
 from megatier.store.copies import Copies
 from megatier.store.lanes import Lanes, queue_to_ram
@@ -71,7 +74,7 @@ class WriteBacks:
         assert files is not None
         assert extent is not None
         key = copy.block.spec.key
-        address = self._copies.view(copy, span).data_ptr()
+        address = address_of(self._copies.view(copy, span), torch.uint8, span[1] - span[0])
         stop = extent.padded(span[1])
         return self._lanes.submit(
             "ram_to_nvme",

@@ -216,7 +216,9 @@ def _run(
         session.load(Initialiser(model, seed=0))
         for step in range(1, STEPS + 1):
             generator = torch.Generator().manual_seed(step)
-            tokens = torch.randint(0, 512, (SEQUENCES * groups, SEQUENCE_LENGTH), generator=generator)
+            tokens = torch.randint(
+                0, 512, (SEQUENCES * groups, SEQUENCE_LENGTH), generator=generator, dtype=torch.int64, device="cpu"
+            )
             batches = [{"input_ids": part, "labels": part} for part in tokens.chunk(groups)]
             result = session.engine.train_step(step, 1e-3, batches)
 
