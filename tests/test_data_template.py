@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,7 @@ def test_load_tokenizer_takes_a_chat_template_from_a_file(tmp_path: Path) -> Non
         load(tmp_path / "none.jinja")
 
 
+@pytest.mark.filterwarnings("ignore:the chat template learns nothing behind an answer")
 def test_tokenise_chats_a_refused_conversation_is_left_out_if_told_so() -> None:
     strict = "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}" + MARKED
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "one"}]
@@ -182,3 +184,24 @@ def test_tokenise_chats_without_a_template_leaves_nothing_out() -> None:
     conversations = [Conversation(MESSAGES, None, "here")]
     with pytest.raises(DataError, match="has no chat template"):
         list(tokenise_chats(conversations, with_template(None), BadRecords(skips=True)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_told"),
+    [
+        ("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>", True),
+        ("{% generation %}{{ m.content }}\n{% endgeneration %}<|im_end|>", True),
+        ("{% generation %}{{ m.content }}{% endgeneration %}", True),
+        ("{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}", False),
+        ("{% generation %}{{ m.content }}\n\n{% endgeneration %}", False),
+    ],
+)
+def test_tokenise_chats_of_a_template_whose_turns_end_unlearnt_warns(answer: str, is_told: bool) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()._tokenizer, eos_token="<|im_end|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}" + answer + "{% else %}{{ m.content }}"
+        "<|im_end|>{% endif %}{% endfor %}"
+    )
+    said = pytest.warns(UserWarning, match="does not learn to end a turn") if is_told else contextlib.nullcontext()
+    with said:
+        assert list(tokenise_chats([Conversation(MESSAGES, None, "here")], tokenizer, BadRecords(skips=False)))

@@ -7,6 +7,7 @@ of it lies in such a range.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,11 @@ CharacterRange = tuple[int, int]
 BATCH_CHARACTERS = 1 << 17
 """Characters that are tokenised at once, or a few more: 200 bytes a token lie in RAM meanwhile."""
 
+UNENDED = (
+    "the chat template learns nothing behind an answer of the assistant, so the model does not learn to end a turn. "
+    "Let {% endgeneration %} stand behind the token that ends it (data.chat_template)."
+)
+"""The warning about a template whose turns have no learnt end."""
 REMEDY = "Set data.chat_template to a Jinja file in which {% generation %} and {% endgeneration %} enclose these turns."
 """The remedy in errors about assistant's turns that cannot be told."""
 
@@ -114,6 +120,7 @@ class _Template:
     def __init__(self, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> None:
         self._conversation = conversation
         self._tokens: dict[str, Any] = tokenizer.special_tokens_map
+        self._ends = tuple(tokenizer.all_special_tokens)
         try:
             self._source = tokenizer.get_chat_template(tools=conversation.tools)
         except ValueError as error:
@@ -126,7 +133,25 @@ class _Template:
         messages = self._conversation.messages
         is_marked = "endgeneration" in self._source
         text, ranges = self._render(messages, return_assistant_tokens_mask=is_marked)
-        return text, ranges if is_marked else list(self._turns(text))
+        found = ranges if is_marked else list(self._turns(text))
+        self._check_ends(text, found)
+        return text, found
+
+    def _check_ends(self, text: str, ranges: Sequence[CharacterRange]) -> None:
+        """Warn if what is learnt ends with an answer itself, and not with what the template writes behind it."""
+        answers = [message.get("content") for message in self._conversation.messages if message["role"] == ASSISTANT]
+        if len(answers) != len(ranges):
+            return
+        for (start, stop), answer in zip(ranges, answers, strict=True):
+            if not (isinstance(answer, str) and answer.strip()):
+                continue
+
+            # Blanks end a turn only where no token behind them does.
+            learnt = text[start:stop]
+            is_bare = learnt.endswith((answer, answer.strip()))
+            if is_bare or (learnt.rstrip().endswith(answer.strip()) and text[stop:].lstrip().startswith(self._ends)):
+                # The text is always the same one, so that Python shows it once.
+                warnings.warn(UNENDED, stacklevel=2)
 
     def _turns(self, text: str) -> Iterator[CharacterRange]:
         """Yield the range of each turn of the assistant.

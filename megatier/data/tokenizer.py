@@ -7,6 +7,7 @@ any Hugging Face tokenizer does, and `AutoTokenizer` loads it again.
 from __future__ import annotations
 
 import contextlib
+import string
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -37,6 +38,10 @@ TEXTS = ("chat_template.jinja",)
 """Files of text."""
 SMALL = ("special_tokens_map.json", "chat_template.json", "processor_config.json", "config.json", *TEXTS)
 """Files with settings, not with tables of tokens, which are small."""
+SAMPLE = " ".join(string.printable[:95])
+"""A text of all letters, figures and signs."""
+SAMPLE_TOKENS = 500
+"""Tokens of its own that a tokenizer is tried with besides."""
 REMEDY = "Give data.tokenizer a folder, a hub id or bytes."
 
 BYTE_CHAT_TEMPLATE = """\
@@ -98,15 +103,33 @@ def _load(name: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
         # Damage that no constructor looks at shows here, and not in the middle of the text.
-        tokenizer(["a b"], add_special_tokens=False)
+        is_empty = _is_empty(tokenizer)
         end = tokenizer.eos_token_id
         template = tokenizer.chat_template
 
+    # transformers makes a tokenizer without a vocabulary for some models whose folder has none.
+    if is_empty:
+        raise DataError(
+            f"{what}: it knows {len(tokenizer)} tokens, and makes none of a text but special and unknown ones. {REMEDY}"
+        )
     if end is None:
         raise DataError(f"the tokenizer at {name} has no eos_token, which ends each document; set it in its config.")
     if type(end) is not int or not isinstance(template, str | dict | None):
         raise DataError(f"{what}: eos_token or chat_template is of another kind than text. {REMEDY}")
     return tokenizer
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that say nothing about a text: special ones, and the one for what is unknown."""
+    return [number for number in {*tokenizer.all_special_ids, tokenizer.unk_token_id} if number is not None]
+
+
+def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether nothing of a text survives: neither of all letters, nor of tokens of its own."""
+    empty = special_tokens(tokenizer)
+    own = [number for number in range(min(len(tokenizer), SAMPLE_TOKENS)) if number not in empty]
+    sample = f"{SAMPLE} {tokenizer.decode(own)}"
+    return set(tokenizer([sample], add_special_tokens=False, verbose=False)["input_ids"][0]) <= {*empty}
 
 
 def _folder_of(name: str) -> Path | None:

@@ -1,0 +1,92 @@
+"""The tokens of a long text, piece by piece, as the tokenizer gives them for the whole.
+
+Tokenisers take about 200 bytes of RAM a token, so a long text is not given to them at once. A cut changes the tokens
+around it: a word, a run of blanks, the mark that some tokenizers put before a text. So pieces overlap, and one is left
+for the next where both have had the same tokens for a while. Where they never agree, the piece is made longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+PIECE_CHARACTERS = 1 << 17
+"""Characters that are tokenised at once."""
+OVERLAP_CHARACTERS = 1 << 13
+"""Characters that two pieces share."""
+AGREEING_TOKENS = 64
+"""Tokens in a row that both pieces have where one is left for the other, half of them before that place."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The tokens of some characters of a text."""
+
+    stop: int
+    """The number of the character after the last one."""
+    ids: NDArray[np.int64]
+    """The tokens."""
+    spans: NDArray[np.int64]
+    """The characters [start, stop) of each, counted in the whole text: [tokens, 2]."""
+
+    @staticmethod
+    def of(text: str, start: int, stop: int, tokenizer: PreTrainedTokenizerBase) -> _Piece:
+        """Tokenise characters [start, stop) of a text."""
+        found = tokenizer(text[start:stop], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        spans = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2) + start
+        return _Piece(min(stop, len(text)), np.asarray(found["input_ids"], np.int64), spans)
+
+
+def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray[np.int64]]:
+    """Yield the token ids of a text in pieces that lie end to end.
+
+    A tokenizer that does not say which characters a token has is given the whole text.
+    """
+    if len(text) <= PIECE_CHARACTERS or not tokenizer.is_fast:
+        yield np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
+        return
+
+    start = first = 0
+    size = PIECE_CHARACTERS
+    piece = _Piece.of(text, 0, size, tokenizer)
+    while piece.stop < len(text):
+        # The next piece begins where a token does, so that it agrees at once if what is before does not matter.
+        begins = piece.spans[:, 0][piece.spans[:, 0] >= piece.stop - OVERLAP_CHARACTERS]
+        after = _Piece.of(text, int(begins[0]), int(begins[0]) + PIECE_CHARACTERS, tokenizer) if len(begins) else None
+        place = None if after is None else _agreement(piece, after)
+        if after is None or place is None or place[0] < first:
+            # All of it again, and as much after it.
+            size *= 2
+            piece = _Piece.of(text, start, start + size, tokenizer)
+            continue
+
+        yield piece.ids[first : place[0]]
+        start, first, piece, size = int(begins[0]), place[1], after, PIECE_CHARACTERS
+    yield piece.ids[first:]
+
+
+def _agreement(piece: _Piece, after: _Piece) -> tuple[int, int] | None:
+    """Return the numbers of one token in both pieces, in the middle of the first long run of tokens that they share.
+
+    None: there is no such run, but for tokens beside the end of the earlier piece, which the cut may have changed.
+    """
+    length = AGREEING_TOKENS
+    stop = piece.stop - OVERLAP_CHARACTERS // 4
+    for there in range(len(after.ids) - length):
+        at = after.spans[there, 0]
+        if at >= stop:
+            return None
+        here = int(np.searchsorted(piece.spans[:, 0], at))
+        last = here + length
+        if (
+            last <= len(piece.ids)
+            and piece.spans[last - 1, 1] <= stop
+            and np.array_equal(piece.ids[here:last], after.ids[there : there + length])
+            and np.array_equal(piece.spans[here:last], after.spans[there : there + length])
+        ):
+            return here + length // 2, there + length // 2
+    return None
