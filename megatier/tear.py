@@ -3,7 +3,7 @@
 A signal handler (Ctrl-C, an alarm, the watchdog) may raise between any two statements of the main thread. If a change
 has several parts, such as noting a unit and submitting its update, this leaves neither the old state nor the new one.
 So such a change runs inside a region. An error that leaves the region early is remembered. From then on the state is
-refused, until all of it is loaded anew.
+refused, until all of it is loaded anew. State that is being loaded counts as whole only when the last of it is there.
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ class Tear:
     def __init__(self) -> None:
         """Begin with state that is whole."""
         self.is_torn = False
-        """Whether a change was broken off."""
+        """Whether a change was broken off, so that perhaps nobody knows who has the slots."""
+        self.is_overwritten = False
+        """Whether all state is being overwritten, or was until something broke that off."""
         self.change = Region(self, refuses=False)
-        """A region that raises no error on purpose, so any error tears the state."""
+        """A region that raises no error on purpose and is never half done in order to wait. So any error tears the
+        state, also one that was raised in a wait further inside."""
         self.call = Region(self, refuses=True)
-        """A region that may refuse by an error of megatier before it has changed anything. Any other error tears."""
+        """A region that may refuse by an error of megatier before it has changed anything, and of which a wait leaves
+        nothing half done. Any other error tears."""
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait inside a region. An error that is raised in here tears nothing.
+        """Wait inside regions. An error that is raised in here tears no `call`.
 
-        Nothing is half done during a wait, and the code that waits undoes its own beginnings as the error passes.
+        Nothing of a call is half done during a wait, and the code that waits undoes its own beginnings as the error
+        passes. It cannot undo what somebody has begun who called it: a `change` further outside is torn.
         """
         try:
             yield
@@ -44,22 +49,31 @@ class Tear:
             setattr(error, HARMLESS, True)  # the mark is on the error, since a list here would keep all its frames
             raise
 
+    @contextlib.contextmanager
+    def overwriting(self) -> Iterator[None]:
+        """Overwrite all state inside. It is not whole from before the first byte until this ends without an error."""
+        # Noted before, and not in passing as an error leaves: a second interrupt may come on the way out.
+        self.is_overwritten = True
+        yield
+        self.is_overwritten = False
+
     def check(self) -> None:
         """Refuse to go on with torn state.
 
         Raises:
-            TornStateError: a change was broken off.
+            TornStateError: a change was broken off, or the state is not all loaded.
         """
-        if self.is_torn:
+        if self.is_torn or self.is_overwritten:
             raise TornStateError
 
     def tears(self, error: BaseException, *, refuses: bool) -> bool:
         """Return whether a region that ends with this error leaves something half done."""
-        if hasattr(error, HARMLESS):
-            return False
+        if not refuses:
+            return True
 
         # The watchdog's error is one of megatier's, but a signal handler raises it, between any two statements.
-        return not refuses or isinstance(error, StallError) or not isinstance(error, MegatierError)
+        is_refusal = isinstance(error, MegatierError) and not isinstance(error, StallError)
+        return not is_refusal and not hasattr(error, HARMLESS)
 
 
 class Region:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +16,14 @@ from tiny_runs import PLACES, exactness_config, one_thread, opened, random_group
 from torch import Tensor
 
 from megatier.config.schema import NumericsConfig, TrainConfig
-from megatier.errors import StreamedModelError, TornStateError
+from megatier.errors import CheckpointError, StreamedModelError, TornStateError
 from megatier.integrations.streamed import Streamed
+from megatier.numerics import masters
 from megatier.store.queue import Queue
 
 PLACES_INTERRUPTED = ("play", "store", "drives", "engine/gradient", "integrations/streamed")
 TRAIN = TrainConfig(steps=6, batch=6, groups=1, clip=0.5, weight_decay=0.1, learning_rate=1e-2)
+PLACES_OF_RESTORE = (*PLACES_INTERRUPTED, "session", "checkpoint", "integrations", "numerics/masters", "tear")
 LAST = 4
 
 
@@ -80,7 +83,7 @@ class Histories:
                     call()
             is_torn = True
         else:
-            assert any(same(found, state) for state in self.after), "state of several steps"
+            assert same(found, self.after[streamed.steps]), "state of several steps, or of another one than it counts"
             is_torn = False
         streamed.restore(self.folder)
         assert same(streamed.state_dict(), self.after[2])
@@ -190,3 +193,61 @@ def test_restore_that_fails_half_way_tears_the_state(tmp_path: Path, monkeypatch
             streamed.state_dict()
         streamed.restore(tmp_path / "saved")
         assert same(streamed.state_dict(), saved)
+
+
+@pytest.mark.parametrize(("place", "is_torn"), [("ram", True), ("gpu_ram_nvme", False)])
+def test_restore_interrupted_at_any_line_leaves_what_was_or_is_said(place: str, is_torn: bool, tmp_path: Path) -> None:
+    """Lines of a restore of whole state, and of one that mends, are tried at random."""
+    with streamed_on(place, tmp_path) as streamed:
+        histories = Histories(streamed, tmp_path / "saved")
+        tear = streamed._session.store.tear
+        with interrupted(PLACES_OF_RESTORE) as lines:
+            streamed.restore(tmp_path / "saved")
+        told = []
+        for at in sorted(random.Random(f"{place} {is_torn}").sample(range(lines.count), 8)):
+            if streamed.steps == 2:
+                step(streamed, 3)
+                streamed.state_dict()
+            tear.is_torn = is_torn
+            with contextlib.suppress(KeyboardInterrupt), interrupted(PLACES_OF_RESTORE, at):
+                streamed.restore(tmp_path / "saved")
+            try:
+                assert same(streamed.state_dict(), histories.after[streamed.steps])
+            except TornStateError:
+                told.append(at)
+                streamed.restore(tmp_path / "saved")
+                assert same(streamed.state_dict(), histories.after[2])
+        assert told
+
+
+def test_restore_interrupted_in_a_wait_is_said_though_the_wait_is_harmless_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A region around the wait has half of its planes written."""
+    with streamed_on("nvme_grads", tmp_path) as streamed:
+        histories = Histories(streamed, tmp_path / "saved")
+        split, left = masters.split_master, iter([1, 1, 0])
+
+        def interrupt(*arguments: Any) -> None:
+            split(*arguments)
+            if not next(left):
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("megatier.session.session.split_master", interrupt)
+            streamed.restore(tmp_path / "saved")
+        assert histories.check(streamed)
+
+
+def test_loading_that_is_refused_before_it_begins_leaves_whole_state(tmp_path: Path) -> None:
+    with streamed_on("ram", tmp_path) as streamed:
+        histories = Histories(streamed, tmp_path / "saved")
+        (checkpoint,) = (tmp_path / "saved").glob("step-*")
+        metadata = next((checkpoint / "params").glob("*/zarr.json"))
+        text = metadata.read_text()
+        metadata.write_text(text.replace("float32", "float64"))
+        with pytest.raises(CheckpointError):
+            streamed.restore(tmp_path / "saved")
+        assert same(streamed.state_dict(), histories.after[LAST])
+        metadata.write_text(text)
+        assert not histories.check(streamed)

@@ -230,7 +230,12 @@ def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> 
     return {place: manifest.array(root, "/".join(place), grid) for place, grid in grids.items()}
 
 
-def restore(session: Session, path: Path, progress: Callable[[Unit], None] = lambda _: None) -> None:
+def restore(
+    session: Session,
+    path: Path,
+    progress: Callable[[Unit], None] = lambda _: None,
+    take_rest: Callable[[], None] = lambda: None,
+) -> None:
     """Fill the whole state of a run, also after something broke off while state was changed.
 
     A rank reads the elements of its shards. It does not matter how many ranks have written them. The base of adapters
@@ -240,6 +245,7 @@ def restore(session: Session, path: Path, progress: Callable[[Unit], None] = lam
         session: sealed.
         path: the checkpoint.
         progress: is called after each unit.
+        take_rest: takes what belongs to the state and is no array. If it fails, the state is torn.
 
     Raises:
         CheckpointError: the arrays are not those of this model or checkpoint, or damaged.
@@ -255,12 +261,16 @@ def restore(session: Session, path: Path, progress: Callable[[Unit], None] = lam
                 "the checkpoint and begin a run with that model."
             )
 
+    # Metadata that does not fit is refused on all ranks while each has its whole state.
+    crew = session.ranks or Alone()
+    with crew.together():
+        arrays = _open_arrays(path, arrays_of(session.units))
+
     # If something breaks off in here, also on another rank, the state is torn until it is loaded again. `loading` is
     # outermost, so that it sees the error of another rank, which `together` raises here.
-    crew = session.ranks or Alone()
     with session.player.loading(), crew.together():
-        _fill(session, _open_arrays(path, arrays_of(session.units)), progress)
-        session.player.drain()
+        _fill(session, arrays, progress)
+        take_rest()
 
 
 def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray], progress: Callable[[Unit], None]) -> None:

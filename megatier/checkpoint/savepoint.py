@@ -172,7 +172,7 @@ class Savepoint:
         blocks.generations.valid.update({unit: Generation(nvme=place) for unit, place in part.generations.items()})
         blocks.generations.keep()
 
-        with crew.together(), _refusing(self.path, self.before):
+        with session.player.loading(), crew.together(), _refusing(self.path, self.before):
             read_blocks(session, self.path.resolve() / part.folder, part.manifest)
             verify_spilled(session)
 
@@ -180,7 +180,6 @@ class Savepoint:
             # copied to the other generations before these are read.
             for unit in session.placement.spilled:
                 blocks.share_frozen(unit)
-            session.player.drain()
 
         crew.first(lambda: prune(self.path.parent, 1))
 

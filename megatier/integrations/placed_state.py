@@ -96,9 +96,10 @@ class PlacedState:
         self._workers.close()
         self.store.reset()
 
-        # The finalizer holds the old threads; a new one takes its place.
-        self._finalizer.detach()
+        # The finalizer holds the old threads. It goes when a new one is there, since one of them has to close the store.
+        old = self._finalizer
         self._start_threads()
+        old.detach()
 
     def close(self) -> None:
         """End the threads, remove the files and free the memory. Closing twice is safe."""

@@ -290,12 +290,13 @@ class StreamedState(ABC):
         self._crew.first(lambda: _check_base(checkpoint, noted(self.model)))
         self._held.let_go()
 
-        # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
-        with self._session.player.loading():
-            restore(self._session, checkpoint)
+        def take_rest() -> None:
             self.optimizer.take_saved_settings(settings)
             self._session.engine.model.take_tiles(tiles)
             self.steps = step_of(checkpoint)
+
+        # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
+        restore(self._session, checkpoint, take_rest=take_rest)
 
     def _settle(self, what: str, call: str) -> None:
         """Finish all updates that are due, so that weights may be read.

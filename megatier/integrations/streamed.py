@@ -196,15 +196,17 @@ class Streamed(StreamedState):
         step = self.steps + 1
 
         # The step is over for this object before the engine ends it: its number counts also if the engine raises
-        # because too many steps were left out, and a second `optimizer.step` must not end the same step again.
-        self.steps = step
-        self._groups = 0
-        self._norm = None
-        losses = self._losses
-        self._losses = []
+        # because too many steps were left out, and a second `optimizer.step` must not end the same step again. An
+        # interrupt in here would leave a step that counts and of which no weight knows.
+        with self._session.store.tear.call:
+            self.steps = step
+            self._groups = 0
+            self._norm = None
+            losses = self._losses
+            self._losses = []
 
-        # The loop may compute losses itself, so the guard gets one that is finite and judges by the norm.
-        result = self._engine.finish_step(step, rate, norm, 0.0)
+            # The loop may compute losses itself, so the guard gets one that is finite and judges by the norm.
+            result = self._engine.finish_step(step, rate, norm, 0.0)
         has_all = len(losses) == self.accumulation_steps
         self.last = replace(result, loss=float(torch.stack(losses).sum()) if has_all else float("nan"))
         self._events = [*self._events[1 - TRACED_STEPS :], (step, self._session.player.take_events())]

@@ -330,16 +330,18 @@ class Player:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, all state is overwritten, which mends torn state. If that fails, it is torn still."""
-        if self._store.tear.is_torn:
+        """Inside, all state is overwritten, and it is at home after that. This mends torn state.
+
+        Whatever ends it early leaves torn state. So what can be refused is refused before.
+        """
+        tear = self._store.tear
+        if tear.is_torn or tear.is_overwritten:
             self.reset()
-            # No error is a refusal here: there is no state left to fall back on.
-            region = self._store.tear.change
         else:
             self.drain()
-            region = self._store.tear.call
-        with region:
+        with tear.overwriting():
             yield
+            self.updates.drain()
 
     def defer_updates(self, *, clipped: bool) -> None:
         """Make the updates of the step due: the next pass, or `drain`, makes those that were not made already.

@@ -100,9 +100,9 @@ class HeldWeights:
 
         # Memory that torch has kept since a step is free memory again.
         self._give_back()
-        self._is_open = True
-        self._stage.source = self
         try:
+            self._is_open = True
+            self._stage.source = self
             yield
         finally:
             self._stage.source = self._source
@@ -200,13 +200,15 @@ class HeldWeights:
         """Let the weights of some units go."""
         if not units:
             return
+
+        # First: an interrupt in between leaves weights that are held still, and no views of some that are not.
+        self._model.forget(units)
         for unit in units:
             weights = self._bytes.pop(unit)
 
             # As the store does with slots: a view that outlives them is noticed.
             if self._device.type == "cpu":
                 weights.fill_(POISON)
-        self._model.forget(units)
 
     def _memory(self) -> tuple[int, int]:
         """Bytes of a share of the GPU, and those that are free."""

@@ -218,11 +218,11 @@ class Session:
             source: gives the weights.
             progress: is called after each unit.
         """
-        for whole, unit in zip(self.wholes, self.units, strict=True):
-            shard = None if self.ranks is None else unit.layout
-            self.fill(unit, unit.layout.schema.master_kinds, source.read(whole, shard))
-            progress(unit)
-        self.player.drain()
+        with self.player.loading():
+            for whole, unit in zip(self.wholes, self.units, strict=True):
+                shard = None if self.ranks is None else unit.layout
+                self.fill(unit, unit.layout.schema.master_kinds, source.read(whole, shard))
+                progress(unit)
 
     def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]], base: bool = True) -> None:
         """Overwrite planes of a unit's state: those of its master, or one moment.
