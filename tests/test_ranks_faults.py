@@ -177,6 +177,41 @@ def test_train_of_which_ranks_are_told_to_stop_stops_on_all_with_a_checkpoint(
     assert list(drive.iterdir()) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["terminate", "interrupt"])
+def test_train_that_waits_for_other_ranks_ends_at_a_signal(
+    number: signal.Signals, tmp_path: Path, python: WarmPython
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    with lone_rank(python, tmp_path, 0, store.port) as process:
+        wait_until(lambda: store.check(["megatier"]))
+        check_ends(process, number)
+
+
+def test_train_whose_store_does_not_answer_ends_at_a_signal(tmp_path: Path, python: WarmPython) -> None:
+    """torch waits in C++ for the answer."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        lone_rank(python, tmp_path, 1, server.getsockname()[1]) as process,
+        server.accept()[0],
+    ):
+        check_ends(process, signal.SIGTERM)
+
+
+def lone_rank(python: WarmPython, folder: Path, rank: int, port: int) -> Process:
+    """A rank of two, of which the other one does not come."""
+    environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    return python.start([MEGATIER, *command(folder, {"train.groups": 2})], {**os.environ, **environment})
+
+
+def check_ends(process: Process, number: signal.Signals) -> None:
+    process.send_signal(number)
+    told = time.monotonic()
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (130, "megatier: interrupted.\n")
+    assert time.monotonic() - told < SOON_S
+
+
 @contextmanager
 def training(python: WarmPython, folder: Path, drive: Path) -> Iterator[list[Process]]:
     """Two ranks of `megatier train` that have done some steps of many."""

@@ -96,7 +96,7 @@ class PlacedState:
         self._workers.close()
         self.store.reset()
 
-        # The finalizer holds the old threads. It goes when a new one is there, since one of them has to close the store.
+        # The finalizer holds the old threads. It goes when a new one is there: one of them has to close the store.
         old = self._finalizer
         self._start_threads()
         old.detach()

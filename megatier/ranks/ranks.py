@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatier import _native
 from megatier.errors import ConfigError, MegatierError, PeerError, StepAbandonedError
 from megatier.ranks.board import Carrier
 from megatier.ranks.channel import Channel, gather_into
@@ -33,6 +34,7 @@ from megatier.ranks.peers import Member, Peers, Store, comes_of_peers
 from megatier.ranks.pulls import Pulls, allocate, hindrance, open_pulls
 from megatier.ranks.shared_ram import open_shared_ram, unshared
 from megatier.tier import Way
+from megatier.workers import Workers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,6 +48,8 @@ STORE_TIMEOUT = timedelta(minutes=1)
 """How long the first look of a rank waits for the first sign of life of all others."""
 MEET_S = 0.01
 """How often a rank looks whether all others have come."""
+MEET_LIMIT_S = 1800.0
+"""How long it waits for them."""
 
 
 class Ranks(Channel):
@@ -324,6 +328,8 @@ def joined(device: str, *, is_guest: bool = False) -> Iterator[Ranks | None]:
     import torch.distributed as dist
 
     ranks = _join(device, is_guest=is_guest)
+    if device == "cuda":
+        torch.cuda.set_device(ranks.local_rank)
     try:
         yield ranks
         ranks.leave()
@@ -338,7 +344,26 @@ def joined(device: str, *, is_guest: bool = False) -> Iterator[Ranks | None]:
 
 
 def _join(device: str, *, is_guest: bool) -> Ranks:
-    """Join the ranks that `torchrun` started."""
+    """Join the ranks that `torchrun` started.
+
+    Raises:
+        PeerError: some of them do not come.
+    """
+    # torch waits for the others in C++, where the main thread would hear no signal. So that is done on another thread,
+    # which ends soon if this one is interrupted, or stays asleep in C++ until the process ends.
+    is_given_up = _native.Latch()
+    joining = Workers(1, "megatier-join")
+    try:
+        ranks = joining.submit(lambda: _join_all(device, is_given_up, is_guest=is_guest)).result()
+    except BaseException:
+        is_given_up.set()
+        raise
+    joining.close()
+    return ranks
+
+
+def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ranks:
+    """Join the ranks, on a thread that hears no signals."""
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
@@ -347,13 +372,13 @@ def _join(device: str, *, is_guest: bool) -> Ranks:
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
     if device == "cuda":
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(local_rank)  # of this thread
 
     # The program around finds a default group that takes tensors of its device. This run has groups of its own.
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if is_guest and device == "cuda" else "gloo"
         store, _, _ = next(rendezvous("env://"))
-        met = PrefixStore(_meet(store, rank, size), store)
+        met = PrefixStore(_meet(store, rank, size, is_given_up), store)
         dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=TIMEOUT)
     own = dist.new_group(backend="gloo", timeout=TIMEOUT)
     beside = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -370,22 +395,38 @@ def _join(device: str, *, is_guest: bool) -> Ranks:
     return Ranks(rank, size, local_rank, local_size, groups, watched)
 
 
-def _meet(store: Store, rank: int, size: int) -> str:
+def _meet(store: Store, rank: int, size: int, is_given_up: _native.Latch) -> str:
     """Return a name that all ranks have, and that no earlier start of them had.
 
     torchrun keeps its store when it starts the ranks again. There they would find the addresses of processes that have
     ended. So the first rank puts a new name there, and every other rank answers the name that it finds with a word of
     its own. A rank goes by a name that has come back with its word: an old name cannot have it.
+
+    Raises:
+        PeerError: a rank does not come.
+        StepAbandonedError: nobody waits for the ranks any more.
     """
     word = secrets.token_hex(8)
+    end = time.monotonic() + MEET_LIMIT_S
+
+    def come(key: str, other: int) -> str:
+        # Not by a `get` that waits: nothing would end it when this process is told to stop.
+        while not store.check([key]):
+            if is_given_up.wait(MEET_S):
+                raise StepAbandonedError("nobody waits for the other ranks any more")
+            if time.monotonic() > end:
+                raise PeerError(other, "its host", f"it has not come within {MEET_LIMIT_S / 60:.0f} minutes.")
+        return store.get(key).decode()
+
     if rank == 0:
         store.set("megatier", word)
-        store.set(f"{word} met", " ".join(store.get(f"{word} {other}").decode() for other in range(1, size)))
+        store.set(f"{word} met", " ".join(come(f"{word} {other}", other) for other in range(1, size)))
         return word
 
     while True:
-        name = store.get("megatier").decode()
+        name = come("megatier", 0)
         store.set(f"{name} {rank}", word)
         if store.check([f"{name} met"]) and word in store.get(f"{name} met").decode():
             return name
-        time.sleep(MEET_S)
+        if is_given_up.wait(MEET_S):
+            raise StepAbandonedError("nobody waits for the other ranks any more")
