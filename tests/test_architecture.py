@@ -20,6 +20,7 @@ POINTERS = {
     "address.py": 1,  # of native code
     "engine/activation.py": 4,  # whether one tensor lies in another
     "engine/node.py": 1,  # a key
+    "guards/held_parts.py": 2,  # whether one tensor lies in another
     "numerics/optimizer.py": 2,  # whether two tensors begin alike
     "ranks/pulls.py": 2,  # how far one tensor lies in another
     "ranks/shared_ram.py": 3,  # page-locking, which takes bytes whatever they are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from megatier.adapters.lora import ADAPTER, inject, stored_names
+from megatier.adapters.lora import ADAPTER, check_made, inject, stored_names, tied_modules
 from megatier.adapters.stored import checked_settings
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.foreign import shown
-from megatier.models.decoder import is_adapter, is_classifier
+from megatier.models.decoder import decoder_layers, is_adapter, is_classifier
 
 CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS")
 """PEFT's names for the tasks of classifiers."""
@@ -56,31 +57,56 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Any | None]:
     return inside, configs[ADAPTER]
 
 
-def add_given(model: PreTrainedModel, config: Any, base: str, *, is_new: bool = False) -> None:  # noqa: ANN401 - PEFT's
-    """Put the adapters of a config of PEFT's into a skeleton, and freeze all else.
+def add_given(model: PreTrainedModel, config: Any, base: str) -> None:  # noqa: ANN401 - PEFT's
+    """Put new adapters, which a config of PEFT's describes, into a skeleton, and freeze all else.
 
     Args:
         model: the skeleton of the base.
         config: a `LoraConfig` of PEFT, which stays as it is.
         base: the folder or name of the base, which is noted in the adapters' config.
-        is_new: whether the adapters begin now, so that the config says with which values.
 
     Raises:
         ConfigError: it is none, of a kind that is not trained here, or for another task; see also `add_adapters`.
     """
-    found = config.to_dict() if hasattr(config, "to_dict") else None
-    if not isinstance(found, Mapping) or "peft_type" not in found:
-        raise ConfigError(f"peft_config is a {type(config).__name__}; it must be a LoraConfig of PEFT.")
-    if is_new and found.get("init_lora_weights") not in (None, True):
+    found = _settings_of(config)
+    if found.get("init_lora_weights") not in (None, True):
         raise ConfigError(
             f"peft_config sets init_lora_weights to {shown(repr(found['init_lora_weights']))}; new adapters begin with "
             "PEFT's default values. Leave it out, or give a PeftModel."
         )
-    kind = found["peft_type"]
-    settings = checked_settings({**found, "peft_type": getattr(kind, "value", kind)}, "peft_config")
+    settings = checked_settings(found, "peft_config")
     if is_classifier(model.config):
         settings |= _of_classifier(model, found)
     inject(model, settings, base)
+
+
+def check_adapters(model: PreTrainedModel, config: Any) -> None:  # noqa: ANN401 - PEFT's
+    """Check the adapters that came with a model in RAM, of which the skeleton has copies; it keeps their config.
+
+    Args:
+        model: the skeleton.
+        config: PEFT's config of the adapters.
+
+    Raises:
+        ConfigError: they are of a kind that is not trained here, or would not do what they say.
+    """
+    checked_settings(_settings_of(config), "peft_config")
+    check_made(model, decoder_layers(model), tied_modules(model))
+    if not hasattr(model, "peft_config"):
+        model.peft_config = {ADAPTER: copy.deepcopy(config)}
+
+
+def _settings_of(config: Any) -> dict[str, Any]:  # noqa: ANN401 - PEFT's
+    """Return the settings of a config of PEFT's, with its kind as text.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = config.to_dict() if hasattr(config, "to_dict") else None
+    if not isinstance(found, Mapping) or "peft_type" not in found:
+        raise ConfigError(f"peft_config is a {type(config).__name__}; it must be a LoraConfig of PEFT.")
+    kind = found["peft_type"]
+    return {**found, "peft_type": getattr(kind, "value", kind)}
 
 
 def _of_classifier(model: PreTrainedModel, found: Mapping[str, Any]) -> dict[str, Any]:

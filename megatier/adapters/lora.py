@@ -86,7 +86,7 @@ def inject(model: PreTrainedModel, given: Mapping[str, Any], base: str, *, is_by
     """
     peft = load_peft()
     layers = decoder_layers(model)
-    tied = _tied_modules(model)
+    tied = tied_modules(model)
 
     # PEFT would go on without a parameter that is not there.
     for name in given.get("target_parameters") or ():
@@ -96,7 +96,7 @@ def inject(model: PreTrainedModel, given: Mapping[str, Any], base: str, *, is_by
         config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "base_model_name_or_path": base, **given})
         _leave_experts(config, model, is_by_name=is_by_name)
         peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
-    _check_made(model, layers, tied)
+    check_made(model, layers, tied)
 
 
 def adapter_config(model: PreTrainedModel) -> Any | None:  # noqa: ANN401 - PEFT's, which has no types
@@ -243,7 +243,7 @@ def _fits(path: str, pattern: str) -> bool:
     return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
 
 
-def _tied_modules(model: PreTrainedModel) -> frozenset[str]:
+def tied_modules(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of the embedding and the head if they share a weight."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     weights = [getattr(module, "weight", None) for module in (embedding, head)]
@@ -252,7 +252,7 @@ def _tied_modules(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(name for name, module in model.named_modules() if module is embedding or module is head)
 
 
-def _check_made(model: PreTrainedModel, layers: nn.ModuleList, tied: frozenset[str]) -> None:
+def check_made(model: PreTrainedModel, layers: nn.ModuleList, tied: frozenset[str]) -> None:
     """Refuse adapters that would not do what they say.
 
     Args:

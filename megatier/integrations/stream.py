@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import inspect
 import os
@@ -17,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatier.adapters.base import identity_of, note
-from megatier.adapters.given import add_given, check_trained, unwrapped
+from megatier.adapters.given import add_given, check_adapters, check_trained, unwrapped
 from megatier.adapters.in_place import note_tensors
 from megatier.adapters.quantised import is_quantised, open_quantised
 from megatier.adapters.weights import AdaptedWeights
@@ -27,10 +26,12 @@ from megatier.config.values import require
 from megatier.defaults import usual_defaults
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.foreign import shown
+from megatier.guards.given_model import check_around
 from megatier.guards.unbound import check_gradient_hooks
 from megatier.hardware import device_for
 from megatier.integrations.in_ram import InRam
 from megatier.integrations.streamed import Streamed
+from megatier.models.copied import copied_skeleton
 from megatier.models.decoder import build_skeleton, is_classifier
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import NewScore, named_as_classifier
@@ -83,7 +84,7 @@ def stream(
     activations: Literal["keep", "recompute"] = "keep",
     fused_loss: bool = True,
     compile: bool | None = None,
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa",
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None = None,
     frozen: str | Sequence[str] = (),
     peft_config: Any | None = None,  # noqa: ANN401 - PEFT's, which has no types
     num_labels: int | None = None,
@@ -98,8 +99,9 @@ def stream(
 
     Args:
         model: a folder in Hugging Face's format or a hub id, whose weights stream in; or a model in RAM, which is
-            copied and stays as it is. Its parameters that require no gradient are frozen. It may be a `PeftModel` of
-            PEFT: then its adapters alone are trained.
+            copied and stays as it is. What was changed on it is copied too: modules, attributes, hooks, modes, buffers,
+            its loss function. Its parameters that require no gradient are frozen. It may be a `PeftModel` of PEFT: then
+            its adapters alone are trained.
         tiers: budgets and mounts, as a `TiersConfig` or as the section `tiers` of a config; None: taken from the
             machine, without NVMe.
         accumulation_steps: backwards per `optimizer.step`, at least 1. Each is one pass over the units. Under
@@ -122,7 +124,7 @@ def stream(
             logits. A model that does more between the two than scale and cap logits once runs without it, with a
             warning.
         compile: whether layers and loss are compiled; None: on a GPU.
-        attention: the attention implementation of transformers.
+        attention: the attention implementation of transformers; None: that of a model in RAM, or sdpa.
         frozen: names or patterns of parameters that are not trained, or, after "!", that are trained all the same
             (`models.frozen`). A single one may be given as text.
         peft_config: a `LoraConfig` of PEFT: adapters that are trained over the model, which is frozen.
@@ -149,7 +151,8 @@ def stream(
     require(moments in ("fp32", "bf16", "fp8"), "moments", moments, "fp32, bf16 or fp8")
     require(seed >= 0, "seed", seed, "at least 0")
     require(num_labels is None or num_labels >= 1, "num_labels", num_labels, "at least 1")
-    computing = ModelConfig(path="", compute_dtype=dtype, compile=compile, attention=attention)
+    how: Any = attention or (_own_attention(model) if isinstance(model, nn.Module) else "sdpa")
+    computing = ModelConfig(path="", compute_dtype=dtype, compile=compile, attention=how)
     computing = replace(computing, fused_loss=fused_loss, expert_parts=expert_parts, tile_tokens=tile_tokens)
 
     train = TrainConfig(batch=accumulation_steps, groups=accumulation_steps, activations=activations, clip=clip)
@@ -266,7 +269,7 @@ def _source(
             note(skeleton, identity_of(folder))
             if not is_quantised(skeleton.config):
                 note_tensors(skeleton, folder)
-        add_given(skeleton, peft_config, base, is_new=True)
+        add_given(skeleton, peft_config, base)
         generator = reader.generator if isinstance(reader, NewScore) else None
         reader = AdaptedWeights(reader, skeleton, seed, generator=generator)
     freeze(skeleton, frozen, "frozen")
@@ -326,10 +329,13 @@ def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[
     if is_new and config is not None:
         raise UnsupportedModelError("the model has adapters already: leave out peft_config, or give the model itself.")
 
-    # A model may have been made of another one's config, as a classifier of a language model's is.
-    own = copy.copy(inside.config)
-    own.architectures = [type(inside).__name__]
-    skeleton = build_skeleton(own, computing.attention)
+    check_around(model, inside)
+    skeleton = copied_skeleton(inside, computing.attention)
     if config is not None:
-        add_given(skeleton, config, config.base_model_name_or_path or "")
-    return skeleton, InRam(inside, skeleton), config is not None
+        check_adapters(skeleton, config)
+    return skeleton, InRam(inside), config is not None
+
+
+def _own_attention(model: nn.Module) -> Any:  # noqa: ANN401 - a name that ModelConfig checks
+    """Return the attention implementation that a model in RAM says, or sdpa."""
+    return getattr(getattr(unwrapped(model)[0], "config", None), "_attn_implementation", None) or "sdpa"

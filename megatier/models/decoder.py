@@ -103,6 +103,26 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     # Every way to a streamed model comes by here, before the first buffer is computed.
     warm()
     config = copy.deepcopy(config)
+    check_config(config)
+    with reading(f"{config.model_type} cannot be built from this config", UnsupportedModelError):
+        with parameters_on_meta(), counted():
+            implementation = implementation_of(_model_class(auto_class(config), config), attention)
+            options = {"dtype": torch.float32, "attn_implementation": implementation}
+            model = auto_class(config).from_config(config, **options)  # type: ignore[no-untyped-call]
+        assert isinstance(model, PreTrainedModel)
+        initialise_buffers(model)
+
+    # A cache of keys and values serves generation alone, and would keep activations alive.
+    model.config.use_cache = False
+    return model
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """Refuse a config of weights that are quantised, or of an encoder with a decoder.
+
+    Raises:
+        UnsupportedModelError: it is one.
+    """
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(
             f"{config.model_type}: the config is quantised, so full-precision weights are missing. Train adapters over "
@@ -113,17 +133,6 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
         raise UnsupportedModelError(
             f"{config.model_type} is an encoder-decoder; only decoder-only models are streamed."
         )
-
-    with reading(f"{config.model_type} cannot be built from this config", UnsupportedModelError):
-        with parameters_on_meta(), counted():
-            options = {"dtype": torch.float32, "attn_implementation": _attention_of(config, attention)}
-            model = auto_class(config).from_config(config, **options)  # type: ignore[no-untyped-call]
-        assert isinstance(model, PreTrainedModel)
-        initialise_buffers(model)
-
-    # A cache of keys and values serves generation alone, and would keep activations alive.
-    model.config.use_cache = False
-    return model
 
 
 def auto_class(config: PretrainedConfig) -> AutoClass:
@@ -138,6 +147,30 @@ def auto_class(config: PretrainedConfig) -> AutoClass:
         if sees and _model_class(AutoModelForImageTextToText, config)
         else AutoModelForCausalLM
     )
+
+
+def known_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Return the class of transformers that a model is of, or that its class is derived from.
+
+    Raises:
+        UnsupportedModelError: it is neither a classifier nor the language model, with or without vision, that
+            transformers loads for its config.
+    """
+    autos: tuple[AutoClass, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, *CLASSIFIERS)
+    known = [_model_class(auto, model.config) for auto in autos]
+    for kind in type(model).__mro__:
+        if kind in known:
+            return kind
+    raise UnsupportedModelError(
+        f"{type(model).__name__} is neither a classifier nor the language model, with or without vision, that "
+        f"transformers loads for its config ({type(model.config).__name__}); only these are streamed."
+    )
+
+
+def implementation_of(model_class: object, attention: str) -> str:
+    """Return the implementation of attention that a class of models has: eager, if it has no sdpa."""
+    wanted = "sdpa" if attention == "auto" else attention
+    return "eager" if wanted == "sdpa" and not getattr(model_class, "_supports_sdpa", True) else wanted
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
@@ -313,13 +346,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         )
 
     return max(lists, key=len)
-
-
-def _attention_of(config: PretrainedConfig, attention: str) -> str:
-    """Return the attention implementation that a model has: eager, if it has no sdpa."""
-    wanted = "sdpa" if attention == "auto" else attention
-    model_class = _model_class(auto_class(config), config)
-    return "eager" if wanted == "sdpa" and not getattr(model_class, "_supports_sdpa", True) else wanted
 
 
 def _classifier_of(config: PretrainedConfig) -> AutoClass | None:

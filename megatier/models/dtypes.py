@@ -22,8 +22,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
+from megatier.foreign import reading
 from megatier.layout import Layout
-from megatier.models.decoder import Unit, decays
+from megatier.models.decoder import Unit, decays, known_class
 from megatier.models.experts import WHOLE, experts_in
 from megatier.state import ADAMW, LION, MUON, StateSchema
 
@@ -39,27 +40,39 @@ def place_buffers(model: PreTrainedModel, device: torch.device, dtype: torch.dty
     for name, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[leaf] = buffer.to(device, dtypes.get(f"{name}.{leaf}".lstrip("."), buffer.dtype))
+                module._buffers[leaf] = buffer.to(device, dtypes[f"{name}.{leaf}".lstrip(".")])
 
 
 def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of every buffer, by its name, in a model that `from_pretrained` loads in a dtype.
+    """Return the dtype of every buffer, by its name, if the weights have a dtype.
 
-    A constructor that names no dtype takes that one; what the model's class keeps in fp32 stays so if it is stored.
+    Those follow the weights that do so in `from_pretrained`, because their constructor names no dtype; what the model's
+    class keeps in fp32 stays so if it is stored. If the weights have the dtype already, no buffer changes, and neither
+    does one whose dtype was changed on a model in RAM.
 
     Args:
-        model: a skeleton; its class makes another one on meta.
+        model: a skeleton; its class makes others on meta.
         dtype: of the compute copy of weights.
+
+    Raises:
+        UnsupportedModelError: its config makes no model any more.
     """
-    # Built once more in the dtype itself, because only the constructor knows which buffers follow it.
-    with torch.device("meta"):
-        other = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
-    stored = model.state_dict(keep_vars=True)
-    in_fp32 = names_in_fp32(model, stored)
-    return {
-        name: torch.float32 if buffer.dtype is dtype and name in in_fp32 else buffer.dtype
-        for name, buffer in other.named_buffers(remove_duplicate=False)
+    now = {name: buffer.dtype for name, buffer in model.named_buffers(remove_duplicate=False)}
+    own = model.dtype
+    if own is dtype:
+        return now
+
+    # Built once more in either dtype, because only the constructor knows which buffers follow it.
+    with reading(f"{type(model).__name__} cannot be made of its config", UnsupportedModelError), torch.device("meta"):
+        made = [known_class(model)._from_config(copy.deepcopy(model.config), dtype=each) for each in (own, dtype)]
+    before, after = (dict(other.named_buffers(remove_duplicate=False)) for other in made)
+    follow = {
+        name: buffer.dtype
+        for name, buffer in after.items()
+        if name in now and now[name] is before[name].dtype and buffer.dtype is not now[name]
     }
+    in_fp32 = names_in_fp32(model, follow.keys() & model.state_dict(keep_vars=True).keys())
+    return now | follow | dict.fromkeys(in_fp32, torch.float32)
 
 
 def names_in_fp32(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:

@@ -1,0 +1,154 @@
+"""The skeleton of a model in RAM: its own modules, copied, with parameters on meta.
+
+Classes, attributes, hooks, modes, buffers, config and loss function are those of the model as it is, whatever its
+config would make. So what somebody has changed on the model is trained as it is. What cannot be copied is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from megatier.errors import UnsupportedModelError
+from megatier.foreign import reading
+from megatier.guards.given_model import check_modules, check_parameters
+from megatier.guards.held_parts import TREE, HeldParts
+from megatier.models.decoder import check_config, decoder_layers, implementation_of, is_adapter, known_class
+from megatier.models.dtypes import names_in_fp32
+from megatier.numerics.vector_math import warm
+
+
+def copied_skeleton(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """Copy a model, whose parameters then lie on meta in their own dtypes, and its buffers on the CPU.
+
+    Args:
+        model: the model, which stays as it is.
+        attention: Hugging Face's name for how attention is computed.
+
+    Raises:
+        UnsupportedModelError: something of the model cannot be copied or trained. The message names it.
+    """
+    warm()
+    check_config(model.config)
+    known = known_class(model)
+    check_modules(model)
+    check_parameters(model)
+    _check_dtypes(model)
+    _check_layers(model)
+    held = HeldParts(model)
+    held.check()
+
+    memo: dict[int, Any] = {id(parameter): _on_meta(parameter) for parameter in model.parameters()}
+    skeleton = _copied(model, memo | held.shared)
+    for module in skeleton.modules():
+        for leaf, buffer in module._buffers.items():
+            module._buffers[leaf] = None if buffer is None else buffer.to("cpu")
+
+    # A cache of keys and values serves generation alone, and would keep activations alive.
+    skeleton.config.use_cache = False
+    # A model may have been made of another one's config, as a classifier of a language model's is.
+    skeleton.config.architectures = [known.__name__]
+    _note_ties(skeleton)
+    _set_attention(skeleton, implementation_of(known, attention))
+    return skeleton
+
+
+def _copied(model: PreTrainedModel, memo: dict[int, Any]) -> PreTrainedModel:
+    """Copy a model, given the copies of some of its objects.
+
+    Raises:
+        UnsupportedModelError: names the attribute that cannot be copied.
+    """
+    try:
+        with reading(type(model).__name__, UnsupportedModelError):
+            return copy.deepcopy(model, dict(memo))
+    except UnsupportedModelError:
+        # One attribute after the other, to name that which fails. Modules are no part of each other then.
+        apart = memo | {id(module): module for module in model.modules()}
+        for name, module in model.named_modules():
+            for leaf, value in vars(module).items():
+                what = f"{leaf} of {name or type(model).__name__} cannot be copied"
+                remedy = "Take it out of the model, or write __deepcopy__ for it."
+                if leaf not in TREE:
+                    with reading(what, UnsupportedModelError, remedy=remedy):
+                        copy.deepcopy(value, dict(apart))
+        raise
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """Return what stands for a parameter in the skeleton."""
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    placed = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    placed.__dict__.update(parameter.__dict__)
+    return placed
+
+
+def _check_dtypes(model: PreTrainedModel) -> None:
+    """Refuse a model whose weights have several dtypes: all of them are to compute in one.
+
+    Adapters may be in fp32 over a base in bf16, as PEFT makes them.
+
+    Raises:
+        UnsupportedModelError: names a parameter.
+    """
+    inside = tuple(f"{name}." for name, module in model.named_modules() if is_adapter(module))
+    names = dict(model.named_parameters())
+    in_fp32 = names_in_fp32(model, names)
+    first: tuple[str, torch.dtype] | None = None
+    for name, parameter in names.items():
+        if name in in_fp32 or (parameter.requires_grad and name.startswith(inside)):
+            continue
+        first = first or (name, parameter.dtype)
+        if parameter.dtype is not first[1]:
+            raise UnsupportedModelError(
+                f"the parameter {name} is {parameter.dtype}, and {first[0]} is {first[1]}; a streamed model computes "
+                "in one dtype. Call float() or bfloat16() of the model, and set compute_dtype of megatier.stream."
+            )
+
+
+def _check_layers(model: PreTrainedModel) -> None:
+    """Refuse a model that has lost layers, or has got some, since it was made.
+
+    Raises:
+        UnsupportedModelError: it has another number of layers than its config says.
+    """
+    found = len(decoder_layers(model))
+    wanted = getattr(model.config.get_text_config(), "num_hidden_layers", found)
+    if found != wanted:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {found} decoder layers, and its config says {wanted}. Set num_hidden_layers "
+            "of the config to the number of layers."
+        )
+
+
+def _note_ties(skeleton: PreTrainedModel) -> None:
+    """Let the config say whether embedding and head share a weight, as an export of the model has to."""
+    embedding, head = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
+    weights = [getattr(module, "weight", None) for module in (embedding, head)]
+    if weights[0] is None or weights[1] is None:
+        return
+    is_tied = weights[0] is weights[1]
+    configs: list[PretrainedConfig] = [skeleton.config, skeleton.config.get_text_config()]
+    if is_tied != any(getattr(config, "tie_word_embeddings", False) for config in configs):
+        for config in configs:
+            config.tie_word_embeddings = is_tied
+
+
+def _set_attention(skeleton: PreTrainedModel, attention: str) -> None:
+    """Let a skeleton compute attention in another way than the model.
+
+    Raises:
+        UnsupportedModelError: it cannot.
+    """
+    if skeleton.config._attn_implementation != attention:
+        with reading(f"{type(skeleton).__name__} does not take attention {attention}", UnsupportedModelError):
+            skeleton.set_attn_implementation(attention)
+    if skeleton.config._attn_implementation != attention:
+        raise UnsupportedModelError(
+            f"{type(skeleton).__name__} was made with attention {skeleton.config._attn_implementation}, which cannot "
+            f"be changed to {attention} any more. Leave attention out, or make the model anew."
+        )
