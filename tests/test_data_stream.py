@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 from megatier.config.data_section import DataConfig
 from megatier.data import packer
 from megatier.data.packing import num_real_tokens
+from megatier.data.shards import changes, shards_of
 from megatier.data.stream import TextStream
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import CheckpointError, DataError
@@ -200,10 +202,77 @@ def test_open_other_rows_than_before_are_refused_unless_accepted(tmp_path: Path)
         state = state_of(stream)
     path = tmp_path / "rows" / "0.jsonl"
     path.write_text(path.read_text().replace(">", "]"))
+    with pytest.raises(DataError, match=r"0\.jsonl holds something else.*--accept-changes"), opened(tmp_path, state):
+        pass
+    del state["shards"]  # as of an older version
     with opened(tmp_path, state) as stream, pytest.raises(DataError, match="its rows are others"):
         stream.batch(1, 3)
     with opened(tmp_path, state, accepts_changes=True) as stream:
         stream.batch(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("edited", r"2\.jsonl holds something else"),
+        ("longer", r"2\.jsonl had [\d,]+ bytes and has [\d,]+"),
+        ("removed", r"2\.jsonl is gone"),
+        ("added", r"3\.jsonl is new"),
+        ("swapped", r"1\.jsonl .*; 2\.jsonl "),
+    ],
+)
+def test_open_files_that_no_step_has_come_to_are_refused_if_they_are_others(
+    tmp_path: Path, change: str, message: str
+) -> None:
+    with opened(tmp_path) as stream:
+        stream.batch(0, 1)
+        state = state_of(stream)
+    one, two, three = (tmp_path / "rows" / f"{number}.jsonl" for number in (1, 2, 3))
+    with opened(tmp_path, state):
+        pass
+
+    text = two.read_text()
+    os.utime(two)
+    match change:
+        case "edited":
+            two.write_text(text.replace(">", "]"))
+        case "longer":
+            two.write_text(text + text)
+        case "removed":
+            two.unlink()
+        case "added":
+            three.write_text(text)
+        case "swapped":
+            two.write_text(one.read_text())
+            one.write_text(text)
+    with pytest.raises(DataError, match=f"not those that the run began with: .*{message}.*--accept-changes"):
+        opened(tmp_path, state).__enter__()
+    with opened(tmp_path, state, accepts_changes=True) as stream:
+        state = state_of(stream)
+    with opened(tmp_path, state):
+        pass
+
+
+def test_shards_of_a_large_file_are_told_by_samples_and_the_time_of_its_change(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(bytes(1 << 20))
+    before = shards_of(str(tmp_path), [str(path)])
+    assert not changes(before, shards_of(str(tmp_path), [str(path)]))
+    with path.open("r+b") as file:
+        file.seek(100_000)
+        file.write(b"x")
+    assert changes(before, shards_of(str(tmp_path), [str(path)])) == ["large was written since"]
+    with path.open("r+b") as file:
+        file.write(b"x")
+    assert changes(before, shards_of(str(tmp_path), [str(path)])) == ["large holds something else"]
+
+
+@pytest.mark.parametrize("shards", [3, {"0.jsonl": 3}], ids=str)
+def test_open_damaged_note_of_files_is_refused(tmp_path: Path, shards: object) -> None:
+    with opened(tmp_path) as stream:
+        state = state_of(stream) | {"shards": shards}
+    with pytest.raises(CheckpointError, match="the stream's files are"), opened(tmp_path, state):
+        pass
 
 
 def test_open_other_settings_are_refused_or_begin_the_stream(tmp_path: Path) -> None:

@@ -69,6 +69,19 @@ def test_command_with_sequences_beyond_a_table_of_positions_is_refused(
     assert "data.sequence_length is 32, but the model looks up positions in a table of 16" in capsys.readouterr().err
 
 
+def test_train_by_epochs_of_the_file_ends_at_steps_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "epochs.yaml").write_text("train: {epochs: 1.0}")
+    words = command(tmp_path, {"train.steps": 2})
+    assert main([words[0], str(tmp_path / "epochs.yaml"), *words[1:]]) == 0
+    said = capsys.readouterr().out
+    assert "and train.steps is 2: the smaller one ends the run, after 2 steps." in said
+    assert "step 2/2" in said
+    made = load(tmp_path / "run" / "config.yaml").train
+    assert (made.steps, made.epochs) == (2, None)
+
+
 def test_train_by_epochs_counts_its_steps_and_says_how_much_text_there_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,23 @@ def test_epochs_are_turned_into_whole_steps(epochs: float, steps: int, tmp_path:
     (tmp_path / "a.txt").write_text("x" * 319)
     data = DataConfig(files=(str(tmp_path / "a.txt"),), tokenizer="bytes", sequence_length=8, holdout_fraction=0)
     text = SharedText(None, PackedText.build(data, byte_tokenizer(), tmp_path / "data"))
-    made = text.with_steps(TrainConfig(epochs=epochs, batch=4))
+    console = Console(record=True, width=200)
+    made = text.with_steps(TrainConfig(epochs=epochs, batch=4).bounded(steps_given=False), console)
     assert (made.steps, made.epochs) == (steps, None)
-    assert text.with_steps(made) is made
+    assert text.with_steps(made, console) is made
+    assert not console.export_text()
+
+
+@pytest.mark.parametrize(("given", "steps"), [(7, 7), (10, 10), (1000, 10)])
+def test_epochs_and_steps_that_are_both_given_end_the_run_at_the_smaller_one(
+    given: int, steps: int, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("x" * 319)
+    data = DataConfig(files=(str(tmp_path / "a.txt"),), tokenizer="bytes", sequence_length=8, holdout_fraction=0)
+    text = SharedText(None, PackedText.build(data, byte_tokenizer(), tmp_path / "data"))
+    console = Console(record=True, width=200)
+    made = text.with_steps(TrainConfig(epochs=1.0, batch=4, steps=given).bounded(steps_given=True), console)
+    assert (made.steps, made.epochs) == (steps, None)
+    assert (
+        f"train.epochs 1 takes 10 steps, and train.steps is {given:,}: the smaller one ends the run, after {steps}"
+    ) in console.export_text()

@@ -8,7 +8,7 @@ nothing is allocated.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megatier.config.data_section import DataConfig
@@ -168,6 +168,10 @@ class TiersConfig:
         return tuple(map(parse_mount, self.nvme))
 
 
+STEPS_UNBOUND = (1 << 63) - 1
+"""The `train.steps` of a run in epochs whose steps are neither given nor counted yet."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """The steps and their optimizer."""
@@ -175,8 +179,8 @@ class TrainConfig:
     steps: int = 1000
     """Optimizer steps, at least 1."""
     epochs: float | None = None
-    """Times that the text is trained on, above 0. It sets train.steps when the text is known. None: train.steps says
-    how long the run is."""
+    """Times that the text is trained on, above 0. They are counted in steps when the text is known. If train.steps is
+    given too, the smaller one ends the run. None: train.steps says how long the run is."""
     batch: int = 8
     """Sequences in a step, a multiple of groups * slices."""
     groups: int = 1
@@ -263,6 +267,11 @@ class TrainConfig:
 
         parts = self.groups * self.slices
         _require(self.batch % parts == 0, "train.batch", self.batch, f"a multiple of groups * slices ({parts})")
+
+    def bounded(self, *, steps_given: bool) -> TrainConfig:
+        """Return these settings with steps that bound the epochs only if they were given, or are not the default."""
+        is_free = self.epochs is not None and not steps_given and self.steps == type(self)().steps
+        return replace(self, steps=STEPS_UNBOUND) if is_free else self
 
     def keeps_attention(self, tokens: int) -> bool:
         """Whether what attention gave stays until the backward, for sequences of so many tokens."""

@@ -41,6 +41,20 @@ def stream(config: DataConfig, split: str) -> tuple[Any, str | None]:
         return builder.as_streaming_dataset(split=split), builder.hash if builder.repo_id is not None else None
 
 
+def local_files(config: DataConfig, split: str) -> list[str]:
+    """Return the local files of a split of a folder, in their order; none for a dataset of the hub.
+
+    Raises:
+        DataError: see `load`.
+    """
+    if not Path(_name(config)).is_dir():
+        return []
+    datasets = _library(config)
+    with _named(config, "cannot be loaded", datasets.exceptions.DatasetsError):
+        builder = datasets.load_dataset_builder(_name(config), config.subset, revision=config.revision)
+    return [str(file) for file in (builder.config.data_files or {}).get(split, ()) if Path(file).is_file()]
+
+
 def rows(config: DataConfig, split: str, dataset: Any) -> Iterator[tuple[str, dict[str, Any]]]:  # noqa: ANN401
     """Yield each row of a dataset with its place, such as "org/name (train), row 3".
 

@@ -33,10 +33,13 @@ from megatier.data.conversation import Conversation
 from megatier.data.packer import Packer, columns_of, is_window
 from megatier.data.packing import settings_of, shuffled, tokenise
 from megatier.data.records import BadRecords
+from megatier.data.shards import changes, shards_of
 from megatier.data.text import read_rows
 from megatier.errors import CheckpointError, DataError
 from megatier.workers import Task, Workers
 
+CHANGES_SHOWN = 5
+"""Most files that are named which are not those that the run began with."""
 STEPS_AHEAD = 2
 """Steps whose sequences are made before they are asked for."""
 
@@ -113,6 +116,8 @@ class TextStream:
         # The commit of the beginning, so that rows do not change when somebody pushes to the dataset.
         pinned = replace(config, revision=commit or config.revision)
         self._dataset, self._commit = hub.stream(pinned, config.split)
+        self._shards = shards_of(config.dataset or "", hub.local_files(config, config.split))
+        self._check_shards(state)
         pinned = replace(pinned, revision=self._commit)
         _, self._held_out, self.damaged = tokenise(pinned, tokenizer, directory, self.bad)
         self._check_held_out(state)
@@ -138,7 +143,7 @@ class TextStream:
     def state(self) -> dict[str, Any]:
         """The note of a checkpoint: the stream, and the position in it where the last batch ended."""
         found = {"settings": self._settings, "commit": self._commit, "position": asdict(self._position)}
-        return {**found, "held_out": self._held_out.crc32}
+        return {**found, "held_out": self._held_out.crc32, "shards": self._shards}
 
     def batch(self, step: int, batch: int) -> dict[str, torch.Tensor]:
         """Return the next sequences, as `columns_of` gives them.
@@ -180,6 +185,21 @@ class TextStream:
             "the stream is not that of the checkpoint: its dataset, settings, tokenizer or chat template are others. "
             "Bring the old ones back, or add --accept-changes to begin the new stream."
         )
+
+    def _check_shards(self, state: Mapping[str, Any] | None) -> None:
+        """Refuse files that are not those of the state, also those that no step has come to yet."""
+        noted = {} if state is None else state.get("shards", {})
+        if not isinstance(noted, Mapping) or not all(isinstance(found, list) for found in noted.values()):
+            raise CheckpointError(f"the checkpoint is damaged: the stream's files are {str(noted)[:100]}.")
+
+        # An older version noted none.
+        if noted and self._checks and (found := changes(noted, self._shards)):
+            more = f"; and {len(found) - CHANGES_SHOWN} more" if len(found) > CHANGES_SHOWN else ""
+            raise DataError(
+                f"the files of {self._config.dataset} are not those that the run began with: "
+                f"{'; '.join(found[:CHANGES_SHOWN])}{more}. Bring the old ones back, or add --accept-changes to go on "
+                "with these."
+            )
 
     def _check_held_out(self, state: Mapping[str, Any] | None) -> None:
         """Refuse held-out text that is not that of the state."""

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from megatier.checkpoint.run_directory import CONFIG_FILE, RUN_ID_FILE, RunDirectory
 from megatier.config.file import from_dict, given_in, load_saved, to_dict
-from megatier.config.schema import RunConfig, TrainConfig
+from megatier.config.schema import STEPS_UNBOUND, RunConfig, TrainConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
 from megatier.errors import ConfigError
@@ -30,6 +30,7 @@ from megatier.ranks.ranks import Ranks
 from megatier.schedule.sizes import Budgets
 from megatier.session.machine import choose_device, world_of
 from megatier.train.choices import budgets_here, fix_choices, plan_choices
+from megatier.train.outlet import say
 
 
 def choices_of(
@@ -190,8 +191,8 @@ class SharedText:
         while (found := self._crew.first(lambda: next(batches, None))) is not None:
             yield found
 
-    def with_steps(self, train: TrainConfig) -> TrainConfig:
-        """Return the settings with the steps that their epochs take, if they count epochs.
+    def with_steps(self, train: TrainConfig, console: Console) -> TrainConfig:
+        """Return the settings with the steps that their epochs take, or `train.steps` if that is given and smaller.
 
         Raises:
             ConfigError: the warm-up is as long as that or longer.
@@ -199,7 +200,14 @@ class SharedText:
         if train.epochs is None:
             return train
         steps = self._crew.first(lambda: steps_of(self.own, train))
-        return replace(train, steps=steps, epochs=None)
+        fewest = min(steps, train.steps)
+        if train.steps != STEPS_UNBOUND:
+            say(
+                console,
+                f"train.epochs {train.epochs:g} takes {steps:,} steps, and train.steps is {train.steps:,}: the smaller "
+                f"one ends the run, after {fewest:,} steps.",
+            )
+        return replace(train, steps=fewest, epochs=None)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -98,6 +98,7 @@ def train(
         if not resumes and (before := run_before_restart(config, given, ranks)) is not None:
             config, given = before
             resumes = True
+        config = replace(config, train=config.train.bounded(steps_given="train.steps" in given))
         config, expected = choices_of(config, given, ranks, console)
         forecast = None if expected is None else expected.forecast
         console = console_of(ranks, console)
@@ -108,7 +109,7 @@ def train(
 
         session, text = _open_session(stack, config, source, directory, start, ranks, console)
         counts_epochs = config.train.epochs is not None
-        config = replace(config, train=text.with_steps(config.train))
+        config = replace(config, train=text.with_steps(config.train, console))
         plan = SavePlan.of(config.output, session, forecast, is_done=start.step == config.train.steps)
         if directory.leads:
             describe(console, config, session, text.own, plan)

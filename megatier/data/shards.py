@@ -1,0 +1,72 @@
+"""The files of a streamed folder, and whether they are those that a run began with.
+
+A stream is read as the run goes on, so a file that no step has come to yet may change between two processes of a run
+without a trace in what was read. So a run notes what all of them are when it opens the stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatier.errors import DataError
+from megatier.files import open_regular
+
+SAMPLE_BYTES = 1 << 16
+"""Bytes of a sample of a file."""
+SAMPLES = 4
+"""Samples whose digest stands for a file, besides its size and the time of its last change. A file that is no larger
+than these is read whole, and then the time says nothing more."""
+
+Shards = dict[str, list[Any]]
+"""Size, digest, and nanoseconds of the last change (None: all of it is in the digest) by the name of a file."""
+
+
+def shards_of(folder: str, files: Sequence[str]) -> Shards:
+    """Return what files below a folder are.
+
+    Raises:
+        DataError: one cannot be read.
+    """
+    return {os.path.relpath(file, folder): _identity(Path(file)) for file in files}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return which files are others now, and how, each in a few words."""
+    return list(_changes(before, now))
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is another one."""
+    for name in sorted({*before, *now}):
+        was, found = before.get(name), now.get(name)
+        if was == found:
+            continue
+        if was is None or found is None:
+            yield f"{name} is {'new' if was is None else 'gone'}"
+        elif was[0] != found[0]:
+            yield f"{name} had {was[0]:,} bytes and has {found[0]:,}"
+        elif was[1] != found[1]:
+            yield f"{name} holds something else"
+        else:
+            yield f"{name} was written since"
+
+
+def _identity(path: Path) -> list[Any]:
+    """Return size, digest, and the time of the last change if the digest has samples alone."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            found = os.fstat(file.fileno())
+            size = found.st_size
+            is_whole = size <= SAMPLES * SAMPLE_BYTES
+            digest = hashlib.blake2b(digest_size=8)
+            for number in range(SAMPLES):
+                # The first one begins with the file, and the last one ends with it.
+                file.seek(number * (SAMPLE_BYTES if is_whole else (size - SAMPLE_BYTES) // (SAMPLES - 1)))
+                digest.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise DataError(f"data.dataset: cannot read {path}: {error.strerror}.") from error
+    return [size, digest.hexdigest(), None if is_whole else found.st_mtime_ns]
