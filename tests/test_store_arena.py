@@ -119,7 +119,6 @@ def test_arena_larger_than_the_driver_locks_at_once_is_locked_in_pieces(
     assert all(end % locked_bytes == 0 for end in ends[:-1])
     assert sorted(driver.locked)[1:] == ends[:-1]
     arena.close()
-    assert not arena.pinned
     assert not driver.locked
 
 

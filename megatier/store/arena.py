@@ -33,8 +33,8 @@ HUGE_PAGE_BYTES = 2 << 20
 POPULATE_BYTES = 256 << 20
 """The bytes that one thread touches at a time."""
 LOCKED_BYTES = 64 << 30
-"""The most bytes that are page-locked by one call: the driver refuses 512 GiB and more, whatever is free. What is locked
-by one call ends at a multiple of this address, which no copy between RAM and the GPU crosses (`lanes.PIECE_BYTES`)."""
+"""The most bytes that are page-locked by one call: the driver refuses 512 GiB and more, whatever is free. What one call
+locks ends at an address that is a multiple of this, and no copy between RAM and the GPU crosses it (`lanes`)."""
 
 Allocate = Callable[[int], torch.Tensor]
 """Gives uint8 [n] of device memory, which the current stream fills with zeros."""
