@@ -92,7 +92,9 @@ class Probe(nn.Module):
         return (result, None, torch.arange(len(x))) if self.returns_tuple else result
 
 
-def streamed(activations: str = "keep", slices: int = 1) -> tuple[Probe, Node, Shelf, dict[str, Tensor]]:
+def streamed(
+    activations: str = "keep", slices: int = 1, kind: type[Probe] = Probe
+) -> tuple[Probe, Node, Shelf, dict[str, Tensor]]:
     """A probe on meta behind a node, and its weights by name."""
     torch.manual_seed(0)
     weights = torch.randn(LAYOUT.num_elements)
@@ -103,7 +105,7 @@ def streamed(activations: str = "keep", slices: int = 1) -> tuple[Probe, Node, S
     anchor = torch.zeros((), requires_grad=True)
     dtypes = {"unit": torch.float32}
     stage = Stage(source=shelf, gradients=gradients, dtypes=dtypes, device=device, slices=slices, anchor=anchor)
-    probe = Probe("meta")
+    probe = kind("meta")
     bindings = [(probe._parameters, tensor.name, tensor) for tensor in LAYOUT.tensors]
     node = Node(stage, "unit", "probe", probe, bindings, activations=Activations(activations))  # type: ignore[arg-type]
     return probe, node, shelf, {t.name: weights[t.start : t.stop].view(t.shape) for t in LAYOUT.tensors}

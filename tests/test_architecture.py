@@ -19,13 +19,13 @@ FACTORIES = re.compile(
 POINTERS = {
     "address.py": 1,  # of native code
     "engine/activation.py": 4,  # whether one tensor lies in another
+    "engine/carried.py": 1,  # the same
     "engine/node.py": 1,  # a key
     "guards/held_parts.py": 2,  # whether one tensor lies in another
     "numerics/optimizer.py": 2,  # whether two tensors begin alike
     "ranks/pulls.py": 2,  # how far one tensor lies in another
     "ranks/shared_ram.py": 3,  # page-locking, which takes bytes whatever they are
     "store/arena.py": 1,  # page-locking, and the drive probes' own arithmetic
-    "store/lanes.py": 1,  # where a copy is cut
 }
 """Where `data_ptr` is called, and how often."""
 ROOT = Path(__file__).parent.parent

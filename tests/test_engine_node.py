@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
-from one_node import SIZE, Probe, streamed, streamed_gradients
+from one_node import SIZE, Probe, Shelf, streamed, streamed_gradients
 from tiny_runs import (
     one_thread,
 )
 from torch import Tensor, nn
 
 from megatier.errors import UnsupportedModelError
+from megatier.guards.crossing import CHECKED
 from megatier.tier import Phase
 
 
@@ -185,3 +186,86 @@ def test_node_evaluation_expects_no_backward() -> None:
         assert probe(torch.randn(6, SIZE)).shape == (6, SIZE)
     assert probe.calls == [{"rows": 6}]
     assert shelf.phases == [Phase.FORWARD]
+
+
+# ---------------------------------------------------------------------- views of weights
+
+
+class Views(Probe):
+    """A probe that gives views of its own weights, in a way that a test chooses."""
+
+    way: Callable[[Views, Tensor, Any], Any]
+    left: Tensor
+    left_inside: dict[str, Any]
+
+    def forward(self, x: Tensor, shared: Any = None) -> Any:  # type: ignore[override]
+        return self.way(self, x, shared)
+
+
+def write_view(probe: Views, x: Tensor, shared: Any) -> Tensor:
+    shared["given"] = (probe.shift, [probe.gain[1]])
+    return x * 1.0
+
+
+def leave_view(probe: Views, x: Tensor, shared: Any) -> Tensor:
+    probe.left = probe.shift[1:]
+    probe.left_inside = {"list": [probe.gain.t(), (probe.shift,)]}
+    return x * 1.0
+
+
+RESULTS: dict[str, tuple[Callable[[Views, Tensor, Any], Any], Callable[[Any, Any], list[Tensor]]]] = {
+    "the weight": (lambda p, x, s: p.shift, lambda found, s: [found]),
+    "expanded": (lambda p, x, s: p.shift.expand(x.shape), lambda found, s: [found]),
+    "rows": (lambda p, x, s: (x * 1.0, p.gain[1:3].t()), lambda found, s: list(found)),
+    "nested": (lambda p, x, s: (x * 1.0, ({"deep": [p.gain[:, 0]]}, None)), lambda f, s: [f[0], f[1][0]["deep"][0]]),
+    "detached": (lambda p, x, s: (x * p.gain[0], p.shift.detach()), lambda found, s: list(found)),
+    "in a container": (write_view, lambda found, s: [found, s["given"][0], s["given"][1][0]]),
+}
+
+
+def views(activations: str, way: Callable[[Views, Tensor, Any], Any]) -> tuple[Views, Views, Shelf]:
+    """The same module behind a node and plain."""
+    probe, _, shelf, weights = streamed(activations, kind=Views)
+    plain = Views("cpu")
+    plain.load_state_dict(weights)
+    assert isinstance(probe, Views)
+    probe.way = plain.way = way
+    return probe, plain, shelf
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("result", RESULTS)
+def test_node_result_that_is_a_view_of_a_weight_has_its_numbers_and_its_gradient(result: str, activations: str) -> None:
+    way, get = RESULTS[result]
+    probe, plain, shelf = views(activations, way)
+    x = torch.randn(6, SIZE)
+    for training in (True, False):
+        shared: tuple[Any, Any] = ({}, {})
+        with torch.set_grad_enabled(training):
+            inputs = [x.clone().requires_grad_(training) for _ in shared]
+            found, expected = (
+                get(module(leaf, store), store)
+                for module, leaf, store in zip((probe, plain), inputs, shared, strict=True)
+            )
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert not any(tensor.isnan().any() for tensor in found)
+        if training:
+            for tensors in (found, expected):
+                torch.stack([t.square().sum() for t in tensors if t.requires_grad]).sum().backward()
+
+    for name, parameter in plain.named_parameters():
+        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert torch.equal(shelf.gradients()[name], wanted)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_node_view_of_a_weight_that_is_left_in_an_attribute_has_its_numbers(training: bool) -> None:
+    probe, plain, _ = views("recompute", leave_view)
+    for _ in range(CHECKED + 1):
+        for module in (probe, plain):
+            with torch.set_grad_enabled(training):
+                module(torch.randn(6, SIZE))
+        assert torch.equal(probe.left, plain.left)
+        found, expected = probe.left_inside["list"], plain.left_inside["list"]
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1][0], expected[1][0])

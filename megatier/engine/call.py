@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
-from megatier.engine.carried import Arguments, Written
+from megatier.engine.carried import Arguments, Written, copied_out
 from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
 from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
@@ -194,7 +194,7 @@ class Call:
             )
 
         self.written = written
-        outputs += tensors
+        outputs = copied_out([*outputs, *tensors], weights)
 
         if self.node.stage.checks_finite:
             self._check(weights, outputs)
@@ -233,7 +233,8 @@ class Call:
         """Run the module as Hugging Face does: once, whole, and on the very containers that it was given."""
         with self._weights() as leaves:
             weights = [*leaves, *self.flat[len(self.arguments.leaves) :]]
-            results = self._run(weights, args, kwargs)
+            results = copied_out(self._run(weights, args, kwargs), weights)
+            self.arguments.copy_written(weights)
             if self.node.stage.checks_finite:
                 self._check(weights, results)
         return self.unpack(results)

@@ -20,11 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatier.engine.containers import PLAIN, Place, contents_of, empty, fill, is_container
 from megatier.errors import UnsupportedModelError
+
+OF_TORCH = frozenset(vars(nn.Module()))
+"""The attributes that torch itself keeps in a module: parameters, buffers, hooks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,12 @@ class Arguments:
     def copy(self, leaves: Sequence[Any]) -> ContainerCopy:
         """Make the arguments anew from these leaves, with containers of their own."""
         return ContainerCopy(self._args, self._kwargs, self._containers, leaves, self.carried)
+
+    def copy_written(self, memory: Sequence[Tensor]) -> None:
+        """Put copies in place of what a forward wrote into the very containers that lies in memory which leaves."""
+        assert self._outside is not None, "a call writes once"
+        if originals := self._outside[0]:
+            copy_inside(originals, memory)
 
     def write(self, written: Written, tensors: Sequence[Tensor | None]) -> None:
         """Write what a forward wrote into the containers that the module was given. A call does this once, at its end.
@@ -285,6 +294,69 @@ class ContainerCopy:
     def _tensors(self) -> Iterator[tuple[int, Tensor]]:
         """The tensors among the leaves, with their positions. Those of inference mode have no version."""
         return ((i, x) for i, x in enumerate(self._leaves) if torch.is_tensor(x) and not x.is_inference())
+
+
+def copy_inside(values: Sequence[Any], memory: Sequence[Tensor]) -> bool:
+    """Put copies in place of those tensors, in containers among values, that lie in memory which leaves.
+
+    Args:
+        values: containers, and whatever else.
+        memory: tensors in that memory.
+
+    Returns:
+        Whether there were any.
+    """
+    walk = _Walk()
+    for value in values:
+        walk.take(value, "", is_inside=False)
+    leaves = copied_out(walk.leaves, memory)
+    if all(new is old for new, old in zip(leaves, walk.leaves, strict=True)):
+        return False
+
+    made = _Maker(leaves, walk.originals, ())
+    for original, container in zip(walk.originals, walk.containers, strict=True):
+        before, after = contents_of(original), made.contents(container.contents)
+        if any(after[place] is not before[place] for place in before):
+            fill(original, after)
+    return True
+
+
+def copy_attributes(module: nn.Module, memory: Sequence[Tensor]) -> bool:
+    """Put copies in place of those tensors in attributes and buffers of a module that lie in memory which leaves.
+
+    Args:
+        module: the module, with all that is in it.
+        memory: tensors in that memory.
+
+    Returns:
+        Whether there were any.
+    """
+    found = False
+    for part in module.modules():
+        attributes = {
+            name: value
+            for name, value in vars(part).items()
+            if name not in OF_TORCH and isinstance(value, Tensor | list | tuple | dict)
+        }
+        if copy_inside([attributes, part._buffers], memory):
+            vars(part).update(attributes)
+            found = True
+    return found
+
+
+def copied_out(values: Sequence[Any], memory: Sequence[Tensor]) -> list[Any]:
+    """Return values with copies of those tensors among them that lie in the same memory as others.
+
+    A copy has the gradient of what it is a copy of.
+    """
+    # Slots are pieces of one arena, in which nothing but weights lies that a module could give.
+    addresses = {_address(tensor) for tensor in memory} - {0}
+    return [x.clone() if torch.is_tensor(x) and _address(x) in addresses else x for x in values]
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the storage of a tensor begins; 0 if it has none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megatier.engine.call import Call, collector, uncaught
-from megatier.engine.carried import Arguments
+from megatier.engine.carried import Arguments, copy_attributes
 from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
 from megatier.engine.unit_function import lend_weights, run_unit
@@ -99,6 +99,8 @@ class Node:
         """Whether this is one of the module's first forwards, which are looked at closely."""
         self.is_written = False
         """Whether a forward of the module has written a weight's own bits into it."""
+        self._keeps_views = False
+        """Whether a forward of the module has left a view of a weight in an attribute."""
         # A tied weight may have several bindings in one module; it has one slice.
         self._slices = {tensor.name: tensor for _, _, tensor in bindings}
         self._lent = {tensor.name: (parameters, leaf) for parameters, leaf, tensor in lent}
@@ -213,6 +215,10 @@ class Node:
                 ) from error
 
         self.is_written = unchanged.check(self.module_name) or self.is_written
+
+        # The slot is soon another unit's, and nobody knows who reads an attribute then.
+        if self.is_new or self._keeps_views:
+            self._keeps_views = copy_attributes(self.module, weights) or self._keeps_views
         return result
 
     def resumed(self) -> contextlib.AbstractContextManager[None]:
