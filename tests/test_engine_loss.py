@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import random
+import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,12 +14,14 @@ from tiny_models import tiny_config
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatier.engine.gradient import Gradients
 from megatier.engine.head import IGNORED
 from megatier.engine.loss import FusedLoss
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
+from megatier.errors import DataError, MegatierError
 from megatier.integrations.parameters import schema_of
 from megatier.layout import Layout
 from megatier.tier import Activations, Leg, Phase
@@ -40,17 +45,17 @@ class Head:
         self.phases: list[Phase] = []
         self.measured = 0
         config = tiny_config("gemma2", final_logit_softcapping=cap)
-        model = SimpleNamespace(config=config, loss_function=None, forward=lambda: config.final_logit_softcapping)
+        self.module = nn.Linear(HIDDEN, VOCAB, bias=bias, device="meta")
+        model = SimpleNamespace(config=config, loss_function=ForCausalLMLoss, get_output_embeddings=lambda: self.module)
         self.model = cast("PreTrainedModel", model)
         device = torch.device("cpu")
         gradients = Gradients({"head": replace(layout.trained, schema=schema_of(dtype))}, self, self, groups=1)
         gradients.begin_group(0)
         anchor = torch.zeros((), requires_grad=True)
         stage = Stage(source=self, gradients=gradients, dtypes={"head": dtype}, device=device, slices=1, anchor=anchor)
-        self.module = nn.Linear(HIDDEN, VOCAB, bias=bias, device="meta")
         bindings = [(self.module._parameters, tensor.name, tensor) for tensor in layout.tensors]
         node = Node(stage, "head", "lm_head", self.module, bindings, activations=Activations.KEEP)  # type: ignore[arg-type]
-        FusedLoss(self.model, node, chunk)
+        self.fused = FusedLoss(self.model, node, chunk)
 
     def enter(self, unit: str, phase: Phase, group: int) -> SimpleNamespace:
         self.phases.append(phase)
@@ -78,8 +83,8 @@ class Head:
         raise AssertionError("nothing was stashed")
 
     def __call__(self, hidden: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
-        loss: Tensor = self.model.loss_function(logits=self.module(hidden), labels=labels, **kwargs)
-        return loss
+        with self.fused.standing_in():
+            return self.fused(self.module(hidden), labels, **kwargs)
 
     def part(self, plane: Tensor, name: str) -> Tensor:
         """A parameter of the head, or its gradient, flat."""
@@ -117,6 +122,87 @@ def reference(
     )
     loss = total / (count or (labels[:, 1:] != IGNORED).sum())
     return loss.detach(), *torch.autograd.grad(loss, parts)
+
+
+@dataclass
+class Case:
+    """What a forward may be given for its loss."""
+
+    bias: bool
+    cap: float | None
+    chunk: int
+    hidden: Tensor
+    labels: Tensor
+    given: dict[str, Any]
+
+
+def case(seed: int) -> Case:
+    """Draw labels, masks and named arguments, of which some are none that torch takes."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    kept = draw.choice([TOKENS] * 4 + [3])
+    labels = torch.randint(0, VOCAB, (ROWS, draw.choice([kept] * 5 + [TOKENS])))
+    for value in draw.sample([IGNORED, -1, 0, 5, VOCAB, 10**6, -(2**40)], draw.choice([0, 1, 1, 2, 3])):
+        labels = labels.masked_fill(torch.rand(labels.shape) < draw.choice([0.1, 0.5, 1.0]), value)
+
+    choices: dict[str, list[Any]] = {
+        "ignore_index": [None, None, None, -1, 0, 5, -(2**40), VOCAB],
+        "num_items_in_batch": [None, None, 7, 2.5, torch.tensor(9), torch.tensor(3.5), torch.tensor([4])],
+        "shift_labels": [None, None, None, labels.flip(0), labels.flatten(), labels[:, 1:]],
+        "label_smoothing": [None, 0.1],
+        "reduction": [None, "sum"],
+        "weight": [None, torch.ones(VOCAB)],
+    }
+    given = {name: value for name, values in choices.items() if (value := draw.choice(values)) is not None}
+    dtype = draw.choice([torch.int64] * 9 + [torch.int32, torch.uint8, torch.float32])
+    hidden = torch.randn(ROWS, kept, HIDDEN)
+    cap = draw.choice([None, 5.0])
+    return Case(draw.choice([True, False]), cap, draw.choice(CHUNKS), hidden, labels.to(dtype), given)
+
+
+def own_loss(head: Head, case: Case) -> tuple[Tensor, ...]:
+    """The loss and the gradients of hidden states and head by the model's own loss function."""
+    parts = [part.clone().requires_grad_() for part in (case.hidden, head.weight, head.bias) if part is not None]
+    logits = functional.linear(*parts)
+    logits = case.cap * torch.tanh(logits / case.cap) if case.cap else logits
+    loss = ForCausalLMLoss(logits, case.labels, VOCAB, **case.given)
+    return loss.detach(), *torch.autograd.grad(loss.sum(), parts)
+
+
+def test_fused_loss_of_whatever_it_is_given_is_the_models_own_or_refused_by_name() -> None:
+    outcomes = Counter[str]()
+    for seed in range(300):
+        drawn = case(seed)
+        head = Head(drawn.cap, drawn.chunk, torch.float32, bias=drawn.bias)
+        hidden = drawn.hidden.clone().requires_grad_()
+        try:
+            expected = own_loss(head, drawn)
+        except (IndexError, RuntimeError, ValueError):
+            expected = ()
+        try:
+            loss = head(hidden, drawn.labels, **drawn.given)
+        except MegatierError as error:
+            assert re.search("label|num_items_in_batch", str(error)), error
+            outcomes["refused" if expected else "refused by both"] += 1
+            continue
+
+        loss.backward()
+        assert hidden.grad is not None
+        found = [loss.detach(), hidden.grad, head.weight_grad, *([head.part(head.grad, "bias")] if drawn.bias else [])]
+        if not expected:
+            outcomes["not a number"] += 1
+            assert all(bool(part.isnan().any()) for part in found), seed
+            with pytest.raises(DataError, match=r"labels of the step are outside of the vocabulary of 37"):
+                head.fused.check_labels()
+            continue
+
+        outcomes["equal"] += 1
+        head.fused.check_labels()
+        for mine, own in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, own, rtol=1e-4, atol=1e-6, equal_nan=True, msg=f"case {seed}")
+
+    assert min(outcomes[kind] for kind in ("equal", "not a number", "refused by both")) > 20
+    assert outcomes["refused"] < 60
 
 
 CHUNKS = [1, 7, TOKENS, ROWS * TOKENS, 1000]
@@ -213,14 +299,18 @@ def test_fused_loss_evaluation_gives_the_training_value_and_expects_no_backward(
 
 
 def test_fused_loss_takes_the_soft_cap_out_of_the_models_forward_and_leaves_the_config() -> None:
-    model = Head(5.0, 7, torch.float32).model
-    assert model.forward() is None
-    assert model.config.final_logit_softcapping == 5.0
+    head = Head(5.0, 7, torch.float32)
+    with head.fused.standing_in():
+        assert head.model.config.final_logit_softcapping is None
+    assert head.model.config.final_logit_softcapping == 5.0
 
 
-def test_fused_loss_head_returns_the_hidden_states() -> None:
+def test_fused_loss_head_returns_the_hidden_states_in_the_models_forward_alone() -> None:
     head, (hidden, _) = Head(None, 7, torch.float32), batch()
-    assert head.module(hidden) is hidden
+    with head.fused.standing_in():
+        assert head.module(hidden) is hidden
+    with torch.no_grad():
+        assert torch.equal(head.module(hidden), functional.linear(hidden, head.weight))
 
 
 @pytest.mark.parametrize("cap", [None, 5.0])

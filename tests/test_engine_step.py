@@ -28,6 +28,7 @@ from tiny_runs import (
     read_parameters,
 )
 from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatier.config.schema import NumericsConfig, TrainConfig
 from megatier.engine.step import Engine, StepResult
@@ -233,17 +234,21 @@ def test_train_step_groups_have_a_share_of_a_routers_loss_by_their_tokens(fused:
     assert losses == pytest.approx([losses[0]] * 4, rel=0.03)  # of another nonlinear mean in each
 
 
-def test_train_step_with_a_loss_of_several_parts_and_more_refuses_groups(tmp_path: Path) -> None:
+def test_train_step_with_a_loss_of_several_parts_and_more_refuses_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, batch = tiny_config("qwen3_moe"), grouped_batch(2)
-    with opened(config, tmp_path, PLACES["ram"], TrainConfig(batch=2, groups=2)) as session:
-        model, forward = session.model, session.model.forward
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    forward = kind.forward
 
-        def twice(**inputs: Any) -> Any:
-            output = forward(**inputs)
-            output.loss = output.loss + model.loss_function(output.logits, inputs["labels"], 160)
-            return output
+    def twice(model: Any, **inputs: Any) -> Any:
+        output = forward(model, **inputs)
+        output.loss = output.loss + model.loss_function(output.logits, inputs["labels"], 160)
+        return output
 
-        model.forward = twice
+    monkeypatch.setattr(kind, "forward", twice)
+    train = TrainConfig(batch=2, groups=2)
+    with opened(config, tmp_path, PLACES["ram"], train, fused_loss=False) as session:
         groups = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(2)]
         with pytest.raises(UnsupportedModelError, match=r"loss function 2 times .* set train\.groups to 1"):
             session.engine.train_step(1, 1e-3, groups)

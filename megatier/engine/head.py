@@ -71,10 +71,12 @@ def check_fusable(model: PreTrainedModel, units: Sequence[Unit]) -> None:
         raise UnsupportedModelError(f"{name} of transformers {transformers.__version__} computes its loss by itself.")
     if not any(model.get_submodule(module) is head for unit in units for module in unit.module_names):
         raise UnsupportedModelError(f"the output embedding of {name} is not a unit of its own.")
-    if (product := product_of(head)) is None:
+    if (product := product_of(head)) is None or "forward" in vars(product):
         raise UnsupportedModelError(f"the output embedding of {name} is no plain product but a {type(head).__name__}.")
-    if model.loss_function is not ForCausalLMLoss:
-        raise UnsupportedModelError(f"{name} has a loss function of its own, {_name_of(model.loss_function)}.")
+    if has_hooks(head):
+        raise UnsupportedModelError(f"hooks on the output embedding of {name} would see hidden states for logits.")
+    if model.loss_function is not ForCausalLMLoss or not _is_cross_entropy(ForCausalLMLoss):
+        raise UnsupportedModelError(f"{name} has a loss function of its own, {name_of(model.loss_function)}.")
 
     logits, whole = _ask(model, head, product.in_features, product.out_features)
     with without_softcap(model) as cap:
@@ -93,8 +95,14 @@ def product_of(head: nn.Module | None) -> nn.Linear | None:
     """
     if head is not None and is_adapter(head) and hasattr(head, "modules_to_save"):
         (head,) = cast("nn.ModuleDict", head.modules_to_save).values()
-    is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "weight" in head._parameters
     return cast("nn.Linear", head) if is_plain else None
+
+
+def has_hooks(head: nn.Module) -> bool:
+    """Whether anything looks at what an output embedding gives, or at its gradient."""
+    # Hooks before it see hidden states in either case.
+    return bool(head._forward_hooks or head._backward_hooks or head._backward_pre_hooks)
 
 
 def check_calls_loss_function(model: PreTrainedModel, remedy: str) -> None:
@@ -112,7 +120,36 @@ def check_calls_loss_function(model: PreTrainedModel, remedy: str) -> None:
 
 def _calls_loss_function(model: PreTrainedModel) -> bool:
     """Whether the model's forward names `loss_function`."""
-    return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
+    forward = inspect.unwrap(vars(model).get("forward", type(model).forward))
+    return "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+def _is_cross_entropy(function: Callable[..., Tensor]) -> bool:
+    """Whether a loss function is the one that a fused loss computes. What it calls may have been replaced."""
+    numbers = torch.linspace(-1.0, 7.0, ROWS * TOKENS * 5, dtype=torch.float32, device="cpu")
+    logits = 3 * numbers.square().sin().view(ROWS, TOKENS, 5)
+    labels = torch.tensor([[0, 1, 4], [2, 3, IGNORED]], dtype=torch.int64, device="cpu")
+    found = [function(logits=logits, labels=labels, vocab_size=5, **more) for more in ({}, {"num_items_in_batch": 7})]
+
+    log_shares = logits.double().log_softmax(-1)
+    total = -(log_shares[0, 0, 1] + log_shares[0, 1, 4] + log_shares[1, 0, 3])
+    return _agree(torch.stack(found).double(), torch.stack([total / 3, total / 7]))
+
+
+@contextmanager
+def calling_for_loss(model: PreTrainedModel, function: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside, the model's loss function is another. Then it is what it was, if nobody has changed it meanwhile."""
+    # transformers has a property, which looks for the attribute with an underscore.
+    names = ("_loss_function", "loss_function")
+    before = {name: vars(model)[name] for name in names if name in vars(model)}
+    model.loss_function = function
+    try:
+        yield
+    finally:
+        if model.loss_function is function:
+            for name in names:
+                vars(model).pop(name, None)
+            vars(model).update(before)
 
 
 @contextmanager
@@ -214,12 +251,11 @@ def _ask(model: PreTrainedModel, head: nn.Module, in_features: int, width: int) 
     passage = _Passage()
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.long, device="cpu")
     hidden = torch.empty(ROWS, TOKENS, in_features, dtype=torch.float32, device="meta")
-    own_loss = model.loss_function
     loss = None
-    model.loss_function = passage.loss
 
     try:
         with (
+            calling_for_loss(model, passage.loss),
             reading(f"the forward of {name} cannot be asked without its decoder", UnsupportedModelError),
             torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
@@ -233,8 +269,6 @@ def _ask(model: PreTrainedModel, head: nn.Module, in_features: int, width: int) 
         # After the loss a forward may need more than a stand-in has. But then it has been asked.
         if not passage.arrived:
             raise
-    finally:
-        model.loss_function = own_loss
 
     passage.check(name, loss)
     given = passage.given[0]
@@ -272,6 +306,6 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
     return bool(((found - expected).abs() <= most).all())
 
 
-def _name_of(function: object) -> str:
+def name_of(function: object) -> str:
     """The name of a function, or the kind of what is none."""
     return getattr(function, "__name__", type(function).__name__)

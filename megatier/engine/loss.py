@@ -1,8 +1,12 @@
 """Head and loss as one node: cross-entropy over chunks of tokens, so that the logits never exist whole.
 
-The head's module returns the hidden states unchanged; the model's `loss_function` runs this node on them. Linear scales
-of the logits (Granite, Cohere) commute with the head and stay where Hugging Face has them. A soft cap does not, and is
-applied here. `head` has found out before that the model does nothing else between the two.
+Inside the model's forward, the head's module returns the hidden states unchanged, and the model's `loss_function` runs
+this node on them. Linear scales of the logits (Granite, Cohere) commute with the head and stay where Hugging Face has
+them. A soft cap does not, and is applied here. `head` has found out before that the model does nothing else between the
+two. What was so then is looked at again in each forward, since a user has the model in hand and may change it.
+
+A label that is neither ignored nor in the vocabulary makes the loss NaN. Torch would refuse it, but the host would wait
+for that. So it is refused when the step is found to be not finite (`check_labels`).
 
 For logits z = cap * tanh((h W' + b) / cap) (or h W' + b), labels y and N counted tokens,
 loss = sum(logsumexp(z) - z[y]) / N and d loss / d z = (softmax(z) - onehot(y)) / N. All gradients are made in the
@@ -13,30 +17,53 @@ Source: the fused linear cross-entropy of Liger Kernel (arXiv 2410.10989).
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import Parameter
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.loss import loss_utils
 from transformers.utils.generic import ModelOutput
 
 from megatier.engine.backward import GONE, begin_backward
-from megatier.engine.head import IGNORED, capped, product_of, without_softcap
+from megatier.engine.head import (
+    IGNORED,
+    calling_for_loss,
+    capped,
+    has_hooks,
+    name_of,
+    product_of,
+    without_softcap,
+)
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
-from megatier.errors import UnsupportedModelError
+from megatier.errors import DataError, StreamedModelError, UnsupportedModelError
+from megatier.guards.methods import entering
+from megatier.readback import on_host
 from megatier.tier import Phase
+
+UNKNOWN = -1
+"""Stands for a label that is neither ignored nor in the vocabulary."""
+NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+"""Kinds of arguments that have a name."""
+UNFUSED = "open the model with fused_loss=False (model.fused_loss: false)"
+"""The remedy for whatever a fused loss does not take."""
 
 
 class FusedLoss:
     """Replaces a model's head and loss function."""
 
     def __init__(self, model: PreTrainedModel, head: Node, chunk: int) -> None:
-        """Install on the model.
+        """Install on the head; `standing_in` does the rest in each forward.
 
         Args:
             model: the skeleton, for which `head.can_fuse` was true.
@@ -45,53 +72,92 @@ class FusedLoss:
         """
         self.stage = head.stage
         """What all nodes of the model share."""
+        self._model = model
         self._head = head
         self._chunk = chunk
         product = product_of(head.module)
         assert product is not None
         self._names = {leaf: tensor.name for own, leaf, tensor in head.bindings if own is product._parameters}
+        self._vocab_size = product.out_features
+        self._function: Callable[..., Tensor] = model.loss_function
+        """The loss function that this one computes."""
         with without_softcap(model) as cap:
             self._cap = cap
-
-        # Taken out in each forward and not for good, since the config is exported.
-        if cap is not None:
-            model.forward = _uncapped(model)
+        self._has_cap = cap is not None
+        """Whether the model was found to apply the soft cap that its config names."""
+        self._refused = _more_arguments()
+        """The names of arguments that the model's loss function takes, and this one does not."""
+        self._passed: list[int] = []
+        """The number of elements that each call of the head passed on in this forward."""
+        self._is_inside = False
+        """Whether the model's forward runs."""
+        self._labels: list[tuple[Tensor, Tensor]] = []
+        """The labels of the open step, as they were given and as `_targets` made them."""
 
         compilation = head.stage.compilation
         self._slopes = slopes if compilation is None else compilation(slopes, "the loss")
-        head.module.forward = lambda hidden: hidden
-        model.loss_function = self
+        self._product: Callable[[Tensor], Tensor] = head.module.forward
+        head.module.forward = self._pass_on
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Run the model's forward inside: its head passes hidden states on, and its config names no soft cap.
+
+        Raises:
+            StreamedModelError: the model is not as it was when its head and its loss were fused.
+        """
+        self._check_model()
+        self._passed.clear()
+        self._is_inside = True
+        try:
+            # Taken out in each forward and not for good, since the config is exported.
+            with without_softcap(self._model) as cap:
+                if cap is not None and not self._has_cap:
+                    raise _changed(f"its config names a soft cap of logits ({cap}), and named none before")
+                self._cap = cap
+                yield
+        finally:
+            self._is_inside = False
 
     def __call__(
         self,
         logits: Tensor,
-        labels: Tensor,
+        labels: Tensor | None,
         vocab_size: int | None = None,
-        num_items_in_batch: int | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        ignore_index: int = IGNORED,
         shift_labels: Tensor | None = None,
-        **_: Any,  # noqa: ANN401 - Hugging Face passes what its own loss functions take
+        **others: Any,  # noqa: ANN401 - Hugging Face passes all that the forward was given
     ) -> Tensor:
         """Return the mean cross-entropy, or the sum over num_items_in_batch.
 
         Args:
             logits: hidden states [B, T, H], under the name that Hugging Face gives the head's output.
-            labels: [B, T], to be shifted by one; -100 does not count.
-            vocab_size: ignored; the head knows.
+            labels: [B, T], to be shifted by one.
+            vocab_size: that of the head.
             num_items_in_batch: tokens that the whole step counts.
+            ignore_index: the label of tokens that do not count.
             shift_labels: [B, T], shifted already.
+            **others: what the model's own loss function ignores as well.
+
+        Raises:
+            StreamedModelError: the forward, or an argument, is none that this loss is equal to the model's own for.
+            DataError: there is not one label for each token, or labels are no int64.
         """
+        self._check_call(logits, vocab_size, others)
+        targets = self._targets(logits, labels, ignore_index, shift_labels)
+
         # Some models (Mamba) cast logits to fp32. The products are in the head's own dtype all the same.
         hidden = logits.reshape(-1, logits.shape[-1])
         hidden = hidden.to(product_dtype(hidden.device, self._head.dtype))
-        if shift_labels is None:
-            shift_labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        targets = shift_labels.reshape(-1)
 
         # Never read by the host, which would wait for the device and for every copy before it.
         counted = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        if torch.is_tensor(counted):
+            counted = _scalar(counted).to(hidden.device)
         count = torch.zeros((), dtype=torch.float64, device=hidden.device) + counted
 
-        stage = self._head.stage
+        stage = self.stage
         if not torch.is_grad_enabled():
             use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
             loss = self._forward(hidden, self._weights(use.bytes, hidden.dtype), targets, count, None)
@@ -104,6 +170,80 @@ class FusedLoss:
         result: Tensor = _LossFunction.apply(self, hidden, stage.anchor, targets, count)  # type: ignore[no-untyped-call]
         return result
 
+    def begin_step(self) -> None:
+        """Forget the labels of the step before."""
+        self._labels.clear()
+
+    def check_labels(self) -> None:
+        """Look for a label outside of the vocabulary among those of the open step. The host waits for the device.
+
+        Raises:
+            DataError: there is one.
+        """
+        for labels, targets in self._labels:
+            unknown = on_host(labels[targets == UNKNOWN])
+            if unknown.numel():
+                raise DataError(
+                    f"{unknown.numel()} labels of the step are outside of the vocabulary of {self._vocab_size}, the "
+                    f"first one is {int(unknown[0])}. So its loss is not a number, and no update of it was written. "
+                    f"Tokens that do not count have the label {IGNORED}, or the ignore_index that the model's forward "
+                    "is given."
+                )
+
+    def _pass_on(self, hidden: Tensor) -> Tensor:
+        """Stand in for the head: in the model's forward hidden states go on as they are, elsewhere it is a product."""
+        if not self._is_inside:
+            return self._product(hidden)
+        self._passed.append(hidden.numel())
+        return hidden
+
+    def _check_model(self) -> None:
+        """Check that the model has the head and the loss function that were fused."""
+        head = self._head.module
+        if self._model.loss_function is not self._function:
+            raise _changed(f"its loss function is now {name_of(self._model.loss_function)}")
+        if self._model.get_output_embeddings() is not head or vars(head).get("forward") != self._pass_on:
+            raise _changed("its output embedding is another one")
+        if getattr(head, "disable_adapters", False):
+            raise _changed("the copy of its output embedding that is trained was disabled")
+        if has_hooks(head):
+            raise _changed("its output embedding has hooks, which would see hidden states for logits")
+
+    def _check_call(self, logits: Tensor, vocab_size: int | None, others: Mapping[str, object]) -> None:
+        """Check that the forward has come from the head to its loss as it did when it was asked."""
+        if self._passed != [logits.numel()]:
+            raise _changed("its forward does not hand to the loss what the head gave once")
+        if vocab_size not in (None, self._vocab_size):
+            raise _changed(f"its vocab_size is {vocab_size}, and the output embedding has {self._vocab_size} rows")
+        if unknown := sorted(self._refused & {name for name, value in others.items() if value is not None}):
+            raise StreamedModelError(
+                f"the loss function of transformers {transformers.__version__} takes {', '.join(unknown)}, and the "
+                f"loss that is fused with the head does not. Leave it out, or {UNFUSED}."
+            )
+
+    def _targets(self, hidden: Tensor, labels: Tensor | None, ignore_index: int, shift_labels: Tensor | None) -> Tensor:
+        """Return the label of each row of hidden states, int64 [tokens]: of the vocabulary, `IGNORED` or `UNKNOWN`."""
+        given = labels if shift_labels is None else shift_labels
+        if given is None or given.dtype is not torch.int64:
+            found = "missing" if given is None else str(given.dtype)
+            raise DataError(f"labels are {found}; the loss takes numbers of tokens, in int64.")
+        if shift_labels is None:
+            given = functional.pad(given, (0, 1), value=ignore_index)[..., 1:]
+        given = given.reshape(-1).to(hidden.device)
+
+        rows = hidden.numel() // hidden.shape[-1]
+        if rows != given.numel():
+            raise DataError(
+                f"there are {given.numel()} labels for the hidden states of {rows} tokens. With logits_to_keep, give "
+                "labels for the tokens that are kept alone."
+            )
+
+        is_known = (given >= 0) & (given < self._vocab_size)
+        targets = torch.where(given == ignore_index, IGNORED, torch.where(is_known, given, UNKNOWN))
+        if torch.is_grad_enabled():
+            self._labels.append((given, targets))
+        return targets
+
     def run(self, hidden: Tensor, targets: Tensor, count: Tensor, *, passes: bool) -> tuple[Tensor, _Grads]:
         """Compute the loss, an fp32 scalar, and its gradients.
 
@@ -113,7 +253,7 @@ class FusedLoss:
             count: tokens that the step counts.
             passes: a gradient of the hidden states is wanted as well as those of the head's weights.
         """
-        stage = self._head.stage
+        stage = self.stage
         use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
         weights = self._weights(use.bytes, hidden.dtype)
         grads = _Grads(torch.empty_like(hidden) if passes else None)
@@ -150,7 +290,7 @@ class FusedLoss:
         bias = weights.get("bias")
 
         # All dtypes are chosen by now. Autocast knows some of these operations only, so it would mix them.
-        with self._head.stage.arithmetic(), torch.autocast(hidden.device.type, enabled=False):
+        with self.stage.arithmetic(), torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], self._chunk):
                 rows = slice(start, start + self._chunk)
                 logits = hidden[rows] @ weight.t() if bias is None else torch.addmm(bias, hidden[rows], weight.t())
@@ -190,15 +330,30 @@ class StepLoss:
     A group's backward begins in it, even if that comes to nothing that is trained.
     """
 
-    def __init__(self, model: PreTrainedModel, stage: Stage) -> None:
-        """Take the place of the model's own loss function."""
+    def __init__(self, model: PreTrainedModel, stage: Stage, fused: FusedLoss | None = None) -> None:
+        """Take the place of the model's own loss function, inside the model's forward.
+
+        Args:
+            model: the skeleton.
+            stage: what its nodes share.
+            fused: the loss that is fused with the head; None: the loss function that the model has in each forward.
+        """
         self.divisor: int | None = None
         """The tokens that the step counts; None: the mean over the batch is wanted."""
+        self._model = model
+        self._fused = fused
         self._function: Callable[..., Tensor] = model.loss_function
         self._stage = stage
         self._losses: list[tuple[Tensor, Tensor]] = []
         """The losses of this forward, each with the tensor that the model was given for it."""
-        model.loss_function = self
+        model.forward = entering(self._run, model.forward)
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Run the model's own forward. The loss function is read each time, since users may change it."""
+        with contextlib.nullcontext() if self._fused is None else self._fused.standing_in():
+            self._function = self._fused or self._model.loss_function
+            with calling_for_loss(self._model, self):
+                return forward(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
         """Return the loss of what the model gives."""
@@ -258,23 +413,28 @@ def cross_entropy(logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
     """Add up logsumexp(z) - z[target] over tokens that count; logits [N, V], targets [N]. Returns an fp32 scalar."""
     z = capped(logits.float(), cap)
     found = z.gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    return torch.where(targets != IGNORED, torch.logsumexp(z, -1) - found, 0.0).sum()
+    return _of_targets(targets, torch.logsumexp(z, -1) - found).sum()
 
 
 def slopes(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `cross_entropy`, and `scale` times its derivative by the logits before the cap, in their dtype [N, V]."""
     z = capped(logits.float(), cap)
-    counted = targets != IGNORED
     index = targets.clamp(min=0)[:, None]
     norms = torch.logsumexp(z, -1, keepdim=True)
-    loss = torch.where(counted, (norms - z.gather(1, index))[:, 0], 0.0).sum()
+    loss = _of_targets(targets, (norms - z.gather(1, index))[:, 0]).sum()
     # A comparison, not a scatter: deterministic, and one pass when compiled.
     is_target = torch.arange(z.shape[1], dtype=torch.int64, device=z.device) == index
     slope = torch.exp(z - norms) - is_target.to(z.dtype)
     if cap:
         slope = slope * (1 - (z / cap) ** 2)
 
-    return loss, (slope * (counted[:, None] * scale)).to(logits.dtype)
+    # Chosen and not multiplied: the scale is infinite if nothing counts.
+    return loss, (slope * _of_targets(targets, scale)[:, None]).to(logits.dtype)
+
+
+def _of_targets(targets: Tensor, values: Tensor) -> Tensor:
+    """The values of tokens that count, 0 for those that do not, and NaN where the target is unknown."""
+    return torch.where(targets == UNKNOWN, math.nan, torch.where(targets != IGNORED, values, 0.0))
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -329,13 +489,30 @@ class _Watched(torch.autograd.Function):
         return grad, None, None
 
 
-def _uncapped(model: PreTrainedModel) -> Callable[..., Any]:
-    """Make the model's forward without the soft cap that its config names."""
-    forward = model.forward
+def _more_arguments() -> frozenset[str]:
+    """The names of arguments that the loss function of the installed transformers takes, and a fused loss does not."""
+    parts = (loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy)
+    named = {name for part in parts for name, one in inspect.signature(part).parameters.items() if one.kind in NAMED}
+    return frozenset(named - {"source", "target", *inspect.signature(FusedLoss.__call__).parameters})
 
-    @functools.wraps(forward)
-    def uncapped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the model takes and gives
-        with without_softcap(model):
-            return forward(*args, **kwargs)
 
-    return uncapped
+def _scalar(count: Tensor) -> Tensor:
+    """A number of tokens without a dimension.
+
+    Raises:
+        StreamedModelError: it is several numbers.
+    """
+    if count.dim():
+        raise StreamedModelError(
+            f"num_items_in_batch has the shape {tuple(count.shape)}; the loss that is fused with the head takes one "
+            f"number. Give it as such, or {UNFUSED}."
+        )
+    return count
+
+
+def _changed(what: str) -> StreamedModelError:
+    """Make the error of a model that is not what it was when head and loss were fused."""
+    return StreamedModelError(
+        f"the model's loss is fused with its head, and since the model was opened {what}. The fused loss would not be "
+        f"the model's own; undo that, or {UNFUSED}."
+    )

@@ -26,7 +26,7 @@ from megatier.engine.carried import Arguments, copy_attributes
 from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
 from megatier.engine.unit_function import lend_weights, run_unit
-from megatier.errors import UnsupportedModelError
+from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.guards.crossing import CHECKED, check_inside, claim
 from megatier.guards.unbound import make_unbound
 from megatier.guards.unchanged import REMEDY, Unchanged, refused
@@ -115,6 +115,7 @@ class Node:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
         """Run the module's forward, with weights that come for it."""
+        self._check_running()
         stage = self.stage
         training = torch.is_grad_enabled()
 
@@ -267,6 +268,20 @@ class Node:
 
         return copies
 
+    def _check_running(self) -> None:
+        """Check that this is a part of a forward of the model.
+
+        Raises:
+            StreamedModelError: it is not. The weights may be those of before the last step, and no backward would find
+                the group that the call belongs to.
+        """
+        if not self.stage.is_running:
+            raise StreamedModelError(
+                f"{self.module_name} was called outside of the model's forward, where its weights do not come. Call it "
+                "in `with streamed.one_forward():`, together with the model's own forward and before the backward; or, "
+                'under torch.no_grad(), in `with streamed.one_forward("NAME"):`, with a name for what is called there.'
+            )
+
     @contextlib.contextmanager
     def _bound(self, weights: Sequence[Tensor]) -> Iterator[None]:
         """Inside, these tensors are the module's parameters."""
@@ -356,6 +371,8 @@ class Node:
 
         They live until the backward, in addition to the slots.
         """
+        self._check_running()
+
         # Announced before autograd knows of the copies, as in a call.
         if self.trains and torch.is_grad_enabled():
             self.stage.gradients.expect(self.unit, 1)

@@ -120,6 +120,8 @@ class Stage:
     """Whether that goes off the GPU with an offloaded input."""
     arithmetic: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     """A context for every forward and backward of a unit: how its products are taken."""
+    is_running: bool = True
+    """Whether a forward of the model runs. Only then is it known which step's weights a module is to have."""
     checks_finite: bool = False
     """Stop at the first unit with a value that is not finite (a diagnosis, not a training mode)."""
     learnt: dict[str, list[tuple[int, ...] | None]] | None = None

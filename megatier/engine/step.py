@@ -30,7 +30,6 @@ from megatier.engine.unit_model import Batch, EngineOptions, UnitModel, num_lear
 from megatier.errors import NonFiniteError, UnsupportedModelError
 from megatier.guards.no_gradient import FirstNorms
 from megatier.guards.token_rows import few_tokens
-from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Unit, check_rows_are_apart
 from megatier.numerics.optimizer import RunOptimizer
 from megatier.numerics.seeds import group_seed, seed_generators
@@ -150,9 +149,7 @@ class Engine:
     def begin_step(self, step: int, rate: float) -> None:
         """Start a step, 1, 2, ..., with its learning rate, and the updates of the one before."""
         self._step = step
-
-        # At each step, since users and trainers may switch it on at any time.
-        self.model.stop_checkpointing()
+        self.model.begin_step()
 
         # Updates of the step before start in `begin`. They read the scalars that `clip` noted, not those noted here.
         self._optimizer.begin_step(step, rate)
@@ -177,8 +174,8 @@ class Engine:
     @contextmanager
     def _leg(self, leg: Leg) -> Iterator[None]:
         self._player.weights.begin_leg(leg)
-        refused = refused_outside(self.model.skeleton)
-        with torch.inference_mode(mode=False), torch.set_grad_enabled(leg is Leg.FURTHER), refused:
+        running = self.model.running()
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(leg is Leg.FURTHER), running:
             yield
 
     def measure(self, step: int) -> float:
@@ -305,7 +302,7 @@ class Engine:
             self._player.begin(name)
             # Whatever ends the forward early, an interrupt too: weights in use have to be given back.
             try:
-                with refused_outside(self.model.skeleton):
+                with self.model.running():
                     yield
             except BaseException:
                 self._player.cancel()
@@ -343,9 +340,13 @@ class Engine:
         """Leave a step out. Nothing is clipped: the scalars of the step before stay, and no update will read them.
 
         Raises:
+            DataError: a label of the step is outside of the vocabulary.
             NonFiniteError: more steps in a row than allowed were left out.
         """
         self._player.drop_updates()
+
+        # More of the same would be left out like this one, so it is no step to go on after.
+        self.model.check_labels()
         self._skips += 1
         parameter = self._optimizer.first_non_finite()
         if self._skips > self.options.max_skips:
@@ -391,6 +392,7 @@ class Engine:
 
         To find that unit, the batch runs once more, with a check after each unit.
         """
+        self.model.check_labels()
         where = f"; first in the gradient of {parameter}" if parameter is not None else ""
         self.model.stage.checks_finite = True
 

@@ -118,6 +118,7 @@ class UnitModel:
             offloads_attention=options.offloads_attention,
             arithmetic=Fp32Products if options.fp32_products else nullcontext,
             model=skeleton,
+            is_running=False,
         )
         """What its nodes share."""
 
@@ -138,9 +139,8 @@ class UnitModel:
         join(self.nodes)
 
         # The order of the two is the order of wrapping: the step's loss divides what the fused one gives.
-        if self.fuses_loss:
-            FusedLoss(skeleton, self.head(), options.loss_chunk)
-        self._step_loss = StepLoss(skeleton, self.stage)
+        self._fused = FusedLoss(skeleton, self.head(), options.loss_chunk) if self.fuses_loss else None
+        self._step_loss = StepLoss(skeleton, self.stage, self._fused)
         self.check_outputs = OutputCheck(skeleton)
         """Looks for lost gradients in the graphs of the first losses."""
 
@@ -185,7 +185,7 @@ class UnitModel:
         is_packed = "position_ids" in batch
         answer = _document_numbers if is_packed else _is_in_order
 
-        with _answering(answer, self._masks) as asked, refused_outside(self.skeleton):
+        with _answering(answer, self._masks) as asked, self.running():
             inputs = self.on_device(batch)
             loss = self._step_loss.weighed(lambda: self.skeleton(**inputs, use_cache=False).loss, share)
 
@@ -197,6 +197,37 @@ class UnitModel:
             )
 
         return loss
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run one forward of the model inside. Its modules get weights nowhere else.
+
+        Raises:
+            UnsupportedModelError: it computes with a weight past the module that owns it, where that is not bound.
+        """
+        was_running = self.stage.is_running
+        self.stage.is_running = True
+        try:
+            with refused_outside(self.skeleton):
+                yield
+        finally:
+            self.stage.is_running = was_running
+
+    def begin_step(self) -> None:
+        """Say that the forwards of a step follow."""
+        # At each step, since users and trainers may switch it on at any time.
+        self.stop_checkpointing()
+        if self._fused is not None:
+            self._fused.begin_step()
+
+    def check_labels(self) -> None:
+        """Look for the labels that make a loss NaN, once it is known that something is.
+
+        Raises:
+            DataError: a label of the open step is outside of the vocabulary.
+        """
+        if self._fused is not None:
+            self._fused.check_labels()
 
     def on_device(self, batch: Batch) -> Batch:
         """Move a batch to the device."""

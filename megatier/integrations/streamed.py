@@ -15,6 +15,7 @@ Under `torchrun` the processes are ranks, which share the state. Each makes forw
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from megatier.engine.loss import without_logits
 from megatier.engine.step import StepResult
 from megatier.errors import StepDroppedError, StreamedModelError
 from megatier.guards.methods import entering, guard_methods
-from megatier.guards.unbound import mark_streamed, refused_outside
+from megatier.guards.unbound import mark_streamed
 from megatier.integrations.stream_optimizer import StreamedOptimizer
 from megatier.integrations.stream_state import StreamedState
 from megatier.ranks.peers import cause_of
@@ -117,6 +118,9 @@ class Streamed(StreamedState):
         """Whether this rank has left a step half-way, in which the others are still."""
         self._dropped = ""
         """Why this rank drops the open step at its next call; empty: it does not."""
+
+        self._arguments = tuple(inspect.signature(self.model.forward).parameters)
+        """The names of the arguments of the model's forward, in order."""
 
         # A function, no method: accelerate would bind a method to the model.
         self.model.forward = entering(self._forward, self.model.forward)
@@ -313,22 +317,24 @@ class Streamed(StreamedState):
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run the model's own forward as a part of a step, or as an evaluation."""
-        if not self.has_logits and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
-            raise StreamedModelError(
-                "the model was opened with fused_loss and gives no logits: pass labels, or call megatier.stream with "
-                "fused_loss=False."
-            )
+        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
+        if not self.has_logits and given.get("labels") is None and given.get("shift_labels") is None:
+            raise _without_labels()
 
         self.try_tiles(forward, *args, **kwargs)
 
         # With images an evaluation uses other units than without them, so each kind has an order of its own.
-        sees = sorted(name for name, value in kwargs.items() if name.startswith("pixel_values") and value is not None)
+        sees = sorted(name for name, value in given.items() if name.startswith("pixel_values") and value is not None)
         with self.one_forward(" ".join(["evaluate", *sees])):
             outputs = forward(*args, **kwargs)
             if torch.is_grad_enabled():
                 self._engine.model.check_outputs(outputs)
-                self._note_loss(outputs, is_sum=kwargs.get("num_items_in_batch") is not None)
-            return outputs if self.has_logits else without_logits(outputs)
+                self._note_loss(outputs, is_sum=given.get("num_items_in_batch") is not None)
+            if self.has_logits:
+                return outputs
+            if isinstance(outputs, ModelOutput) and outputs.get("loss") is None:
+                raise _without_labels()
+            return without_logits(outputs)
 
     def _note_loss(self, outputs: Any, *, is_sum: bool) -> None:  # noqa: ANN401
         """Keep what a forward adds to the loss of its step."""
@@ -363,7 +369,7 @@ class Streamed(StreamedState):
             self._engine.begin_step(self.steps + 1, self._take_settings())
         self._engine.begin_group(self._groups)
         self._groups += 1
-        return refused_outside(self.model)
+        return self._engine.model.running()
 
     def _take_settings(self) -> float:
         """Hand the optimizer's settings of this moment to the arithmetic, and return the learning rate."""
@@ -410,3 +416,11 @@ class Streamed(StreamedState):
             raise StreamedModelError(
                 f"{what} in the middle of a step: end it with optimizer.step() first, or drop it with abandon()."
             )
+
+
+def _without_labels() -> StreamedModelError:
+    """Make the error of a forward that has neither a loss nor logits."""
+    return StreamedModelError(
+        "the model was opened with fused_loss and gives no logits: pass labels, or call megatier.stream with "
+        "fused_loss=False."
+    )
