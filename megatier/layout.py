@@ -182,6 +182,11 @@ class Layout:
             num_trained=self.num_trained // ranks,
         )
 
+    def part(self, first: int, last: int) -> Layout:
+        """Return the layout of a run [first, last) of the elements: its tensors, and runs of them, where they are."""
+        tensors = [_clipped(tensor, first, last, first) for tensor in self.tensors]
+        return replace(self, tensors=tuple(tensor for tensor in tensors if tensor is not None))
+
     def shard_runs(self, rank: int, ranks: int) -> tuple[tuple[int, int, int], ...]:
         """Return the runs [first, last) of elements that a rank owns, each with its first element inside the shard."""
         trained = self.num_trained // ranks

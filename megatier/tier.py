@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -126,3 +127,12 @@ class BlockSpec:
 def round_up(num_bytes: int, multiple: int = PAGE_BYTES) -> int:
     """Return the least multiple that is not smaller."""
     return -(-num_bytes // multiple) * multiple
+
+
+def cut_at_addresses(address: int, num_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield runs [start, stop), counted from an address, that end wherever an address is a multiple of a size."""
+    start = 0
+    while start < num_bytes:
+        stop = min(num_bytes, start + piece_bytes - (address + start) % piece_bytes)
+        yield start, stop
+        start = stop

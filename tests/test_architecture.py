@@ -26,6 +26,7 @@ POINTERS = {
     "ranks/pulls.py": 2,  # how far one tensor lies in another
     "ranks/shared_ram.py": 3,  # page-locking, which takes bytes whatever they are
     "store/arena.py": 1,  # page-locking, and the drive probes' own arithmetic
+    "store/lanes.py": 1,  # where a copy is cut
 }
 """Where `data_ptr` is called, and how often."""
 ROOT = Path(__file__).parent.parent

@@ -179,7 +179,7 @@ def test_restore_that_fails_half_way_tears_the_state(tmp_path: Path, monkeypatch
         streamed.save(tmp_path / "saved")
         saved = streamed.state_dict()
         step(streamed, 2)
-        fill, left = streamed._session._fill, iter((1, 1, 0))
+        fill, left = streamed._session._filling.fill, iter((1, 1, 0))
 
         def interrupt(*arguments: Any) -> None:
             fill(*arguments)
@@ -187,7 +187,7 @@ def test_restore_that_fails_half_way_tears_the_state(tmp_path: Path, monkeypatch
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(streamed._session, "_fill", interrupt)
+            patch.setattr(streamed._session._filling, "fill", interrupt)
             streamed.restore(tmp_path / "saved")
         with pytest.raises(TornStateError):
             streamed.state_dict()

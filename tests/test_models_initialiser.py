@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
 from model_folders import flat_blocks, tensors_of
 from tiny_models import FUSED, tiny_config
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
-from megatier.models import weights
+from megatier.models import laws, weights
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.models.dtypes import with_schemas
 from megatier.models.experts import cut_units
 from megatier.models.initialiser import Initialiser
+from megatier.workers import Workers
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +62,97 @@ def test_initialiser_draws_parameters_that_stay_in_fp32_from_the_same_distributi
     lent = tuple(unit for unit in units if unit.is_lent)
     check_distributions(tensors_of(flat_blocks(Initialiser(model, seed=3), lent), lent), config)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "gpt2", "gemma3_text", "qwen3_moe", "qwen3_next", "gpt_oss"])
+def test_initialiser_parameters_with_a_law_are_drawn_from_the_same_distributions(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here all but the smallest have one, so that views, constants and several steps are among them."""
+    monkeypatch.setattr(laws, "LAW_ELEMENTS", 500)
+    model = build_skeleton(tiny_config(family), "sdpa")
+    ours = tensors_of(flat_blocks(Initialiser(model, seed=3), find_units(model)), find_units(model))
+    check_distributions(ours, tiny_config(family))
+
+
+def test_initialiser_any_part_of_a_unit_is_that_part_of_the_whole_in_any_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(laws, "LAW_ELEMENTS", 700)
+    model = build_skeleton(tiny_config("llama"), "sdpa")
+    source = Initialiser(model, seed=5)
+    for unit in find_units(model):
+        whole = flat_blocks(source, (unit,))[unit.name]
+        cuts = [*range(0, unit.layout.num_elements, 997), unit.layout.num_elements]
+        runs = list(itertools.pairwise(cuts))[::-1]
+        read = source.parts(unit)
+        parts = [partial(read, unit.layout.part(*run)) for run in runs]
+        with closing(Workers(3, "test")) as workers:
+            found = workers.map(lambda part: list(part()), parts)
+        for (start, stop), pieces in zip(runs, found, strict=True):
+            part = torch.zeros(stop - start)
+            for first, values in pieces:
+                part[first - start : first - start + values.numel()] = values
+            assert torch.equal(part, whole[start:stop])
+
+
+def test_initialiser_parameter_with_a_law_has_the_same_values_in_any_number_of_expert_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(laws, "LAW_ELEMENTS", 700)
+    model = build_skeleton(tiny_config("qwen3_moe"), "sdpa")
+    values = []
+    for parts in (1, 2):
+        units = cut_units(model, parts)
+        values.append(tensors_of(flat_blocks(Initialiser(model, seed=3), units), units))
+    large = [name for name, value in values[0].items() if value.numel() > 700]
+    assert any("experts" in name for name in large)
+    assert all(torch.equal(values[0][name], values[1][name]) for name in large)
+
+
+INITIALISATIONS: dict[str, Callable[[Tensor], object]] = {
+    "trunc_normal": lambda weight: nn.init.trunc_normal_(weight, std=0.02),
+    "kaiming": nn.init.kaiming_uniform_,
+    "orthogonal": nn.init.orthogonal_,
+    "a row of zeros": lambda weight: nn.init.normal_(weight)[3].zero_(),
+    "scaled": lambda weight: nn.init.uniform_(weight).sub_(0.5).mul_(2),
+    "by rows": lambda weight: [row.normal_(std=1 + number) for number, row in enumerate(weight)],
+    "copied": lambda weight: weight.copy_(torch.linspace(0, 1, weight.numel()).view_as(weight)),
+    "normalised": lambda weight: nn.init.normal_(weight).div_(weight.norm()),
+    "of its data": lambda weight: weight.data.normal_(mean=3.0),
+}
+
+
+@pytest.mark.parametrize("name", INITIALISATIONS)
+def test_initialiser_takes_any_initialisation_of_a_parameter_with_a_law(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be done chunk by chunk is done at once."""
+    initialise = INITIALISATIONS[name]
+
+    def init_weights(_self: PreTrainedModel, module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            with torch.no_grad():
+                initialise(parameter) if parameter.dim() > 1 else parameter.zero_()
+
+    monkeypatch.setattr(laws, "LAW_ELEMENTS", 1000)
+    monkeypatch.setattr(PreTrainedModel, "_init_weights", init_weights)
+    model = build_skeleton(tiny_config("llama"), "sdpa")
+    unit = find_units(model)[2]
+    values = tensors_of(flat_blocks(Initialiser(model, seed=1), (unit,)), (unit,))
+    again = tensors_of(flat_blocks(Initialiser(model, seed=1), (unit,)), (unit,))
+    for parameter, found in values.items():
+        assert torch.equal(found, again[parameter])
+        if found.dim() > 1:
+            torch.manual_seed(1)
+            expected = torch.full_like(found, math.nan)
+            initialise(expected)
+            tolerance = 8 * float(expected.std()) / math.sqrt(expected.numel())
+            assert float(found.mean()) == pytest.approx(float(expected.mean()), abs=tolerance)
+            assert float(found.std()) == pytest.approx(float(expected.std()), abs=tolerance)
+            assert float(found.abs().max()) <= 2 * float(expected.abs().max())
+            if name in ("copied",):
+                assert torch.equal(found, expected)
 
 
 def check_distributions(ours: Mapping[str, Tensor], config: PretrainedConfig) -> None:

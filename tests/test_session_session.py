@@ -30,9 +30,11 @@ from tiny_runs import (
 from torch import Tensor
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
-from megatier.errors import NonFiniteError, PlanError
+from megatier.errors import NonFiniteError, PlanError, TornStateError
 from megatier.layout import Layout
+from megatier.models import laws
 from megatier.models.decoder import Unit, build_skeleton
+from megatier.models.initialiser import Initialiser
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.session import machine
 from megatier.session.session import Session
@@ -92,6 +94,37 @@ def test_load_pieces_of_any_size_give_the_same_masters(size: int, tmp_path: Path
     with opened(config, tmp_path, PLACES["nvme"], Run(model="untied").train, source=source) as session:
         found = read_parameters(session, Kind.WEIGHT)
     assert all(torch.equal(found[name], parameter) for name, parameter in plain.named_parameters())
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_load_first_weights_are_the_same_in_any_place_and_by_any_number_of_cores(
+    place: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(laws, "LAW_ELEMENTS", 700)
+    monkeypatch.setattr("megatier.session.session.cores_usable", lambda: cores)
+    monkeypatch.setattr("megatier.session.filling.CHUNK_ELEMENTS_MAX", 32_768)
+    filled: list[str] = []
+    with opened(exactness_config("untied"), tmp_path, PLACES[place], Run(model="untied").train) as session:
+        source = Initialiser(session.model, 7)
+        session.load(source, lambda unit: filled.append(unit.name))
+        assert sorted(filled) == sorted(unit.name for unit in session.units)
+        for unit in session.units:
+            expected = torch.zeros(unit.layout.num_elements)
+            for first, values in source.read(unit):
+                expected[first : first + values.numel()] = values
+            assert torch.equal(session.read_master(unit, 0, unit.layout.num_elements), expected)
+
+
+def test_load_that_is_broken_off_tears_the_state(tmp_path: Path) -> None:
+    def interrupt(_unit: Unit) -> None:
+        raise KeyboardInterrupt
+
+    with opened(exactness_config("untied"), tmp_path, PLACES["nvme"], Run(model="untied").train) as session:
+        with pytest.raises(KeyboardInterrupt):
+            session.load(Initialiser(session.model, 7), interrupt)
+        with pytest.raises(TornStateError):
+            session.store.tear.check()
 
 
 def test_read_master_part_is_that_part_of_the_whole(tmp_path: Path) -> None:

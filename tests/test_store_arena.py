@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from megatier.errors import CapacityError
-from megatier.store.arena import HUGE_PAGE_BYTES, Arena, SlotPool
+from megatier.store.arena import HUGE_PAGE_BYTES, LOCKED_BYTES, Arena, SlotPool
+from megatier.store.lanes import PIECE_BYTES, Lanes
 from megatier.store.transfer import Transfer
-from megatier.tier import PAGE_BYTES
+from megatier.tier import PAGE_BYTES, cut_at_addresses
 
 CPU = torch.device("cpu")
 
@@ -71,6 +72,75 @@ def test_arena_that_cuda_does_not_page_lock_is_a_capacity_error(monkeypatch: pyt
     with pytest.raises(CapacityError, match=r"error 2: out of memory.*lower tiers\.ram") as caught:
         Arena(PAGE_BYTES, CPU, pin=True)
     assert (caught.value.tier, caught.value.needed_bytes) == ("ram", PAGE_BYTES)
+
+
+class SmallDriver:
+    """A stand-in for the CUDA driver, which page-locks a few bytes at once, and so many in all."""
+
+    cudaError = SimpleNamespace(success=0)  # noqa: N815 - CUDA's name
+
+    def __init__(self, most_at_once: int, most: int) -> None:
+        self.most_at_once = most_at_once
+        self.most = most
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, _flags: int) -> int:  # noqa: N802
+        if num_bytes > self.most_at_once or sum(self.locked.values()) + num_bytes > self.most:
+            return 2
+        self.locked[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        return 0 if self.locked.pop(address, None) else 1
+
+    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+        return f"error {code}"
+
+
+@pytest.fixture
+def locked_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
+    """So that small arenas are page-locked in several pieces."""
+    monkeypatch.setattr("megatier.store.arena.LOCKED_BYTES", 4 * HUGE_PAGE_BYTES)
+    if not torch.cuda.is_available():  # torch's own check of codes needs the driver
+        monkeypatch.setattr(torch.cuda, "check_error", lambda code: pytest.fail(f"error {code}") if code else None)
+    return 4 * HUGE_PAGE_BYTES
+
+
+def test_arena_larger_than_the_driver_locks_at_once_is_locked_in_pieces(
+    locked_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = SmallDriver(locked_bytes, 10 * locked_bytes)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    arena = Arena(3 * locked_bytes + PAGE_BYTES, CPU, pin=True)
+    assert arena.pinned
+    assert min(driver.locked) == arena.address
+    assert sum(driver.locked.values()) == arena.num_bytes
+    ends = sorted(address + size for address, size in driver.locked.items())
+    assert all(end % locked_bytes == 0 for end in ends[:-1])
+    assert sorted(driver.locked)[1:] == ends[:-1]
+    arena.close()
+    assert not driver.locked
+
+
+def test_arena_of_which_a_piece_is_refused_leaves_nothing_locked(
+    locked_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = SmallDriver(locked_bytes, 2 * locked_bytes)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    with pytest.raises(CapacityError, match=r"error 2.*lower tiers\.ram"):
+        Arena(4 * locked_bytes, CPU, pin=True)
+    assert not driver.locked
+
+
+def test_copies_of_lanes_never_cross_the_end_of_what_is_locked_at_once() -> None:
+    assert LOCKED_BYTES % PIECE_BYTES == 0
+    address = 3 * LOCKED_BYTES - 1000
+    pieces = list(cut_at_addresses(address, 3 * PIECE_BYTES, PIECE_BYTES))
+    assert pieces[0] == (0, 1000)
+    assert [stop for _, stop in pieces[:-1]] == [start for start, _ in pieces[1:]]
+    assert pieces[-1][1] == 3 * PIECE_BYTES
+    assert all(stop - start <= PIECE_BYTES for start, stop in pieces)
+    assert list(cut_at_addresses(address, 0, PIECE_BYTES)) == []
 
 
 def test_slots_are_equal_disjoint_page_aligned_and_last_in_last_out() -> None:
@@ -167,3 +237,21 @@ def test_arena_on_cuda_is_device_memory_and_ram_is_pinned() -> None:
     assert host.bytes.is_pinned()
     host.close()
     assert not host.bytes.is_pinned()
+
+
+@pytest.mark.gpu
+def test_arena_that_is_locked_in_pieces_is_copied_across_their_ends(locked_bytes: int) -> None:
+    """The lanes cut a copy where a piece ends; here it ends in the middle of what they move."""
+    host = Arena(3 * locked_bytes, CPU, pin=True)
+    host.bytes.copy_(torch.arange(host.num_bytes, dtype=torch.int64).remainder_(251))
+    there = torch.zeros(host.num_bytes, dtype=torch.uint8, device="cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatier.store.lanes.PIECE_BYTES", locked_bytes)
+        lanes = Lanes(torch.device("cuda"))
+        lanes.to_gpu("x", there, host.bytes).wait()
+        assert torch.equal(there.cpu(), host.bytes)
+        host.bytes.zero_()
+        lanes.to_ram("x", host.bytes, there).wait()
+        assert torch.equal(there.cpu(), host.bytes)
+        lanes.close()
+    host.close()

@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
-from megatier.layout import Layout
+from megatier.layout import Layout, TensorSlice
 from megatier.models.buffers import constructed_value
 from megatier.models.decoder import Unit, bindings, find_units
-from megatier.models.weights import WeightReader, chunks
+from megatier.models.laws import Law, Noting, has_law
+from megatier.models.weights import ReadPart, WeightReader, chunks
 from megatier.numerics.seeds import drawing_from
 
 
 class Initialiser:
     """Weights as Hugging Face's own `_init_weights` draws them, one unit at a time.
 
-    A unit's values depend on the seed and on its own name alone. A unit exists whole in fp32 while it is read.
+    A unit's values depend on the seed and on its own name alone, those of a large parameter on the seed and on the
+    parameter's name (`laws`). The other parameters of a unit exist whole in fp32 while it is read.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
@@ -44,37 +46,56 @@ class Initialiser:
         """Yield (first element in the layout, flat fp32 CPU tensor), in order.
 
         Args:
-            unit: the unit. It is drawn whole, since each number depends on those before it.
+            unit: the unit.
             shard: the layout of a rank's shard of it, whose values are given then; None: those of the whole unit.
 
         Raises:
             UnsupportedModelError: the model's own initialisation leaves a parameter unset.
         """
+        return self.parts(unit)(shard or unit.layout)
+
+    def parts(self, unit: Unit) -> ReadPart:
+        """Draw a unit, but for the parameters that have a law, and return what reads any part of it, in any thread.
+
+        Raises:
+            UnsupportedModelError: the model's own initialisation leaves a parameter unset.
+        """
         with drawing_from(_seed_of(self._seed, unit.name)):
-            values = self.draw(unit)
+            values = self._drawn(unit, [tensor for tensor in unit.layout.tensors if has_law(tensor)])
         for name, value in values.items():
-            if value.isnan().any():
+            if isinstance(value, Tensor) and value.isnan().any():
                 raise UnsupportedModelError(
                     f"{type(self._model).__name__} has no initial value for {name}. Start from trained weights "
                     "(model.path)."
                 )
 
         offsets = {tensor.name: tensor.offset for tensor in unit.layout.tensors}
-        for tensor in (shard or unit.layout).tensors:
-            value = values[tensor.name][tensor.offset - offsets[tensor.name] :]
-            for start, stop in chunks(tensor.num_elements):
-                yield tensor.start + start, value[start:stop]
 
-    @torch.no_grad()
+        def read(part: Layout) -> Iterator[tuple[int, Tensor]]:
+            for tensor in part.tensors:
+                first = tensor.offset - offsets[tensor.name]
+                for start, piece in _pieces(values[tensor.name], first, first + tensor.num_elements):
+                    yield tensor.start + start - first, piece
+
+        return read
+
     def draw(self, unit: Unit) -> dict[str, Tensor]:
         """Return the values of a unit, flat and in fp32, by name, as torch's generator gives them from where it is."""
+        return {name: value for name, value in self._drawn(unit).items() if isinstance(value, Tensor)}
+
+    @torch.no_grad()
+    def _drawn(self, unit: Unit, lawful: Sequence[TensorSlice] = ()) -> dict[str, Tensor | Law]:
+        """Return the values of a unit, flat and in fp32, by name, and in place of some of them their laws."""
         # Real tensors are in the unit's places while the initialisation runs. A head that is tied to the embedding has
         # nothing of its own.
         modules = unit.module_names if unit.is_layer else unit.module_names[:1]
         places = [place for module in modules for place in bindings(self._model, unit, module)]
         before = [parameters[leaf] for parameters, leaf, _ in places]
-        values = {
-            tensor.name: nn.Parameter(self._constructed(tensor.name, tensor.shape)) for tensor in unit.layout.tensors
+        laws = {tensor.name: Law(tensor, self._seed) for tensor in lawful}
+        values = {name: law.parameter for name, law in laws.items()} | {
+            tensor.name: nn.Parameter(self._constructed(tensor.name, tensor.shape))
+            for tensor in unit.layout.tensors
+            if tensor.name not in laws
         }
         for parameters, leaf, tensor in places:
             parameters[leaf] = values[tensor.name]
@@ -82,14 +103,18 @@ class Initialiser:
         try:
             # Modules above the unit initialise what they own as well. That lies on meta, where writing changes nothing,
             # and where a streamed model would refuse it.
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass(), Noting(laws.values()) as noting:
                 for name in self._order(unit, modules):
                     self._init_weights(name)
         finally:
             for (parameters, leaf, _), parameter in zip(places, before, strict=True):
                 parameters[leaf] = parameter
 
-        return {name: value.detach().flatten() for name, value in values.items()}
+        found: dict[str, Tensor | Law] = {name: value.detach().flatten() for name, value in values.items()}
+        for law in noting.noted:
+            # What no step sets is NaN then, which shows.
+            found[law.name] = law if law.is_complete else law.settle()
+        return found
 
     def _constructed(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the value that the model's constructor gave a parameter, else NaN, which shows if nothing sets it."""
@@ -176,6 +201,15 @@ def named_as_classifier(config: PretrainedConfig, num_labels: int) -> Pretrained
     config.architectures = [made.__name__]
     config.num_labels = num_labels
     return config
+
+
+def _pieces(value: Tensor | Law, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first element, flat values) of elements [start, stop) of a parameter."""
+    if isinstance(value, Law):
+        yield from value.pieces(start, stop)
+        return
+    for first, last in chunks(stop - start):
+        yield start + first, value[start + first : start + last]
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import RawIOBase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,11 +38,23 @@ NOTHING: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
 """Decodes no tensor."""
 
 
+ReadPart = Callable[[Layout], Iterator[tuple[int, Tensor]]]
+"""Yields (first element, flat fp32 tensor) pieces of a part of a unit, in increasing order."""
+
+
 class WeightReader(Protocol):
     """A source of weights."""
 
     def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield (first element, flat fp32 tensor) pieces of a unit, or of a rank's shard of it, in increasing order."""
+
+
+@runtime_checkable
+class PartReader(WeightReader, Protocol):
+    """A source of weights of which several threads may read different parts at once."""
+
+    def parts(self, unit: Unit) -> ReadPart:
+        """Return what reads any part of a unit, in any thread, as `read` does. One thread asks for it, unit by unit."""
 
 
 class SafetensorsFolder:

@@ -24,9 +24,9 @@ from megatier.errors import PlanError
 from megatier.hardware import cores_usable
 from megatier.measure.probe import io_threads
 from megatier.models.decoder import Unit, decays
-from megatier.models.weights import WeightReader
+from megatier.models.weights import PartReader, WeightReader
 from megatier.numerics.compilation import Compilation
-from megatier.numerics.masters import join_master, narrow, plane_dtype, split_master
+from megatier.numerics.masters import join_master, plane_dtype
 from megatier.numerics.optimizer import Hyperparameters, RunOptimizer
 from megatier.play.blocks import block_key
 from megatier.play.player import Player
@@ -34,7 +34,7 @@ from megatier.ranks.ranks import Ranks, check_groups
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import Budgets, bay_bytes
-from megatier.schedule.slots import CHUNK_ELEMENTS_MAX
+from megatier.session.filling import Filling
 from megatier.session.machine import (
     budgets_of,
     check_attention,
@@ -46,7 +46,6 @@ from megatier.session.machine import (
     takes_fp32_products,
     world_of,
 )
-from megatier.session.pieces import assemble
 from megatier.session.shards import Read, WholeMasters, reading_masters, shards_of
 from megatier.session.workload import COMPUTE_DTYPES, Workload, advised
 from megatier.store.store import TieredStore
@@ -190,6 +189,7 @@ class Session:
         self.player = Player(self.store, work.specs, self.placement, work.policy, self.optimizer, self.ranks)
         opened.callback(self.player.close)
         self.blocks = self.player.blocks
+        self._filling = Filling(self.blocks)
         self.reader = self.player.reader
         self.speculation = self.player.updates.speculation
 
@@ -215,11 +215,16 @@ class Session:
         Frozen weights are rounded to the dtype of their plane as torch does, to nearest even.
 
         Args:
-            source: gives the weights.
+            source: gives the weights. If several threads may read it, all cores do.
             progress: is called after each unit.
         """
         with self.player.loading():
-            for whole, unit in zip(self.wholes, self.units, strict=True):
+            pairs = list(zip(self.wholes, self.units, strict=True))
+            if isinstance(source, PartReader):
+                local_size = 1 if self.ranks is None else self.ranks.local_size
+                self._filling.fill_masters(pairs, source, max(1, cores_usable() // local_size), progress)
+                return
+            for whole, unit in pairs:
                 shard = None if self.ranks is None else unit.layout
                 self.fill(unit, unit.layout.schema.master_kinds, source.read(whole, shard))
                 progress(unit)
@@ -236,45 +241,7 @@ class Session:
         """
         # If this fails midway, planes of the unit may be of different origins, so the state is torn then.
         with self.store.tear.change:
-            self._fill(unit, kinds, pieces, base)
-
-    def _fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]], base: bool = True) -> None:
-        ahead: tuple[int, Tensor] | None = None
-        """The piece that reaches beyond the runs that are done."""
-        runs = list(self._runs(unit))
-        fills_frozen = base and Kind.WEIGHT in kinds
-        schema = unit.layout.schema
-
-        # One buffer for all runs, so that no unit lies in fp32 as a whole.
-        buffer = torch.empty(max(stop - start for start, stop in runs), dtype=torch.float32, device="cpu")
-
-        for elements in runs:
-            is_frozen = elements[0] >= unit.layout.num_trained
-            if is_frozen and not fills_frozen:
-                continue
-
-            # All planes of a run are overwritten, so nothing is read before.
-            values = buffer[: elements[1] - elements[0]]
-            ahead = assemble(values, elements, pieces, ahead)
-            planes = (Kind.WEIGHT,) if is_frozen else kinds
-
-            with self.blocks.open_state(unit.name, elements, planes, fresh=planes) as state:
-                views = [state.planes[kind].view(plane_dtype(schema, kind)) for kind in planes]
-                if Kind.REMAINDER in planes:
-                    split_master(values, *views)
-                else:
-                    narrow(planes[0], values, views[0])
-                state.write_back()
-
-        # Updates write no frozen weights, so every generation needs them from here.
-        if fills_frozen:
-            self.blocks.share_frozen(unit.name)
-
-    def _runs(self, unit: Unit) -> Iterator[tuple[int, int]]:
-        """Yield a unit's elements in runs of bounded size, also if it is at home on the GPU and updated whole."""
-        for (start, stop), _ in self.blocks.runs(unit.name):
-            for first in range(start, stop, CHUNK_ELEMENTS_MAX):
-                yield first, min(first + CHUNK_ELEMENTS_MAX, stop)
+            self._filling.fill(unit, kinds, pieces, base)
 
     def read_master(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a unit's fp32 masters, flat, on the CPU. Call `player.drain` first.

@@ -26,12 +26,15 @@ import torch
 from megatier.address import fill_bytes
 from megatier.errors import CapacityError
 from megatier.store.transfer import Transfer
-from megatier.tier import PAGE_BYTES, round_up
+from megatier.tier import PAGE_BYTES, cut_at_addresses, round_up
 from megatier.workers import Workers
 
 HUGE_PAGE_BYTES = 2 << 20
 POPULATE_BYTES = 256 << 20
 """The bytes that one thread touches at a time."""
+LOCKED_BYTES = 64 << 30
+"""The most bytes that are page-locked by one call: the driver refuses 512 GiB and more, whatever is free. What one call
+locks ends at an address that is a multiple of this, and no copy between RAM and the GPU crosses it (`lanes`)."""
 
 Allocate = Callable[[int], torch.Tensor]
 """Gives uint8 [n] of device memory, which the current stream fills with zeros."""
@@ -76,8 +79,8 @@ class Arena:
         """
         self.num_bytes = round_up(max(num_bytes, PAGE_BYTES))
         """The size, in whole pages."""
-        self.pinned = False
-        """Whether the memory is page-locked, so that copies from and to a CUDA device run asynchronously."""
+        self._locked: list[int] = []
+        """The addresses of the pieces that are page-locked."""
         try:
             self.bytes = self._device_bytes(device, allocate) if device.type == "cuda" else self._mapped_bytes()
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
@@ -89,13 +92,15 @@ class Arena:
             self._pin()
 
     def _pin(self) -> None:
-        """Page-lock the memory."""
+        """Page-lock the memory, piece by piece. If a piece is refused, none stays locked."""
         cudart = torch.cuda.cudart()
-        code = cudart.cudaHostRegister(self.address, self.num_bytes, 0)
-        if code != cudart.cudaError.success:
-            remedy = f"CUDA refused to page-lock it ({cudart.cudaGetErrorString(code)}); lower tiers.ram."
-            raise CapacityError("ram", self.num_bytes, 0, remedy)
-        self.pinned = True
+        for start, stop in cut_at_addresses(self.address, self.num_bytes, LOCKED_BYTES):
+            code = cudart.cudaHostRegister(self.address + start, stop - start, 0)
+            if code != cudart.cudaError.success:
+                self.close()
+                remedy = f"CUDA refused to page-lock it ({cudart.cudaGetErrorString(code)}); lower tiers.ram."
+                raise CapacityError("ram", self.num_bytes, 0, remedy)
+            self._locked.append(self.address + start)
 
     def _device_bytes(self, device: torch.device, allocate: Allocate | None) -> torch.Tensor:
         zeros = partial(torch.zeros, dtype=torch.uint8, device=device)
@@ -129,15 +134,19 @@ class Arena:
             workers.map(lambda piece: fill_bytes(piece, 0), pieces)
         return used
 
+    @property
+    def pinned(self) -> bool:
+        """Whether the memory is page-locked, so that copies from and to a CUDA device run asynchronously."""
+        return bool(self._locked)
+
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return uint8 [num_bytes] at a byte offset."""
         return self.bytes[offset : offset + num_bytes]
 
     def close(self) -> None:
         """Unlock the pages. The memory itself is freed when the last view of it is dropped."""
-        if self.pinned:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.address))
-            self.pinned = False
+        while self._locked:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._locked.pop()))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -16,14 +16,15 @@ from megatier.address import address_of
 from megatier.store.queue import Queue
 from megatier.store.stream_clock import StreamClock
 from megatier.store.transfer import Completion, Transfer, mark
-from megatier.tier import QUEUES, Kind
+from megatier.tier import QUEUES, Kind, cut_at_addresses
 
 LOG_TRANSFERS_MAX = 1 << 17
 """The most transfers that are kept for a trace. If nobody takes them, the oldest are dropped."""
 PIECE_BYTES = 128 << 20
 """The most bytes that one lane copies at once between RAM and the GPU. The device makes the copies of one direction in
 the order in which they were enqueued, whatever their streams. So each lane enqueues one piece at a time; else a long
-row of pieces would hold up a copy that compute waits for."""
+row of pieces would hold up a copy that compute waits for. Pieces end where addresses in RAM are multiples of this, so
+none crosses the end of what one call has page-locked (`arena.LOCKED_BYTES`): CUDA need not copy that at once."""
 AWAITED = (Kind.WEIGHT, Kind.GRAD, Kind.ACTIVATION)
 """Kinds that compute waits for. All others are state of an optimizer, and yield to them."""
 
@@ -147,9 +148,9 @@ class Lanes:
 
         # The piece before is over on the device before the next one is enqueued, so that the lanes of one direction
         # take turns (`PIECE_BYTES`). It may belong to the copy before, since the piece is noted for the lane.
-        for start in range(0, source.numel(), PIECE_BYTES):
+        in_ram = source if target.is_cuda else target
+        for start, stop in cut_at_addresses(in_ram.data_ptr(), in_ram.numel(), PIECE_BYTES):
             if (before := self._pieces.get(queue)) is not None:
                 before.synchronize()
-            stop = min(start + PIECE_BYTES, source.numel())
             target[start:stop].copy_(source[start:stop], non_blocking=True)
             self._pieces[queue] = torch.cuda.current_stream().record_event()
