@@ -12,7 +12,7 @@ import torch
 from streamed_loops import PEAK, loop, same, streamed_on, train_config
 from tiny_runs import one_thread, outcome, random_groups
 
-from megatier.errors import StreamedModelError
+from megatier.errors import ConfigError, StreamedModelError
 from megatier.integrations.streamed import Streamed
 
 
@@ -118,3 +118,14 @@ def test_groups_that_differ_where_they_cannot_are_refused(two_groups: tuple[Stre
         streamed.model(**batch)
     with pytest.raises(StreamedModelError, match="no group can be added"):
         streamed.optimizer.add_param_group({"params": []})
+
+
+@pytest.mark.parametrize("norm", [-1.0, 0.0, float("nan"), "1", True])
+def test_norm_to_clip_to_that_cannot_be_one_is_refused_when_it_is_set(
+    norm: Any, two_groups: tuple[Streamed, Any]
+) -> None:
+    streamed, _ = two_groups
+    before = streamed.clip
+    with pytest.raises(ConfigError, match="clip is"):
+        streamed.clip = norm
+    assert streamed.clip == before

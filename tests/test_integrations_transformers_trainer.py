@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from streamed_loops import TIERS
 from tiny_runs import exactness_config, one_thread, plain_model
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import megatier
 from megatier.config.schema import TiersConfig
 from megatier.errors import ConfigError
+from megatier.integrations import stream_state
 from megatier.integrations.streamed import Streamed
 
 pytest.importorskip("accelerate")
@@ -184,6 +186,67 @@ def test_trainer_saves_what_from_pretrained_loads(tmp_path: Path) -> None:
     assert all(torch.equal(parameter, weights[name]) for name, parameter in loaded.named_parameters())
 
 
+def test_trainer_save_over_an_older_one_with_other_shards_leaves_the_new_weights_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "saved"
+    plain_model(exactness_config("plain")).save_pretrained(folder)
+    (folder / "model-notes.txt").write_text("the user's own")
+    with open_streamed(tmp_path) as streamed:
+        trainer = MegatierTrainer(streamed, arguments(tmp_path / "run", max_steps=1), train_dataset=Rows(60))
+        trainer.train()
+        weights = streamed.state_dict()
+        for num_bytes, names in ((1 << 30, {"model.safetensors"}), (60_000, {"model.safetensors.index.json"})):
+            monkeypatch.setattr(stream_state, "SHARD_BYTES", num_bytes)
+            trainer.save_model(str(folder))
+            left = {path.name for path in folder.iterdir()}
+            assert left & {"model.safetensors", "model.safetensors.index.json"} == names
+            assert "model-notes.txt" in left
+            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            assert all(torch.equal(parameter, weights[name]) for name, parameter in loaded.named_parameters())
+        (folder / "adapter_config.json").write_text("{}")
+        with pytest.raises(ConfigError, match="holds an adapter"):
+            trainer.save_model(str(folder))
+
+
+class Setting(TrainerCallback):
+    """Sets the norm to clip to after the first step."""
+
+    def on_step_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        args.max_grad_norm = 0.25
+
+
+@pytest.mark.parametrize("norm", [-1.0, 0.0])
+def test_trainer_norm_at_0_or_below_clips_nothing_until_a_callback_sets_another(norm: float, tmp_path: Path) -> None:
+    with open_streamed(tmp_path) as streamed:
+        given = arguments(tmp_path, max_steps=2)
+        given.max_grad_norm = norm
+        trainer = MegatierTrainer(streamed, given, train_dataset=Rows(60), callbacks=[Setting()])
+        before = streamed.clip
+        trainer.train()
+        assert (before, streamed.clip) == (None, 0.25)
+        assert streamed.last is not None
+        assert streamed.last.clip_coefficient == min(1.0, 0.25 / (streamed.last.grad_norm + 1e-6))
+
+
+def test_trainer_schedule_with_a_least_rate_has_the_plain_trainers_rates(tmp_path: Path) -> None:
+    least: dict[str, Any] = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}}
+    model = torch.nn.Linear(2, 2)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    expected = Trainer(model, arguments(tmp_path, **least), optimizers=(plain, None)).create_scheduler(STEPS, plain)
+    with open_streamed(tmp_path) as streamed:
+        trainer = MegatierTrainer(streamed, arguments(tmp_path, **least), train_dataset=Rows(60))
+        optimizer = trainer.create_optimizer()
+        found = trainer.create_scheduler(STEPS, optimizer)
+        for _ in range(STEPS):
+            plain.step()
+            expected.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # no step was made
+                found.step()
+            assert found.get_last_lr()[0] == expected.get_last_lr()[0]
+
+
 def test_trainer_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     best: dict[str, Any] = {
         "save_strategy": "steps",
@@ -211,6 +274,7 @@ def test_trainer_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
         ({"gradient_accumulation_steps": 4}, "name the same number in both"),
         ({"optim": "sgd"}, "leave optim out"),
         ({"optim": "adamw_torch_8bit"}, "optim is adamw_torch_8bit"),
+        ({"max_grad_norm": float("nan")}, "the norm to clip to is nan"),
         ({"torch_compile": True}, "pass compile=True"),
         (
             {

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from megatier.config.data_section import DataConfig
 from megatier.config.lora import LoraConfig, read_lora
 from megatier.config.output_section import OutputConfig
-from megatier.config.values import ByteCount, MountBudget, check_choices, parse_mount, read_text
+from megatier.config.values import ByteCount, MountBudget, check_choices, check_setting, parse_mount, read_text
 from megatier.config.values import require as _require
 from megatier.errors import ConfigError
 
@@ -245,18 +245,15 @@ class TrainConfig:
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
 
         # YAML can say .inf and .nan, which no comparison with a lower bound alone would refuse.
-        for name in ("warmup_steps", "kept_layers", "seed", "evaluate_every", "learning_rate", "weight_decay"):
+        for name in ("warmup_steps", "kept_layers", "seed", "evaluate_every"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"train.{name}", value, "at least 0")
-        for name in ("beta1", "beta2", "momentum"):
-            _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "from 0 to below 1")
+        for name in ("learning_rate", "weight_decay", "beta1", "beta2", "momentum", "eps", "clip"):
+            check_setting(name, getattr(self, name), f"train.{name}")
 
         _require(0 <= self.stall_timeout < math.inf, "train.stall_timeout", self.stall_timeout, "at least 0")
         ratio = self.min_learning_rate_ratio
-        clip = self.clip
         _require(0 <= ratio <= 1, "train.min_learning_rate_ratio", ratio, "from 0 to 1")
-        _require(0 < self.eps < math.inf, "train.eps", self.eps, "above 0")
-        _require(clip is None or 0 < clip < math.inf, "train.clip", clip, "above 0, or null for no clipping")
         _require(
             self.epochs is None or 0 < self.epochs < math.inf, "train.epochs", self.epochs, "above 0, or null for steps"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ YAML_EVENTS_MAX = 2 * YAML_VALUES_MAX
 TOO_MUCH = (
     f"it has more than {YAML_VALUES_MAX} values, {YAML_CHARACTERS_MAX} characters, or {YAML_DEPTH_MAX} nested levels"
 )
+LEAST = 2.0**-126
+"""The least number above 0 that the kernels of optimizers do not take for 0."""
+LARGEST = (2 - 2.0**-23) * 2.0**127
+"""The largest number of fp32."""
 BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     BYTE_UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
@@ -231,6 +236,57 @@ def check_choices(section: object, name: str) -> None:
         is_another_kind = len(kinds) > 1 and not isinstance(value, str)
         if choices and not is_another_kind:
             require(value in choices, f"{name}.{key}", value, f"one of {', '.join(choices)}")
+
+
+def check_setting(name: str, value: object, shown: str = "") -> None:
+    """Refuse a numeric setting of an optimizer that is no number, or that the kernels cannot take in fp32.
+
+    Whatever way a setting comes in by, it is asked about here.
+
+    Args:
+        name: lr, weight_decay, eps, betas or one of them (beta1, beta2), momentum, or clip, which may be None.
+        value: its value.
+        shown: how the message names it; empty: by its name.
+
+    Raises:
+        ConfigError: names setting, value and bound.
+    """
+    shown = shown or name
+    if name == "betas":
+        pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
+        require(len(pair) == 2, shown, value, "two numbers")
+        for beta in pair:
+            check_setting("beta1", beta, f"{shown} {value!r}: {beta!r}")
+        return
+
+    if name == "clip" and value is None:
+        return
+    number = float(value) if type(value) is not bool and isinstance(value, numbers.Real) else None
+    if name == "eps":
+        holds = number is not None and LEAST <= number <= LARGEST
+        bound = "above 0 in fp32"
+    elif name == "clip":
+        holds = number is not None and 0 < number <= LARGEST
+        bound = "above 0, or null (None) for no clipping"
+    elif name in ("beta1", "beta2", "momentum"):
+        holds = number is not None and 0 <= number < 1
+        bound = "from 0 to below 1"
+    else:
+        holds = number is not None and 0 <= number <= LARGEST
+        bound = "at least 0 and finite in fp32"
+    require(holds, shown, value, bound if number is not None else f"a plain number, {bound}")
+
+
+def clip_of(norm: Any) -> float | None:  # noqa: ANN401 - whatever another program was given
+    """Return the norm to clip to, of what Hugging Face's Trainer or Lightning is given: at 0 or below it is off.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    if norm is None or (isinstance(norm, numbers.Real) and float(norm) <= 0):
+        return None
+    check_setting("clip", norm, "the norm to clip to")
+    return float(norm)
 
 
 def require(holds: bool, name: str, value: object, bound: str) -> None:

@@ -21,6 +21,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from megatier.config.values import clip_of
 from megatier.durable import becoming, discard, settle
 from megatier.errors import ConfigError
 from megatier.integrations.streamed import Streamed
@@ -125,8 +126,7 @@ class MegatierStrategy(SingleDeviceStrategy):
             (bool(others), f"{', '.join(others)}: only streamed parameters are trained; freeze all others."),
         )
 
-        # 0 means off there.
-        self.streamed.clip = trainer.gradient_clip_val or None
+        self.streamed.clip = clip_of(trainer.gradient_clip_val)
         self.precision_plugin = ClippedByUpdate()
         super().setup_optimizers(trainer)
 

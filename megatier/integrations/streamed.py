@@ -28,6 +28,7 @@ import torch
 from transformers.utils.generic import ModelOutput
 
 from megatier.config.schema import TrainConfig
+from megatier.config.values import check_setting
 from megatier.engine.loss import without_logits
 from megatier.engine.step import StepResult
 from megatier.errors import StepDroppedError, StreamedModelError
@@ -57,7 +58,6 @@ class Streamed(StreamedState):
         model: the Hugging Face model, for forwards; its parameters lie on meta. Forwards with gradients, one or more,
             and the backward after them are one group of a step. A forward under `torch.no_grad` is an evaluation.
         optimizer: the optimizer that schedulers, trainers and loops take.
-        clip: global gradient norm to clip to, read by `optimizer.step`; None: off.
         accumulation_steps: number of backwards per `optimizer.step` that this process makes.
         groups: number of backwards per `optimizer.step` that all ranks make together, whose gradients are added.
         rank: number of this process among the ranks, from 0.
@@ -159,6 +159,16 @@ class Streamed(StreamedState):
             self._meet("close()")
 
     # ------------------------------------------------------------------ a step
+
+    @property
+    def clip(self) -> float | None:
+        """Global gradient norm to clip to, above 0, read by `optimizer.step`; None: off."""
+        return self._clip
+
+    @clip.setter
+    def clip(self, norm: float | None) -> None:
+        check_setting("clip", norm)
+        self._clip = norm
 
     def grad_norm(self) -> float:
         """Return the exact global norm of the step's gradients, before they are clipped.

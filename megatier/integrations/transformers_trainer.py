@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,9 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
 
+from megatier.config.lora import ADAPTER_FILE
 from megatier.config.schema import TiersConfig
+from megatier.config.values import check_setting, clip_of
 from megatier.data.samplers import WholeRounds, WholeSteps
 from megatier.durable import discard
 from megatier.errors import ConfigError
@@ -33,6 +36,8 @@ from megatier.integrations.streamed import Streamed
 
 STATE_FOLDER = "megatier"
 """Folder in a checkpoint of the Trainer, with masters and moments."""
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+"""Names of the files that hold a model's weights, whole or in shards, and of their index."""
 
 # The mixin comes before some Trainer among the bases of a class, and is none itself.
 if TYPE_CHECKING:
@@ -98,8 +103,7 @@ class StreamedTraining(Base):
         del model.model.hf_device_map
         self._check_arguments()
 
-        # The update clips by the exact norm. In TrainingArguments 0 means off.
-        model.clip = self.args.max_grad_norm or None
+        self._follow_arguments()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:  # noqa: ANN401 - Python's
         """Refuse a class in which a trainer comes before the mixin, whose methods would never be called.
@@ -229,8 +233,14 @@ class StreamedTraining(Base):
 
             # The second group are biases and norms, which do not decay.
             betas = (args.adam_beta1, args.adam_beta2)
+            own = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+            for name, value in (*own.items(), ("weight_decay", args.weight_decay)):
+                check_setting(name, value)
             for group, decay in zip(self.optimizer.param_groups, (args.weight_decay, 0.0), strict=True):
-                group.update(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, weight_decay=decay)
+                group.update(own, weight_decay=decay)
+
+            # Schedules with a least rate divide by the one that the optimizer was made with.
+            self.optimizer.defaults.update(own, weight_decay=args.weight_decay)
         return self.optimizer
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -315,10 +325,17 @@ class StreamedTraining(Base):
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
         """Return the exact norm, by which the update clips; no gradient is scaled here."""
+        self._follow_arguments()
         return self.streamed.grad_norm()
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
+        """Return the norm that is logged. The Trainer asks for it in every step, before the update."""
+        self._follow_arguments()
         return self.streamed.grad_norm() if grad_norm is None else grad_norm
+
+    def _follow_arguments(self) -> None:
+        """Clip the next update to the norm that the arguments name now: a callback may have set another one."""
+        self.streamed.clip = clip_of(self.args.max_grad_norm)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the Trainer's files about the run, with an export as the weights."""
@@ -329,13 +346,28 @@ class StreamedTraining(Base):
         export = folder / ".export"
         if self.args.should_save:
             discard(export)  # left by a process that was killed
+            refuse_any(
+                (
+                    (
+                        (folder / ADAPTER_FILE).exists() and not self.streamed.has_adapters,
+                        f"{folder} holds an adapter ({ADAPTER_FILE}), which from_pretrained would put over the "
+                        "model. Save the model to another folder.",
+                    ),
+                )
+            )
         self.streamed.export(export)
         if not self.args.should_save:
             return
 
-        for file in export.iterdir():
-            file.replace(folder / file.name)
+        written = {file.name for file in export.iterdir()}
+        for name in written:
+            (export / name).replace(folder / name)
         export.rmdir()
+
+        # Weights of an older save with another number of shards: from_pretrained would load them, and not the new ones.
+        for file in folder.iterdir():
+            if WEIGHTS.fullmatch(file.name) and file.name not in written and not self.streamed.has_adapters:
+                file.unlink()
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         torch.save(self.args, folder / "training_args.bin")
