@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_commands import command
-from tiny_adapters import base_folder, stored_adapter
+from tiny_adapters import base_folder, peft, stored_adapter
 from tiny_runs import one_thread
 
-from megatier.adapters.base import identity_of
+import megatier
+from megatier.adapters.base import check_base, identity_of
 from megatier.adapters.stored import noted_base, read_settings
 from megatier.cli import main
 from megatier.config.lora import LoraConfig
+from megatier.config.schema import TiersConfig
 from megatier.errors import ConfigError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -157,6 +161,53 @@ def test_train_refuses_an_adapter_that_does_not_fit(
     assert "model.lora" in error
     with pytest.raises(ConfigError, match=message):
         raise ConfigError(error)
+
+
+def test_train_and_stream_refuse_a_model_with_adapters_beside_it(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = shutil.copytree(base, tmp_path / "both")
+    stored_adapter(base, both)
+    said = "holds adapters beside the model (adapter_config.json), which from_pretrained would put into it"
+    for settings in ({}, {"model.lora.rank": 4}):
+        assert main(command(tmp_path, {"model.path": str(both), **settings})) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    for options in ({}, {"peft_config": peft.LoraConfig(target_modules=["q_proj"])}):
+        with pytest.raises(ConfigError, match="holds adapters beside the model"):
+            megatier.stream(both, tiers=TiersConfig(gpu=8 << 20, ram=64 << 20), **options)
+    assert main(words(tmp_path, both, both)) == 0
+
+
+def test_train_refuses_an_adapter_whose_named_base_has_other_weights(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = stored_adapter(base, tmp_path / "given")
+    other = shutil.copytree(base, tmp_path / "other")
+    weights = {name: value + 1 for name, value in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    setting("base_model_name_or_path", str(base))(given, base)
+    assert main(words(tmp_path, other, given)) == 2
+    assert f"is for {base}, whose weights are others than those of {other}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("named", "is_told"), [("/gone/llama", True), ("org/llama", True), ("/gone/base", False)])
+def test_check_base_of_an_adapter_whose_base_is_not_here_warns_unless_the_names_agree(
+    named: str, is_told: bool, base: Path, tmp_path: Path
+) -> None:
+    given = stored_adapter(base, tmp_path / "given")
+    moved = shutil.copytree(base, tmp_path / "base")
+    setting("base_model_name_or_path", named)(given, base)
+    told = pytest.warns(UserWarning, match="not here to be compared") if is_told else contextlib.nullcontext()
+    with told:
+        check_base(given, moved, identity_of(moved), str(moved))
+
+
+def test_train_with_adapters_as_its_model_says_what_they_are(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = stored_adapter(base, tmp_path / "given")
+    assert main(command(tmp_path, {"model.path": str(given)})) == 2
+    assert "set model.path to their base and model.lora.adapter to this folder" in capsys.readouterr().err
 
 
 def test_lora_with_an_adapter_takes_no_other_setting() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from streamed_loops import TIERS
@@ -308,6 +309,19 @@ def test_trainer_metrics_of_logits_want_logits(tmp_path: Path) -> None:
     with open_streamed(tmp_path, fused_loss=False) as streamed:
         trainer = MegatierTrainer(streamed, arguments(tmp_path), eval_dataset=Rows(8), compute_metrics=compute_metrics)
         assert trainer.evaluate()["eval_logits"] == 160
+
+
+def test_trainer_predictions_of_a_folder_want_logits(tmp_path: Path) -> None:
+    with open_streamed(tmp_path) as streamed:
+        trainer = MegatierTrainer(streamed, arguments(tmp_path), eval_dataset=Rows(8))
+        assert trainer.evaluate()["eval_loss"] > 0
+        with pytest.raises(ConfigError, match=r"predictions are logits.*fused_loss=False"):
+            trainer.predict(Rows(8))
+    with open_streamed(tmp_path, fused_loss=False) as streamed:
+        trainer = MegatierTrainer(streamed, arguments(tmp_path), eval_dataset=Rows(8))
+        found = trainer.predict(Rows(8)).predictions
+        assert isinstance(found, np.ndarray)
+        assert found.shape[-1] == 160
 
 
 def test_trainer_epoch_that_ends_in_half_a_step_is_refused_before_it_trains(tmp_path: Path) -> None:

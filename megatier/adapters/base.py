@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,11 +39,33 @@ def identity_of(folder: Path) -> dict[str, str]:
     return {path.name: _described(path) for path in sorted(paths)}
 
 
-def check_base(adapter: Path, identity: Mapping[str, str], base: str) -> None:
-    """Refuse an adapter that says that it is for another base.
+def check_beside(folder: Path, adapter: str | None) -> None:
+    """Refuse a model's folder that holds adapters too, unless a run goes on with these.
+
+    Other programs put them into the model when they load it.
+
+    Args:
+        folder: the model's folder.
+        adapter: the folder of the adapter that a run goes on with, if it does.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if not (folder / ADAPTER_FILE).exists() or (adapter and Path(adapter).expanduser().resolve() == folder.resolve()):
+        return
+    raise ConfigError(
+        f"{folder} holds adapters beside the model ({ADAPTER_FILE}), which from_pretrained would put into it. Set "
+        "model.lora.adapter to this folder to go on with them, merge them with PEFT, or move that file away for the "
+        "model alone."
+    )
+
+
+def check_base(adapter: Path, folder: Path, identity: Mapping[str, str], base: str) -> None:
+    """Refuse an adapter that says that it is for another base, and warn if that cannot be told.
 
     Args:
         adapter: the folder of the adapter.
+        folder: the folder of the base.
         identity: of the base, as `identity_of` gives it.
         base: the base's folder or its name on the hub.
 
@@ -63,6 +86,34 @@ def check_base(adapter: Path, identity: Mapping[str, str], base: str) -> None:
         raise ConfigError(
             f"model.lora.adapter: {adapter} is for {shown(other)}, and model.path is {base}. Set model.path to it, or "
             f"write {base} into its {ADAPTER_FILE} if both are the same."
+        )
+    if not before and isinstance(other, str) and other:
+        _check_named(adapter, Path(other).expanduser(), folder, identity)
+
+
+def _check_named(adapter: Path, other: Path, folder: Path, identity: Mapping[str, str]) -> None:
+    """Compare the base that an adapter of another program names with the one that it is given.
+
+    Raises:
+        ConfigError: they are others.
+    """
+    if any(other.glob("*.safetensors")):
+        named = identity_of(other)
+        if named != identity:
+            raise ConfigError(
+                f"model.lora.adapter: {adapter} is for {shown(str(other))}, whose weights are others than those of "
+                f"{folder}. Set model.path to its own base."
+            )
+        return
+
+    # The folder of a snapshot has the name of the hub in the one above.
+    parts = (*folder.parts, *folder.resolve().parts)
+    names = {name for part in parts for name in (part, *part.split("--"))}
+    if other.name not in names:
+        warnings.warn(
+            f"the adapter {adapter} names {shown(str(other))} as its base, which is not here to be compared with "
+            f"{folder}. Their shapes fit; whether it is the same model nobody can tell.",
+            stacklevel=2,
         )
 
 

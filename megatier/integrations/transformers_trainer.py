@@ -181,7 +181,17 @@ class StreamedTraining(Base):
         return losses[-1]
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Evaluate a batch as one process does: its loss is the mean over its own tokens, not those of other ranks."""
+        """Evaluate a batch as one process does: its loss is the mean over its own tokens, not those of other ranks.
+
+        Raises:
+            ConfigError: logits are asked for, which a fused loss does not make.
+        """
+        only_loss = args[0] if args else kwargs.get("prediction_loss_only")
+        if not only_loss and not self.streamed.has_logits:
+            raise ConfigError(
+                "predictions are logits, which a model with a fused loss does not make: give the trainer "
+                "megatier.stream(..., fused_loss=False), or set prediction_loss_only."
+            )
         given = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False
         try:

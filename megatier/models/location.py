@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatier.config.lora import ADAPTER_FILE
 from megatier.errors import ConfigError, ModelNotFoundError
 from megatier.foreign import shown
 
@@ -85,4 +86,10 @@ def _refusal(path: Path, files: list[Path], what: str) -> str:
     """Return a sentence about a path that is no model's folder."""
     if any(file.suffix.lower() == ".gguf" for file in files):
         what = "is in GGUF, a format for inference that has no full precision"
+    if any(file.name == ADAPTER_FILE for file in files):
+        what = (
+            f"has no {CONFIG_FILE} but adapters ({ADAPTER_FILE}): set model.path to their base and model.lora.adapter "
+            "to this folder. By itself it"
+        )
+        return f"model.path: {shown(str(path))} {what} is no Hugging Face model."
     return f"model.path: {shown(str(path))} {what}, so it is no Hugging Face model. {FORMAT}"

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
-from megatier.adapters.base import check_base, identity_of, note
+from megatier.adapters.base import check_base, check_beside, identity_of, note
 from megatier.adapters.in_place import note_tensors
 from megatier.adapters.lora import add_adapters, stored_names
 from megatier.adapters.quantised import is_quantised, open_quantised
@@ -68,7 +68,7 @@ def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
     if (given := config.model.adapters.adapter) is None:
         return model, AdaptedWeights(reader, model, seed)
     adapter = Path(given).expanduser()
-    check_base(adapter, identity, _base_of(config.model))
+    check_base(adapter, folder, identity, _base_of(config.model))
     return model, AdaptedWeights(reader, model, seed, StoredAdapter(adapter, model, stored_names(model)))
 
 
@@ -149,11 +149,13 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
 
     Raises:
         UnsupportedModelError: transformers does not take it, or it asks for more than any model has.
+        ConfigError: the folder holds adapters too, which nobody asked for.
     """
     settings: Mapping[str, Any] = config.config or {}
     where = "model.config"
     if folder is not None:
         where = str(folder / CONFIG_FILE)
+        check_beside(folder, None if config.adapters is None else config.adapters.adapter)
         settings = _settings_of(folder)
 
     # transformers would try to build whatever the counts say, so they are checked first.
