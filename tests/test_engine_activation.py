@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megatier.config.schema import TrainConfig
-from megatier.engine.activation import Rebinding, Replay, dropping
+from megatier.engine.activation import Rebinding, dropping
+from megatier.engine.replay import Replay
 from megatier.errors import UnsupportedModelError
 from megatier.tier import Activations
 

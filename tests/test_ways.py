@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from plain_adamw import PlainAdamW
 from streamed_loops import TIERS, same
 from tiny_runs import exactness_config, one_thread, plain_model
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import megatier
 from megatier.errors import StreamedModelError, UnsupportedModelError
@@ -21,6 +32,7 @@ from megatier.integrations.streamed import Streamed
 
 POLICIES = ("keep", "recompute")
 RATE = 1e-2
+NOTHING = contextlib.nullcontext()
 
 Way = Callable[[Any], list[Tensor]]
 """Forwards and backwards of one step of a model; returns what they gave."""
@@ -33,13 +45,14 @@ def _one_thread() -> Iterator[None]:
 
 
 @functools.cache
-def model_given() -> PreTrainedModel:
-    return plain_model(exactness_config("tied"), "eager")
+def model_given(attention: str = "eager") -> PreTrainedModel:
+    return plain_model(exactness_config("tied"), attention)
 
 
 def opened(activations: Any, **options: Any) -> Streamed:
-    settings = {"compute_dtype": "fp32", "fused_loss": False, "clip": None, "weight_decay": 0.1, "attention": "eager"}
-    return megatier.stream(model_given(), tiers=TIERS, activations=activations, **{**settings, **options})
+    settings: dict[str, Any] = {"compute_dtype": "fp32", "fused_loss": False, "attention": "eager", **options}
+    model = model_given(settings["attention"])
+    return megatier.stream(model, tiers=TIERS, clip=None, weight_decay=0.1, activations=activations, **settings)
 
 
 def ids(seed: int = 0) -> Tensor:
@@ -152,8 +165,8 @@ def steps_of(streamed: Streamed, way: Way, num_steps: int) -> tuple[list[Tensor]
     return found, streamed.state_dict()
 
 
-def plain_steps_of(way: Way, num_steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    model = copy.deepcopy(model_given()).train()
+def plain_steps_of(way: Way, num_steps: int, attention: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model = copy.deepcopy(model_given(attention)).train()
     optimizer = PlainAdamW(model, None)
     found = []
     for step in range(1, num_steps + 1):
@@ -171,7 +184,7 @@ def check_right(way: Way, activations: str, num_steps: int = 2, **options: Any) 
     """A way gives the bits of a plain model: when it is recorded, and when it is played."""
     with opened(activations, **options) as streamed:
         found, weights = steps_of(streamed, way, num_steps)
-    expected, parameters = plain_steps_of(way, num_steps)
+    expected, parameters = plain_steps_of(way, num_steps, options.get("attention", "eager"))
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(found)
     assert [name for name, value in parameters.items() if not torch.equal(value, weights[name])] == []
 
@@ -300,6 +313,314 @@ def test_way_that_cannot_be_right_is_refused_and_the_model_goes_on(
         streamed.abandon()
         trained(streamed.model)
         streamed.optimizer.step()
+
+
+# ---------------------------------------------------------------------- contexts
+
+
+class Halved(TorchFunctionMode):
+    """A mode that changes what an operator does."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **kwargs or {})
+        return result / 2 if function is functional.silu else result
+
+
+@contextlib.contextmanager
+def switched(put: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "sdpa": lambda: sdpa_kernel(SDPBackend.MATH),
+    "order of sdpa": lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
+    "default dtype": lambda: switched(torch.set_default_dtype, torch.float64, torch.float32),
+    "device": lambda: torch.device("cpu"),
+    "device meta": lambda: torch.device("meta"),
+    "deterministic": lambda: switched(torch.use_deterministic_algorithms, True, False),
+    "threads": lambda: switched(torch.set_num_threads, 2, 1),
+    "flops": lambda: FlopCounterMode(display=False),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "one thread": lambda: torch.autograd.set_multithreading_enabled(False),
+    "precision": lambda: switched(torch.set_float32_matmul_precision, "medium", "highest"),
+    "mode": Halved,
+}
+NOT_AGAIN = {
+    ("precision", "forward"),
+    ("precision", "backward"),
+    ("mode", "forward"),
+    # torch takes a mode of functions away while that handles `loss.backward()`.
+    ("mode", "both"),
+}
+"""Contexts that cannot be restored where a forward runs again."""
+
+
+@pytest.mark.parametrize("activations", POLICIES)
+@pytest.mark.parametrize("around", ["forward", "backward", "both"])
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_way_in_a_context_gives_what_a_plain_model_gives(kind: str, around: str, activations: str) -> None:
+    def way(model: Any) -> list[Tensor]:
+        context = CONTEXTS[kind]()
+        apart = contextlib.nullcontext()
+        with context if around == "both" else apart:
+            with context if around == "forward" else apart:
+                torch.manual_seed(1)
+                loss: Tensor = model(input_ids=ids(), labels=ids()).loss
+            with context if around == "backward" else apart:
+                loss.backward()
+        return [loss.detach()]
+
+    if kind == "device meta" and around != "backward":
+        pytest.skip("Hugging Face's forward makes its positions there")
+    refusal = "run again" if (kind, around) in NOT_AGAIN and activations == "recompute" else ""
+    if kind == "flops" and (around == "both" or (around, activations) == ("backward", "recompute")):
+        refusal = "FlopCounterMode"
+    with pytest.raises(StreamedModelError, match=refusal) if refusal else contextlib.nullcontext():
+        check_right(way, activations, 1, attention="sdpa")
+
+
+def in_another_thread(model: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    loss: Tensor = model(input_ids=ids(), labels=ids()).loss
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    return [loss.detach()]
+
+
+def part_of_the_losses(model: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    logits = model(input_ids=ids()).logits
+    losses = functional.cross_entropy(logits.flatten(0, 1), ids().flatten(), reduction="none")
+    losses[3:9].sum().backward()
+    return [losses.detach()]
+
+
+def evaluating_before_the_backward(model: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    loss: Tensor = model(input_ids=ids(), labels=ids()).loss
+    model.eval()
+    loss.backward()
+    model.train()
+    return [loss.detach()]
+
+
+def module_switched(model: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    model.model.layers[1].self_attn.eval()
+    loss: Tensor = model(input_ids=ids(), labels=ids()).loss
+    model.train()
+    loss.backward()
+    return [loss.detach()]
+
+
+def inference(model: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    with torch.inference_mode():
+        found: Tensor = model(input_ids=ids()).logits.sum()
+    return [found.clone(), trained(model)]
+
+
+def checkpointed_and_entered_again(model: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    x = embedded()
+    loss: Tensor = checkpoint(lambda x: model(inputs_embeds=x, labels=ids()).loss, x, use_reentrant=True)
+    loss.backward()
+    return [loss.detach()]
+
+
+def functional_call(model: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    outputs = torch.func.functional_call(model, {}, kwargs={"input_ids": ids(), "labels": ids()})
+    outputs.loss.backward()
+    return [outputs.loss.detach()]
+
+
+@pytest.mark.parametrize("activations", POLICIES)
+@pytest.mark.parametrize(
+    "way",
+    [
+        in_another_thread,
+        part_of_the_losses,
+        evaluating_before_the_backward,
+        module_switched,
+        inference,
+        checkpointed_and_entered_again,
+        functional_call,
+    ],
+)
+def test_way_of_a_loop_gives_what_a_plain_model_gives(way: Way, activations: str) -> None:
+    check_right(way, activations)
+
+
+def under_hooks(model: Any) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.half(), lambda x: x.float()):
+        trained(model)
+
+
+def saved_on_the_cpu(model: Any) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        trained(model)
+
+
+def without_hooks(model: Any) -> None:
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        trained(model)
+
+
+def checkpointed(model: Any) -> None:
+    checkpoint(lambda x: model(inputs_embeds=x, labels=ids()).loss, embedded(), use_reentrant=False).backward()
+
+
+def transformed(model: Any) -> None:
+    torch.func.grad(lambda x: loss_of(model, x))(embedded().detach())
+
+
+def mapped(model: Any) -> None:
+    torch.func.vmap(lambda x: model(inputs_embeds=x[None]).logits)(embedded().detach())
+
+
+def dual(model: Any) -> None:
+    with forward_ad.dual_level():
+        model(inputs_embeds=forward_ad.make_dual(embedded().detach(), torch.ones(2, 8, 32)))
+
+
+def other_weights(model: Any) -> None:
+    weights = {"model.norm.weight": torch.ones(32)}
+    torch.func.functional_call(model, weights, kwargs={"input_ids": ids(), "labels": ids()}).loss.backward()
+
+
+UNDER_REFUSED: dict[Callable[[Any], None], str] = {
+    under_hooks: "hooks on saved tensors",
+    saved_on_the_cpu: "hooks on saved tensors",
+    without_hooks: "hooks on saved tensors",
+    checkpointed: "hooks on saved tensors",
+    transformed: r"torch\.func",
+    mapped: r"torch\.func",
+    dual: "forward-mode",
+    other_weights: r"model\.norm\.weight",
+}
+
+
+@pytest.mark.parametrize("activations", POLICIES)
+@pytest.mark.parametrize("way", UNDER_REFUSED)
+def test_way_past_the_nodes_is_refused_and_the_model_goes_on(way: Callable[[Any], None], activations: str) -> None:
+    with opened(activations) as streamed:
+        with pytest.raises((StreamedModelError, UnsupportedModelError), match=UNDER_REFUSED[way]):
+            way(streamed.model)
+        streamed.abandon()
+        trained(streamed.model)
+        streamed.optimizer.step()
+
+
+def test_way_forward_with_tangents_and_without_gradients_gives_those_of_a_plain_model() -> None:
+    def tangent(model: Any) -> Tensor:
+        with torch.no_grad(), forward_ad.dual_level():
+            x = forward_ad.make_dual(embedded().detach(), torch.ones(2, 8, 32))
+            found: Tensor = forward_ad.unpack_dual(model.eval()(inputs_embeds=x).logits).tangent
+            return found.clone()
+
+    with opened("keep") as streamed:
+        assert torch.equal(tangent(streamed.model), tangent(copy.deepcopy(model_given())))
+
+
+# ---------------------------------------------------------------------- layers that change what they are given
+
+
+class Changing(nn.Module):
+    """The activation of an MLP, which does something else as well."""
+
+    def __init__(self, change: Callable[[nn.Module], object]) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        return functional.silu(x)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "counts in a buffer": (lambda module: module.seen.add_(1), r"changes its buffer .*seen"),
+    "replaces a buffer": (lambda module: setattr(module, "seen", module.seen + 1), r"changes its buffer .*seen"),
+    "draws from Python": (lambda _: random.random(), "draws random numbers from Python"),
+    "draws from numpy": (lambda _: numpy.random.rand(), "draws random numbers from numpy"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_way_of_a_layer_that_changes_more_than_its_result_is_refused_where_it_runs_again(kind: str) -> None:
+    change, message = CHANGES[kind]
+    for activations in POLICIES:
+        with opened(activations) as streamed:
+            streamed.model.model.layers[1].mlp.act_fn = Changing(change)
+            with pytest.raises(UnsupportedModelError, match=message) if activations != "keep" else NOTHING:
+                trained(streamed.model)
+
+
+@pytest.mark.parametrize("activations", POLICIES)
+def test_way_of_a_layer_that_changes_an_argument_in_place_is_plain_or_refused(
+    activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward: Callable[..., Tensor] = LlamaDecoderLayer.forward
+
+    def counting(self: Any, hidden_states: Tensor, *args: Any, position_ids: Tensor, **kwargs: Any) -> Tensor:
+        result = forward(self, hidden_states, *args, position_ids=position_ids, **kwargs)
+        result = result * (1 + 0.01 * position_ids[..., None])
+        position_ids.add_(1)
+        return result
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", counting)
+    refused = pytest.raises(UnsupportedModelError, match=r"model\.layers\.0, \(1, 8\), was changed in place by its")
+    with refused if activations == "recompute" else NOTHING:
+        check_right(lambda model: [trained(model)], activations)
+
+
+def test_way_of_a_loop_that_changes_an_argument_before_the_backward_is_refused_where_it_is_used_again() -> None:
+    mask = torch.ones(2, 8, dtype=torch.long)
+    found = []
+    for activations in POLICIES:
+        with opened(activations) as streamed:
+            positions = torch.arange(8)[None]
+            torch.manual_seed(0)
+            loss = streamed.model(input_ids=ids(), labels=ids(), position_ids=positions, attention_mask=mask).loss
+            positions.add_(1)
+            refused = pytest.raises(UnsupportedModelError, match="in place between its forward and its backward")
+            with refused if activations == "recompute" else NOTHING:
+                loss.backward()
+                found.append(streamed.grad_norm())
+            streamed.abandon()
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("place", ["inside", "layer", "everywhere"])
+def test_way_by_a_hook_in_a_layer_is_named_once_if_the_layer_runs_again(place: str) -> None:
+    calls = []
+
+    def hook(module: nn.Module, _: Any, output: Any) -> None:
+        calls.append(module)
+
+    for activations, times in (("keep", 1), ("recompute", 2)):
+        calls.clear()
+        with contextlib.ExitStack() as stack:
+            streamed = stack.enter_context(opened(activations))
+            layer = streamed.model.model.layers[1]
+            hooked = {"inside": layer.mlp, "layer": layer, "everywhere": layer.mlp}[place]
+            register = nn.modules.module.register_module_forward_hook
+            handle = register(hook) if place == "everywhere" else hooked.register_forward_hook(hook)
+            stack.callback(handle.remove)
+            told = place != "layer" and activations == "recompute"
+            name = r"model\.layers\.1\.mlp" if place == "inside" else r"model\.layers\.0\.\*"
+            with pytest.warns(UserWarning, match=rf"called twice|{name}") if told else NOTHING:
+                trained(streamed.model)
+            streamed.optimizer.step()
+            trained(streamed.model)
+            assert calls.count(hooked) == 2 * (times if place != "layer" else 1)
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -155,27 +155,3 @@ def dropping(module_name: str) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):
         yield
-
-
-class Replay:
-    """The random state and the autocast settings of a forward, to run it again with the same result."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Note them. Call it just before the forward."""
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        kinds = {"cpu", device.type}
-        self._autocast = {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds}
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Restore them inside. The present random state is as it was afterwards."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([self._device] if self._cuda is not None else []))
-            torch.set_rng_state(self._cpu)
-            if self._cuda is not None:
-                torch.cuda.set_rng_state(self._cuda, self._device)
-            for kind, (enabled, dtype) in self._autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-            yield

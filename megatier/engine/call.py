@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
@@ -39,6 +39,8 @@ class Called(Protocol):
     """Name of the unit that brings the weights."""
     module_name: str
     """Name of the module in the model, for messages."""
+    module: nn.Module
+    """The module itself."""
     rows: Rows
     """Which arguments and results of the module have the batch in front."""
     activations: Activations

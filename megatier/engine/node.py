@@ -28,6 +28,7 @@ from megatier.engine.stage import Stage
 from megatier.engine.unit_function import lend_weights, run_unit
 from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.guards.crossing import CHECKED, check_inside, claim
+from megatier.guards.transforms import check_transforms
 from megatier.guards.unbound import make_unbound
 from megatier.guards.unchanged import REMEDY, Unchanged, refused
 from megatier.models.decoder import Binding
@@ -155,6 +156,7 @@ class Node:
         if not (self.trains or call.differentiable):
             return call.run_plain(is_cut=True)
 
+        check_transforms(self.module_name)
         inputs = call.take_inputs()
 
         # The backward counts down what is announced here, so it is announced before autograd knows of the call.

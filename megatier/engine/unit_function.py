@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatier.engine.activation import Beside, Rebinding, Replay, dropping
+from megatier.engine.activation import Beside, Rebinding, dropping
 from megatier.engine.backward import GONE, Purpose, begin_backward
 from megatier.engine.call import Call, Called, join
+from megatier.engine.replay import Replay
 from megatier.errors import StreamedModelError
 from megatier.guards.crossing import check_inside
+from megatier.guards.rerun import Given, Left
 from megatier.numerics.attention import KeptAttention, LastModule
 from megatier.tier import Phase
 
@@ -79,7 +81,8 @@ class _UnitFunction(torch.autograd.Function):
 
     Its context holds the call, the number of its forward, the position of the input that is offloaded (`stashed`), what
     goes with it (`beside`), whether graphs stay (`keeps`), the graphs, and what is needed to make them again
-    (`replays`; `kept`: what attention gave; `lasts`: whether the last module in tiles has to run).
+    (`replays`; `given`: the arguments as they were; `kept`: what attention gave; `lasts`: whether the last module in
+    tiles has to run).
     """
 
     @staticmethod
@@ -97,6 +100,10 @@ class _UnitFunction(torch.autograd.Function):
         # Asked once: a compiler that refuses the module changes the answer in the forward below.
         keeps = ctx.keeps = node.keeps_graph
 
+        given = Given(call.flat) if call.num_slices > 1 or not keeps else None
+        left = Left(node.module) if node.is_new and not keeps else None
+        ctx.given = None if keeps else given
+
         # No `finally` gives the weights back. After an error the step is abandoned, and the player takes back all.
         use = stage.source.enter(node.unit, Phase.FORWARD, stage.gradients.group)
         leaves = node.leaves(use.bytes)
@@ -110,7 +117,7 @@ class _UnitFunction(torch.autograd.Function):
             noting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
             finding = noting
             if not keeps:
-                ctx.replays.append(Replay(stage.device))
+                ctx.replays.append(Replay(stage.device, node.module))
                 ctx.kept.append(KeptAttention() if node.keeps_attention else None)
                 ctx.lasts.append(LastModule() if node.is_plain and node.tiled else None)
                 noting = ctx.kept[-1].noting() if node.keeps_attention else noting
@@ -131,6 +138,11 @@ class _UnitFunction(torch.autograd.Function):
             # Detached: outside, the graph goes on with this function.
             parts.append([None if x is None else x.detach() for x in outputs])
 
+        if given is not None:
+            given.check(node.module_name, "by its forward")
+        if left is not None:
+            left.check(node.module_name)
+
         # Given back before the slices are joined, so that the next load into this slot may start.
         use.leave()
         results = join(parts)
@@ -149,6 +161,8 @@ class _UnitFunction(torch.autograd.Function):
         phase = Phase.BACKWARD if purpose.trains else Phase.FORWARD
         if purpose.comes_again:
             _check_comes_again(ctx)
+        if ctx.given is not None:
+            ctx.given.check(node.module_name, "between its forward and its backward")
 
         # The activation first: it was asked for while the unit before was worked on.
         fetched = _fetch(ctx)
@@ -351,7 +365,16 @@ def _grads(
     if not (pairs and inputs):
         return [None] * len(inputs)
     slopes = [g for _, g in pairs]
-    return torch.autograd.grad([o for o, _ in pairs], inputs, slopes, retain_graph=keeps, allow_unused=True)
+    try:
+        return torch.autograd.grad([o for o, _ in pairs], inputs, slopes, retain_graph=keeps, allow_unused=True)
+    except RuntimeError as error:
+        # torch's own refusal, from inside of such a hook.
+        if "_will_engine_execute_node" not in str(error):
+            raise
+        raise StreamedModelError(
+            "a hook on the gradients of several tensors (register_multi_grad_hook) of a layer cannot be called in the "
+            "backward of a streamed one. FlopCounterMode sets such hooks: put it around the forward alone."
+        ) from error
 
 
 def _join_grads(parts: list[list[Tensor | None]], call: Call) -> list[Tensor | None]:

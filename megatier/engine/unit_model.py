@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as hooks_of_all
 from transformers import PreTrainedModel, masking_utils
 
 from megatier.engine.experts import ExpertsNode, guard, join
@@ -24,6 +25,7 @@ from megatier.engine.node import Lender, Node
 from megatier.engine.stage import Stage, UnitPlayer
 from megatier.errors import UnsupportedModelError
 from megatier.guards.crossing import OutputCheck
+from megatier.guards.rerun import hooks_inside, warn_of_hooks
 from megatier.guards.token_rows import why_joined
 from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Binding, Unit, bindings, tiled_names
@@ -134,6 +136,8 @@ class UnitModel:
 
         self.nodes = [self._node(unit, name, places, lent) for unit, name, places, lent in bound]
         """The nodes, in the order of units. A module may have several."""
+        self._hooked: set[str] = set()
+        """The modules of whose hooks a warning has told."""
         self.knows_tiles = not any(node.tiled for node in self.nodes)
         """Whether it is known which modules run in tiles of tokens."""
         join(self.nodes)
@@ -215,8 +219,7 @@ class UnitModel:
 
     def begin_step(self) -> None:
         """Say that the forwards of a step follow."""
-        # At each step, since users and trainers may switch it on at any time.
-        self.stop_checkpointing()
+        self._look_over()
         if self._fused is not None:
             self._fused.begin_step()
 
@@ -252,11 +255,24 @@ class UnitModel:
             for module, mode in modes:
                 module.training = mode
 
-    def stop_checkpointing(self) -> None:
-        """Switch off Hugging Face's own recompute, which would call nodes again in the backward; see `activation`."""
+    def _look_over(self) -> None:
+        """Look over the modules before a step, since users and trainers may change them at any time.
+
+        Hugging Face's own recompute, which would call nodes again in the backward, is switched off; see `activation`. A
+        warning names hooks that ours calls again.
+        """
+        is_hooked = bool(hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks)
         for module in self.skeleton.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
+            is_hooked = is_hooked or bool(module._forward_hooks or module._forward_pre_hooks)
+
+        if is_hooked:
+            running_again = (node for node in self.nodes if not node.keeps_graph)
+            names = [f"{node.module_name}.{name}" for node in running_again for name in hooks_inside(node.module)]
+            if new := [name for name in names if name not in self._hooked]:
+                self._hooked.update(new)
+                warn_of_hooks(new)
 
     @property
     def tiles(self) -> dict[str, Decision]:

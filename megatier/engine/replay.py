@@ -1,0 +1,179 @@
+"""What a forward finds around it, to run it again with the same result though the backward stands elsewhere.
+
+A context around the forward alone (a choice of kernels, autocast, a default dtype) is gone when the forward runs again,
+and a loop may switch things between forward and backward (`model.eval()`). So what may change a number is noted, and
+restored where it differs. What cannot be restored is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.deterministic
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from megatier.errors import StreamedModelError
+
+COUNTING = ("torch.utils.flop_counter", "torch.utils._debug_mode", "torch.distributed.tensor.debug._comm_mode")
+"""The modules of torch whose modes look at operators and change none."""
+
+
+class _Setting(NamedTuple):
+    """A setting of the process on which numbers depend."""
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], object] | None
+    """None: it may follow from another one, so putting it back would not leave things as they were."""
+
+
+def _attribute(owner: Any, name: str) -> _Setting:  # noqa: ANN401 - torch's modules of settings
+    return _Setting(name, partial(getattr, owner, name), partial(setattr, owner, name))
+
+
+def _precision(backend: str, kind: str) -> _Setting:
+    return _Setting(f"fp32_precision of {backend} {kind}", partial(_precision_of, backend, kind), None)
+
+
+def _precision_of(backend: str, kind: str) -> str:
+    # torch's older getters refuse to answer once somebody has used the newer setters.
+    precision: str = torch._C._get_fp32_precision_getter(backend, kind)
+    return precision
+
+
+_cuda = torch.backends.cuda
+SETTINGS = (
+    _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    _Setting("deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+    _Setting("flash attention", _cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    _Setting("efficient attention", _cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    _Setting("attention by products", _cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    _Setting("cuDNN's attention", _cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    _Setting("the order of attention's kernels", torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    _Setting(
+        "reductions of attention by products",
+        _cuda.fp16_bf16_reduction_math_sdp_allowed,
+        _cuda.allow_fp16_bf16_reduction_math_sdp,
+    ),
+    _precision("cuda", "matmul"),
+    _precision("cuda", "conv"),
+    _precision("mkldnn", "matmul"),
+    _precision("mkldnn", "conv"),
+    _attribute(_cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    _attribute(_cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    _attribute(_cuda.matmul, "allow_fp16_accumulation"),
+    _attribute(torch.backends.cudnn, "enabled"),
+    _attribute(torch.backends.cudnn, "benchmark"),
+    _attribute(torch.backends.cudnn, "deterministic"),
+)
+"""Settings of all threads."""
+THREADS = _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads)
+"""The setting of a thread on which sums on the CPU depend. With CUDA the backward has a thread of its own."""
+
+
+class Replay:
+    """What stood around a forward: random state, autocast, settings, modes, and which modules train."""
+
+    def __init__(self, device: torch.device, module: nn.Module | None = None) -> None:
+        """Note it. Call it just before the forward.
+
+        Args:
+            device: the device on which it computes.
+            module: the module whose forward it is.
+        """
+        self._device = device
+        self._module = module
+        self._training = _training(module)
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        kinds = {"cpu", device.type}
+        self._autocast = {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds}
+        self._settings = SETTINGS if device.type == "cuda" else (*SETTINGS, THREADS)
+        self._values = [setting.get() for setting in self._settings]
+        self._modes, self._default = _modes()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Restore it inside. Everything is as it was afterwards, the present random state too.
+
+        Raises:
+            StreamedModelError: something is otherwise that cannot be restored.
+        """
+        with contextlib.ExitStack() as stack:
+            self._restore_settings(stack)
+            self._restore_modes(stack)
+            self._restore_training(stack)
+            stack.enter_context(torch.random.fork_rng([self._device] if self._cuda is not None else []))
+            torch.set_rng_state(self._cpu)
+            if self._cuda is not None:
+                torch.cuda.set_rng_state(self._cuda, self._device)
+            for kind, (enabled, dtype) in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            yield
+
+    def _restore_settings(self, stack: contextlib.ExitStack) -> None:
+        for setting, value in zip(self._settings, self._values, strict=True):
+            now = setting.get()
+            if now == value:
+                continue
+            if setting.put is None:
+                raise _refused(f"{setting.name} was {value!r} in the forward and is {now!r} in the backward")
+            stack.callback(setting.put, now)
+            setting.put(value)
+
+    def _restore_modes(self, stack: contextlib.ExitStack) -> None:
+        modes, default = _modes()
+        if default != self._default:
+            stack.enter_context(self._default)
+        others = [mode for mode in (*modes, *self._modes) if not (_is_in(mode, modes) and _is_in(mode, self._modes))]
+        if others:
+            raise _refused(f"the mode {type(others[0]).__name__} is around one of forward and backward alone")
+
+    def _restore_training(self, stack: contextlib.ExitStack) -> None:
+        if self._training == _training(self._module):
+            return
+        assert self._module is not None
+        modules = list(self._module.modules())
+        if len(modules) != len(self._training):
+            raise _refused(f"{type(self._module).__name__} has other modules in it than in its forward")
+        for module, trains in zip(modules, self._training, strict=True):
+            stack.callback(setattr, module, "training", module.training)
+            module.training = trains
+
+
+def _training(module: nn.Module | None) -> list[bool]:
+    """Return for each module of a module whether it trains."""
+    return [] if module is None else [part.training for part in module.modules()]
+
+
+def _modes() -> tuple[list[Any], torch.device]:
+    """Return the modes of torch that may change what operators do, and the default device."""
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    default = torch.device("cpu")
+    found = []
+    for mode in modes:
+        if isinstance(mode, DeviceContext):
+            default = mode.device
+        elif type(mode).__module__ not in COUNTING:
+            found.append(mode)
+    return found, default
+
+
+def _is_in(mode: object, modes: list[Any]) -> bool:
+    # Modes may define equality as they like.
+    return any(mode is other for other in modes)
+
+
+def _refused(why: str) -> StreamedModelError:
+    return StreamedModelError(
+        f"{why}. With activations other than keep, forwards of layers run again in the backward and would give other "
+        "numbers there. Let both see the same, or open the model with activations='keep'."
+    )

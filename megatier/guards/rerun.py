@@ -1,0 +1,125 @@
+"""Forwards that run again in the backward: what they must leave as they found it, and hooks that are called twice.
+
+A forward that changes an argument in place, a buffer, or a random generator other than torch's finds something else
+when it runs again, and changes it once more. So it is refused under activations other than keep. Hooks inside of a
+layer are called again as well. What they return is needed, and only they know what else they do: so a warning names
+them.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_all
+
+from megatier.errors import UnsupportedModelError
+
+REMEDY = "Open the model with activations='keep', under which each forward runs once."
+OWN_HOOKS = ("transformers", "peft", "accelerate", "torch", "megatier")
+"""Packages whose hooks may be called any number of times."""
+
+
+class Given:
+    """The tensors that a forward was given and that no gradient reaches, as they were before it."""
+
+    def __init__(self, flat: Sequence[Any]) -> None:
+        """Note the versions of these arguments."""
+        self._tensors = [(i, x) for i, x in enumerate(flat) if torch.is_tensor(x) and not x.is_inference()]
+        self._versions = [x._version for _, x in self._tensors]
+
+    def check(self, module_name: str, why: str) -> None:
+        """Check that they are still the same.
+
+        Args:
+            module_name: the module that was given them.
+            why: what has changed them, for the message.
+
+        Raises:
+            UnsupportedModelError: one was changed in place.
+        """
+        for (position, tensor), version in zip(self._tensors, self._versions, strict=True):
+            if tensor._version != version:
+                raise UnsupportedModelError(
+                    f"argument {position} of {module_name}, {tuple(tensor.shape)}, was changed in place {why}, so the "
+                    f"forward would find other numbers when it runs again. {REMEDY}"
+                )
+
+
+class Left:
+    """What a module that runs again has to leave as it is: its buffers, and random generators that are not torch's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Note it, before a forward."""
+        self._module = module
+        self._before = list(_state(module))
+        self._draws = list(_generators())
+
+    def check(self, module_name: str) -> None:
+        """Look at it after the forward.
+
+        Raises:
+            UnsupportedModelError: the forward has changed it.
+        """
+        after = list(_state(self._module))
+        for (name, buffer, version), (_, other, later) in zip(self._before, after, strict=False):
+            if buffer is not other or version != later:
+                raise UnsupportedModelError(f"{module_name} changes its buffer {name} in its forward. {REMEDY}")
+        for (name, before), (_, later) in zip(self._draws, _generators(), strict=False):
+            if before != later:
+                raise UnsupportedModelError(
+                    f"{module_name} draws random numbers from {name} in its forward, which would draw others when it "
+                    f"runs again. Let it draw from torch. {REMEDY}"
+                )
+
+
+def hooks_inside(module: nn.Module) -> Iterator[str]:
+    """Yield the names of those modules inside of a module whose forwards have hooks of the user's."""
+    if _has_own(hooks_of_all._global_forward_hooks, hooks_of_all._global_forward_pre_hooks):
+        yield "*"
+    for name, part in module.named_modules():
+        if part is not module and _has_own(part._forward_hooks, part._forward_pre_hooks):
+            yield name
+
+
+def warn_of_hooks(names: Iterable[str]) -> None:
+    """Say which hooks are called again when a forward runs again.
+
+    Args:
+        names: of the modules that have them.
+    """
+    warnings.warn(
+        f"forwards of layers run again in the backward (activations other than keep), and so do the hooks inside of "
+        f"them, as under torch's checkpointing: {', '.join(names)}. What a hook returns counts both times, so numbers "
+        "are right; what it counts or collects comes twice. Hooks on a whole layer are called once. " + REMEDY,
+        stacklevel=2,
+    )
+
+
+def _has_own(*hooks: dict[int, Any]) -> bool:
+    """Whether hooks are of somebody who may not expect to be called twice."""
+    return any(
+        str(getattr(hook, "__module__", "")).partition(".")[0] not in OWN_HOOKS
+        for registered in hooks
+        for hook in registered.values()
+    )
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
+    """Yield each buffer of a module with its version."""
+    for name, buffer in module.named_buffers():
+        if not buffer.is_inference():
+            yield name, buffer, buffer._version
+
+
+def _generators() -> Iterator[tuple[str, Any]]:
+    """Yield the states of random generators that are not torch's."""
+    yield "Python's random", random.getstate()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        _, key, *rest = numpy.random.get_state()
+        yield "numpy", (key.tobytes(), *rest)
