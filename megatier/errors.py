@@ -213,6 +213,18 @@ class RunLockedError(MegatierError):
     """Another process uses this directory."""
 
 
+class ForkedError(MegatierError, RuntimeError):
+    """A forked child uses what its parent has opened."""
+
+    def __init__(self, what: str, process: int) -> None:
+        """Name what was opened, and its process."""
+        self.process = process
+        super().__init__(
+            f"{what} belongs to process {process}, of which this is a forked child: its threads are not here, and its "
+            "files are not the child's. Use it there alone, and open another one here if this process needs one."
+        )
+
+
 class OptimizerError(MegatierError, RuntimeError):
     """A parameter, gradient or call that an optimizer cannot take."""
 

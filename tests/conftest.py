@@ -195,7 +195,7 @@ def probe(store: TieredStore, key: str) -> torch.Tensor:
 
 def check_invariants(store: TieredStore) -> None:
     """What holds at any moment of any store, whatever was done to it."""
-    with store._lock:
+    with store._copies.lock:
         copies = [copy for block in store._blocks.by_key.values() for copy in block.copies]
         slotted = [copy for copy in copies if copy.slot is not None]
         assert set(slotted) == set(store._copies._slotted)

@@ -171,7 +171,12 @@ class MountDirectories:
         _sync(self._names[mount].parent)
 
     def close(self, *, keeps: bool) -> None:
-        """Remove the files, unless they are kept, and unlock. It is safe to call this twice."""
+        """Remove the files, unless they are kept, and unlock. It is safe to call this twice.
+
+        In a forked child it does nothing.
+        """
+        if self not in _OPEN:
+            return
         _OPEN.discard(self)
         for directory in self._directories:
             # A directory without a block file has nothing to keep, such as one that was locked before an error.

@@ -6,7 +6,6 @@ The number of a parameter is its place among all parameters of the optimizer, th
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from megatier.numerics.adamw import Scalars, adamw_threads, begin_adamw, roundin
 from megatier.numerics.masters import plane_dtype
 from megatier.numerics.muon import Matrix, update_matrix
 from megatier.numerics.optimizer import PIECE_ELEMENTS, TILE_ELEMENTS
+from megatier.owner import Owner
 from megatier.store.lease import Lease
 from megatier.tier import Kind, Tier
 from megatier.workers import Workers
@@ -71,6 +71,7 @@ class PlacedState:
         trained = {index: parameter for index, parameter in enumerate(parameters) if parameter.requires_grad}
         self._forms = {index: form_of(parameter) for index, parameter in trained.items()}
         self.steps: dict[int, int] = {}
+        self._owner = Owner("the state of this optimizer")
 
         device = next((parameter.device for parameter in trained.values()), torch.device("cpu"))
         self.store = ChunkStore(plan, nvme, device, _update_tier(device))
@@ -79,6 +80,10 @@ class PlacedState:
         except BaseException:
             self.store.close()
             raise
+
+    def check_process(self) -> None:
+        """Refuse a forked child; see `Owner.check`."""
+        self._owner.check()
 
     @property
     def is_torn(self) -> bool:
@@ -109,7 +114,7 @@ class PlacedState:
         """Start the threads of AdamW and of the checks, with what ends them and frees the chunks."""
         self._pool = adamw_threads(cores_usable())
         self._workers = Workers(cores_usable(), "megatier-gradient")
-        self._finalizer = weakref.finalize(self, _release, os.getpid(), self._pool, self._workers, self.store)
+        self._finalizer = weakref.finalize(self, _release, self._owner, self._pool, self._workers, self.store)
 
     # ------------------------------------------------------------------ a step
 
@@ -325,10 +330,10 @@ def _finish(store: ChunkStore, chunk: StateChunk, lease: Lease, batches: Iterabl
         store.give_back(chunk, lease)
 
 
-def _release(process: int, pool: _native.ThreadPool, workers: Workers, store: ChunkStore) -> None:
+def _release(owner: Owner, pool: _native.ThreadPool, workers: Workers, store: ChunkStore) -> None:
     """End the threads and free the chunks. This runs in `close`, at the optimizer's end or at that of the process."""
     # A forked child inherits the finalizer; it has none of the threads, and the files are its parent's.
-    if os.getpid() == process:
+    if owner.is_here:
         pool.close()
         workers.close()
         store.close()

@@ -134,7 +134,7 @@ class Streamed(StreamedState):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is None or not self._session.owner.is_here:
             self.close()
         else:
             self._is_closed = True
@@ -143,12 +143,14 @@ class Streamed(StreamedState):
     def close(self) -> None:
         """Free the memory and remove the block files. The weights go with them. Closing twice is safe.
 
+        In a forked child this does nothing: all of it is the parent's.
+
         Ranks close together. After an error leave the `with` block by it instead, so that the others know.
 
         Raises:
             StreamedModelError: other ranks need this one still.
         """
-        if self._is_closed:
+        if self._is_closed or not self._session.owner.is_here:
             return
 
         # An error in here is told to the other ranks, and then all is closed nevertheless.
@@ -205,6 +207,7 @@ class Streamed(StreamedState):
             StreamedModelError: a backward is missing, or a setting cannot be taken.
             NonFiniteError: too many steps in a row were not finite.
         """
+        self._session.owner.check()
         norm = self.grad_norm()
         rate = self._take_settings()
         step = self.steps + 1
@@ -233,6 +236,7 @@ class Streamed(StreamedState):
         `optimizer.step`, where they get a `StepDroppedError`. Several ranks cannot drop the first step, nor go on if
         only some of them drop one whose `grad_norm` is known.
         """
+        self._session.owner.check()
         if not self._groups:
             return
         if self.num_ranks == 1 or self._norm is not None:
@@ -269,6 +273,7 @@ class Streamed(StreamedState):
 
     def drop_gradients(self) -> None:
         """Abandon the step, unless its first forward still waits for its backward; `optimizer.zero_grad` calls this."""
+        self._session.owner.check()
         if self._has_gradient():
             self.abandon()
 
@@ -401,7 +406,8 @@ class Streamed(StreamedState):
             )
 
     def _check_open(self) -> None:
-        """Refuse a model that takes no calls any more, and drop a step whose forward has failed."""
+        """Refuse a model that takes no calls any more, or not here, and drop a step whose forward has failed."""
+        self._session.owner.check()
         if self._is_closed:
             raise StreamedModelError("this streamed model is closed; open it anew with megatier.stream.")
         if self._has_parted:

@@ -287,6 +287,8 @@ class TieredOptimizer(Optimizer):
     def _check_open(self) -> None:
         if self._is_closed:
             raise OptimizerError("this optimizer is closed; make a new one.")
+        if self._placed is not None:
+            self._placed.check_process()
 
     def _check_whole(self) -> None:
         """Refuse to use state that a step or a load has left half done."""

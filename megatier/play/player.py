@@ -300,7 +300,8 @@ class Player:
         self.weights.sit_out(group)
 
     def _leave_open_pass(self) -> None:
-        """Cancel a pass that an interrupt left before anybody could."""
+        """Cancel a pass that an interrupt left before anybody could. Refuse to touch one of a parent's process."""
+        self._store.check_process()
         self._store.tear.check()
         if self._pass.is_open:
             self.cancel()

@@ -151,6 +151,7 @@ class UnitWeights:
             TimelineError: the order is not the recorded one.
             TransferError, IntegrityError: the weights could not be brought.
         """
+        self._store.check_process()
         access = Access(unit, phase, group)
         if phase is Phase.BACKWARD and not self._pass.course.endswith(Leg.BACKWARD):
             self.begin_leg(Leg.BACKWARD)

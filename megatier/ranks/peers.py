@@ -27,6 +27,7 @@ from typing import Protocol, Self
 
 from megatier import _native
 from megatier.errors import MegatierError, PeerError
+from megatier.owner import Owner
 
 LOOK_S = 1.0
 """Seconds between two looks."""
@@ -98,6 +99,7 @@ class Peers:
             held: stays alive until this process ends, if a rank fails.
             stop: makes collectives that are under way end; called again and again once a rank has failed.
         """
+        self._owner = Owner("this rank of a run")
         self._store = store
         self._rank = rank
         self._members = members
@@ -145,6 +147,11 @@ class Peers:
         """Whether all ranks are processes of one machine, which know each other by their numbers."""
         return len({member.machine for member in self._members}) == 1
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this process is the rank, and not a forked child of it."""
+        return self._owner.is_here
+
     def failed(self) -> PeerError | None:
         """The error that names the rank that failed first; None if none has."""
         if self._first is None:
@@ -166,6 +173,8 @@ class Peers:
         Raises:
             PeerError: a rank has failed.
         """
+        self._owner.check()
+
         # Added up, because the clock goes on while this process is stopped.
         self._waited_s += waited_s
         if self._first is None and self._waited_s > SILENT_LOOKS * LOOK_S:
@@ -174,8 +183,8 @@ class Peers:
             raise error
 
     def fail(self, error: BaseException) -> None:
-        """Post why this rank fails, unless another one failed before, or has caused this."""
-        if not comes_of_peers(error):
+        """Post why this rank fails, unless another one failed before, or has caused this. A forked child is no rank."""
+        if self._owner.is_here and not comes_of_peers(error):
             self._error = self._error or error
             self._fail(cause_of(error))
 

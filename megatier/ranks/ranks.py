@@ -266,6 +266,11 @@ class Ranks(Channel):
 
     # ------------------------------------------------------------------ the end
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this process is the rank, and not a forked child of it."""
+        return self._peers.is_here
+
     def failed(self) -> PeerError | None:
         """The error that names the rank that failed first; None if none has."""
         return self._peers.failed()
@@ -332,6 +337,8 @@ def joined(device: str, *, is_guest: bool = False) -> Iterator[Ranks | None]:
         torch.cuda.set_device(ranks.local_rank)
     try:
         yield ranks
+        if not ranks.is_here:
+            return
         ranks.leave()
         if not is_guest:
             dist.destroy_process_group()

@@ -28,6 +28,7 @@ from megatier.models.weights import PartReader, WeightReader
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.masters import join_master, plane_dtype
 from megatier.numerics.optimizer import Hyperparameters, RunOptimizer
+from megatier.owner import Owner
 from megatier.play.blocks import block_key
 from megatier.play.player import Player
 from megatier.ranks.ranks import Ranks, check_groups
@@ -72,6 +73,7 @@ class Session:
         why_copied: why other frozen weights of a base that are at home on NVMe are not, in words.
         io_threads: the number of native threads each way that read and write NVMe, and why so many.
         rates: the rates of the mounts, if they were measured on this machine.
+        owner: the process that opened all of this.
     """
 
     @usual_defaults()
@@ -112,6 +114,7 @@ class Session:
         Raises:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: the run cannot start.
         """
+        self.owner = Owner("this streamed model")
         settings = (model_config, tiers, train, numerics, tokens)
         world = world_of(ranks)
         check_groups(train.groups, world.ranks)
@@ -147,14 +150,15 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The other ranks may wait for this one, and closing for them.
-        if error is not None and self.ranks is not None:
+        # The other ranks may wait for this one, and closing for them. To a forked child nothing of this belongs.
+        if error is not None and self.ranks is not None and self.owner.is_here:
             self.ranks.fail(error)
         self.close()
 
     def close(self) -> None:
-        """Stop the lanes, free the memory, remove the block files."""
-        self._opened.close()
+        """Stop the lanes, free the memory, remove the block files. In a forked child this does nothing."""
+        if self.owner.is_here:
+            self._opened.close()
 
     def _open_optimizer(
         self, opened: ExitStack, work: Workload, tiers: TiersConfig, train: TrainConfig

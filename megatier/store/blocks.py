@@ -33,7 +33,12 @@ class Blocks:
 
         Raises:
             CapacityError: the home tier's budget is used up.
+            ValueError: it is not of a whole number of bytes, at least 1, of which `elsewhere` are a part.
         """
+        sizes = spec.num_bytes, spec.elsewhere
+        if any(type(size) is not int for size in sizes) or not 0 <= spec.elsewhere <= spec.num_bytes or not sizes[0]:
+            raise ValueError(f"block {spec.key} has {sizes[0]!r} bytes, {sizes[1]!r} elsewhere. Give it 1 at least.")
+
         # A scratch block has no home: its bytes are in slots and in no other place.
         block = Block(spec=spec)
         if spec.home is Tier.NVME:

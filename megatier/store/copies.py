@@ -30,6 +30,7 @@ import torch
 from megatier import _native
 from megatier.address import fill_bytes
 from megatier.errors import CapacityError, DirtyBlockError, LeaseHeldError, StepAbandonedError
+from megatier.owner import Owner
 from megatier.store.arena import Slot, SlotPool
 from megatier.store.lanes import Lanes
 from megatier.store.reservation import Reservation
@@ -51,12 +52,23 @@ class Copies:
         self._lanes = lanes
         self._slotted: dict[Copy, None] = {}
         """The copies in slots. The one that was not used for longest comes first."""
-        self.lock = threading.Lock()
-        """Guards the copies and everything that is known of them."""
+        self._lock = threading.Lock()
         self.tear = Tear()
         """Tells whether something broke off a change of the copies."""
+        self.owner = Owner("this store")
+        """The process whose copies they are."""
         self._waiting_for_slot: list[_native.Latch] = []
         """A latch for each thread that waits for a slot."""
+
+    @property
+    def lock(self) -> threading.Lock:
+        """Guards the copies and everything that is known of them.
+
+        Raises:
+            ForkedError: this is a forked child, where a thread that is not there may hold it for ever.
+        """
+        self.owner.check()
+        return self._lock
 
     # ------------------------------------------------------------------ places
 

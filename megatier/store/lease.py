@@ -38,6 +38,10 @@ class Lease:
         """Give the right back. Compute that is enqueued by now on the current stream still reads valid bytes."""
         assert self._held, f"{self._copy.block.spec.key} was released twice"
 
+        # A forked child that leaves a lease of its parent has none of it.
+        if not self._leases.copies.owner.is_here:
+            return
+
         # If the store was reset since, it has forgotten this lease, and the slot may belong to another copy by now.
         with self._leases.copies.tear.change:
             self._held = False

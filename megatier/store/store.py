@@ -73,10 +73,9 @@ class TieredStore:
         self._write_backs = WriteBacks(self._copies, self._lanes, files)
         self._outside = Outside(self._blocks, self._copies, self._reservation, self._lanes, files)
         self._leases = Leases(self._blocks, self._copies, self._fills, self._lanes)
-        self._lock = self._copies.lock
+        self.check_process = self._copies.owner.check  # refuses a forked child; every method but `close` does
         self.tear = self._copies.tear
-        """Tells whether something broke off a change of the copies. Its regions lie inside the lock, except that of
-        `lease`, which goes on after it. So a tear shows before the lock is let go."""
+        """Tells whether a change of the copies broke off. Its regions lie inside the lock, except that of `lease`."""
         self._is_sealed = False
         self.clock = self._lanes.clock
         """Maps device times to the host's; None without a CUDA device."""
@@ -134,9 +133,9 @@ class TieredStore:
 
         Raises:
             CapacityError: the home tier's budget is used up.
-            ValueError: the key exists, or the store is sealed.
+            ValueError: the key exists, the store is sealed, or no block can be of that size.
         """
-        with self._lock:
+        with self._copies.lock:
             if self._is_sealed or spec.key in self._blocks.by_key:
                 raise ValueError(f"cannot register {spec.key}: it exists, or the store is in use already.")
 
@@ -148,7 +147,7 @@ class TieredStore:
         Raises:
             CapacityError: the tier's budget is used up.
         """
-        with self._lock:
+        with self._copies.lock:
             assert not self._is_sealed
             self._reservation.slots(tier, kind, slot_bytes, num_slots)
 
@@ -162,7 +161,7 @@ class TieredStore:
             CapacityError: the system has less memory or less room on a drive than the budgets say.
             TransferError: a drive failed while its file was filled.
         """
-        with self._lock:
+        with self._copies.lock:
             if self._is_sealed:
                 return
             self._is_sealed = True
@@ -203,7 +202,7 @@ class TieredStore:
             DirtyBlockError: the gpu has newer bytes; write them back first.
         """
         self.seal()
-        with self._lock, self.tear.call:
+        with self._copies.lock, self.tear.call:
             block, span = self._blocks.span(key, span)
             copy = self._copies.copy_for(block, tier, span, wait=wait)
             # Nobody has a right to these bytes yet, so they give way if others need the slot.
@@ -238,7 +237,7 @@ class TieredStore:
             BlockNotFoundError: the bytes are not there.
             LeaseHeldError: such a copy is leased.
         """
-        with self._lock, self.tear.call:
+        with self._copies.lock, self.tear.call:
             block, span = self._blocks.span(key, span)
             copy = block.find(tier, span)
             self._copies.drop_stale([c for c in block.copies if c.tier is not tier and c.slot is not None], span)
@@ -258,7 +257,7 @@ class TieredStore:
             BlockNotFoundError: the bytes are not there.
             CapacityError: no slot for the step in between, and not `wait`.
         """
-        with self._lock, self.tear.call:
+        with self._copies.lock, self.tear.call:
             block, span = self._blocks.span(key, span)
             return self._write_backs.begin(block.find(tier, span), span, wait=wait)
 
@@ -274,7 +273,7 @@ class TieredStore:
             TransferError: its write-back failed. It is still there, and dirty.
             LastCopyError: it is the home copy.
         """
-        with self._lock, self.tear.call:
+        with self._copies.lock, self.tear.call:
             block, span = self._blocks.span(key, span)
             if block.spec.home is tier:
                 raise LastCopyError(f"block {key} is at home on {tier}; it cannot be evicted.")
@@ -283,13 +282,13 @@ class TieredStore:
 
     def discard(self, key: str, tier: Tier) -> None:
         """Drop all copies of a block in slots of a tier, as `evict` does, but dirty ones too."""
-        with self._lock, self.tear.call:
+        with self._copies.lock, self.tear.call:
             for copy in [copy for copy in self._blocks.find(key).on(tier) if copy.slot is not None]:
                 self._copies.discard(copy)
 
     def wake(self) -> None:
         """Let everyone who waits for a slot look again. They fail if something broke off."""
-        with self._lock:
+        with self._copies.lock:
             self._copies.wake()
 
     def reset(self) -> None:
@@ -305,7 +304,7 @@ class TieredStore:
             queue.settle()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        with self._lock:
+        with self._copies.lock:
             self._leases.forget()
             self._copies.forget(self._blocks.by_key.values())
         self.tear.is_torn = False
@@ -316,7 +315,7 @@ class TieredStore:
         Raises:
             TransferError: one failed. The copy is still there, and dirty.
         """
-        with self._lock:
+        with self._copies.lock:
             block = self._blocks.find(key)
             write_backs = block.write_backs()
 
@@ -324,7 +323,7 @@ class TieredStore:
         for transfer in write_backs:
             transfer.wait()
 
-        with self._lock, self.tear.call:
+        with self._copies.lock, self.tear.call:
             for copy in list(block.copies):
                 copy.settle()
                 if copy.is_leaving:
@@ -332,22 +331,22 @@ class TieredStore:
 
     def push(self, key: str, tensor: torch.Tensor, start: int = 0) -> Transfer:
         """Start moving a contiguous tensor from the gpu device to a block in ram or on NVMe; see `Outside.push`."""
-        with self._lock, self.tear.call:
+        with self._copies.lock, self.tear.call:
             return self._outside.push(key, tensor, start)
 
     def pull(self, key: str, tensor: torch.Tensor, start: int = 0) -> Transfer:
         """Start moving what `push` took back into a contiguous tensor on the gpu device; see `Outside.pull`."""
-        with self._lock, self.tear.call:
+        with self._copies.lock, self.tear.call:
             return self._outside.pull(key, tensor, start)
 
     def carry(self, key: str, target: torch.Tensor, source: torch.Tensor, *, to_gpu: bool) -> Transfer:
         """Start copying state between RAM and memory on the gpu device that is the caller's own; see `Lanes.carry`."""
-        with self._lock, self.tear.call:
+        with self._copies.lock, self.tear.call:
             return self._lanes.carry(key, target, source, to_gpu=to_gpu)
 
     def copy_out(self, key: str, span: Span, target: torch.Tensor) -> Transfer:
         """Start copying bytes from home, on the gpu or on NVMe, to RAM outside of the store; see `Outside.copy_out`."""
-        with self._lock, self.tear.call:
+        with self._copies.lock, self.tear.call:
             return self._outside.copy_out(*self._blocks.span(key, span), target)
 
     @property
@@ -357,22 +356,22 @@ class TieredStore:
 
     def take_log(self) -> list[Transfer]:
         """Return the transfers that were submitted since the last call, for a trace; at most `LOG_TRANSFERS_MAX`."""
-        with self._lock:
+        with self._copies.lock:
             return self._lanes.take_log()
 
     def residency(self, key: str) -> dict[Tier, tuple[Span, ...]]:
         """Return, per tier, the spans of a block that are there now and as new as any."""
-        with self._lock:
+        with self._copies.lock:
             return self._blocks.find(key).residency()
 
     def is_dirty(self, key: str) -> bool:
         """Return whether a copy of a block has bytes that home does not have."""
-        with self._lock:
+        with self._copies.lock:
             return self._blocks.find(key).is_dirty()
 
     def usage(self, tier: Tier) -> dict[str, int]:
         """Return the bytes at home in a tier by kind, those of its `slots`, and its `budget`."""
-        with self._lock:
+        with self._copies.lock:
             return self._reservation.usage(tier)
 
     @property
@@ -386,10 +385,10 @@ class TieredStore:
         return self._reader.path() if self._reader is not None else None
 
     def close(self) -> None:
-        """Finish all moves, remove the files of this store unless they are kept, and free the memory.
+        """Finish all moves, remove the files unless they are kept, and free the memory. In a forked child: nothing."""
+        if not self._copies.owner.is_here:
+            return
 
-        It is safe to call this twice.
-        """
         # Everything that was submitted starts first. The files wait for what was started, since their threads read and
         # write the memory, which goes last.
         self._lanes.close()

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from megatier import _native
 from megatier.errors import MegatierError
+from megatier.owner import Owner
 from megatier.store.stream_clock import StreamClock, StreamSpan
 from megatier.tier import Tier
 
@@ -43,7 +44,7 @@ class Completion(Protocol):
 class Transfer:
     """One move on one queue: a future that any thread may wait on, any number of times."""
 
-    __slots__ = ("_completion", "_error", "_issued", "_span", "after", "behind", "key", "num_bytes", "queue")
+    __slots__ = ("_completion", "_error", "_issued", "_owner", "_span", "after", "behind", "key", "num_bytes", "queue")
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class Transfer:
         self._error: Exception | None = None
         """The error that kept the move from starting."""
         self._span = (0, 0)
+        self._owner = Owner("this move")
 
     def wait(self) -> float:
         """Block, with the GIL free, until the bytes are there. Return the seconds that the move took.
@@ -151,6 +153,8 @@ class Transfer:
 
     def _wait_issued(self) -> None:
         """Block until the move has started; raise the error that kept it from that."""
+        if not self._owner.is_here and not self.done():
+            self._owner.check()  # nobody in this process ever ends it
         self._issued.wait()
         if self._error is not None:
             raise self._error
