@@ -264,7 +264,8 @@ def _ask(model: PreTrainedModel, head: nn.Module, in_features: int, width: int) 
             _calling(model.get_input_embeddings(), lambda *_, **__: hidden),
             _calling(head, lambda x: passage.head(x, width)),
         ):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            # Past the model's own hooks, which note what they see, and run after the loss or change no logits.
+            loss = model.forward(input_ids=ids, labels=ids, use_cache=False).loss
     except UnsupportedModelError:
         # After the loss a forward may need more than a stand-in has. But then it has been asked.
         if not passage.arrived:
