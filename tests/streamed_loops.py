@@ -103,9 +103,9 @@ def streamed_on(
         arena = sum(usage.values()) - usage["budget"]
         # Two shares of the whole stay free.
         limit = math.ceil((arena + held * away_bytes(session)) * SHARES / (SHARES - 2)) if held else None
-        streamed = Streamed(session, train, contextlib.ExitStack(), gpu_limit=limit)
-        streamed.model.train()
-        yield session, streamed
+        with Streamed(session, train, contextlib.ExitStack(), gpu_limit=limit) as streamed:
+            streamed.model.train()
+            yield session, streamed
 
 
 def away_bytes(session: Session) -> int:

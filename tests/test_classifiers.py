@@ -107,7 +107,8 @@ def plain_steps(model: PreTrainedModel, **options: Any) -> list[float]:
     """The losses of a plain loop."""
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.0, "ram": "64MiB"}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return take(model, megatier.TieredAdamW(trained, **settings), **options)
+    with megatier.TieredAdamW(trained, **settings) as optimizer:
+        return take(model, optimizer, **options)
 
 
 def opened(

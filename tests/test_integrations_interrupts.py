@@ -36,8 +36,10 @@ def _one_thread() -> Iterator[None]:
 @contextlib.contextmanager
 def streamed_on(place: str, mount: Path) -> Iterator[Streamed]:
     config, numerics = exactness_config("tied"), NumericsConfig()
-    with opened(config, mount, PLACES[place], TRAIN, numerics=numerics, fused_loss=True, seed=None) as session:
-        streamed = Streamed(session, TRAIN, contextlib.ExitStack())
+    with (
+        opened(config, mount, PLACES[place], TRAIN, numerics=numerics, fused_loss=True, seed=None) as session,
+        Streamed(session, TRAIN, contextlib.ExitStack()) as streamed,
+    ):
         streamed.model.train()
         yield streamed
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from living import Living
 from tiny_gradients import attention_of, far, streamed_gradients
 from tiny_models import BASE, known_config, tiny_config
 from tiny_runs import ModelWeights, Run, one_thread, plain_model, run_in_fresh_process
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatier.engine.step import Engine, StepResult
@@ -141,33 +140,6 @@ def test_layers_in_tiles_on_cuda_give_the_same_bits_with_and_without_a_graph_tha
 
 
 # ---------------------------------------------------------------------- memory
-
-
-class Living(TorchDispatchMode):
-    """Counts the bytes of all tensors that operators make, while they live, and the most that lived at once."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = 0
-        self.most: int = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
-        for tensor in tree_leaves(result):
-            if torch.is_tensor(tensor) and (key := tensor.untyped_storage()._cdata) not in given | self._seen:
-                storage = tensor.untyped_storage()
-                self._seen.add(key)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._drop, key, storage.nbytes())
-        return result
-
-    def _drop(self, key: int, num_bytes: int) -> None:
-        self._seen.discard(key)
-        self.now -= num_bytes
 
 
 class Wide(nn.Module):

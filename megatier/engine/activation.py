@@ -117,6 +117,10 @@ class Rebinding:
             if 0 <= offset < region.nbytes:
                 return _InRegion(index, offset, tensor.dtype, tensor.size(), tensor.stride())
 
+        # Without its graph: a result that a step of the graph saves would hold that step, which holds it. Nobody would
+        # free that circle if no backward came.
+        tensor = tensor.detach()
+
         # Arguments that layers share, such as position embeddings, are in memory once, so they stay.
         if self._beside is not None and tensor.untyped_storage().data_ptr() not in self._given:
             away: Tensor | _Away = self._beside.leave(tensor)

@@ -97,7 +97,10 @@ class _Walk:
         if not (torch.is_tensor(value) or isinstance(value, PLAIN)):
             if is_container(type(value)):
                 return self._take_container(value, path)
-            children, spec = tree_flatten(value, is_leaf=lambda x: x is not value)
+            # One level deep. torch's function is a circle of references, which would keep the value until a collection.
+            outer = [value]
+            children, spec = tree_flatten(value, is_leaf=lambda x: x is not outer[0])
+            outer[0] = None
             if not spec.is_leaf():
                 forms = (self.take(x, f"{path}[{n}]", is_inside=is_inside) for n, x in enumerate(children))
                 return _Tuple(spec, tuple(forms))

@@ -123,7 +123,7 @@ class Gradients:
         """The backward of this group has come to its end."""
 
     def begin_group(self, group: int) -> None:
-        """Begin a group, and forget what an abandoned one left."""
+        """Begin a group."""
         self.group = group
         self._is_watched = False
         self._is_over = False
@@ -134,11 +134,23 @@ class Gradients:
         if not group:
             self._shipped.clear()
 
+        self._clear()
+
+    def _clear(self) -> None:
+        """Let go of all that the group has gathered."""
         for counts in (self._summands, self._added, self._left):
             counts.clear()
         self._firsts.clear()
         self._sums.clear()
         self._buffers.clear()
+
+    def drop(self) -> None:
+        """Let go of a step that is given up. No backward can come to its forwards any more."""
+        self._clear()
+        self._spent.clear()
+        self._is_watched = False
+        self._is_over = False
+        self._first_forward = self.forward + 1
 
     def begin_forward(self) -> None:
         """Begin one more forward of the group, whose backward will go over it too.
@@ -159,6 +171,11 @@ class Gradients:
         # Gradients of inputs are no gradient of the group.
         waits = self._is_watched or bool(self._spent)
         return waits > self._is_over or any(self._left.values())
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether the backward of this group has begun, and has not come to its end."""
+        return self._is_watched and not self._is_over
 
     @property
     def takes_aside(self) -> bool:
@@ -187,7 +204,7 @@ class Gradients:
             forward: the number of the forward.
 
         Raises:
-            StreamedModelError: the forward's group has had its backward.
+            StreamedModelError: the forward's group has had its backward, or its step was dropped.
         """
         self._check_own(forward)
         self._reached.add(forward)
@@ -233,8 +250,9 @@ class Gradients:
         """
         if self._is_over or forward < self._first_forward:
             raise StreamedModelError(
-                "this backward goes over a forward of a group that has had its backward. All forwards of a group have "
-                "one backward: add up their losses, or call each one's backward before the next forward."
+                "this backward goes over a forward of a group that has had its backward, or of a step that was "
+                "dropped. All forwards of a group have one backward: add up their losses, or call each one's backward "
+                "before the next forward."
             )
 
     def _check_waits(self, why: str) -> None:

@@ -344,8 +344,9 @@ class StepLoss:
         self._fused = fused
         self._function: Callable[..., Tensor] = model.loss_function
         self._stage = stage
-        self._losses: list[tuple[Tensor, Tensor]] = []
-        """The losses of this forward, each with the tensor that the model was given for it."""
+        self._losses: list[tuple[Tensor, Tensor]] | None = None
+        """The losses of a forward that is weighed, each with the tensor that the model was given for it. Otherwise
+        nobody asks for them, and whoever held one would hold the graph of its whole forward."""
         model.forward = entering(self._run, model.forward)
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -361,7 +362,8 @@ class StepLoss:
             kwargs["num_items_in_batch"] = self.divisor
         loss = self._function(*args, **kwargs)
         watched: Tensor = _Watched.apply(loss, self._stage.anchor, self._stage)  # type: ignore[no-untyped-call]
-        self._losses.append((loss, watched))
+        if self._losses is not None:
+            self._losses.append((loss, watched))
         return watched
 
     def weighed(self, forward: Callable[[], Tensor], share: float) -> Tensor:
@@ -376,10 +378,11 @@ class StepLoss:
         Raises:
             UnsupportedModelError: nobody can tell which part is the loss function's.
         """
-        self._losses.clear()
-        total = forward()
-        losses = self._losses.copy()
-        self._losses.clear()
+        losses = self._losses = []
+        try:
+            total = forward()
+        finally:
+            self._losses = None
 
         # Most models add to it in place, so that the same tensor may come back with another value.
         if share == 1 or (len(losses) == 1 and total is losses[0][1] and not total._version):

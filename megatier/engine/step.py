@@ -227,6 +227,7 @@ class Engine:
     def abandon(self) -> None:
         """Leave a step half-way: none of its updates is made."""
         self._player.cancel()
+        self.model.stage.gradients.drop()
 
     @property
     def can_drop(self) -> bool:
@@ -255,6 +256,11 @@ class Engine:
     def awaits_backward(self) -> bool:
         """Whether a forward of this group still has all or a part of its backward before it."""
         return self.model.stage.gradients.is_open
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether the backward of this group has begun, and has not come to its end, or was broken off."""
+        return self.model.stage.gradients.is_in_backward
 
     @property
     def takes_aside(self) -> bool:

@@ -76,6 +76,10 @@ class ChunkStore:
         lease.release()
         self._leave(chunk, self.tier)
 
+    def forget_log(self) -> None:
+        """Drop the log of moves, for which nobody asks here."""
+        self._store.take_log()
+
     # ------------------------------------------------------------------ for saving and loading
 
     def read(self) -> Generator[tuple[StateChunk, Tensor]]:

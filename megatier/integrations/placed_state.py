@@ -190,6 +190,7 @@ class PlacedState:
                 for applied in reversed(flying):
                     rest.callback(_finish, self.store, *applied)
 
+        self.store.forget_log()
         for index in gradients:
             self.steps[index] = self.steps.get(index, 0) + 1
 

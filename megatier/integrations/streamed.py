@@ -29,6 +29,7 @@ from transformers.utils.generic import ModelOutput
 
 from megatier.config.schema import TrainConfig
 from megatier.config.values import check_setting
+from megatier.dropped import ClosedWhenDropped
 from megatier.engine.loss import without_logits
 from megatier.engine.step import StepResult
 from megatier.errors import StepDroppedError, StreamedModelError
@@ -48,7 +49,7 @@ TRACED_STEPS = 3
 """The number of last steps that `Streamed.write_trace` writes."""
 
 
-class Streamed(StreamedState):
+class Streamed(ClosedWhenDropped, StreamedState):
     """A model whose weights, gradients and state stream, for any loop. Use it from one thread.
 
     Ranks make the same calls in the same order. A call that one of them leaves out is a `StreamedModelError` on all of
@@ -127,6 +128,7 @@ class Streamed(StreamedState):
         guard_methods(self.model, self.device, self._engine.options.dtype)
         vars(self.model)["zero_grad"] = self.optimizer.zero_grad
         mark_streamed(self.model.parameters(), self._has_gradient)
+        self._own()
 
     def __enter__(self) -> Self:
         return self
@@ -138,6 +140,7 @@ class Streamed(StreamedState):
             self.close()
         else:
             self._is_closed = True
+            self._disown()
             self._opened.__exit__(kind, error, trace)
 
     def close(self) -> None:
@@ -158,7 +161,12 @@ class Streamed(StreamedState):
             if self.num_ranks > 1:
                 self._check_between_steps("Closing")
             self._is_closed = True
+            self._disown()
             self._meet("close()")
+
+    def _close_dropped(self) -> None:
+        # Not `close`, for which ranks meet. Whoever keeps the model or the optimizer keeps this too.
+        self._opened.close()
 
     # ------------------------------------------------------------------ a step
 
@@ -186,8 +194,7 @@ class Streamed(StreamedState):
         if self._norm is None:
             self._check_whole()
             if dropped := self._meet(STEP):
-                self._forget_step()
-                self._engine.drop_step()
+                self._drop_step()
                 raise StepDroppedError(self.steps + 1, dropped)
 
             # A step whose pass has ended cannot be measured again, so whatever fails here gives the step up.
@@ -255,8 +262,13 @@ class Streamed(StreamedState):
                 self._meet(FORWARD, cause)
             self._engine.sit_out(group)
         self._meet(STEP, cause)
+        self._drop_step()
+
+    def _drop_step(self) -> None:
+        """Drop the open step together with all other ranks, which have come to its end."""
         self._forget_step()
         self._engine.drop_step()
+        self._session.player.take_events()  # nobody asks what happened in it
 
     def _part(self) -> None:
         """Leave the open step half-way. Several ranks cannot go on after that."""
@@ -279,8 +291,10 @@ class Streamed(StreamedState):
 
     def _has_gradient(self) -> bool:
         """Whether the open step has had a backward that trains."""
-        # Loops call zero_grad also between the forward and the backward of a step, where there is no gradient yet.
-        return self._groups > 1 or (self._groups == 1 and not self._engine.awaits_backward)
+        # Loops call zero_grad also between the forward and the backward of a step, where there is no gradient yet. A
+        # backward that was broken off, as by a want of memory, has made some.
+        is_waiting = self._engine.awaits_backward and not self._engine.is_in_backward
+        return self._groups > 1 or (self._groups == 1 and not is_waiting)
 
     @contextlib.contextmanager
     def one_forward(self, evaluation: str = "evaluate") -> Iterator[None]:

@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatier.config.values import parse_bytes, parse_list, parse_mount, require
 from megatier.drives.mounts import budget_bytes
+from megatier.dropped import ClosedWhenDropped
 from megatier.errors import CapacityError, ConfigError, OptimizerError
 from megatier.hardware import ram_available_bytes
 from megatier.integrations.chunks import ChunkPlan, ParameterSize, plan_chunks
@@ -31,7 +32,7 @@ from megatier.integrations.state_file import write_state_file
 from megatier.numerics.vector_math import warm
 
 
-class TieredOptimizer(Optimizer):
+class TieredOptimizer(ClosedWhenDropped, Optimizer):
     """An optimizer whose state lies in RAM and on NVMe: `TieredAdamW` or `TieredMuon`.
 
     It behaves as torch's does, with these differences:
@@ -91,6 +92,7 @@ class TieredOptimizer(Optimizer):
     def close(self) -> None:
         """Remove the files and free the memory. Parameters keep their values. Closing twice is safe."""
         self._is_closed = True
+        self._disown()
         if self._placed is not None:
             self._placed.close()
 
@@ -278,6 +280,7 @@ class TieredOptimizer(Optimizer):
 
         # Set last: a failure before that leaves nothing allocated, and the next call begins again.
         self._placed = PlacedState(self._parameters, self._names(), plan, self._nvme, self._kept, self._seed)
+        self._own()
         return self._placed
 
     def _settings_of(self, index: int) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ Threads: the thread that computes changes all of it. The watchdog looks at how f
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import dataclass, field
 
 from megatier.errors import TimelineError
 from megatier.schedule.order import passed_over
@@ -19,6 +20,16 @@ from megatier.store.transfer import Transfer
 
 TRAIN = "train"
 """The pass that has a backward. Every other name is that of an evaluation."""
+COURSES_MAX = 8
+"""Courses of a name that are remembered, those that came last. Loops take few courses by turns: whole groups and a
+shorter last one, steps with a second forward and without. One that was forgotten is recorded again, with the same bits,
+but its loads do not come ahead."""
+ACCESSES_MAX = 1 << 18
+"""Accesses of all courses of a name that are remembered: a text that is generated within a step has a forward for each
+token. An access takes about 250 bytes with its timeline, so these take 64 MiB."""
+TIMELINES_MAX = 8
+"""Timelines of a course that are remembered, those that were played last. Which units were updated ahead of the norm
+depends on time, so a course may have any number of them. One that was forgotten is built again."""
 
 
 class Pass:
@@ -107,8 +118,24 @@ class Pass:
         return skipped
 
 
+@dataclass(slots=True)
+class _Course:
+    """What is remembered of one course of a pass."""
+
+    accesses: tuple[Access, ...]
+    """Its order."""
+    scatters: tuple[Scatter, ...]
+    """The gradients that it hands over, in order, if ranks scatter them."""
+    timelines: dict[tuple[Set[str], Set[str]], Timeline] = field(default_factory=dict)
+    """Its timelines so far, the last one last, by the units that they update and those whose state is ahead."""
+
+
 class Orders:
-    """The order of each pass, recorded the first time, and the timelines that follow from it."""
+    """The order of each pass, recorded the first time, and the timelines that follow from it.
+
+    Only the last courses of a name are remembered, so that a loop whose every step takes another course takes no more
+    and more memory.
+    """
 
     def __init__(self, placement: Placement) -> None:
         """Nothing is recorded yet.
@@ -117,14 +144,8 @@ class Orders:
             placement: the units' homes and slots.
         """
         self._placement = placement
-        self._orders: dict[tuple[str, str], tuple[Access, ...]] = {}
-        """The orders, by the name and the course of the pass."""
-        self._scatters: dict[tuple[str, str], tuple[Scatter, ...]] = {}
-        self._timelines: dict[tuple[str, str, Set[str], Set[str]], Timeline] = {}
-        """The timelines so far, by the name and the course of the pass, the units that it updates, and those whose
-        state is ahead."""
-        self._last: dict[str, str] = {}
-        """The last course of the passes of each name."""
+        self._courses: dict[str, dict[str, _Course]] = {}
+        """The courses of each name that are remembered, the last one last."""
         self._followed: dict[tuple[str, str], str] = {}
         """The course that came after each course the last time, by name and course."""
 
@@ -132,24 +153,43 @@ class Orders:
         """Remember the order of a pass, unless it is known, and that its course came now."""
         name = played.name
         course = played.course if played.timeline is None else played.planned
-        self._orders.setdefault((name, course), tuple(played.accesses))
-        self._scatters.setdefault((name, course), tuple(played.scatters))
+        courses = self._courses.setdefault(name, {})
+        if courses:
+            self._followed[name, self._last(name)] = course
 
-        if name in self._last:
-            self._followed[name, self._last[name]] = course
-        self._last[name] = course
+        # Taken out and put back: the last one is last.
+        known = courses.pop(course, None)
+        courses[course] = known or _Course(tuple(played.accesses), tuple(played.scatters))
+        self._forget(name)
+
+    def _last(self, name: str) -> str:
+        """The last course of the passes of a name that was recorded."""
+        return next(reversed(self._courses[name]))
+
+    def _forget(self, name: str) -> None:
+        """Forget the courses of a name that came longest ago, if they are too many or too long. The last one stays."""
+        courses = self._courses[name]
+        count = sum(len(kept.accesses) for kept in courses.values())
+        while len(courses) > 1 and (len(courses) > COURSES_MAX or count > ACCESSES_MAX):
+            gone = next(iter(courses))
+            count -= len(courses.pop(gone).accesses)
+            self._followed.pop((name, gone), None)
 
     def knows(self, name: str) -> bool:
         """Whether the order of a pass was recorded."""
-        return name in self._last
+        return name in self._courses
 
     def expected(self, name: str) -> str:
         """The course that the next pass of this name is expected to take: the one that came after the last one before.
 
-        If none came after it, that is the last one again. Nothing is known of a name that was not recorded.
+        If none came after it, or that was forgotten, it is the last one again. Nothing is known of a name that was not
+        recorded.
         """
-        last = self._last.get(name, "")
-        return self._followed.get((name, last), last)
+        if not self.knows(name):
+            return ""
+        last = self._last(name)
+        followed = self._followed.get((name, last), last)
+        return followed if followed in self._courses[name] else last
 
     def timeline(self, name: str, due: frozenset[str], ahead: frozenset[str]) -> Timeline | None:
         """The timeline of the next pass, on the course that is expected; None before its order is known.
@@ -162,17 +202,19 @@ class Orders:
         if not self.knows(name):
             return None
 
-        course = self.expected(name)
-        if (name, course, due, ahead) not in self._timelines:
-            self._timelines[name, course, due, ahead] = build(
-                self._orders[name, course],
-                self._placement,
-                due=due,
-                ahead=ahead,
-                scatters=self._scatters[name, course],
-                trains=name == TRAIN,
-            )
-        return self._timelines[name, course, due, ahead]
+        known = self._courses[name][self.expected(name)]
+        found = known.timelines.pop((due, ahead), None) or build(
+            known.accesses,
+            self._placement,
+            due=due,
+            ahead=ahead,
+            scatters=known.scatters,
+            trains=name == TRAIN,
+        )
+        known.timelines[due, ahead] = found
+        if len(known.timelines) > TIMELINES_MAX:
+            del known.timelines[next(iter(known.timelines))]
+        return found
 
     def turn(self, played: Pass) -> None:
         """Plan what is left of a pass that has left its course; or let it be recorded, if that course is not known.
@@ -183,9 +225,8 @@ class Orders:
         played.timeline = None
         played.recorded_from = done
 
-        for (name, course), order in self._orders.items():
-            is_begun = order[:done] == tuple(played.accesses)
-            if name == played.name and course.startswith(played.course) and is_begun:
+        for course, known in self._courses[played.name].items():
+            if course.startswith(played.course) and known.accesses[:done] == tuple(played.accesses):
                 played.planned = course
-                played.timeline = rest(order, done, self._placement)
+                played.timeline = rest(known.accesses, done, self._placement)
                 return

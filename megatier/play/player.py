@@ -280,6 +280,9 @@ class Player:
         if self._collectives is not None:
             self._grads.drop()
         self.weights.evict()
+
+        # Nobody asks for what happened in it, and a loop may give up any number of passes.
+        self.recorder.drop(self._store.take_log())
         self._pass.is_open = False
 
     @property

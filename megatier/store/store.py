@@ -36,6 +36,7 @@ import torch
 from megatier.config.values import parse_bytes, parse_list, parse_mount
 from megatier.drives.blockfile import BlockFiles, IoOptions
 from megatier.drives.gds import GpuReader, IoPath
+from megatier.dropped import ClosedWhenDropped
 from megatier.errors import LastCopyError
 from megatier.store.arena import Allocate
 from megatier.store.blocks import Blocks
@@ -51,7 +52,7 @@ from megatier.store.write_backs import WriteBacks
 from megatier.tier import BlockSpec, Kind, Tier
 
 
-class TieredStore:
+class TieredStore(ClosedWhenDropped):
     """Blocks of bytes over three tiers. The head of this file describes it."""
 
     def __init__(
@@ -81,6 +82,7 @@ class TieredStore:
         """Maps device times to the host's; None without a CUDA device."""
         self.queues = tuple(self._lanes.queues.values())
         """Every queue between tiers."""
+        self._own()
 
     @classmethod
     def open(
@@ -121,6 +123,7 @@ class TieredStore:
             raise
 
     def __enter__(self) -> Self:
+        self._disown()  # whoever entered it closes it
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -242,8 +245,7 @@ class TieredStore:
             copy = block.find(tier, span)
             self._copies.drop_stale([c for c in block.copies if c.tier is not tier and c.slot is not None], span)
 
-            # Bytes at home are never dirty. A scratch block has no home: its bytes on the gpu may go to ram, but those
-            # in ram go nowhere.
+            # Bytes at home are never dirty. A scratch block has no home: its bytes on the gpu may go to ram, and stay.
             if block.spec.home is not tier and (block.spec.home is not None or tier is Tier.GPU):
                 copy.dirty(span)
 
@@ -386,11 +388,10 @@ class TieredStore:
 
     def close(self) -> None:
         """Finish all moves, remove the files unless they are kept, and free the memory. In a forked child: nothing."""
+        self._disown()
         if not self._copies.owner.is_here:
             return
-
-        # Everything that was submitted starts first. The files wait for what was started, since their threads read and
-        # write the memory, which goes last.
+        # What was submitted starts first. The files wait for what was started, whose threads touch the memory.
         self._lanes.close()
         if self._reader is not None:
             self._reader.close()

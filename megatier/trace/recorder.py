@@ -126,6 +126,18 @@ class Recorder:
         self._events = []
         return sorted(events, key=lambda event: event.start_ns)
 
+    def drop(self, transfers: Iterable[Transfer]) -> None:
+        """Drop the events of a pass that was given up. Moves that failed, or are under way, are left for `take`.
+
+        Args:
+            transfers: the moves since the last call of this, of `collect` or of `take`.
+        """
+        self._accesses = []
+        self._pauses = []
+        self.collect(transfers)
+        self._watched = [transfer for transfer in self._watched if not transfer.done()]
+        self._events = []
+
     def _note_access(
         self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant, pauses: Iterable[Pause]
     ) -> None:
