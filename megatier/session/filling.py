@@ -32,6 +32,8 @@ class Filling:
     def __init__(self, blocks: UnitBlocks) -> None:
         """Take the blocks of the units."""
         self._blocks = blocks
+        self._gpu = torch.cuda.current_device() if blocks.store.device.type == "cuda" else None
+        """The device of whoever opens the session, which a new thread does not have by itself."""
 
         # Each thread keeps a buffer for a run while it fills: no unit lies in fp32 as a whole, and memory that comes
         # anew from the system takes longer than drawing.
@@ -107,8 +109,8 @@ class Filling:
 
     def _fill_run(self, unit: Unit, kinds: Sequence[Kind], elements: Elements, read: ReadPart) -> None:
         """Fill one run of a unit; this runs in a worker."""
-        if self._blocks.store.device.type == "cuda":
-            torch.cuda.set_device(self._blocks.store.device)
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
         start, stop = elements
         values = self._buffer(elements)
         done = start
