@@ -16,7 +16,7 @@ import pytest
 import torch
 from integer_runs import fail_moves
 from long_sequence import ACTIVATION_BYTES, LAYERS, watch
-from tiny_models import tiny_config
+from tiny_models import BASE, known_config, tiny_config
 from tiny_runs import (
     BATCH,
     MIB,
@@ -34,7 +34,7 @@ from tiny_runs import (
 )
 
 from megatier.config.schema import TrainConfig
-from megatier.errors import BlockNotFoundError, IntegrityError, TransferError
+from megatier.errors import BlockNotFoundError, ConfigError, IntegrityError, TransferError
 from megatier.play.blocks import activation_key
 from megatier.play.offload import Offload
 from megatier.session.session import Session
@@ -293,3 +293,10 @@ def test_one_sequence_with_activations_of_ten_times_the_ram_trains_in_bounded_me
     assert found["nvme"]["grown"] < ACTIVATION_BYTES / 2, found["nvme"]["grown"]
     assert found["recompute"]["grown"] > ACTIVATION_BYTES * 0.9
     assert found["nvme"]["outcome"] == found["ram"]["outcome"] == found["recompute"]["outcome"]
+
+
+def test_offload_of_layers_that_run_more_than_once_is_refused_by_name(tmp_path: Path) -> None:
+    train = TrainConfig(steps=1, batch=BATCH, activations="offload")
+    refused = pytest.raises(ConfigError, match=r"layers\.\d+ runs more than once .* to recompute or keep")
+    with opened(known_config("dory", **BASE), tmp_path, RAM, train) as session, refused:
+        run_steps(session, train, 1)

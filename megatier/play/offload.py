@@ -80,8 +80,13 @@ class Offload:
         """Start moving a unit's input (contiguous, on the GPU) home. It waits for older ones if drives are too slow.
 
         Raises:
-            ConfigError: the batch is larger than what the run was planned for.
+            ConfigError: the unit has run in this group before, or the batch is larger than what was planned.
         """
+        if unit in self._stashed:
+            raise ConfigError(
+                f"{unit} runs more than once in a forward of this model, and train.activations: offload has room for "
+                "one input of each layer. Set train.activations to recompute or keep."
+            )
         if tensor.nbytes > (planned := self._units[unit].activation_bytes):
             raise ConfigError(
                 f"the input of {unit} has {tensor.nbytes} bytes; by train.batch and data.sequence_length, "
