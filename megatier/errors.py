@@ -159,6 +159,18 @@ class IntegrityError(MegatierError):
         )
 
 
+class FileChangedError(MegatierError):
+    """A file was replaced or written between two looks at it, of which both count."""
+
+    def __init__(self, path: str) -> None:
+        """Name the file."""
+        self.path = path
+        super().__init__(
+            f"{path} was replaced or written while it was read, so what was read is of two files. Open it again when "
+            "nobody writes there any more."
+        )
+
+
 class BaseChangedError(MegatierError):
     """A file of the base was written while a run reads its frozen weights from it."""
 

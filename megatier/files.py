@@ -10,8 +10,9 @@ import contextlib
 import errno
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from megatier.durable import sync
 
@@ -82,3 +83,19 @@ def _check_regular(path: Path, found: os.stat_result) -> None:
     """Refuse everything but a regular file."""
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+@dataclass(frozen=True, slots=True)
+class FileVersion:
+    """What tells a file from the one that takes its place, and from itself after somebody wrote it."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, file: int) -> Self:
+        """Return that of an open file."""
+        found = os.fstat(file)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)

@@ -23,6 +23,7 @@ from megatier.checkpoint.pace import Pace
 from megatier.checkpoint.room import Room
 from megatier.cli import main
 from megatier.config.output_section import OutputConfig
+from megatier.errors import ConfigError
 from megatier.models import export
 from megatier.train import save_plan, saves
 from megatier.train.save_plan import SavePlan
@@ -276,6 +277,28 @@ def test_run_whose_export_fails_ends_with_a_checkpoint_from_which_it_is_written(
     assert outcome(run) == whole
     weights = [(path / "model.safetensors").read_bytes() for path in (run / "model", tmp_path / "elsewhere")]
     assert weights[0] == weights[1]
+
+
+def test_run_whose_tokenizer_cannot_be_written_keeps_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokenizers library has no error of its own: it raises Exception."""
+
+    def refuse(*_: object) -> None:
+        raise Exception("No space left on device (os error 28)")  # noqa: TRY002
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "_write_settings", refuse)
+        assert main(command(tmp_path, {**SIX, "output.checkpoint_every": 0})) == 2
+    found = capsys.readouterr().err
+    assert "all 6 steps are done, and the model could not be written: Exception: No space left on device" in found
+    assert saved_steps(tmp_path) == [6]
+    assert main(["resume", str(tmp_path / "run")]) == 0
+
+
+def test_output_directory_that_is_no_utf8_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"output\.directory is .*a path in UTF-8"):
+        OutputConfig(directory=os.fsdecode(b"runs/\xff"))
 
 
 def test_run_whose_export_fails_behind_its_last_checkpoint_writes_no_other_and_then_needs_room_for_it_alone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from megatier.config.lora import ADAPTER_FILE
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.foreign import opened, shown
 from megatier.models.folder import read_headers
+from megatier.models.shards import StoredTensor
 
 ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Names of models on the hub. A relative path may look so as well, and then names nothing else."""
@@ -26,17 +28,22 @@ PLACE_BYTES = 64 << 10
 """Bytes of each. So all of a file of 16 MiB is looked at, and 16 MiB of a larger one."""
 
 
-def identity_of(folder: Path) -> dict[str, str]:
+def identity_of(folder: Path, stored: Mapping[str, StoredTensor] | None = None) -> dict[str, str]:
     """Return the size and a checksum of each file of weights in a model's folder, by its name.
 
     The checksum is over bytes at even distances, so it finds another model, or one that was trained further, in a file
     of any size. Other values of a few weights alone may be missed.
 
+    Args:
+        folder: the folder.
+        stored: the tensors that are read from it, of whose files the identity has to be; None: those that it has now.
+
     Raises:
         UnsupportedModelError: a file is missing or damaged.
+        FileChangedError: a file is another one now than that whose header was read, or was written since.
     """
-    paths = {tensor.path for tensor in read_headers(folder).values()}
-    return {path.name: _described(path) for path in sorted(paths)}
+    tensors = (read_headers(folder) if stored is None else stored).values()
+    return {path.name: _described(tensor) for path, tensor in sorted({t.path: t for t in tensors}.items())}
 
 
 def check_beside(folder: Path, adapter: str | None) -> None:
@@ -128,12 +135,13 @@ def noted(model: PreTrainedModel) -> dict[str, str]:
     return found
 
 
-def _described(path: Path) -> str:
-    """Return size and checksum of a file, in words."""
-    size = path.stat().st_size
+def _described(tensor: StoredTensor) -> str:
+    """Return size and checksum of a tensor's file, in words."""
     digest = hashlib.blake2b(digest_size=8)
-    with opened(path, UnsupportedModelError) as file:
+    with opened(tensor.path, UnsupportedModelError) as file:
+        size = os.fstat(file.fileno()).st_size
         for place in range(PLACES):
             file.seek(max(0, size - PLACE_BYTES) * place // (PLACES - 1))
             digest.update(file.read(PLACE_BYTES))
+        tensor.check(file.fileno())
     return f"{size:,} bytes, checksum {digest.hexdigest()}"

@@ -49,13 +49,13 @@ class InPlace:
     """Why other frozen weights of the base are copied, in words; empty: there are none."""
 
 
-def note_tensors(model: PreTrainedModel, folder: Path) -> None:
+def note_tensors(model: PreTrainedModel, folder: Path, stored: Mapping[str, StoredTensor] | None = None) -> None:
     """Note with a skeleton, which has no adapters yet, what its base's folder stores.
 
     Raises:
         UnsupportedModelError: a file is missing or damaged.
     """
-    stored = read_headers(folder)
+    stored = read_headers(folder) if stored is None else stored
     assemblies = assemble(model, {name: tensor.shape for name, tensor in stored.items()})
     setattr(model, NOTED, BaseTensors(stored, assemblies))
 
@@ -137,7 +137,15 @@ def _parts(unit: Unit, base: BaseTensors) -> tuple[FilePart, ...] | str:
             if len(runs) > 1 and num_bytes < RUN_BYTES_MIN:
                 return f"{shown(tensor.name)} is put together from short pieces of its file"
             offset = stored.offset + start * dtype.itemsize
-            parts.append(FilePart(path=stored.path, file_offset=offset, start=position, num_bytes=num_bytes))
+            parts.append(
+                FilePart(
+                    path=stored.path,
+                    file_offset=offset,
+                    start=position,
+                    num_bytes=num_bytes,
+                    version=stored.version,
+                )
+            )
             position += num_bytes
     return tuple(parts)
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatier.config.lora import ADAPTER_FILE
-from megatier.errors import ConfigError, TransferError
+from megatier.errors import ConfigError
 from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, opened, parse_json, read_object, shown
 from megatier.models.shards import DTYPES, StoredTensor, read_header
-from megatier.models.weights import FULL_PRECISION
+from megatier.models.weights import FULL_PRECISION, read_exactly
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -154,16 +154,11 @@ class StoredAdapter:
             TransferError: the file has become shorter or unreadable meanwhile.
         """
         stored = self._stored[name]
-        with stored.path.open("rb") as file:
+        raw = torch.empty(stored.num_bytes, dtype=torch.uint8, device="cpu")
+        with stored.path.open("rb", buffering=0) as file:
             file.seek(stored.offset)
-            raw = bytearray(file.read(stored.num_bytes))
-        if len(raw) < stored.num_bytes:
-            raise TransferError("reading weights", "disk", str(stored.path), stored.offset, 0)
-        return (
-            torch.frombuffer(raw, dtype=DTYPES[stored.dtype]).float()
-            if raw
-            else torch.empty(0, dtype=torch.float32, device="cpu")
-        )
+            read_exactly(file, raw, stored)
+        return raw.view(DTYPES[stored.dtype]).float()
 
 
 def noted_base(folder: Path) -> dict[str, str] | None:

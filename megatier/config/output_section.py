@@ -42,6 +42,8 @@ class OutputConfig:
         """Check each value."""
         check_choices(self, "output")
         require(self.directory != "", "output.directory", self.directory, "a path")
+        # The tokenizers library writes to no other path, which would be found when the run is over.
+        require(_is_text(self.directory), "output.directory", self.directory, "a path in UTF-8")
         every = self.checkpoint_every
         require(every == "auto" or every >= 0, "output.checkpoint_every", every, "auto or at least 0")
         require(self.savepoint_every >= 0, "output.savepoint_every", self.savepoint_every, "at least 0")
@@ -51,6 +53,15 @@ class OutputConfig:
     def saves_by_time(self) -> bool:
         """Whether the clock decides when a checkpoint is written, because no setting does."""
         return self.checkpoint_every == "auto" and not self.savepoint_every
+
+
+def _is_text(path: str) -> bool:
+    """Return whether a path is UTF-8. Bytes of one that are not come as surrogates."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 __all__ = ["OutputConfig"]

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from megatier.drives.extent import FilePart
 from megatier.drives.io_engine import Segment
-from megatier.errors import BaseChangedError, TransferError
+from megatier.errors import BaseChangedError, FileChangedError, TransferError
+from megatier.files import FileVersion
 
 
 class BaseFiles:
@@ -32,7 +33,7 @@ class BaseFiles:
         self._direct = direct
         self._files: dict[Path, int] = {}
         """An open descriptor for each file."""
-        self._before: dict[Path, os.stat_result] = {}
+        self._before: dict[Path, FileVersion] = {}
         """What each file was when it was opened."""
 
     def open(self, parts: Iterable[FilePart]) -> None:
@@ -40,11 +41,14 @@ class BaseFiles:
 
         Raises:
             TransferError: a file cannot be opened.
+            FileChangedError: it is another one than that in which the parts were found, or was written since.
         """
-        for path in dict.fromkeys(part.path for part in parts):
+        for path, version in {part.path: part.version for part in parts}.items():
             if path not in self._files:
                 self._files[path] = self._opened(path)
-                self._before[path] = os.fstat(self._files[path])
+                self._before[path] = FileVersion.of(self._files[path])
+            if version not in (None, self._before[path]):
+                raise FileChangedError(str(path))
 
     def segments(
         self, parts: Iterable[FilePart], start: int, stop: int, address: int
@@ -70,9 +74,9 @@ class BaseFiles:
         for path in paths:
             if path not in self._files:
                 continue
-            before, now = self._before[path], os.fstat(self._files[path])
-            if (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
-                raise BaseChangedError(str(path), before.st_size, now.st_size)
+            before, now = self._before[path], FileVersion.of(self._files[path])
+            if before != now:
+                raise BaseChangedError(str(path), before.num_bytes, now.num_bytes)
 
     def close(self) -> None:
         """Close the files. It is safe to call this twice."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from megatier import _native
 from megatier.errors import CapacityError
+from megatier.files import FileVersion
 from megatier.tier import round_up
 
 STRIPE_BYTES = 32 << 20
@@ -49,6 +50,8 @@ class FilePart:
     """The offset of its first byte in the block."""
     num_bytes: int
     """Its length."""
+    version: FileVersion | None = None
+    """The file, as it was when it was found there; None: that is not known."""
 
 
 class Extent:

@@ -266,9 +266,10 @@ def _source(
     if peft_config is not None:
         if not isinstance(model, nn.Module):
             folder = resolve(os.fspath(model))
-            note(skeleton, identity_of(folder))
+            stored = reader.stored if isinstance(reader, SafetensorsFolder) else None
+            note(skeleton, identity_of(folder, stored))
             if not is_quantised(skeleton.config):
-                note_tensors(skeleton, folder)
+                note_tensors(skeleton, folder, stored)
         add_given(skeleton, peft_config, base)
         generator = reader.generator if isinstance(reader, NewScore) else None
         reader = AdaptedWeights(reader, skeleton, seed, generator=generator)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +16,8 @@ from typing import Any
 
 import torch
 
-from megatier.errors import UnsupportedModelError
+from megatier.errors import FileChangedError, UnsupportedModelError
+from megatier.files import FileVersion
 from megatier.foreign import TABLE_BYTES_MAX, opened, parse_json, shown
 
 DTYPES = {
@@ -56,6 +56,17 @@ class StoredTensor:
     """Number of its first byte in the file."""
     num_bytes: int
     """The bytes that it takes."""
+    version: FileVersion | None = None
+    """The file whose header says so. None: it is not known, and nothing is compared."""
+
+    def check(self, file: int) -> None:
+        """Refuse an open file that is another one than the header is of, or was written since.
+
+        Raises:
+            FileChangedError: it is.
+        """
+        if self.version not in (None, FileVersion.of(file)):
+            raise FileChangedError(str(self.path))
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -65,7 +76,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         UnsupportedModelError: the file is no whole and consistent safetensors file. The message names file and tensor.
     """
     with opened(path, UnsupportedModelError) as file:
-        file_bytes = os.fstat(file.fileno()).st_size
+        version = FileVersion.of(file.fileno())
+        file_bytes = version.num_bytes
         header_bytes = int.from_bytes(file.read(8), "little")
         if file_bytes < 8 or header_bytes > min(file_bytes - 8, TABLE_BYTES_MAX):
             raise UnsupportedModelError(
@@ -79,7 +91,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     start = 8 + header_bytes
     tensors = [
-        _checked(path, name, entry, start, file_bytes) for name, entry in header.items() if name != "__metadata__"
+        replace(_checked(path, name, entry, start, file_bytes), version=version)
+        for name, entry in header.items()
+        if name != "__metadata__"
     ]
     _refuse_overlap(tensors)
     return {tensor.name: tensor for tensor in tensors}

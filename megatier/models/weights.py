@@ -83,7 +83,7 @@ class SafetensorsFolder:
             UnsupportedModelError: a file is damaged or hostile, or a tensor is missing, superfluous, of another shape,
                 or not in full precision. The message names file and tensor.
         """
-        self._stored = read_headers(folder) if stored is None else stored
+        self._stored = self.stored = read_headers(folder) if stored is None else stored
         self._decoding = decoding
         self._last: tuple[str, Tensor] | None = None
         self._assemblies = assemble(model, {name: stored.shape for name, stored in self._stored.items()})
@@ -273,6 +273,7 @@ def read_exactly(file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
 
     Raises:
         TransferError: the file is too short, or cannot be read.
+        FileChangedError: it is another one than its header was read from, or was written since.
     """
     # A view of the tensor's own memory, so that the bytes are copied once.
     view = piece.numpy().data
@@ -286,6 +287,9 @@ def read_exactly(file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
         if not count:
             raise TransferError("reading weights", "disk", str(stored.path), position, 0)
         view = view[count:]
+
+    # Asked afterwards, so that bytes that were written meanwhile are found too.
+    stored.check(file.fileno())
 
 
 def by_columns(elements: Tensor, num_columns: int) -> Tensor:

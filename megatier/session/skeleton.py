@@ -25,6 +25,7 @@ from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.models.limits import check_counts
 from megatier.models.location import CONFIG_FILE, find_local, resolve
+from megatier.models.shards import StoredTensor
 from megatier.models.weights import SafetensorsFolder, WeightReader
 from megatier.session.workload import COMPUTE_DTYPES
 
@@ -59,11 +60,12 @@ def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
     model, reader = open_base(config.model, seed)
 
     # The files hold the base, so they are compared with it before it has adapters.
-    model = _adapted(model, config.model)
+    stored = reader.stored if isinstance(reader, SafetensorsFolder) else None
+    model = _adapted(model, config.model, stored)
     if folder is None or config.model.adapters is None:
         return model, reader
 
-    identity = identity_of(folder)
+    identity = identity_of(folder, stored)
     note(model, identity)
     if (given := config.model.adapters.adapter) is None:
         return model, AdaptedWeights(reader, model, seed)
@@ -125,13 +127,15 @@ def _folder_of(config: ModelConfig) -> Path | None:
     return resolve(config.path) if config.path is not None else None
 
 
-def _adapted(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
-    """Add the adapters to a model, if there are any, and freeze what is not trained."""
+def _adapted(
+    model: PreTrainedModel, config: ModelConfig, stored: Mapping[str, StoredTensor] | None = None
+) -> PreTrainedModel:
+    """Add the adapters to a model, if there are any, and freeze what is not trained; `stored` is what is read of it."""
     if config.adapters is not None:
         # A plan does with a folder that has no weights yet.
         folder = _folder_of(config)
         if folder is not None and any(folder.glob("*.safetensors")) and not is_quantised(model.config):
-            note_tensors(model, folder)
+            note_tensors(model, folder, stored)
         add_adapters(model, config.adapters, _base_of(config))
     freeze(model, config.frozen)
     return model

@@ -34,6 +34,7 @@ from megatier.config.lora import ADAPTER_FILE
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.data.tokenizer import load_tokenizer
 from megatier.errors import CheckpointError, ConfigError, DamagedCheckpointError, ExportError, MegatierError, mib
+from megatier.foreign import shown
 from megatier.models.decoder import Unit, find_units
 from megatier.ranks.channel import Alone
 from megatier.report.history import read_what_there_is
@@ -273,6 +274,10 @@ def _write_end(
             write_model(console, folder, session.model, session.wholes, read, tokenizer, dtype)
         except (MegatierError, OSError) as error:
             return error
+        except Exception as error:  # noqa: BLE001 - the tokenizers library raises Exception itself; the state comes first
+            failed = MegatierError(f"{type(error).__name__}: {shown(str(error))}.")
+            failed.__cause__ = error
+            return failed
     return None
 
 
