@@ -32,7 +32,7 @@ import megatier
 from megatier.errors import ConfigError, UnsupportedModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # PEFT asks by a name that goes
-SEEDS = 24
+SEEDS = 16
 SLOW_SEEDS = 400
 
 
