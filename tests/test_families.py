@@ -116,10 +116,9 @@ def test_layers_that_return_nested_tensors_have_the_plain_gradients(model_type: 
 BYTES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 
 
-def test_layers_whose_width_only_their_own_config_says_have_nearly_the_plain_gradients(tmp_path: Path) -> None:
-    """BLT's config has a config for each of its parts, and no hidden size."""
+def bytes_config() -> Any:
     local = {**BYTES, "hidden_size_global": 64, "vocab_size": VOCAB, "cross_attn_k": 2}
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         "blt",
         vocab_size=VOCAB,
         encoder_hash_byte_group_vocab=64,
@@ -129,6 +128,11 @@ def test_layers_whose_width_only_their_own_config_says_have_nearly_the_plain_gra
         global_config={"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 96},
         patcher_config={**BYTES, "vocab_size": VOCAB, "num_hidden_layers": 2},
     )
+
+
+def test_layers_whose_width_only_their_own_config_says_have_nearly_the_plain_gradients(tmp_path: Path) -> None:
+    """BLT's config has a config for each of its parts, and no hidden size."""
+    config = bytes_config()
     assert boundary_width(build_skeleton(config, "sdpa")) == 64
     loss, expected, source = plain_gradients(config, "sdpa")
     found_loss, found = streamed_gradients(config, tmp_path, source)
@@ -285,6 +289,15 @@ def test_family_with_recurrent_layers_is_not_trained_on_documents_apart(family: 
         UnsupportedModelError, match=rf"has layers \({RECURRENT[family]}\) .* data\.cross_documents to true"
     ):
         check_stops_at_borders(build_skeleton(tiny_config(family), "sdpa"))
+
+
+def test_family_whose_patches_cross_borders_is_not_trained_on_documents_apart(tmp_path: Path) -> None:
+    """BLT's layers are attention by their names, over patches that begin in one document and end in the next."""
+    config = bytes_config()
+    check_stops_at_borders(build_skeleton(config, "sdpa"))
+    _, _, source = plain_gradients(config, "sdpa")
+    with pytest.raises(UnsupportedModelError, match="lets a document of a row see the one before it"):
+        streamed_gradients(config, tmp_path, source, batch=two_documents(1))
 
 
 def test_family_whose_masks_do_not_ask_for_positions_is_not_trained_on_documents_apart(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from megatier.engine.head import check_calls_loss_function
 from megatier.engine.stage import UnitPlayer, learning
 from megatier.engine.unit_model import Batch, EngineOptions, UnitModel, num_learnt
 from megatier.errors import NonFiniteError, UnsupportedModelError
+from megatier.guards.documents import check_documents
 from megatier.guards.no_gradient import FirstNorms
 from megatier.guards.token_rows import few_tokens
 from megatier.models.decoder import Unit, check_rows_are_apart
@@ -88,6 +89,8 @@ class Engine:
         self._optimizer = optimizer
         self._ranks = ranks
         self._crew = ranks or Alone()
+        self._knows_documents = False
+        """Whether it is known that the model keeps the documents of a row apart."""
         self._is_learnt = options.slices == 1
         """Whether nodes know which of their arguments are cut into slices."""
         self._step = 0
@@ -117,6 +120,7 @@ class Engine:
 
         # Before `begin_step`: it runs evaluations, which are passes of their own.
         self._learn(groups[0])
+        self._try_documents(groups[0])
         few = few_tokens(list(groups[0].values()))
         self.try_tiles(lambda: self.model.loss(dict(zip(groups[0], few, strict=True)), None))
 
@@ -379,6 +383,27 @@ class Engine:
                     self.model.loss({key: value[:rows] for key, value in batch.items()}, None)
 
         self._is_learnt = True
+
+    def _try_documents(self, batch: Batch) -> None:
+        """Find out, before the first step with documents apart, whether the model keeps them so. All ranks come here.
+
+        Raises:
+            UnsupportedModelError: it does not.
+        """
+        if self._knows_documents or "position_ids" not in batch:
+            return
+
+        def run(few: Batch) -> Tensor:
+            with self.evaluation("documents"):
+                return self.model.logits(few)
+
+        device = self.options.device
+        apart = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        size = self.model.skeleton.config.get_text_config().vocab_size
+        name = type(self.model.skeleton).__name__
+        with self._crew.talking(), torch.no_grad(), self.model.in_eval_mode(), apart:
+            check_documents(run, batch["input_ids"][0], size, name)
+        self._knows_documents = True
 
     def try_tiles(self, run: Callable[[], object], name: str = "evaluate") -> None:
         """Find out, before the first forward with tiles of tokens, which modules run in them. All ranks come here.

@@ -193,13 +193,8 @@ class UnitModel:
             inputs = self.on_device(batch)
             loss = self._step_loss.weighed(lambda: self.skeleton(**inputs, use_cache=False).loss, share)
 
-        # Without asking, no mask can stop at the borders of documents.
-        if is_packed and not asked:
-            raise UnsupportedModelError(
-                f"{type(self.skeleton).__name__} makes its masks without position_ids, so that documents of one "
-                "sequence see each other. Set data.cross_documents to true."
-            )
-
+        if is_packed:
+            self._check_asked(asked)
         return loss
 
     @contextmanager
@@ -216,6 +211,25 @@ class UnitModel:
                 yield
         finally:
             self.stage.is_running = was_running
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Run one forward on rows of several documents and return its logits, or what a fused loss makes them of.
+
+        Raises:
+            UnsupportedModelError: the model makes its masks without the batch's position_ids.
+        """
+        with _answering(_document_numbers, self._masks) as asked, refused_outside(self.skeleton):
+            found: Tensor = self.skeleton(**self.on_device(batch), use_cache=False).logits
+        self._check_asked(asked)
+        return found
+
+    def _check_asked(self, asked: Sequence[Tensor]) -> None:
+        """Refuse a model whose masks cannot stop at the borders of documents, since it never asked where they are."""
+        if not asked:
+            raise UnsupportedModelError(
+                f"{type(self.skeleton).__name__} makes its masks without position_ids, so that documents of one "
+                "sequence see each other. Set data.cross_documents to true."
+            )
 
     def begin_step(self) -> None:
         """Say that the forwards of a step follow."""

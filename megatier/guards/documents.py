@@ -1,0 +1,52 @@
+"""Models that let one document of a row see another though their masks keep the two apart. Found by trying.
+
+Two rows of few tokens hold two documents each. The first ones differ and the second ones are the same, so whatever a
+model makes of these has to be the same as well, but for roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatier.errors import UnsupportedModelError
+from megatier.guards.token_rows import COARSE, ROUNDING
+
+TOKENS = 64
+"""The most tokens of each document that is tried. Flex attention has other kernels for rows of fewer than 128."""
+TRIALS = 2
+"""Trials that a model has to fail. A router may send a token elsewhere because of a rounding, but not each time."""
+
+
+def check_documents(run: Callable[[dict[str, Tensor]], Tensor], ids: Tensor, vocab_size: int, name: str) -> None:
+    """Check that a model keeps the documents of a row apart.
+
+    Args:
+        run: gives the logits, or the hidden states before them, of a batch of ids and positions, [rows, tokens, W].
+        ids: tokens of a row to try it with, [tokens].
+        vocab_size: the number of tokens that there are.
+        name: the model, for messages.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    count = min(TOKENS, len(ids) // 2)
+    if not count:
+        return
+    order = torch.arange(count, dtype=torch.int64, device=ids.device).repeat(2)
+    for trial in range(TRIALS):
+        first, second = (ids + trial)[:count] % vocab_size, (ids + trial)[count : 2 * count] % vocab_size
+        rows = torch.stack([torch.cat([first, second]), torch.cat([(first + 1) % vocab_size, second])])
+        found = run({"input_ids": rows, "position_ids": torch.stack([order, order])})[:, count:]
+        one, other = found.double()
+        bound = ROUNDING.get(found.dtype, COARSE)
+        # Not finite counts as different.
+        if bool(((one - other).norm(dim=-1) <= bound * one.norm(dim=-1)).all()):
+            return
+
+    raise UnsupportedModelError(
+        f"{name} lets a document of a row see the one before it: with other tokens there, it gave something else. Its "
+        "documents cannot be kept apart. Set data.cross_documents to true."
+    )
