@@ -343,6 +343,42 @@ def test_soft_cap_that_is_changed_after_opening_is_the_one_that_counts() -> None
             opened.abandon()
 
 
+def smoothed(model: Any) -> None:
+    """Give a model a forward of its own, which computes the loss by itself."""
+
+    class Smoothed(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            output = super().forward(input_ids=input_ids)
+            rows = output.logits[:, :-1].flatten(0, 1)
+            output.loss = functional.cross_entropy(rows, labels[:, 1:].flatten(), label_smoothing=0.1)
+            return output
+
+    model.__class__ = Smoothed
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (hook, "hooks on the output embedding"),
+        (lambda model: model.lm_head.register_full_backward_hook(lambda *found: (found[1][0] * 2,)), "hooks on"),
+        (lambda model: setattr(model, "loss_function", halved), "a loss function of its own, halved"),
+        (smoothed, "computes its loss by itself"),
+    ],
+)
+def test_model_that_has_another_loss_when_it_is_opened_runs_with_that(
+    change: Callable[[Any], object], reason: str
+) -> None:
+    model, given = tiny(), tiny()
+    change(model)
+    change(given)
+    expected = model(input_ids=ids(), labels=ids()).loss
+    with pytest.warns(UserWarning, match=f"not fused.*{reason}"), streamed(given) as opened:
+        loss = opened.model(input_ids=ids(), labels=ids()).loss
+        loss.backward()
+        assert loss.item() == expected.item()
+        assert opened.grad_norm() == pytest.approx(plain_norm(model, expected), rel=1e-6)
+
+
 def test_hooks_on_a_head_before_opening_keep_the_loss_from_being_fused() -> None:
     model = build_skeleton(tiny_config("llama"), "sdpa")
     units = find_units(model)
