@@ -182,10 +182,13 @@ def _locked(directory: Path, folder: int, check: Callable[[Path, int], None]) ->
         check(path, lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise RunLockedError(
                 f"{directory} is in use by another run. Wait for it to end or choose another directory."
             ) from error
+        except OSError as error:
+            # A file system without locks, such as some network drives, says something else.
+            raise _refused(path, f"it cannot be locked: {os.strerror(error.errno or 0)}") from error
 
         # The last holder removes file and directory before it unlocks. A lock on a file that is gone guards nothing, so
         # both must still be the ones of these names.

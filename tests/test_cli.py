@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -443,3 +443,47 @@ def test_help_of_each_command_fits_a_terminal_and_has_an_example(
     assert max(map(len, text.splitlines())) <= 80
     assert text.startswith(f"usage: megatier {command} ")
     assert f"example: megatier {command} " in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--output.directory", "x" * 5000], "File name too long. Name a shorter path."),
+        (["--tiers.nvme", "/" + "x" * 300], "File name too long. Name a shorter path."),
+        (["--tiers.nvme", "/tmp/\udcff:1GiB"], "is no text in UTF-8 without NULs"),
+        (["--output.directory", "a\0b"], "is no text in UTF-8 without NULs"),
+    ],
+    ids=["directory", "mount", "bytes", "nul"],
+)
+def test_train_with_a_path_that_the_system_refuses_says_so_without_a_traceback(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("words")
+    settings = ["--model.config.model_type", "llama", "--data.files", "a.txt", "--data.tokenizer", "bytes"]
+    assert main(["train", *settings, *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error) < 1000
+
+
+def test_command_in_a_working_directory_that_is_gone_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["doctor"]) == 2
+    assert "the working directory is gone" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+
+
+def test_command_whose_threads_the_system_refuses_says_which_limit_to_raise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(_: Sequence[str]) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("megatier.cli._run", refused)
+    assert main(["doctor"]) == 2
+    assert "the system starts no more threads. Raise the limit (ulimit -u" in capsys.readouterr().err

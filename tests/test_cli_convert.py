@@ -132,3 +132,13 @@ def test_convert_told_to_overwrite_replaces_the_config(tmp_path: Path) -> None:
     output.write_text("mine")
     assert main(["convert", str(written(tmp_path, MEGATRAIN)), "--output", str(output), "--overwrite"]) == 0
     assert load(output, ()).train.batch == 128
+
+
+def test_convert_of_an_axolotl_config_names_its_plugin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "axolotl.yaml").write_text(
+        "base_model: org/x\ngradient_accumulation_steps: 1\nmicro_batch_size: 2\nwarmup_ratio: 0.1\n"
+        "datasets: [{path: a.jsonl, type: chat_template}]\noptimizer: adamw_torch\n"
+    )
+    assert main(["convert", str(tmp_path / "axolotl.yaml"), "--output", str(tmp_path / "run.yaml")]) == 2
+    assert "is a config of Axolotl, which is not converted: Axolotl itself trains it" in capsys.readouterr().err
+    assert not (tmp_path / "run.yaml").exists()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatier.config.data_section import DataConfig
-from megatier.data.conversation import Conversation
+from megatier.data.conversation import Conversation, Turns
 from megatier.data.text import documents
 from megatier.errors import DataError
 
@@ -82,7 +82,11 @@ def test_conversation_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
         ("messages", {"conversations": []}, "no list of turns under 'messages'. Choose another data.chat"),
         ("messages", {"messages": ["Why?"]}, "a turn is 'Why\\?', not an object"),
         ("messages", {"messages": [{"content": "Why?"}]}, "a turn's role is None; it must be text"),
-        ("messages", {"messages": [{"role": "user"}, ANSWER]}, "no text under 'content', but None"),
+        (
+            "messages",
+            {"messages": [{"role": "user"}, ANSWER]},
+            "the turn of user has no 'content', which only a turn with",
+        ),
         ("messages", {"messages": [USER]}, "no turn of the assistant, .* Leave the record out"),
         (
             "messages",
@@ -123,3 +127,22 @@ def test_conversations_of_a_text_file_are_refused(tmp_path: Path) -> None:
         list(documents(DataConfig(files=(f"{tmp_path}/a.txt",), chat="messages")))
     with pytest.raises(DataError, match=r"holds no file in \.json \.jsonl"):
         list(documents(DataConfig(files=(str(tmp_path),), chat="messages")))
+
+
+def test_turns_of_parts_of_text_are_their_text_and_others_are_refused() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two", "image": None}]
+    turns: list[dict[str, Any]] = [{"role": "user", "content": parts}, {"role": "assistant", "content": "three"}]
+    record = {"messages": turns}
+    found = Turns().read(record, "here")
+    assert [message["content"] for message in found.messages] == ["one two", "three"]
+    for odd in ({"type": "image", "image": "a.png"}, "text", {"type": "text", "text": None}):
+        turns[0]["content"] = [*parts, odd]
+        with pytest.raises(DataError, match=r"here: a part of a turn is .*; parts of the type text alone are read"):
+            Turns().read(record, "here")
+
+
+@pytest.mark.parametrize("rest", [{}, {"tool_calls": None}, {"tool_calls": []}], ids=str)
+def test_turns_without_content_and_without_tool_calls_are_refused_by_role(rest: dict[str, Any]) -> None:
+    record = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, **rest}]}
+    with pytest.raises(DataError, match="here: the turn of assistant has no 'content', which only a turn with tool"):
+        Turns().read(record, "here")

@@ -212,3 +212,21 @@ def test_stream_takes_a_torch_dtype_and_a_dict_of_tiers() -> None:
             megatier.stream(plain, tiers=tiers, **wrong)
     with pytest.raises(ConfigError, match=r"compute_dtype is torch\.float16; it must be bf16 or fp32"):
         megatier.stream(plain, tiers=tiers, compute_dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (None, {}, "model is None; it must be a folder, a hub id, or a model of transformers"),
+        ("", {}, "model is ''"),
+        ("org/x", {"lr": "1e-4"}, "lr is '1e-4'; it must be a number"),
+        ("org/x", {"clip": "1"}, "clip is '1'"),
+        ("org/x", {"betas": 0.9}, "betas is 0.9; it must be two numbers"),
+        ("org/x", {"betas": ("0.9", 0.99)}, "beta1 is '0.9'"),
+    ],
+)
+def test_stream_of_no_model_or_with_text_for_a_number_is_refused(
+    model: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        megatier.stream(model, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from megatier.errors import MegatierError
+from megatier.errors import REMEDIES, MegatierError
 from megatier.foreign import shown
 from megatier.train.stop import SIGNALS
 
@@ -45,6 +46,22 @@ ENDS_AT_ONCE = "plan"
 
 MESSAGE_CHARACTERS_MAX = 4000
 """Most characters of an error message. Names that strangers chose are part of messages, and may be long."""
+NO_THREAD = "can't start new thread"
+OUT_OF_THREADS = (
+    "the system starts no more threads. Raise the limit (ulimit -u, or the container's pids.max), or lower "
+    "tiers.io_threads and tiers.update_threads."
+)
+SYSTEM = {
+    errno.EACCES: "Check your rights there, or name another path.",
+    errno.EPERM: "Check your rights there, or name another path.",
+    errno.ENAMETOOLONG: "Name a shorter path.",
+    errno.ENOENT: "Something removed it; start the command again.",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+    errno.ENFILE: "Raise the system's limit of open files (fs.file-max).",
+    errno.ENOMEM: "Free RAM, or lower tiers.ram.",
+    errno.EAGAIN: "Raise the limit of processes (ulimit -u), or wait.",
+}
+"""What to do about errors of the system that no other part names."""
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 1
@@ -111,18 +128,37 @@ def _answer(words: Sequence[str]) -> int:
             raise
         print(f"megatier: error: {shown(str(error), MESSAGE_CHARACTERS_MAX)}", file=sys.stderr)
         return EXIT_ERROR
+    except BrokenPipeError:
+        # A reader such as `head` has seen enough. Python flushes stdout when it exits, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNREAD
+    except OSError as error:
+        # Whatever the system refuses, nobody needs a traceback to see.
+        if debug or error.errno is None:
+            raise
+        print(f"megatier: error: {shown(_refused(error), MESSAGE_CHARACTERS_MAX)}", file=sys.stderr)
+        return EXIT_ERROR
     except RuntimeError as error:
+        if not debug and NO_THREAD in str(error):
+            print(f"megatier: error: {OUT_OF_THREADS}", file=sys.stderr)
+            return EXIT_ERROR
+
         # torch is not loaded here, so its errors are known by name and text.
         if debug or not (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)):
             raise
         print(f"megatier: error: {OUT_OF_MEMORY} ({str(error).splitlines()[0][:200]})", file=sys.stderr)
         return EXIT_ERROR
-    except BrokenPipeError:
-        # A reader such as `head` has seen enough. Python flushes stdout when it exits, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_UNREAD
 
     return code
+
+
+def _refused(error: OSError) -> str:
+    """Return a sentence about what the system refused, and what to do."""
+    place = "the system" if error.filename is None else shown(str(error.filename), 200)
+    if error.errno == errno.ENOENT and error.filename is None:
+        return "the working directory is gone. Change to one that is there."
+    remedy = REMEDIES.get(error.errno or 0) or SYSTEM.get(error.errno or 0, "--debug shows where.")
+    return f"{place}: {error.strerror}. {remedy}"
 
 
 def _run(words: Sequence[str]) -> int:

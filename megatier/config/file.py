@@ -101,6 +101,7 @@ def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConf
 def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunConfig:
     """Return the config of a tree of sections, with overrides laid over it."""
     # Overrides go into the tree one after the other, so the last one of a setting wins, and each wins over the file.
+    _check_text(overrides)
     words = joined(take_nested(overrides, tree))
     _check_known(word[2:].partition("=")[0] for word in words if word.startswith("--"))
 
@@ -118,6 +119,12 @@ def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunCon
         raise ConfigError(_one_line(str(error))) from error
 
     values["model"].update(nested)
+    _check_text(
+        word
+        for section in values.values()
+        for value in section.values()
+        for word in (value if isinstance(value, tuple) else (value,))
+    )
     _check_given(values)
     return RunConfig(
         **{
@@ -125,6 +132,19 @@ def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunCon
             for name, section in SECTIONS.items()
         }
     )
+
+
+def _check_text(words: Iterable[object]) -> None:
+    """Refuse text that no path or name can be.
+
+    Raises:
+        ConfigError: it has a NUL, or bytes that are no UTF-8, which Python keeps as halves of pairs.
+    """
+    for word in words:
+        if isinstance(word, str) and ("\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word)):
+            raise ConfigError(
+                f"{shown(word)!r} is no text in UTF-8 without NULs. Rename what it names, or correct the setting."
+            )
 
 
 def given(path: Path | None, overrides: Sequence[str] = ()) -> frozenset[str]:

@@ -22,6 +22,10 @@ KINDS = (
 )
 
 
+AXOLOTL = {"base_model", "datasets"}
+"""Keys of every config of Axolotl."""
+
+
 def convert(path: Path) -> Conversion:
     """Convert a config of MegaTrain, LLaMA-Factory or DeepSpeed into settings, with a finding for each of its keys.
 
@@ -44,6 +48,12 @@ def convert(path: Path) -> Conversion:
 def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Callable[[Conversion], None]]:
     if tree.keys() & llama_factory.KEYS and not tree.keys() & {"model", "training"}:
         return "LLaMA-Factory", llama_factory.convert
+
+    if tree.keys() >= AXOLOTL and not tree.keys() & {deepspeed.ZERO, "train_batch_size"}:
+        raise ConfigError(
+            f"{path} is a config of Axolotl, which is not converted: Axolotl itself trains it with megatier if it has "
+            "plugins: [megatier.plugins.axolotl.MegatierPlugin] (docs/trainers.md)."
+        )
 
     model = tree.get("model")
     is_megatrain = bool(tree.keys() & {"dataset", "training"}) or (isinstance(model, dict) and "name" in model)

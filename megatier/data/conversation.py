@@ -131,9 +131,15 @@ class Turns:
         role = known.get(role, role)
 
         # A turn that calls tools need not say anything.
-        if content is None and "tool_calls" in rest:
+        if content is None and rest.get("tool_calls"):
+            rest.pop("content", None)
             return {"role": role, **rest}
-        return {"role": role, "content": _text(content, self.content, place), **rest}
+        if content is None:
+            raise DataError(
+                f"{place}: the turn of {role} has no {self.content!r}, which only a turn with tool_calls may leave "
+                "out. Leave the record out, or write an empty text."
+            )
+        return {"role": role, "content": _text(_joined(content, place), self.content, place), **rest}
 
 
 SHAREGPT = Turns(
@@ -208,6 +214,20 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Con
     if tools and not isinstance(tools, list):
         raise DataError(f"{place}: the tools are {_shown(tools)}, not a list.")
     return Conversation(messages, tools or None, place)
+
+
+def _joined(content: object, place: str) -> object:
+    """Return the texts of a list of parts, such as `[{"type": "text", "text": "..."}]`, as one; else the content.
+
+    Raises:
+        DataError: a part is no text, such as an image.
+    """
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise DataError(f"{place}: a part of a turn is {_shown(part)}; parts of the type text alone are read.")
+    return "".join(part["text"] for part in content)
 
 
 def _system(prompt: object, place: str) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, Never
 
@@ -151,6 +152,12 @@ def stream(
     require(moments in ("fp32", "bf16", "fp8"), "moments", moments, "fp32, bf16 or fp8")
     require(seed >= 0, "seed", seed, "at least 0")
     require(num_labels is None or num_labels >= 1, "num_labels", num_labels, "at least 1")
+    _check_numbers(lr=lr, eps=eps, weight_decay=weight_decay, clip=1.0 if clip is None else clip)
+    pair: object = betas
+    require(isinstance(pair, Sequence) and len(pair) == 2, "betas", betas, "two numbers")
+    _check_numbers(beta1=betas[0], beta2=betas[1])
+    is_named = isinstance(model, str | os.PathLike) and os.fspath(model) != ""
+    require(is_named or isinstance(model, nn.Module), "model", model, "a folder, a hub id, or a model of transformers")
     how: Any = attention or (_own_attention(model) if isinstance(model, nn.Module) else "sdpa")
     computing = ModelConfig(path="", compute_dtype=dtype, compile=compile, attention=how)
     computing = replace(computing, fused_loss=fused_loss, expert_parts=expert_parts, tile_tokens=tile_tokens)
@@ -159,6 +166,16 @@ def stream(
     train = replace(train, learning_rate=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
     train = replace(train, optimizer=optimizer, momentum=momentum, moments=moments, seed=seed)
     return _open(model, tiers, computing, train, frozen, peft_config, num_labels)
+
+
+def _check_numbers(**given: object) -> None:
+    """Refuse text and the like where a number belongs, before anything is compared with it.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    for name, value in given.items():
+        require(isinstance(value, Real) and not isinstance(value, bool), name, value, "a number")
 
 
 def refuse_unknown(names: Iterable[str]) -> None:
