@@ -82,13 +82,13 @@ class ChunkStore:
 
     # ------------------------------------------------------------------ for saving and loading
 
-    def read(self) -> Generator[tuple[StateChunk, Tensor]]:
-        """Yield every chunk with its bytes in RAM, uint8, each valid until the next one.
+    def read(self, chunks: Sequence[StateChunk]) -> Generator[tuple[StateChunk, Tensor]]:
+        """Yield chunks, each with its bytes in RAM, uint8, each valid until the next one.
 
         Close the generator if you do not exhaust it, because it holds the lease of the chunk that it gave last.
         """
-        for number, chunk in enumerate(self.chunks):
-            for ahead in self.chunks[number : number + AHEAD + 1]:
+        for number, chunk in enumerate(chunks):
+            for ahead in chunks[number : number + AHEAD + 1]:
                 self._store.prefetch(ahead.key, Tier.RAM, wait=True)
 
             # What the caller raises meets a chunk that is only read, so that nothing is half done then.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,15 +118,15 @@ class PlacedState:
 
     # ------------------------------------------------------------------ a step
 
-    def gradients(self) -> dict[int, Tensor]:
-        """Return every gradient, flat, in the order of its parameter's elements in memory.
+    def gradients(self, numbers: Collection[int]) -> dict[int, Tensor]:
+        """Return every gradient of these parameters, flat, in the order of its parameter's elements in memory.
 
         Raises:
             OptimizerError, NonFiniteError: one of them, or its parameter, cannot be taken.
         """
         found = {}
         for index, parameter in enumerate(self._parameters):
-            if (grad := parameter.grad) is None:
+            if (grad := parameter.grad) is None or index not in numbers:
                 continue
 
             # The kernels get addresses and lengths, and the state's order is that of the parameter as it was placed.
@@ -262,10 +262,10 @@ class PlacedState:
             for index in self.steps
         )
 
-    def empty(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Return the entry of each parameter that had an update, by the parameter, for `copy_to` to fill."""
+    def empty(self, numbers: Iterable[int]) -> dict[Tensor, dict[str, Tensor]]:
+        """Return the entries of parameters that had an update, by the parameter, for `copy_to` to fill."""
         found = {}
-        for index in self.steps:
+        for index in numbers:
             parameter = self._parameters[index]
             found[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")} | {
                 str(kind): torch.empty_strided(parameter.size(), parameter.stride(), dtype=dtype, device="cpu")
@@ -280,7 +280,8 @@ class PlacedState:
             entry["step"].fill_(self.steps[index])
 
         # Closed whatever happens, because the generator holds the lease of a chunk.
-        with contextlib.closing(self.store.read()) as chunks:
+        wanted = [chunk for chunk in self.store.chunks if any(run.parameter in state for run in chunk.runs)]
+        with contextlib.closing(self.store.read(wanted)) as chunks:
             for chunk, block in chunks:
                 for run in chunk.runs:
                     entry = state.get(run.parameter, {})

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, Never, Protocol, overload
 
 import torch
-from torch.optim.optimizer import Optimizer
 from transformers import PreTrainedModel
 
 from megatier.config.schema import TrainConfig
-from megatier.errors import StreamedModelError
+from megatier.errors import OptimizerError, StreamedModelError
+from megatier.integrations.state_elsewhere import StateElsewhere, check_group
 from megatier.models.decoder import decays
 
 SHARED = ("lr", "betas", "eps", "momentum")
@@ -29,18 +29,19 @@ class Stepped(Protocol):
         """Give up the step that has begun."""
 
 
-class StreamedOptimizer(Optimizer):
+class StreamedOptimizer(StateElsewhere):
     """The optimizer of a streamed model: AdamW, or Muon for the matrices of layers.
 
     It has two groups, the parameters with weight decay and those without it (biases, norms). Frozen ones are in
-    neither. `step` reads learning rate, betas, eps, decay and momentum, whenever the updates themselves run. `state` is
-    empty and `state_dict` holds only the settings, because `Streamed.save` writes the moments.
+    neither. `step` reads learning rate, betas, eps, decay and momentum, whenever the updates themselves run.
+    `state_dict` holds only the settings, because `Streamed.save` writes the moments.
     """
+
+    _remedy = "Streamed.save writes weights and moments, and Streamed.restore takes them."
 
     def __init__(self, streamed: Stepped, train: TrainConfig) -> None:
         """Sort the parameters into two groups, with the settings to begin with; only `Streamed` makes one."""
         self._streamed = streamed
-
         # torch wants the parameters themselves. They lie on meta, so the groups say which weights decay and hold none.
         decayed = decays(streamed.model)
         parameters = [(name, p) for name, p in streamed.model.named_parameters() if p.requires_grad]
@@ -49,7 +50,10 @@ class StreamedOptimizer(Optimizer):
             {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
         ]
         shared = {"lr": train.learning_rate, "betas": (train.beta1, train.beta2), "eps": train.eps}
-        super().__init__(groups, shared | ({"momentum": train.momentum} if train.optimizer == "muon" else {}))
+        shared |= {"momentum": train.momentum} if train.optimizer == "muon" else {}
+        self._settings = (*shared, "weight_decay")
+        super().__init__(groups, {**shared, "weight_decay": train.weight_decay})
+        self._own = self._parameters_now()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -95,6 +99,14 @@ class StreamedOptimizer(Optimizer):
         Raises:
             StreamedModelError: the groups differ in a setting that they have to share.
         """
+        if self._parameters_now() != self._own:
+            raise StreamedModelError(
+                "the groups of a streamed model's optimizer are those that it was opened with, in their order: name "
+                "what is not trained in frozen of megatier.stream."
+            )
+        for group in self.param_groups:
+            check_group(group, self._settings)
+
         # The kernels take one set of scalars for all units, and decay is on or off for each parameter.
         decayed, others = self.param_groups
         if different := [name for name in SHARED if decayed.get(name) != others.get(name)]:
@@ -108,6 +120,27 @@ class StreamedOptimizer(Optimizer):
         own = {name: decayed[name] for name in ("eps", "weight_decay", "momentum") if name in decayed}
         return float(decayed["lr"]), {"beta1": beta1, "beta2": beta2} | own
 
+    def _view(self) -> _OnTiers:
+        """Return what `state` is."""
+        return _OnTiers()
+
+    def _parameters_now(self) -> list[list[int]]:
+        """Return which parameters each group has, and in which order."""
+        return [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the settings that a load brings; torch calls this after its own checks.
+
+        Raises:
+            OptimizerError: it brings moments too, which nobody would read, or settings of another optimizer.
+            ConfigError: a setting is out of range.
+        """
+        if state["state"]:
+            raise OptimizerError(f"this state has moments, which are not loaded here. {self._remedy}")
+        for group in state["param_groups"]:
+            check_group(group, self._settings)
+        super().__setstate__({"param_groups": state["param_groups"]})
+
     def saved_settings(self) -> list[dict[str, Any]]:
         """Return all settings of each group as plain JSON, those that schedulers add included."""
         return [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
@@ -117,3 +150,26 @@ class StreamedOptimizer(Optimizer):
         # JSON has no tuples, so the betas come back as a list.
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({name: tuple(value) if name == "betas" else value for name, value in saved.items()})
+
+
+class _OnTiers(dict[Any, Any]):
+    """`optimizer.state` of a streamed model: nothing to look at, and no sign that there is nothing yet."""
+
+    def __bool__(self) -> bool:
+        """Refuse to say: whoever asks would make a step to begin the state, or take it for all there is.
+
+        Raises:
+            StreamedModelError: always.
+        """
+        raise StreamedModelError(
+            "the moments of a streamed model are on its tiers, and not in optimizer.state: Streamed.save writes them, "
+            "and Streamed.restore takes them."
+        )
+
+    def __getitem__(self, parameter: object) -> Never:
+        self.__bool__()
+        raise AssertionError
+
+    def __setitem__(self, parameter: object, value: object) -> Never:
+        self.__bool__()
+        raise AssertionError

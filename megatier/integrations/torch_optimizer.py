@@ -11,7 +11,6 @@ back afterwards. The arithmetic is that of `numerics`. The place of the state ch
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, overload
@@ -23,16 +22,17 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from megatier.config.values import parse_bytes, parse_list, parse_mount, require
 from megatier.drives.mounts import budget_bytes
 from megatier.dropped import ClosedWhenDropped
-from megatier.errors import CapacityError, ConfigError, OptimizerError
+from megatier.errors import CapacityError, OptimizerError
 from megatier.hardware import ram_available_bytes
 from megatier.integrations.chunks import ChunkPlan, ParameterSize, plan_chunks
 from megatier.integrations.parameters import check_parameters, schema_of
 from megatier.integrations.placed_state import PlacedState
+from megatier.integrations.state_elsewhere import StateElsewhere, StateView, check_group
 from megatier.integrations.state_file import write_state_file
 from megatier.numerics.vector_math import warm
 
 
-class TieredOptimizer(ClosedWhenDropped, Optimizer):
+class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
     """An optimizer whose state lies in RAM and on NVMe: `TieredAdamW` or `TieredMuon`.
 
     It behaves as torch's does, with these differences:
@@ -41,10 +41,15 @@ class TieredOptimizer(ClosedWhenDropped, Optimizer):
     - The first step, or `load_state_dict`, allocates memory and files, so groups are added before it. `close`, the end
       of the `with` block or the end of the process gives them back.
     - A gradient that is not finite is refused before anything is changed.
-    - `optimizer.state` is empty. `state_dict` gives the state if it fits RAM; `save_state` streams it to a file.
+    - `optimizer.state` gives copies, read when they are asked for. `state_dict` gives the state if it fits RAM;
+      `save_state` streams it to a file. The optimizer itself is neither copied nor pickled.
+    - What the groups are is read at each step, as torch does. A parameter that came into them after the first one is
+      refused.
 
     Use it from one thread.
     """
+
+    _remedy = "Take its state_dict(), or save_state(path), and give it to load_state_dict() of another one."
 
     def __init__(
         self,
@@ -79,6 +84,10 @@ class TieredOptimizer(ClosedWhenDropped, Optimizer):
         self._is_torn = False
         """Whether a step or a load has begun and has not come to its end."""
         self._is_closed = False
+        self._numbers: dict[int, int] = {}
+        """The number of each placed parameter, by its id."""
+        self._incoming: Mapping[int, Mapping[str, Tensor]] = {}
+        """The state that a load brings, by the numbers of the parameters."""
 
         # torch adds the groups in here by `add_param_group`, which needs all of the above.
         super().__init__(params, settings)
@@ -109,7 +118,7 @@ class TieredOptimizer(ClosedWhenDropped, Optimizer):
 
         # A group that cannot be taken is taken out again, so that a caller who handles the error has what it had.
         try:
-            _check_settings(self.param_groups[-1])
+            check_group(self.param_groups[-1], self._settings)
             self._plan()
         except BaseException:
             self.param_groups.pop()
@@ -144,12 +153,13 @@ class TieredOptimizer(ClosedWhenDropped, Optimizer):
         # All that can be refused is refused here, so that a caller may go on after such an error.
         self._check_whole()
         placed = self._start()
-        gradients = placed.gradients()
+        groups = self._groups_now()
+        gradients = placed.gradients(groups)
 
         # From the first chunk to the last count some parameters are a step ahead of others. Whatever ends this early,
         # a drive that fails or Ctrl-C, leaves the mark, and nothing but a load takes it away.
         self._is_torn = True
-        placed.update(gradients, self._settings_of)
+        placed.update(gradients, groups.__getitem__)
         self._is_torn = False
 
         # C and Triton write past torch, whose autograd would not see that saved weights have changed.
@@ -169,9 +179,10 @@ class TieredOptimizer(ClosedWhenDropped, Optimizer):
         if needed > (free := ram_available_bytes()):
             raise CapacityError("ram", needed, free, "Write the state to a file with save_state(path): that streams.")
 
-        described = self._describe()
-        self._copy_to(described["state"])
-        return described
+        # The numbers come first, since torch hands the whole to hooks.
+        entries = self._empty()
+        self._copy_to(entries)
+        return self._describe(entries)
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
         """Write the file that `torch.save(optimizer.state_dict(), path)` writes, chunk by chunk, whatever its size.
@@ -185,7 +196,13 @@ class TieredOptimizer(ClosedWhenDropped, Optimizer):
             TransferError: the file cannot be written, or a drive failed. A file that was at `path` is still there.
             OptimizerError: a step or a load failed half way, so there is no whole state.
         """
-        write_state_file(path, self._describe, lambda state_dict: self._copy_to(state_dict["state"]))
+        numbers = list(self._groups_now() if self._placed is not None else ())
+
+        def fill(written: dict[str, Any]) -> None:
+            if self._placed is not None:
+                self._placed.copy_to({numbers[number]: entry for number, entry in written["state"].items()})
+
+        write_state_file(path, lambda: self._describe(self._empty()), fill)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of such an optimizer, wherever its parts lay, or of a torch.optim.AdamW, chunk by chunk.
@@ -200,62 +217,91 @@ class TieredOptimizer(ClosedWhenDropped, Optimizer):
             OptimizerError: it is not the state of these parameters, or of another optimizer.
             ValueError: other groups (torch's).
         """
-        state: dict[int, dict[str, Tensor]] = state_dict["state"]
+        # The last hook before torch takes the groups: it sees what those of the user have made of the state. torch
+        # would make copies of the moments, in the parameters' dtype.
+        with self.register_load_state_dict_pre_hook(self._take_in):
+            super().load_state_dict(state_dict)
+
+    @staticmethod
+    def _take_in(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        """Check a state that is about to be loaded, and note it; returns the groups alone, for torch."""
+        assert isinstance(optimizer, TieredOptimizer)
+        return optimizer._checked(given)
+
+    def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Refuse a state that is of another optimizer or of other parameters, before anything is changed."""
         self._check_open()
+        groups = [{**group, "lr": _plain(group.get("lr"))} for group in given["param_groups"]]
+        self._incoming = {}
 
-        # Some trainers load an empty state before they move the model, whose devices are not known until then.
-        if state:
-            self._start()
-        self._check_loaded(state_dict)
+        # torch itself refuses another number of groups.
+        if len(groups) == len(self.param_groups):
+            for group in groups:
+                check_group(group, self._settings)
 
-        # From here on something is changed. torch itself checks the groups before it changes any.
+            # Some trainers load an empty state before they move the model, whose devices are not known until then.
+            if given["state"]:
+                placed = self._start()
+                saved = [number for group in groups for number in group["params"]]
+                own = dict(zip(saved, self._groups_now(), strict=False))
+                self._incoming = {own.get(number, number): entry for number, entry in given["state"].items()}
+                placed.check(self._incoming)
+        return {**given, "state": {}, "param_groups": groups}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the groups of a load, and the state; torch calls this after its checks, and before the hooks of others.
+
+        From here on something is changed.
+        """
         was_torn = self._is_torn
         self._is_torn = True
-        try:
-            super().load_state_dict({**state_dict, "state": {}})
-        except ValueError:
-            self._is_torn = was_torn
-            raise
-        for group in self.param_groups:
-            group["lr"] = float(group["lr"])  # torch's may be a tensor
+        super().__setstate__({"param_groups": state["param_groups"]})
 
         # After something broke off, leases, threads and dirty slots of that time are dropped before chunks are used.
         if self._placed is not None:
             if was_torn or self._placed.is_torn:
                 self._placed.mend()
-            self._placed.load(state)
+            self._placed.load(self._incoming)
+        self._incoming = {}
         self._is_torn = False
 
-    def _describe(self) -> dict[str, Any]:
-        """Return the state_dict with tensors whose numbers are still missing."""
-        self._check_whole()
-
-        # torch's own state_dict packs what lies in `self.state`, which is therefore filled for a moment.
-        if self._placed is not None:
-            self.state.update(self._placed.empty())
+    def _describe(self, entries: dict[Any, Any]) -> dict[str, Any]:
+        """Return torch's state_dict with these entries by parameter."""
+        # torch packs what lies in `self.state`, which is therefore another one for a moment.
+        self._shown = entries
         try:
             return super().state_dict()
         finally:
-            self.state.clear()
+            self._shown = None
 
-    def _copy_to(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Write the numbers into the tensors that `_describe` made."""
+    def _empty(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Return the entry of each parameter that had an update and is in a group, without numbers."""
+        self._check_whole()
+        if self._placed is None:
+            return {}
+        groups = self._groups_now()
+        return self._placed.empty([number for number in self._placed.steps if number in groups])
+
+    def _copy_to(self, entries: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Write the numbers into entries by parameter."""
         if self._placed is not None:
-            self._placed.copy_to(state)
+            self._placed.copy_to({self._numbers[id(parameter)]: entry for parameter, entry in entries.items()})
 
-    def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that is of another optimizer or of other parameters, before anything is changed."""
-        groups = state_dict["param_groups"]
-        for group in groups:
-            # torch itself refuses another number of groups.
-            missing = [name for name in self._settings if name not in group]
-            if missing and len(groups) == len(self.param_groups):
-                raise OptimizerError(f"this state has no {missing[0]}, so it is of another optimizer.")
-            if variant := next((name for name in ("amsgrad", "maximize") if group.get(name)), None):
-                raise OptimizerError(f"this state belongs to AdamW with {variant}, which is not here.")
+    def _view(self) -> StateView:
+        """Return what `state` is."""
+        return StateView(self._with_state, self._entry_of, self._remedy)
 
-        if self._placed is not None:
-            self._placed.check(state_dict["state"])
+    def _with_state(self) -> list[Tensor]:
+        """Return the parameters that had an update."""
+        return [] if self._placed is None else [self._parameters[number] for number in self._placed.steps]
+
+    def _entry_of(self, parameter: Tensor) -> Mapping[str, Tensor]:
+        """Return a copy of a parameter's state."""
+        self._check_whole()
+        assert self._placed is not None
+        entries = self._placed.empty([self._numbers[id(parameter)]])
+        self._copy_to(entries)
+        return entries[parameter]
 
     # ------------------------------------------------------------------ before the first step
 
@@ -276,16 +322,32 @@ class TieredOptimizer(ClosedWhenDropped, Optimizer):
         # Planned anew: parameters may have been frozen, cast or moved since the groups were added.
         plan = self._plan()
         self._parameters: list[Tensor] = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
 
         # Set last: a failure before that leaves nothing allocated, and the next call begins again.
         self._placed = PlacedState(self._parameters, self._names(), plan, self._nvme, self._kept, self._seed)
         self._own()
         return self._placed
 
-    def _settings_of(self, index: int) -> Mapping[str, Any]:
-        """Return the settings of a parameter's group as they are now."""
-        return self.param_groups[self._group_of[index]]
+    def _groups_now(self) -> dict[int, Mapping[str, Any]]:
+        """Return the group of each parameter by its number, in the order of the groups as they are now.
+
+        Raises:
+            ConfigError, OptimizerError: they cannot be followed. Nothing was changed.
+        """
+        found: dict[int, Mapping[str, Any]] = {}
+        for group in self.param_groups:
+            check_group(group, self._settings)
+            for parameter in group["params"]:
+                number = self._numbers.get(id(parameter))
+                if number is None or number in found:
+                    what = "came into the groups after the state was placed" if number is None else "is in two groups"
+                    raise OptimizerError(
+                        f"a parameter of shape {tuple(parameter.shape)} {what}. Make a new optimizer; load_state_dict "
+                        "gives it the state."
+                    )
+                found[number] = group
+        return found
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -373,19 +435,9 @@ class TieredMuon(TieredOptimizer):
         super().__init__(params, settings, ram=ram, nvme=nvme, kept="muon")
 
 
-def _check_settings(group: Mapping[str, Any]) -> None:
-    """Refuse the settings that torch's optimizers refuse, and those that are tensors."""
-    for name in ("lr", "eps", "weight_decay"):
-        if name not in group:
-            continue
-        if isinstance(group[name], Tensor):
-            raise ConfigError(f"{name} is a tensor; give a plain number. Schedulers may set another at any step.")
-        if not 0 <= group[name] < math.inf:
-            raise ConfigError(f"{name} is {group[name]!r}; it must be at least 0.")
-    if not all(0 <= beta < 1 for beta in group.get("betas", ())):
-        raise ConfigError(f"betas is {group['betas']!r}; both must be from 0 to below 1.")
-    if not 0 <= group.get("momentum", 0.0) < 1:
-        raise ConfigError(f"momentum is {group['momentum']!r}; it must be from 0 to below 1.")
+def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a state has
+    """Return a learning rate as a plain number; torch's may be a tensor."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 __all__ = ["TieredAdamW", "TieredMuon"]
