@@ -42,9 +42,10 @@ class ClosedWhenDropped:
         """Close what nobody can use any more. This runs in a thread of its own."""
         self.close()
 
-    def __del__(self) -> None:
-        # At its end a process gives memory and threads back, and the next one removes its block files.
-        if self._closing_process != os.getpid() or sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At its end a process gives memory and threads back, and the next one removes its block files. It is asked for
+        # first, and by no name of this module, all of which may be None by then.
+        if is_finalizing() or self._closing_process != os.getpid():
             return
         self._closing_process = None
 

@@ -69,3 +69,8 @@ def same(first: Any, second: Any) -> bool:
 
 def close(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
     return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(first, second, strict=True))
+
+
+def close_optimizer(trainer: Any) -> None:
+    """Close the TieredAdamW that a plain Trainer has made by its class, which the Trainer itself does not."""
+    trainer.optimizer.optimizer.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_optimizers import close_optimizer
 from tiny_gradients import attention_of
 from tiny_models import FAMILIES, config_class, tiny_config
 from tiny_runs import one_thread, plain_model, read_parameters
@@ -287,6 +288,7 @@ def test_classifier_under_the_trainer_has_the_losses_and_metrics_of_the_plain_on
             metrics = trainer.evaluate()
             losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
             found.append((losses, metrics["eval_loss"], metrics["eval_hits"]))
+        close_optimizer(plain)
     assert found[0] == found[1]
     assert len(found[0][0]) == 3
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_optimizers import close_optimizer
 from streamed_loops import TIERS
 from test_integrations_transformers_trainer import logged
 from tiny_models import tiny_config
@@ -109,6 +110,7 @@ def test_grpo_over_a_streamed_model_has_the_losses_and_rewards_of_the_plain_one(
         adamw = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "ram": "64MiB"}
         reference.optimizer_cls_and_kwargs = (megatier.TieredAdamW, adamw)
         expected = figures(reference)
+        close_optimizer(reference)
         with megatier.stream(model() if has_adapters else path, **settings) as streamed:
             found = figures(trainer(STREAMED, streamed, tmp_path, device, beta=beta))
     (message,) = [message for message in caplog.messages if message.startswith("generation")]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_optimizers import close_optimizer
 from streamed_loops import TIERS
 from tiny_runs import exactness_config, one_thread, plain_model
 from torch import Tensor
@@ -150,6 +151,7 @@ def test_trainer_with_the_same_adamw_and_no_clipping_agrees_bit_by_bit(tmp_path:
         optimizer_cls_and_kwargs=(megatier.TieredAdamW, adamw),
     )
     plain.train()
+    close_optimizer(plain)
     with open_streamed(tmp_path, fused_loss=False) as streamed:
         trainer = MegatierTrainer(streamed, arguments(tmp_path, max_grad_norm=0.0), train_dataset=Rows(60))
         trainer.train()

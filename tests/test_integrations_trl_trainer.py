@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import POOL
+from small_optimizers import close_optimizer
 from streamed_loops import TIERS
 from test_integrations_transformers_trainer import logged, open_streamed
 from test_ranks_streamed import open_streamed as ranks_streamed
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, set_seed
 
 import megatier
-from megatier.errors import AbsentWeightError, ConfigError
+from megatier.errors import ConfigError, StreamedModelError
 from megatier.integrations.streamed import Streamed
 from megatier.numerics.tiles import TiledModule
 
@@ -123,6 +124,7 @@ def check_takes_the_same_steps(plain: Trainer, trainer: Trainer, streamed: Strea
     """Losses and weights are equal. Norms are not: torch adds their squares up in fp32."""
     plain.optimizer_cls_and_kwargs = (megatier.TieredAdamW, ADAMW)
     expected, found = steps_of(plain), steps_of(trainer)
+    close_optimizer(plain)
     assert len(found[0]) == 10
     assert found[0] == expected[0]
     assert found[1] == pytest.approx(expected[1], rel=1e-6)
@@ -327,7 +329,7 @@ def test_trl_without_the_mixin_or_after_it_names_the_way(tmp_path: Path) -> None
             build(trl.SFTTrainer, streamed, "sft", tmp_path)
         with pytest.raises(ConfigError, match="give the Streamed itself"):
             build(streamed_class("sft"), streamed.model, "sft", tmp_path)
-        with pytest.raises(AbsentWeightError, match="StreamedTrl for those of TRL"):
+        with pytest.raises(StreamedModelError, match="put the mixin StreamedTrl before them"):
             build(trl.SFTTrainer, streamed.model, "sft", tmp_path).train()
 
 

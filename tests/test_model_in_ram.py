@@ -23,6 +23,7 @@ from changed_models import (
     some_changes,
     streamed_steps,
 )
+from small_optimizers import close_optimizer
 from tiny_models import tiny_config
 from tiny_runs import one_thread, plain_model
 from torch import nn
@@ -214,5 +215,6 @@ def test_trainer_that_is_given_a_model_in_ram_trains_it_as_it_is(tmp_path: Path)
     plain = Trainer(model, **given)
     plain.optimizer_cls_and_kwargs = (megatier.TieredAdamW, {"lr": 1e-2, "weight_decay": 0.0, "ram": "64MiB"})
     plain.train()
+    close_optimizer(plain)
     logs = [[entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (streaming, plain)]
     assert logs[0] == pytest.approx(logs[1], rel=1e-5)
