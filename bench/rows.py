@@ -50,6 +50,8 @@ class Run:
 
 # The machine has 128 GiB. The system, Python and what the budgets do not count take the rest.
 FREE: dict[str, Any] = {"state": ("gpu", "ram"), "ram": 116 * GIB}
+# A host with four GPUs of 80 GB has 503 GiB, of which one GPU may take all.
+LARGE_HOST: dict[str, Any] = {"state": ("gpu", "ram"), "ram": 462 * GIB}
 RAM_ONLY: dict[str, Any] = {"state": ("ram",), "ram": 116 * GIB}
 
 # These budgets are so small that 1G parameters of the 8B model spill.
@@ -227,9 +229,41 @@ ROWS = {
     ),
     31: replace(ON_NVME, what="all state on NVMe, RAM 16 GiB, moments in fp8", train={"moments": "fp8"}),
     32: replace(ADAPTERS_BEYOND, what="adapters, base read where it lies on NVMe, GPU 8 GiB", in_place=True),
+    33: Run(
+        shape="7b",
+        batch=160,
+        what="GPU 80 GB, RAM of a large host",
+        tiers=LARGE_HOST | {"gpu": 10 * GIB},
+        model={"saved_share": 0.6},
+        train={"groups": 8},
+    ),
+    34: Run(
+        shape="32b",
+        batch=96,
+        what="GPU 80 GB, RAM of a large host, no drive",
+        tiers=LARGE_HOST | {"gpu": 36 * GIB},
+        model={"saved_share": 0.0, "loss_chunk": 2048},
+        train={"slices": 4, "activations": "offload", "kept_attention": False},
+    ),
+    35: Run(
+        shape="15b",
+        batch=16,
+        what="GPU 80 GB, RAM of a large host",
+        tiers=LARGE_HOST | {"gpu": 13 * GIB},
+        model={"saved_share": 0.4},
+    ),
+    36: Run(
+        shape="15b",
+        batch=64,
+        what="GPU 80 GB, RAM of a large host",
+        tiers=LARGE_HOST | {"gpu": 13 * GIB},
+        model={"saved_share": 0.4},
+        train={"groups": 4},
+    ),
 }
 """The rows by number. 9 is the second half of row 8, 11 to 16, 25, 26, 29, 31 and 32 have state on NVMe, 19 to 24 have
-long sequences, 24 has activations on NVMe, and 27 to 30 and 32 train adapters."""
+long sequences, 24 has activations on NVMe, 27 to 30 and 32 train adapters, and 33 to 36 have what one GPU of 80 GB
+does on a host with the RAM of four."""
 
 
 def config_of(run: Run, deterministic: bool, directory: Path | None, base: Path | None = None) -> RunConfig:

@@ -7,6 +7,7 @@ DeepSpeed recommends, as far as they run: see `zero_config`. Figures are printed
 python bench/peers/deepspeed_zero3.py --shape 3b --batch 16 --seq 1024
 python bench/peers/deepspeed_zero3.py --shape 3b24 --optimizer nvme --path DIR            optimizer on NVMe
 python bench/peers/deepspeed_zero3.py --shape 3b24 --optimizer nvme --parameters nvme --path DIR
+python bench/peers/deepspeed_zero3.py --shape 15b --also-groups 4        16,384 tokens a step, then 65,536
 python bench/peers/deepspeed_zero3.py --shape tiny --batch 2 --seq 64 --device cpu        a smoke run without a GPU
 
 Needs `pip install deepspeed` (measured with 0.19.8), a C++ compiler and ninja, for NVMe also libaio's headers.
@@ -21,7 +22,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,12 +91,17 @@ def zero_config(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     }
 
 
-def build(options: argparse.Namespace, config: dict[str, Any], deepspeed: ModuleType) -> Step:
-    """Build the engine, and a step that runs it."""
+def build(options: argparse.Namespace, config: dict[str, Any], deepspeed: ModuleType) -> Any:  # noqa: ANN401 - no types
+    """Build DeepSpeed's engine around the model."""
     torch.manual_seed(0)
     with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
         model = LanguageModel(SHAPES[options.shape], options.seq).train()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    return engine
+
+
+def step_of(engine: Any) -> Step:  # noqa: ANN401 - DeepSpeed has no types
+    """Return the step that an engine makes."""
 
     def step(groups: Sequence[Tensor]) -> Tensor:
         total = torch.zeros((), device=engine.device)
@@ -135,6 +141,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=("cpu", "nvme"), default="cpu", help="home of masters and moments")
     parser.add_argument("--parameters", choices=("cpu", "nvme"), default="cpu", help="home of the bf16 weights")
     parser.add_argument("--path", type=Path, help="a directory on a real drive, for NVMe")
+    parser.add_argument("--also-groups", type=int, help="then also steps of so many groups, each as large as before")
     options = parser.parse_args()
     if "nvme" in (options.optimizer, options.parameters) and options.path is None:
         parser.error("nvme needs --path, a directory on a real drive")
@@ -155,13 +162,19 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="zero3_", dir=options.path if on_nvme else None))
     config = zero_config(options, directory)
 
+    system = "deepspeed_zero3_nvme" if on_nvme else "deepspeed_zero3"
+    homes = {"optimizer": options.optimizer, "parameters": options.parameters}
+    engine = cache(partial(build, options, config, deepspeed))
+
     try:
-        measure(
-            "deepspeed_zero3_nvme" if on_nvme else "deepspeed_zero3",
-            options,
-            partial(build, options, config, deepspeed),
-            homes={"optimizer": options.optimizer, "parameters": options.parameters},
-        )
+        measure(system, options, lambda: step_of(engine()), homes=homes)
+
+        # A model of this size takes minutes to build, and its steps may be of another size.
+        if options.also_groups:
+            options.batch = options.batch // options.groups * options.also_groups
+            options.groups = options.also_groups
+            engine().set_train_batch_size(options.batch)
+            measure(system, options, lambda: step_of(engine()), homes=homes)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

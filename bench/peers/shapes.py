@@ -76,14 +76,15 @@ class Shape:
 SHAPES = {
     "3b": Shape(hidden=2048, ffn=11008, heads=16, kv_heads=2, layers=36, vocab=151936),
     "3b24": Shape(hidden=2048, ffn=11008, heads=16, kv_heads=2, layers=24, vocab=151936),
+    "7b": Shape(hidden=3584, ffn=18944, heads=28, kv_heads=4, layers=28, vocab=152064),
     "8b": Shape(hidden=4096, ffn=14336, heads=32, kv_heads=8, layers=32, vocab=128256),
     "15b": Shape(hidden=5120, ffn=13824, heads=40, kv_heads=8, layers=48, vocab=152064),
     "32b": Shape(hidden=5120, ffn=27648, heads=40, kv_heads=8, layers=64, vocab=152064),
     "1b": Shape(hidden=2048, ffn=8192, heads=32, kv_heads=8, layers=16, vocab=128256),
     "tiny": Shape(hidden=128, ffn=256, heads=4, kv_heads=2, layers=4, vocab=1024),
 }
-"""`15b` and `32b` have the sizes of Qwen2.5-14B and Qwen2.5-32B. `3b24` is 3b with 24 layers: what DeepSpeed's NVMe
-mode is measured on. `tiny` is for smoke runs on a CPU."""
+"""`7b`, `15b` and `32b` have the sizes of Qwen2.5-7B, Qwen2.5-14B and Qwen2.5-32B. `3b24` is 3b with 24 layers: what
+DeepSpeed's NVMe mode is measured on. `tiny` is for smoke runs on a CPU."""
 
 
 def llama_config(shape: Shape, sequence_length: int) -> PretrainedConfig:
