@@ -55,6 +55,9 @@ ROOMY = {
 }
 LORA: dict[str, dict[str, Any]] = {"dropped": {"lora_dropout": 0.1}, "dora": {"use_dora": True}, "plain": {}}
 
+# Adapters over a decoded base go on over the quantised one, as people do it, and are told that nothing is compared.
+pytestmark = pytest.mark.filterwarnings("ignore:the adapter .* stores its weights in other numbers:UserWarning")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:

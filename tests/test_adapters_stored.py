@@ -190,6 +190,16 @@ def test_train_refuses_an_adapter_whose_named_base_has_other_weights(
     assert f"is for {base}, whose weights are others than those of {other}" in capsys.readouterr().err
 
 
+def test_check_base_that_is_stored_in_other_numbers_warns_that_nothing_is_compared(base: Path, tmp_path: Path) -> None:
+    given = stored_adapter(base, tmp_path / "given")
+    other = shutil.copytree(base, tmp_path / "other")
+    weights = {name: value.float() for name, value in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    setting("base_model_name_or_path", str(base))(given, base)
+    with pytest.warns(UserWarning, match="stores its weights in other numbers"):
+        check_base(given, other, identity_of(other), str(other))
+
+
 @pytest.mark.parametrize(("named", "is_told"), [("/gone/llama", True), ("org/llama", True), ("/gone/base", False)])
 def test_check_base_of_an_adapter_whose_base_is_not_here_warns_unless_the_names_agree(
     named: str, is_told: bool, base: Path, tmp_path: Path

@@ -98,6 +98,11 @@ def check_base(adapter: Path, folder: Path, identity: Mapping[str, str], base: s
         _check_named(adapter, Path(other).expanduser(), folder, identity)
 
 
+def _numbers_of(folder: Path) -> set[tuple[str, str, tuple[int, ...]]]:
+    """Return the name, dtype and shape of each tensor that a model's folder stores."""
+    return {(tensor.name, tensor.dtype, tensor.shape) for tensor in read_headers(folder).values()}
+
+
 def _check_named(adapter: Path, other: Path, folder: Path, identity: Mapping[str, str]) -> None:
     """Compare the base that an adapter of another program names with the one that it is given.
 
@@ -105,12 +110,20 @@ def _check_named(adapter: Path, other: Path, folder: Path, identity: Mapping[str
         ConfigError: they are others.
     """
     if any(other.glob("*.safetensors")):
-        named = identity_of(other)
-        if named != identity:
+        if identity_of(other) == identity:
+            return
+        if _numbers_of(other) == _numbers_of(folder):
             raise ConfigError(
                 f"model.lora.adapter: {adapter} is for {shown(str(other))}, whose weights are others than those of "
                 f"{folder}. Set model.path to its own base."
             )
+
+        # A quantised copy, or one in another dtype, may well be of the same model.
+        warnings.warn(
+            f"the adapter {adapter} is for {shown(str(other))}, which stores its weights in other numbers than "
+            f"{folder} does. So they cannot be compared; whether both are the same model nobody can tell.",
+            stacklevel=2,
+        )
         return
 
     # The folder of a snapshot has the name of the hub in the one above.
