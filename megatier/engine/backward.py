@@ -7,9 +7,10 @@ anchor as an input, and only a backward that trains comes to the anchor's end.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from megatier.engine.stage import Stage
 from megatier.errors import StreamedModelError
@@ -20,6 +21,37 @@ GONE = (
     "that had retain_graph=True."
 )
 """What autograd says of a plain graph, which serves one backward."""
+
+
+def sever(result: Tensor, anchor: Tensor, module_name: str) -> Tensor:
+    """Return what a module gave outside of the model's forward, such that a backward through it is refused.
+
+    Args:
+        result: a tensor of the result.
+        anchor: a scalar that requires a gradient, so that a backward comes.
+        module_name: the name of the module in the model.
+    """
+    if not result.is_floating_point():
+        return result
+    severed: Tensor = _Severed.apply(result, anchor, module_name)  # type: ignore[no-untyped-call]
+    return severed
+
+
+class _Severed(torch.autograd.Function):
+    """A tensor through which no gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, anchor: Tensor, module_name: str) -> Tensor:  # noqa: ANN401
+        ctx.module_name = module_name
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:  # noqa: ANN401
+        raise StreamedModelError(
+            f"{ctx.module_name} was called outside of the model's forward, where no gradient comes to its weights or "
+            "passes through it. Call it in `with streamed.one_forward():`, together with the model's own forward and "
+            "before the backward; or take what it gave with .detach(). Drop this step with abandon()."
+        )
 
 
 class Purpose(NamedTuple):

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from megatier.engine.backward import sever
 from megatier.engine.call import Call, collector, uncaught
 from megatier.engine.carried import Arguments, copy_attributes
 from megatier.engine.rows import Rows
@@ -116,8 +118,10 @@ class Node:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
         """Run the module's forward, with weights that come for it."""
-        self._check_running()
         stage = self.stage
+        if stage.alone and not stage.is_running:
+            return self._run_alone(args, kwargs)
+        self._check_running()
         training = torch.is_grad_enabled()
 
         # A forward that is run again would append keys and values a second time: the same loss, wrong gradients.
@@ -269,6 +273,21 @@ class Node:
             copies.append(copy)
 
         return copies
+
+    def _run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Run the module by itself, outside of a forward of the model, as an evaluation of its own.
+
+        Nobody knows which group such a call belongs to. So no gradient passes through what it gives, and a backward
+        that comes there is refused.
+        """
+        assert self.stage.alone is not None
+        with torch.no_grad(), self.stage.alone(f"{self.module_name} by itself"):
+            found = self(*args, **kwargs)
+
+        given = (x for x in Arguments(args, kwargs).leaves if torch.is_tensor(x))
+        if torch.is_grad_enabled() and (self.trains or any(x.requires_grad for x in given)):
+            return tree_map_only(Tensor, lambda x: sever(x, self.stage.anchor, self.module_name), found)
+        return found
 
     def _check_running(self) -> None:
         """Check that this is a part of a forward of the model.

@@ -122,6 +122,8 @@ class Stage:
     """A context for every forward and backward of a unit: how its products are taken."""
     is_running: bool = True
     """Whether a forward of the model runs. Only then is it known which step's weights a module is to have."""
+    alone: Callable[[str], contextlib.AbstractContextManager[None]] | None = None
+    """Runs one module outside of a forward of the model, as an evaluation with a name; None: that is refused."""
     checks_finite: bool = False
     """Stop at the first unit with a value that is not finite (a diagnosis, not a training mode)."""
     learnt: dict[str, list[tuple[int, ...] | None]] | None = None

@@ -128,6 +128,9 @@ class Streamed(ClosedWhenDropped, StreamedState):
         guard_methods(self.model, self.device, self._engine.options.dtype)
         vars(self.model)["zero_grad"] = self.optimizer.zero_grad
         mark_streamed(self.model.parameters(), self._has_gradient)
+        # Ranks come to an evaluation together, of which one that calls a module knows nothing.
+        if self.num_ranks == 1:
+            self._engine.model.stage.alone = self.one_forward
         self._own()
 
     def __enter__(self) -> Self:
