@@ -50,13 +50,13 @@ def test_plan_prints_bytes_times_and_changes(capsys: pytest.CaptureFixture[str])
 
 
 def test_plan_of_the_example_of_100b_fits_its_host(capsys: pytest.CaptureFixture[str]) -> None:
-    """It has been run there in so many bytes, in 78 to 83 s a step."""
+    """It has been run there with so many bytes, in 72 to 79 s a step."""
     machine = str(ROOT / "examples/machines/h100-64-cores.yaml")
     assert main(["plan", str(ROOT / "examples/llama-100b.yaml"), "--machine", machine, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["num_parameters"] == found["num_trained"] == 100_648_443_904
-    assert 75 < found["seconds"] < 85
-    assert found["moved_bytes"]["nvme_to_ram"] < 80 << 30
+    assert 65 < found["seconds"] < 80
+    assert found["moved_bytes"]["nvme_to_ram"] < 60 << 30
     assert found["export_bytes"] == 0
 
 
