@@ -7,26 +7,88 @@ it already, so nothing is put into it here. This module needs PEFT; it is import
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Never, NoReturn
+from typing import Any, Never, NoReturn, Self
 
-from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftModel
+from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftModel, PeftType
+from peft.tuners.lora import LoraLayer, LoraModel
 from torch import nn
 from transformers import PreTrainedModel
 
 from megatier.adapters.given import without_adapters
 from megatier.adapters.lora import ADAPTER, adapter_config
+from megatier.adapters.methods import refuse_unknown
+from megatier.adapters.weights import base_name
 from megatier.errors import ConfigError
+from megatier.numerics.adapted import is_wrapper, wrappers_in
 
 KIND = "STREAMED"
 """The task for which PEFT's `get_peft_model` makes a `StreamedPeftModel`."""
 
 
-class StreamedPeftModel(PeftModel):  # type: ignore[misc]
-    """A `PeftModel` around a model whose one adapter is a part of its units.
+class _Around:
+    """What both of PEFT's models around a streamed one have: they are where it is, and have its gradients."""
+
+    get_base_model: Callable[[], PreTrainedModel]
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:  # noqa: ANN401 - torch's
+        """Stay where the model computes, or refuse as it does."""
+        self.get_base_model().to(*args, **kwargs)
+        return self
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's
+        """Drop the step's gradients, as the model does."""
+        self.get_base_model().zero_grad(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
+        """Run the model's own forward."""
+        return self.get_base_model()(*args, **kwargs)
+
+    def set_adapter(self, adapter_name: str | list[str], *_: Never, **__: Never) -> None:
+        """Refuse another adapter than the one that there is.
+
+        Raises:
+            ConfigError: another one is asked for.
+        """
+        if adapter_name not in (ADAPTER, [ADAPTER]):
+            _refuse_second(adapter_name)
+
+
+@refuse_unknown
+class StreamedLoraModel(_Around, LoraModel):  # type: ignore[misc]
+    """The model of PEFT's that holds adapters, around a model in which they are. It gives parameters PEFT's names.
 
     Attributes:
-        base_model: the model.
+        model: the model.
+        active_adapter: the name of the adapter.
+        targeted_module_names: the modules that have an adapter.
+        targeted_parameter_names: the single parameters that have one.
+    """
+
+    model: Any
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Take a streamed model; nothing is put into it."""
+        nn.Module.__init__(self)
+        self.model = model
+        self.active_adapter = ADAPTER
+        layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+        self.targeted_module_names = [name for name, module in layers if not is_wrapper(module)]
+        self.targeted_parameter_names = [base_name(name) for name in wrappers_in(model)]
+
+    def get_base_model(self) -> PreTrainedModel:
+        """Return the model itself, with its adapters."""
+        model: PreTrainedModel = self.model
+        return model
+
+
+@refuse_unknown
+class StreamedPeftModel(_Around, PeftModel):  # type: ignore[misc]
+    """A `PeftModel` around a model whose one adapter is a part of its units. Parameters have PEFT's names.
+
+    Attributes:
+        base_model: the model of PEFT's around the model.
         active_adapter: the name of the adapter.
     """
 
@@ -35,36 +97,30 @@ class StreamedPeftModel(PeftModel):  # type: ignore[misc]
     def __init__(self, model: PreTrainedModel, *_: object, **__: object) -> None:
         """Take a streamed model, and nothing of what else PEFT gives to those who put adapters into one."""
         nn.Module.__init__(self)
-        self.base_model = model
+        self.base_model = StreamedLoraModel(model)
         self.active_adapter = ADAPTER
+        self.peft_type = PeftType.LORA
+        self.special_peft_forward_args: set[str] = set()
         self._is_prompt_learning = False
         """Says to PEFT that `peft_config` is the model's."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
-        """Run the model's own forward."""
-        return self.base_model(*args, **kwargs)
+    @property
+    def _adapters_disabled(self) -> bool:
+        """Says to PEFT whether the adapters are off now."""
+        return any(module._disable_adapters for module in self.modules() if isinstance(module, LoraLayer))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
         """Generate as the model itself does."""
-        return self.base_model.generate(*args, **kwargs)
+        return self.base_model.model.generate(*args, **kwargs)
 
     def get_base_model(self) -> PreTrainedModel:
         """Return the model itself, with its adapters."""
-        model: PreTrainedModel = self.base_model
+        model: PreTrainedModel = self.base_model.model
         return model
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Inside, forwards are those of the base; use it under `torch.no_grad`."""
-        return without_adapters(self.base_model)
-
-    def to(self, *args: Any, **kwargs: Any) -> StreamedPeftModel:  # noqa: ANN401 - torch's
-        """Stay where the model computes, or refuse as it does."""
-        self.base_model.to(*args, **kwargs)
-        return self
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's
-        """Drop the step's gradients, as the model does."""
-        self.base_model.zero_grad(*args, **kwargs)
+        return without_adapters(self.get_base_model())
 
     def enable_input_require_grads(self) -> None:
         """Do nothing: how activations are computed again needs no gradient of the first layer's input here."""
@@ -75,22 +131,17 @@ class StreamedPeftModel(PeftModel):  # type: ignore[misc]
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(
-            f"a streamed model has one adapter, and another one, {adapter_name!r}, is asked for. TRL does so to keep "
-            "adapters that were trained before as the reference: give ref_model. The reference of new ones, from "
-            "peft_config, is the base, which needs no second model."
-        )
+        _refuse_second(adapter_name)
 
     load_adapter = add_adapter
 
-    def set_adapter(self, adapter_name: str, *_: Never, **__: Never) -> None:
-        """Refuse another adapter than the one that there is.
 
-        Raises:
-            ConfigError: another one is asked for.
-        """
-        if adapter_name != ADAPTER:
-            self.add_adapter(adapter_name)
+def _refuse_second(name: object) -> NoReturn:
+    raise ConfigError(
+        f"a streamed model has one adapter, and another one, {name!r}, is asked for. TRL does so to keep adapters that "
+        "were trained before as the reference: give ref_model. The reference of new ones, from peft_config, is the "
+        "base, which needs no second model."
+    )
 
 
 MODEL_TYPE_TO_PEFT_MODEL_MAPPING[KIND] = StreamedPeftModel

@@ -27,6 +27,7 @@ from typing import Any, Self
 import torch
 from transformers.utils.generic import ModelOutput
 
+from megatier.adapters.methods import guard_adapters
 from megatier.config.schema import TrainConfig
 from megatier.config.values import check_setting
 from megatier.dropped import ClosedWhenDropped
@@ -126,6 +127,8 @@ class Streamed(ClosedWhenDropped, StreamedState):
         # A function, no method: accelerate would bind a method to the model.
         self.model.forward = entering(self._forward, self.model.forward)
         guard_methods(self.model, self.device, self._engine.options.dtype)
+        if self.has_adapters:
+            guard_adapters(self.model)
         vars(self.model)["zero_grad"] = self.optimizer.zero_grad
         mark_streamed(self.model.parameters(), self._has_gradient)
         # Ranks come to an evaluation together, of which one that calls a module knows nothing.

@@ -1,0 +1,151 @@
+"""PEFT's methods at a streamed model: which are right, and what is done instead of the others.
+
+PEFT's methods change modules and weights where they lie, and the weights of a streamed model lie elsewhere. So a method
+is right if it only looks or computes, and refused by name if not. One that is not known here is refused too.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NoReturn
+
+from torch import nn
+
+from megatier.adapters.lora import ADAPTER
+from megatier.errors import StreamedModelError
+from megatier.models.decoder import is_adapter
+
+RIGHT = ""
+"""The method does what it does in PEFT, or what the streamed model's own class says."""
+BEFORE = (
+    "Call it on the PeftModel before megatier.stream takes that, or write the adapters with Streamed.export(folder) "
+    "and call it on what PeftModel.from_pretrained(base, folder) loads."
+)
+MERGED = (
+    "Write the adapters with Streamed.export(folder); then `megatier export folder merged --merge` merges them piece "
+    "by piece, or PeftModel.from_pretrained(base, folder) takes this call."
+)
+WRITTEN = "Write the adapters with Streamed.export(folder), or with save_model(folder) of the trainer."
+SWITCHED = (
+    "Adapters are on, except inside of `with streamed.disable_adapter():` (or disable_adapter() of the trainer's "
+    "model), under torch.no_grad()."
+)
+TRAINED = f"Which parameters are trained was settled by megatier.stream. {BEFORE}"
+PROMPTS = "It belongs to prompts that are trained, and a streamed model has adapters of LoRA alone."
+
+METHODS: dict[str, str] = {
+    # What looks at the model, or computes with it.
+    "active_adapter": RIGHT,
+    "active_adapters": RIGHT,
+    "active_peft_config": RIGHT,
+    "base_model_torch_dtype": RIGHT,
+    "create_or_update_model_card": RIGHT,
+    "disable_adapter": RIGHT,
+    "generate": RIGHT,
+    "get_base_model": RIGHT,
+    "get_layer_status": RIGHT,
+    "get_model_config": RIGHT,
+    "get_model_status": RIGHT,
+    "get_nb_trainable_parameters": RIGHT,
+    "has_active_enabled_adapter": RIGHT,
+    "modules_to_save": RIGHT,
+    "peft_config": RIGHT,
+    "prefix": RIGHT,
+    "print_trainable_parameters": RIGHT,
+    "supports_lora_conversion": RIGHT,
+    "target_module_mapping": RIGHT,
+    "tuner_layer_cls": RIGHT,
+    "uses_shared_state": RIGHT,
+    # Nothing is ever merged.
+    "unmerge_adapter": RIGHT,
+    # Of the one adapter that there is they do nothing, and refuse another.
+    "set_adapter": RIGHT,
+    # What makes an adapter, takes it away, or changes it.
+    "add_adapter": BEFORE,
+    "add_weighted_adapter": BEFORE,
+    "delete_adapter": BEFORE,
+    "enable_peft_hotswap": BEFORE,
+    "from_pretrained": "PeftModel.from_pretrained(base, folder, is_trainable=True) gives what megatier.stream takes.",
+    "inject_adapter": BEFORE,
+    "load_adapter": BEFORE,
+    "subtract_mutated_init": BEFORE,
+    "unload": "Streamed.disable_adapter() gives the forwards of the base, and the base's folder its weights.",
+    # What changes how it is trained.
+    "enable_input_require_grads": RIGHT,
+    "prepare_model_for_gradient_checkpointing": 'megatier.stream(..., activations="recompute") is the way to do that.',
+    "set_requires_grad": TRAINED,
+    "disable_adapter_layers": SWITCHED,
+    "disable_adapters": SWITCHED,
+    "enable_adapter_layers": SWITCHED,
+    "enable_adapters": SWITCHED,
+    # What takes weights out.
+    "get_adapter_state_dict": "Streamed.state_dict() has them, and Streamed.export(folder) writes them.",
+    "get_prompt": PROMPTS,
+    "get_prompt_embedding_to_save": PROMPTS,
+    "merge_adapter": MERGED,
+    "merge_and_unload": MERGED,
+    "push_to_hub": WRITTEN,
+    "save_pretrained": WRITTEN,
+}
+"""The public methods and properties of PEFT's models, and of transformers' models for adapters: what to do instead."""
+
+LAYER: dict[str, str] = {
+    "delete_adapter": BEFORE,
+    "enable_adapters": SWITCHED,
+    "merge": MERGED,
+    "reset_lora_parameters": BEFORE,
+    "set_adapter": BEFORE,
+    "set_base_weight": BEFORE,
+    "set_requires_grad": TRAINED,
+    "unload_and_optionally_merge_module": MERGED,
+    "update": BEFORE,
+    "update_layer": BEFORE,
+    **dict.fromkeys(("corda_init", "loftq_init", "lora_ga_init", "mica_init", "olora_init"), BEFORE),
+    **dict.fromkeys(("orthogonal_init", "pissa_init", "init_modules"), BEFORE),
+}
+"""Methods of PEFT's layers that are refused. Their forwards call some of the others, with weights that are bound."""
+
+MODEL = (
+    *("add_adapter", "delete_adapter", "load_adapter", "set_adapter"),
+    *("disable_adapters", "enable_adapters", "enable_peft_hotswap", "get_adapter_state_dict"),
+)
+"""Methods of transformers' models that change adapters or take them out."""
+
+
+def refuse_unknown(kind: type[nn.Module]) -> type[nn.Module]:
+    """Let a class over one of PEFT's refuse all public methods of that one which are not known to be right."""
+    known = {*dir(nn.Module), *vars(kind)}
+    for name in dir(kind):
+        remedy = METHODS.get(name, BEFORE)
+        is_method = not name.startswith("_") and name not in known and callable(getattr(kind, name))
+        if is_method and remedy is not RIGHT:
+            # A static method takes no instance, and so refuses also what is called on the class.
+            setattr(kind, name, staticmethod(functools.partial(refuse, name, remedy)))
+    return kind
+
+
+def guard_adapters(model: nn.Module) -> None:
+    """Let a streamed model with adapters, and PEFT's layers in it, refuse what would change these or take them out."""
+    _guard(model, {name: METHODS[name] or BEFORE for name in MODEL})
+    vars(model)["active_adapters"] = functools.partial(list, [ADAPTER])
+    for module in model.modules():
+        if is_adapter(module):
+            _guard(module, LAYER)
+
+
+def _guard(module: nn.Module, refused: dict[str, str]) -> None:
+    for name, remedy in refused.items():
+        if callable(getattr(type(module), name, None)):
+            vars(module)[name] = functools.partial(refuse, name, remedy)
+
+
+def refuse(name: str, remedy: str, *_: object, **__: object) -> NoReturn:
+    """Refuse a method of PEFT's.
+
+    Raises:
+        StreamedModelError: always.
+    """
+    raise StreamedModelError(
+        f"{name} would change adapters of a streamed model, or take them out of it, and their weights lie on "
+        f"megatier's tiers. {remedy}"
+    )
