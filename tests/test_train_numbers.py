@@ -7,20 +7,23 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plain_adamw import PlainAdamW
 from safetensors.torch import load_file
 from small_commands import IMMEDIATE, MODEL, PLACES, command, leftovers, metrics, write_chats
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatier.cli import main
+from megatier.config.file import load_saved
 from megatier.config.schema import TrainConfig
 from megatier.config.values import parse_bytes
+from megatier.data.packing import PackedText
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.train.loop import rate_of
 
@@ -143,6 +146,83 @@ def test_train_a_fresh_process_gives_the_same_bytes(tmp_path: Path) -> None:
         losses = [record.get("loss", record.get("heldout_loss")) for record in metrics(folder)]
         found.append((losses, (folder / "run" / "model" / "model.safetensors").read_bytes()))
     assert found[0] == found[1]
+
+
+# ---------------------------------------------------------------------- the same loop, in plain torch
+
+LORA_NAMES = "q_proj", "up_proj", "down_proj"
+
+
+def plain_start(source: Path, *, is_adapted: bool) -> Any:
+    """The model that a run begins with, as transformers and PEFT make it."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    if is_adapted:
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(0)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=list(LORA_NAMES))
+        model = peft.get_peft_model(model, config).get_base_model()
+    return model.train()
+
+
+def plain_steps(model: Any, text: PackedText, update: Callable[[int, float], object]) -> list[float]:
+    """Twenty steps of a loop by hand, over the rows of a run in the order of the run; returns the losses."""
+    losses = []
+    for step in range(1, 21):
+        batch = text.batch(step - 1, 4)
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        update(step, 1e-2 * min(1.0, step / 5))
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # PEFT asks by a name that goes
+@pytest.mark.parametrize("is_adapted", [False, True], ids=["whole", "lora"])
+def test_train_twenty_steps_are_those_of_a_plain_loop(is_adapted: bool, tmp_path: Path) -> None:
+    """In every bit with AdamW in single operations; with torch's own, and with a fused loss, to 1e-6 of the loss."""
+    source = tmp_path / "source"
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**{**MODEL, "num_hidden_layers": 2})).save_pretrained(source)
+    byte_tokenizer().save_pretrained(source)
+    settings: dict[str, Any] = {"model.path": str(source), "model.fused_loss": False, "train.steps": 20}
+    settings |= {"train.clip": "null", "train.weight_decay": 0.1, "train.warmup_steps": 5, "train.schedule": "constant"}
+    settings |= {"output.checkpoint_every": 0, "train.evaluate_batches": 1, **PLACES["gpu_ram"]}
+    if is_adapted:
+        settings |= {"model.lora.rank": 4, "model.lora.alpha": 8, "model.lora.targets": ",".join(LORA_NAMES)}
+    losses = {}
+    for name, fused in (("run", False), ("fused", True)):
+        folder = tmp_path / name
+        folder.mkdir()
+        words = command(folder, {**settings, "model.fused_loss": fused, "output.export_dtype": "fp32"})
+        assert main(words) == 0
+        losses[name] = [record["loss"] for record in metrics(folder) if "loss" in record]
+    stored = "adapter_model.safetensors" if is_adapted else "model.safetensors"
+    found = load_file(tmp_path / "run" / "run" / "model" / stored)
+
+    config = load_saved(tmp_path / "run" / "run" / "config.yaml")
+    text = PackedText.build(config.data, byte_tokenizer(), tmp_path / "run" / "run" / "data")
+    model = plain_start(source, is_adapted=is_adapted)
+    assert plain_steps(model, text, PlainAdamW(model, None).step) == losses["run"]
+    trained = {key: value for key, value in model.named_parameters() if value.requires_grad}
+    names = {key: f"base_model.model.{key}".replace(".default", "") if is_adapted else key for key in trained}
+    assert sorted(names.values()) == sorted(found)
+    assert [key for key, name in names.items() if not torch.equal(trained[key], found[name])] == []
+
+    other = plain_start(source, is_adapted=is_adapted)
+    matrices = [value for value in other.parameters() if value.requires_grad and value.ndim > 1]
+    vectors = [value for value in other.parameters() if value.requires_grad and value.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups)
+
+    def update(_: int, rate: float) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+
+    expected = pytest.approx(plain_steps(other, text, update), rel=1e-6)
+    assert losses["run"] == expected
+    assert losses["fused"] == expected
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
