@@ -271,6 +271,72 @@ def test_trainer_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
         assert trainer.evaluate()["eval_loss"] == min(losses.values())
 
 
+def test_trainer_best_model_is_weights_alone(tmp_path: Path) -> None:
+    """Moments and the number of the step stay those of the last step, as under the plain Trainer."""
+    given = arguments(tmp_path / "run", max_steps=1, warmup_steps=0)
+    with open_streamed(tmp_path) as streamed:
+        MegatierTrainer(streamed, given, train_dataset=Rows(60)).train()
+        streamed.save(tmp_path / "first")
+        best = streamed.state_dict()
+        MegatierTrainer(streamed, given, train_dataset=Rows(60)).train()
+        last = streamed.save(tmp_path / "second")
+        streamed.restore_weights(tmp_path / "first")
+        assert streamed.steps == 2
+        assert all(torch.equal(value, best[name]) for name, value in streamed.state_dict().items())
+        mixed = streamed.save(tmp_path / "third")
+    for group, are_equal in (("params", False), ("exp_avg", True), ("exp_avg_sq", True)):
+        files = [path.relative_to(last) for path in (last / group).rglob("*/c/*") if path.is_file()]
+        assert files
+        assert all((last / path).read_bytes() == (mixed / path).read_bytes() for path in files) == are_equal
+
+
+class Stopping(TrainerCallback):
+    """Stops training, or the epoch, within the second step; saves at the end of the epoch."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.trainer: Any = None
+
+    def on_substep_end(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            setattr(control, self.name, True)
+
+    def on_epoch_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        self.trainer.save_model(args.output_dir)
+
+
+def test_trainer_that_a_callback_stops_within_a_step_has_the_weights_of_before(tmp_path: Path) -> None:
+    with open_streamed(tmp_path) as streamed:
+        stopping = Stopping("should_training_stop")
+        stopping.trainer = trainer = MegatierTrainer(
+            streamed, arguments(tmp_path / "run"), train_dataset=Rows(60), callbacks=[stopping]
+        )
+        trainer.train()
+        assert (streamed.steps, streamed.is_in_step) == (1, False)
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32).state_dict()
+        assert all(torch.equal(value, saved[name]) for name, value in streamed.state_dict().items())
+
+
+def test_trainer_epoch_that_a_callback_stops_within_a_step_is_refused(tmp_path: Path) -> None:
+    with open_streamed(tmp_path) as streamed:
+        stopping = Stopping("should_epoch_stop")
+        given = arguments(tmp_path / "run", max_steps=-1, num_train_epochs=2)
+        stopping.trainer = trainer = MegatierTrainer(streamed, given, train_dataset=Rows(60), callbacks=[stopping])
+        with pytest.raises(ConfigError, match="should_epoch_stop in on_substep_end"):
+            trainer.train()
+
+
+def test_trainer_scheduler_of_another_optimizer_is_refused_and_of_its_own_is_taken(tmp_path: Path) -> None:
+    with open_streamed(tmp_path) as streamed:
+        other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(other)
+        with pytest.raises(ConfigError, match=r"make it over streamed\.optimizer"):
+            MegatierTrainer(streamed, arguments(tmp_path), optimizers=(None, scheduler))
+        own = torch.optim.lr_scheduler.LambdaLR(streamed.optimizer, lambda _: 0.5)
+        trainer = MegatierTrainer(streamed, arguments(tmp_path), optimizers=(streamed.optimizer, own))
+        assert trainer.lr_scheduler is own
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

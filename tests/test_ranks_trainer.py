@@ -131,7 +131,7 @@ def fail_loss(folder: Path) -> list[float]:
 
     class Poisoned(MegatierTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().compute_loss(*args, **kwargs)
+            found: Any = super().compute_loss(*args, **kwargs)
             is_due = torch.is_grad_enabled() and self.state.global_step == 1 and self.args.process_index == 1
             return found * float("nan") if is_due else found
 

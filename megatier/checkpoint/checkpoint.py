@@ -20,7 +20,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -235,6 +235,7 @@ def restore(
     path: Path,
     progress: Callable[[Unit], None] = lambda _: None,
     take_rest: Callable[[], None] = lambda: None,
+    weights_only: bool = False,
 ) -> None:
     """Fill the whole state of a run, also after something broke off while state was changed.
 
@@ -246,6 +247,7 @@ def restore(
         path: the checkpoint.
         progress: is called after each unit.
         take_rest: takes what belongs to the state and is no array. If it fails, the state is torn.
+        weights_only: fill the masters alone; moments stay as they are, so the state must not be torn.
 
     Raises:
         CheckpointError: the arrays are not those of this model or checkpoint, or damaged.
@@ -269,17 +271,22 @@ def restore(
     # If something breaks off in here, also on another rank, the state is torn until it is loaded again. `loading` is
     # outermost, so that it sees the error of another rank, which `together` raises here.
     with session.player.loading(), crew.together():
-        _fill(session, arrays, progress)
+        _fill(session, arrays, progress, (MASTERS,) if weights_only else ARRAYS)
         take_rest()
 
 
-def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray], progress: Callable[[Unit], None]) -> None:
-    """Fill all state from arrays, unit by unit."""
+def _fill(
+    session: Session,
+    arrays: dict[tuple[str, str], StoredArray],
+    progress: Callable[[Unit], None],
+    groups: Collection[str],
+) -> None:
+    """Fill state from groups of arrays, unit by unit."""
     # Units are filled one after the other, so staging buffers are all the RAM that this takes.
     with _files(arrays.values()) as files:
         for unit in session.units:
             for name, planes in unit.layout.schema.arrays.items():
-                if not (tensors := tensors_of(unit.layout, name)):
+                if name not in groups or not (tensors := tensors_of(unit.layout, name)):
                     continue
 
                 places = [arrays[name, tensor.name] for tensor in tensors]

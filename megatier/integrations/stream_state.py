@@ -298,6 +298,19 @@ class StreamedState(ABC):
         # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
         restore(self._session, checkpoint, take_rest=take_rest)
 
+    def restore_weights(self, folder: str | os.PathLike[str]) -> None:
+        """Take the masters of the last checkpoint of a folder alone: moments, settings and steps stay as they are.
+
+        Raises:
+            CheckpointError: see `restore`.
+            TornStateError: something was interrupted while state was changed, so `restore` has to mend it.
+        """
+        self._settle("Restoring weights", "restore_weights()")
+        checkpoint, _, _ = self._crew.first(lambda: _find_saved(Path(folder), self._kept))
+        self._crew.first(lambda: _check_base(checkpoint, noted(self.model)))
+        self._held.let_go()
+        restore(self._session, checkpoint, weights_only=True)
+
     def _settle(self, what: str, call: str) -> None:
         """Finish all updates that are due, so that weights may be read.
 

@@ -186,6 +186,11 @@ class Streamed(ClosedWhenDropped, StreamedState):
         check_setting("clip", norm)
         self._clip = norm
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is open: a forward with gradients was made since the last step."""
+        return self._groups > 0
+
     def grad_norm(self) -> float:
         """Return the exact global norm of the step's gradients, before they are clipped.
 

@@ -9,10 +9,11 @@ the extra `trainer` (accelerate).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,15 @@ from megatier.data.samplers import WholeRounds, WholeSteps
 from megatier.durable import discard
 from megatier.errors import ConfigError
 from megatier.guards.trainer_arguments import check_given, check_stream_kwargs, check_training_arguments, refuse_any
+from megatier.guards.trainer_methods import COMPARED, check_overrides, overriding
+from megatier.integrations.cut_step import CutStep
 from megatier.integrations.stream import stream
 from megatier.integrations.streamed import Streamed
+from megatier.models.decoder import decays
 
 STATE_FOLDER = "megatier"
 """Folder in a checkpoint of the Trainer, with masters and moments."""
+OWN_OPTIMIZER = "a streamed model brings its optimizer; give none to the Trainer."
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 """Names of the files that hold a model's weights, whole or in shards, and of their index."""
 
@@ -102,8 +107,13 @@ class StreamedTraining(Base):
             super().__init__(model=shown, **kwargs)
         del model.model.hf_device_map
         self._check_arguments()
+        self._check_methods()
 
         self._follow_arguments()
+        self.callback_handler.callbacks.insert(0, CutStep(model, self._losses))
+        if model.num_ranks > 1:
+            # By its outermost override, which need not call that of a class below.
+            self.compute_loss = functools.partial(self._loss_of_rank, self.compute_loss)  # type: ignore[method-assign]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:  # noqa: ANN401 - Python's
         """Refuse a class in which a trainer comes before the mixin, whose methods would never be called.
@@ -147,10 +157,10 @@ class StreamedTraining(Base):
         prepared: nn.Module = self.accelerator.prepare_model(wrapped, device_placement=False, evaluation_mode=True)
         return prepared
 
-    def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the Trainer's
-        """Return the Trainer's loss; in training, this rank's part of the mean over ranks, since a step adds up."""
-        found = super().compute_loss(model, *args, **kwargs)
-        if not torch.is_grad_enabled() or self.streamed.num_ranks == 1:
+    def _loss_of_rank(self, compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Return the trainer's loss; in training, this rank's part of the mean over ranks, since a step adds up."""
+        found = compute_loss(*args, **kwargs)
+        if not torch.is_grad_enabled():
             return found
         if isinstance(found, tuple):
             return found[0] / self.streamed.num_ranks, *found[1:]
@@ -161,7 +171,12 @@ class StreamedTraining(Base):
 
         The Trainer adds up what this returns. So the losses of the other groups are added here, in the order in which
         one process would add them.
+
+        Raises:
+            ConfigError: a subclass has put another optimizer in the place of the streamed model's.
         """
+        if getattr(self.optimizer, "optimizer", self.optimizer) is not self.streamed.optimizer:
+            raise ConfigError(OWN_OPTIMIZER)
         own: Tensor = super().training_step(*args, **kwargs)
         if self.streamed.num_ranks == 1:
             return own
@@ -378,8 +393,11 @@ class StreamedTraining(Base):
         for file in folder.iterdir():
             if WEIGHTS.fullmatch(file.name) and file.name not in written and not self.streamed.has_adapters:
                 file.unlink()
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
+        tokenizer = self.processing_class
+        if tokenizer is None:
+            tokenizer = getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -412,9 +430,9 @@ class StreamedTraining(Base):
         streamed.restore(folder)
 
     def _load_best_model(self) -> None:
-        """Load the best checkpoint's masters, with its moments."""
+        """Load the best checkpoint's masters; moments stay those of the last step, as under the Trainer."""
         assert self.state.best_model_checkpoint is not None
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        self.streamed.restore_weights(Path(self.state.best_model_checkpoint) / STATE_FOLDER)
 
     def _check_arguments(self) -> None:
         """Refuse arguments of the Trainer that a streamed model cannot follow.
@@ -426,8 +444,13 @@ class StreamedTraining(Base):
         refuse_any(
             (
                 (
-                    self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
-                    "a streamed model brings its optimizer; give none to the Trainer.",
+                    self.optimizer not in (None, self.streamed.optimizer) or self.optimizer_cls_and_kwargs is not None,
+                    OWN_OPTIMIZER,
+                ),
+                (
+                    self.lr_scheduler is not None
+                    and getattr(self.lr_scheduler, "optimizer", None) is not self.streamed.optimizer,
+                    "optimizers has a scheduler of another optimizer: make it over streamed.optimizer.",
                 ),
                 (
                     self.compute_metrics is not None and not self.streamed.has_logits,
@@ -435,6 +458,27 @@ class StreamedTraining(Base):
                 ),
             )
         )
+
+    def _check_methods(self) -> None:
+        """Refuse overrides of the Trainer's methods that a streamed model cannot follow.
+
+        Raises:
+            ConfigError: names the first one, and what to do instead.
+        """
+        check_overrides(type(self), StreamedTraining, self.streamed.num_ranks)
+        if not overriding(type(self), StreamedTraining, COMPARED) or not self.args.weight_decay:
+            return
+        model = self.streamed.model
+        own = decays(model)
+        names = frozenset(self.get_decay_parameter_names(model))
+        trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        different = [name for name in trained if (name in names) != (name in own)]
+        if different:
+            raise ConfigError(
+                f"get_decay_parameter_names of {type(self).__name__}: {different[0]} "
+                f"{'decays' if different[0] in names else 'does not decay'} by it, and not so in a streamed model, in "
+                "which all parameters decay but biases and norms. Leave it out, or set weight_decay to 0."
+            )
 
 
 class MegatierTrainer(StreamedTraining, Trainer):

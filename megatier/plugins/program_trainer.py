@@ -93,6 +93,9 @@ class ProgramTraining(StreamedTraining):
 
         model.save_pretrained = save_pretrained  # type: ignore[assignment]
 
+    def _check_methods(self) -> None:
+        """Take a program's own trainer as it is: what its overrides are for are settings, which `refusals` knows."""
+
 
 def over(trainer: type[Trainer], opening: Opening, mixin: type[ProgramTraining] = ProgramTraining) -> type[Trainer]:
     """Return a trainer's class with the mixin in front."""

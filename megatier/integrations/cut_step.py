@@ -1,0 +1,48 @@
+"""A step of the Trainer that a callback has cut short, between two of its backwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerCallback
+
+from megatier.errors import ConfigError
+from megatier.integrations.streamed import Streamed
+
+
+class CutStep(TrainerCallback):
+    """Drops a step within which a callback has stopped training: its gradients change no weight, as under the Trainer.
+
+    It comes before all other callbacks, which may save or evaluate at the end of the epoch.
+    """
+
+    def __init__(self, streamed: Streamed, losses: list[Tensor]) -> None:
+        """Note the streamed model, and the losses of its open step."""
+        self._streamed = streamed
+        self._losses = losses
+        self._is_cut = False
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 - the Trainer's
+        """Begin with no step open."""
+        self._losses.clear()
+        self._is_cut = False
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
+        """Drop the step that is open still."""
+        if self._streamed.is_in_step:
+            self._streamed.abandon()
+            self._losses.clear()
+            self._is_cut = True
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
+        """Refuse to go on, where the Trainer would add the gradients of the cut step to those of the next one.
+
+        Raises:
+            ConfigError: the last epoch ended within a step.
+        """
+        if self._is_cut:
+            raise ConfigError(
+                "a callback has set should_epoch_stop in on_substep_end, so an epoch ended within a step. The Trainer "
+                "adds those gradients to the next step, and a streamed model cannot. Set it in on_step_end."
+            )
