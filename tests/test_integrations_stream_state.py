@@ -47,6 +47,10 @@ def test_weights_in_the_model_are_refused_and_the_error_says_where_they_are(tmp_
             streamed.model.state_dict()
         with pytest.raises(StreamedModelError, match=r"Streamed\.state_dict\(\)"):
             streamed.model.save_pretrained(tmp_path / "saved")
+        # Before transformers makes a repository, for which it would need a network.
+        push: Any = streamed.model.push_to_hub
+        with pytest.raises(StreamedModelError, match=r"push_to_hub .* Streamed\.export\(folder\)"):
+            push("somebody/model")
         parameter = next(streamed.model.parameters())
         for read in (parameter.cpu, parameter.tolist, parameter.numpy, streamed.model.cpu):
             with pytest.raises(StreamedModelError, match=r"Streamed\.read"):

@@ -14,7 +14,7 @@ from megatier.errors import StreamedModelError
 
 
 def guard_methods(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Let a model whose weights lie on tiers refuse `to`, `state_dict` and `load_state_dict`.
+    """Let a model whose weights lie on tiers refuse `to`, `state_dict`, `load_state_dict` and `push_to_hub`.
 
     Args:
         model: the model.
@@ -24,6 +24,7 @@ def guard_methods(model: PreTrainedModel, device: torch.device, dtype: torch.dty
     model.register_state_dict_pre_hook(_refuse_state_dict)
     model.register_load_state_dict_pre_hook(_refuse_load)
     vars(model)["to"] = functools.partial(_stay, model, device, dtype)
+    vars(model)["push_to_hub"] = _refuse_push
 
 
 def entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,4 +70,12 @@ def _refuse_load(*_: object) -> NoReturn:
     raise StreamedModelError(
         "load_state_dict cannot reach the weights on megatier's tiers: take back a saved state with "
         "Streamed.restore(folder), or give the weights to megatier.stream as a folder or a model in RAM."
+    )
+
+
+def _refuse_push(*_: object, **__: object) -> NoReturn:
+    # transformers makes the repository before it asks for weights, and would leave it empty.
+    raise StreamedModelError(
+        "push_to_hub cannot reach the weights on megatier's tiers: write a folder with Streamed.export(folder), and "
+        "push the model that from_pretrained loads from it, or upload the folder itself with `hf upload`."
     )
