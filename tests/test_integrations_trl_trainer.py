@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -285,9 +285,23 @@ def test_trl_option_that_a_streamed_model_cannot_follow_is_refused_by_name(name:
 
 
 def test_trl_arguments_that_open_a_model_are_refused_with_a_folder(tmp_path: Path) -> None:
-    arguments = {"model_init_kwargs": {"dtype": "float32"}}
-    with pytest.raises(ConfigError, match="model_init_kwargs: megatier opens the model"):
+    arguments = {"model_init_kwargs": {"dtype": "float32", "revision": "other"}}
+    with pytest.raises(ConfigError, match="model_init_kwargs has revision 'other': megatier opens the model"):
         build(streamed_class("sft"), tmp_path, "sft", tmp_path, **arguments)
+    with pytest.raises(ConfigError, match="quantization_config: TRL would quantise"):
+        build(streamed_class("sft"), tmp_path, "sft", tmp_path, given={"quantization_config": {"bits": 4}})
+
+
+def test_trl_arguments_that_trls_scripts_give_a_folder_are_taken(tmp_path: Path) -> None:
+    plain_model(exactness_config("plain")).save_pretrained(tmp_path / "model")
+    arguments = {"revision": "main", "trust_remote_code": False, "attn_implementation": None, "dtype": "float32"}
+    given = {"tiers": TIERS}
+    options = {"model_init_kwargs": arguments, "given": given}
+    trainer = build(streamed_class("sft"), str(tmp_path / "model"), "sft", tmp_path, **options)
+    with cast("Any", trainer).streamed as streamed:
+        assert streamed.model.dtype == torch.float32
+        trainer.args.max_steps = 1
+        trainer.train()
 
 
 def test_trl_dpo_from_a_folder_compares_with_the_folder(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from trl import RewardTrainer, SFTTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from megatier.errors import ConfigError
+from megatier.guards.init_kwargs import read_init_kwargs
 from megatier.guards.trainer_arguments import refuse_any
 from megatier.integrations.streamed import Streamed
 from megatier.integrations.transformers_trainer import StreamedTraining
@@ -44,6 +45,12 @@ class StreamedTrl(StreamedTraining):
         own = {} if (peft_config := given.pop("peft_config", None)) is None else {"peft_config": peft_config}
         if isinstance(self, RewardTrainer) and not isinstance(model, Streamed | nn.Module):
             own["num_labels"] = 1  # as TRL itself opens a folder
+        if not isinstance(model, Streamed | nn.Module) and (
+            chosen := read_init_kwargs(
+                getattr(given.get("args"), "model_init_kwargs", None) or {}, given.get("stream_kwargs") or {}
+            )
+        ):
+            given["stream_kwargs"] = {**chosen, **(given.get("stream_kwargs") or {})}
         if own:
             # The numbers with which adapters and a score begin are TRL's, too.
             seed = getattr(given.get("args"), "seed", 42)
@@ -141,9 +148,9 @@ class StreamedTrl(StreamedTraining):
                     "one for each backward. Leave it out, or use MegatierTrainer.",
                 ),
                 (
-                    not isinstance(model, Streamed) and getattr(args, "model_init_kwargs", None),
-                    "model_init_kwargs: megatier opens the model. Give compute_dtype and attention in stream_kwargs "
-                    "instead, which are arguments of megatier.stream.",
+                    given.get("quantization_config") is not None,
+                    "quantization_config: TRL would quantise the model while it loads it. Give the folder of a "
+                    "quantised model.",
                 ),
                 (
                     isinstance(reference, str),
