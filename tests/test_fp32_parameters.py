@@ -229,5 +229,8 @@ def test_layer_that_is_called_without_what_is_lent_to_it_is_refused(tmp_path: Pa
     train = TrainConfig(steps=1, batch=BATCH)
     with opened(exactness_config("routers"), tmp_path, PLACES["ram"], train, compute_dtype="bf16") as session:
         layer = session.model.get_submodule("model.layers.1")
-        with pytest.raises(UnsupportedModelError, match=r"layers\.1 was called by itself, .* lends it .*gate\.weight"):
+        refused = pytest.raises(
+            UnsupportedModelError, match=r"layers\.1 was called by itself, .* lends it .*gate\.weight"
+        )
+        with refused, session.engine.evaluation("a layer"):
             layer(torch.zeros(1, 4, 32, dtype=torch.bfloat16))

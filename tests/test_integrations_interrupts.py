@@ -236,7 +236,7 @@ def test_restore_interrupted_in_a_wait_is_said_though_the_wait_is_harmless_itsel
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("megatier.session.session.split_master", interrupt)
+            patch.setattr("megatier.session.filling.split_master", interrupt)
             streamed.restore(tmp_path / "saved")
         assert histories.check(streamed)
 

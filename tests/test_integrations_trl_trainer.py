@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, set_seed
 
 import megatier
-from megatier.errors import ConfigError, StreamedModelError
+from megatier.errors import AbsentWeightError, ConfigError
 from megatier.integrations.streamed import Streamed
 from megatier.numerics.tiles import TiledModule
 
@@ -343,7 +343,7 @@ def test_trl_without_the_mixin_or_after_it_names_the_way(tmp_path: Path) -> None
             build(trl.SFTTrainer, streamed, "sft", tmp_path)
         with pytest.raises(ConfigError, match="give the Streamed itself"):
             build(streamed_class("sft"), streamed.model, "sft", tmp_path)
-        with pytest.raises(StreamedModelError, match="put the mixin StreamedTrl before them"):
+        with pytest.raises(AbsentWeightError, match="StreamedTrl for those of TRL"):
             build(trl.SFTTrainer, streamed.model, "sft", tmp_path).train()
 
 

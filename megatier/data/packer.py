@@ -99,13 +99,13 @@ class Packer:
         Raises:
             DataError: the tokenizer knew nothing of the texts.
         """
-        if self.num_documents and self._is_blind and self._config.chat is None:
+        yield from self._lay_window(hands_on=False)
+        yield from self._end_row()
+        if self.num_documents and self._is_blind:
             raise DataError(
                 f"the tokenizer {self._tokenizer.name_or_path} makes nothing but special and unknown tokens of the "
                 f"{self.num_documents:,} texts. {REMEDY}"
             )
-        yield from self._lay_window(hands_on=False)
-        yield from self._end_row()
 
     def _lay_window(self, *, hands_on: bool) -> Iterator[NDArray[np.int64]]:
         """Yield whole rows of the conversations that wait.
@@ -149,7 +149,7 @@ class Packer:
             return
         self.num_documents += 1
         for ids in _tokens(document, self._config, self._tokenizer):
-            self._is_blind = self._is_blind and bool(np.isin(ids, self._empty).all())
+            self._look_at(ids)
             yield ids << MARK_BITS | LEARNT
         yield np.asarray([self._tokenizer.eos_token_id << MARK_BITS | LEARNT])
 
@@ -157,7 +157,12 @@ class Packer:
         """Yield the marked tokens of each conversation that is not left out."""
         for ids, learnt in tokenise_chats(conversations, self._tokenizer, self._bad):
             self.num_documents += 1
+            self._look_at(ids)
             yield ids << MARK_BITS | np.where(learnt, LEARNT, 0)
+
+    def _look_at(self, ids: NDArray[np.int64]) -> None:
+        """Note whether the tokenizer knows anything of a text."""
+        self._is_blind = self._is_blind and bool(np.isin(ids, self._empty).all())
 
 
 def is_window(config: DataConfig, count: int, num_bytes: int | None) -> bool:

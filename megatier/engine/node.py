@@ -300,8 +300,7 @@ class Node:
             raise StreamedModelError(
                 f"{self.module_name} was called outside of the model's forward, where its weights do not come. Call it "
                 "in `with streamed.one_forward():`, together with the model's own forward and before the backward; or, "
-                'under torch.no_grad(), in `with streamed.one_forward("NAME"):`, with a name for what is called there. '
-                "Trainers of TRL call modules like that: put the mixin StreamedTrl before them."
+                'under torch.no_grad(), in `with streamed.one_forward("NAME"):`, with a name for what is called there.'
             )
 
     @contextlib.contextmanager
