@@ -161,7 +161,7 @@ def known_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     for kind in type(model).__mro__:
         if kind in known:
             return kind
-    names = " or ".join(dict.fromkeys(kind.__name__ for kind in known[:2] if kind is not None))
+    names = " or ".join(dict.fromkeys(kind.__name__ for kind in known[:2] if isinstance(kind, type)))
     raise UnsupportedModelError(
         f"{type(model).__name__} is neither a classifier nor the language model, with or without vision, that "
         f"transformers loads for its config ({names or type(model.config).__name__}); only these are streamed."
