@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megatier.errors import mib
 from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierState
-from megatier.report.report import Progress, Work, print_moves, print_placement, step_line
+from megatier.report.report import Progress, WorkBar, print_moves, print_placement, step_line
 
 
 def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
@@ -101,12 +101,12 @@ def test_progress_on_terminal_redraws_and_keeps_notes() -> None:
 
 def test_work_that_takes_long_is_told_in_lines_and_short_work_is_not() -> None:
     out, target = console()
-    with Work(out, "weights", 4 << 20, size, line_seconds=0) as work:
+    with WorkBar(out, "weights", 4 << 20, size, line_seconds=0) as work:
         for _ in range(2):
             work.advance(1 << 20)
-    with Work(out, "weights", 4 << 20, size) as work:
+    with WorkBar(out, "weights", 4 << 20, size) as work:
         work.advance(1 << 20)
-    with Work(out, "tokens", None, "{:.0f}".format, line_seconds=0) as work:
+    with WorkBar(out, "tokens", None, "{:.0f}".format, line_seconds=0) as work:
         work.advance(7)
     assert target.getvalue() == "weights: 1.0 MiB of 4.0 MiB\nweights: 2.0 MiB of 4.0 MiB\ntokens: 7\n"
 
@@ -114,7 +114,7 @@ def test_work_that_takes_long_is_told_in_lines_and_short_work_is_not() -> None:
 def test_work_on_a_terminal_draws_a_bar_and_takes_it_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatier.report.report.REDRAW_SECONDS", 0)
     out, target = console(terminal=True)
-    with Work(out, "weights", 4 << 20, size) as work:
+    with WorkBar(out, "weights", 4 << 20, size) as work:
         work.advance(1 << 20)
     drawn = target.getvalue()
     assert "1.0 MiB of 4.0 MiB" in drawn

@@ -11,7 +11,7 @@ from small_commands import command, metrics
 
 from megatier.cli import main
 from megatier.errors import ConfigError
-from megatier.report.tensorboard import Scalars
+from megatier.report.tensorboard import ScalarEvents
 
 
 def scalars(folder: Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def test_train_writes_every_figure_of_a_step_for_tensorboard(tmp_path: Path) -> 
 def test_scalars_of_a_process_that_goes_on_hide_later_steps_of_the_one_before(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     for first, losses in ((1, (5.0, 4.0, 3.0)), (3, (2.0,))):
-        with Scalars(tmp_path, first) as writer:
+        with ScalarEvents(tmp_path, first) as writer:
             for step, loss in enumerate(losses, first):
                 writer.write({"step": step, "loss": loss})
     assert scalars(tmp_path)["loss"] == [(1, 5.0), (2, 4.0), (3, 2.0)]
@@ -46,12 +46,12 @@ def test_scalars_that_cannot_be_written_are_refused(tmp_path: Path, monkeypatch:
     pytest.importorskip("tensorboard")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write to .*file/a: Not a directory"):
-        Scalars(tmp_path / "file" / "a", 1)
+        ScalarEvents(tmp_path / "file" / "a", 1)
 
     def full(*words: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with Scalars(tmp_path / "events", 1) as writer:
+    with ScalarEvents(tmp_path / "events", 1) as writer:
         monkeypatch.setattr(writer._writer, "add_scalar", full)
         with pytest.raises(ConfigError, match=r"cannot write to .*events: No space left on device\. "):
             writer.write({"step": 1, "loss": 2.0})

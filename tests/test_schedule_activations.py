@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatier.schedule.activations import Activations
+from megatier.schedule.activations import AwayActivations
 
 
-def stashed(units: str) -> Activations:
-    made = Activations()
+def stashed(units: str) -> AwayActivations:
+    made = AwayActivations()
     for unit in units:
         made.stash(unit)
     return made

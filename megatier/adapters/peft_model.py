@@ -27,7 +27,7 @@ KIND = "STREAMED"
 """The task for which PEFT's `get_peft_model` makes a `StreamedPeftModel`."""
 
 
-class _Around:
+class _AroundStreamed:
     """What both of PEFT's models around a streamed one have: they are where it is, and have its gradients."""
 
     get_base_model: Callable[[], PreTrainedModel]
@@ -56,7 +56,7 @@ class _Around:
 
 
 @refuse_unknown
-class StreamedLoraModel(_Around, LoraModel):  # type: ignore[misc]
+class StreamedLoraModel(_AroundStreamed, LoraModel):  # type: ignore[misc]
     """The model of PEFT's that holds adapters, around a model in which they are. It gives parameters PEFT's names.
 
     Attributes:
@@ -84,7 +84,7 @@ class StreamedLoraModel(_Around, LoraModel):  # type: ignore[misc]
 
 
 @refuse_unknown
-class StreamedPeftModel(_Around, PeftModel):  # type: ignore[misc]
+class StreamedPeftModel(_AroundStreamed, PeftModel):  # type: ignore[misc]
     """A `PeftModel` around a model whose one adapter is a part of its units. Parameters have PEFT's names.
 
     Attributes:

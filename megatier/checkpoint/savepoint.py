@@ -71,7 +71,7 @@ process stands beside the state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class RankPart:
     """The part of a savepoint that one rank has."""
 
     folder: str
@@ -96,7 +96,7 @@ class Savepoint:
     """The state of the run that is no array."""
     hosts: int
     """The number of hosts whose ranks made it."""
-    parts: tuple[Part, ...]
+    parts: tuple[RankPart, ...]
     """The part of each rank, in their order."""
 
     @classmethod
@@ -340,7 +340,7 @@ def _write_manifest(path: Path, state: Mapping[str, Any], hosts: int, parts: Seq
         file.write(text)
 
 
-def _read_manifest(path: Path) -> tuple[RunState, int, list[Part]]:
+def _read_manifest(path: Path) -> tuple[RunState, int, list[RankPart]]:
     """Return what the manifest of a savepoint says: the state, the number of hosts, and the part of each rank.
 
     Raises:
@@ -364,7 +364,7 @@ def _read_manifest(path: Path) -> tuple[RunState, int, list[Part]]:
     return state, found["hosts"], parts
 
 
-def _read_part(path: Path, stored: Any, folder: str, fields: Mapping[str, type]) -> Part:  # noqa: ANN401
+def _read_part(path: Path, stored: Any, folder: str, fields: Mapping[str, type]) -> RankPart:  # noqa: ANN401
     """Return the part that lies in a folder, as the manifest at a path has it.
 
     Raises:
@@ -374,7 +374,7 @@ def _read_part(path: Path, stored: Any, folder: str, fields: Mapping[str, type])
     manifest = Manifest.read(path, found["manifest"]) if "manifest" in found else None
     if manifest is not None and manifest.step != step_of(path.parent):
         raise DamagedCheckpointError(str(path), f"is of another savepoint: that of step {manifest.step}")
-    return Part(folder=folder, placement=found["placement"], generations=found["generations"], manifest=manifest)
+    return RankPart(folder=folder, placement=found["placement"], generations=found["generations"], manifest=manifest)
 
 
 def _fields(path: Path, stored: Any, fields: Mapping[str, type]) -> dict[str, Any]:  # noqa: ANN401

@@ -23,7 +23,7 @@ AGREEING_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _TokenRun:
     """The tokens of some characters of a text."""
 
     stop: int
@@ -34,11 +34,11 @@ class _Piece:
     """The characters [start, stop) of each, counted in the whole text: [tokens, 2]."""
 
     @staticmethod
-    def of(text: str, start: int, stop: int, tokenizer: PreTrainedTokenizerBase) -> _Piece:
+    def of(text: str, start: int, stop: int, tokenizer: PreTrainedTokenizerBase) -> _TokenRun:
         """Tokenise characters [start, stop) of a text."""
         found = tokenizer(text[start:stop], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         spans = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2) + start
-        return _Piece(min(stop, len(text)), np.asarray(found["input_ids"], np.int64), spans)
+        return _TokenRun(min(stop, len(text)), np.asarray(found["input_ids"], np.int64), spans)
 
 
 def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray[np.int64]]:
@@ -52,16 +52,18 @@ def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray
 
     start = first = 0
     size = PIECE_CHARACTERS
-    piece = _Piece.of(text, 0, size, tokenizer)
+    piece = _TokenRun.of(text, 0, size, tokenizer)
     while piece.stop < len(text):
         # The next piece begins where a token does, so that it agrees at once if what is before does not matter.
         begins = piece.spans[:, 0][piece.spans[:, 0] >= piece.stop - OVERLAP_CHARACTERS]
-        after = _Piece.of(text, int(begins[0]), int(begins[0]) + PIECE_CHARACTERS, tokenizer) if len(begins) else None
+        after = (
+            _TokenRun.of(text, int(begins[0]), int(begins[0]) + PIECE_CHARACTERS, tokenizer) if len(begins) else None
+        )
         place = None if after is None else _agreement(piece, after)
         if after is None or place is None or place[0] < first:
             # All of it again, and as much after it.
             size *= 2
-            piece = _Piece.of(text, start, start + size, tokenizer)
+            piece = _TokenRun.of(text, start, start + size, tokenizer)
             continue
 
         yield piece.ids[first : place[0]]
@@ -69,7 +71,7 @@ def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray
     yield piece.ids[first:]
 
 
-def _agreement(piece: _Piece, after: _Piece) -> tuple[int, int] | None:
+def _agreement(piece: _TokenRun, after: _TokenRun) -> tuple[int, int] | None:
     """Return the numbers of one token in both pieces, in the middle of the first long run of tokens that they share.
 
     None: there is no such run, but for tokens beside the end of the earlier piece, which the cut may have changed.

@@ -45,7 +45,7 @@ class _Given:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _ContainerRef:
     """A container, by its number. Several others may hold it, and it may hold itself."""
 
     index: int
@@ -59,7 +59,7 @@ class _Tuple:
     children: tuple[_Form, ...]
 
 
-_Form = _Leaf | _Given | _Held | _Tuple
+_Form = _Leaf | _Given | _ContainerRef | _Tuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class _Walk:
     def _take_container(self, value: Any, path: str) -> _Form:  # noqa: ANN401
         """Take a container apart."""
         # Known before its contents are looked at, since it may hold itself.
-        self.known[id(value)] = form = _Held(len(self.containers))
+        self.known[id(value)] = form = _ContainerRef(len(self.containers))
         contents: dict[Place, _Form] = {}
         maxlen = value.maxlen if isinstance(value, deque) else None
         self.containers.append(_Container(type(value), maxlen, path, contents))
@@ -254,7 +254,7 @@ class ContainerCopy:
         self._check_in_place(module_name)
 
         # Containers and tensors that the call was given are known: what was written refers to them by number.
-        walk = _Walk(known={id(held): _Held(index) for index, held in enumerate(self._held)})
+        walk = _Walk(known={id(held): _ContainerRef(index) for index, held in enumerate(self._held)})
         walk.containers = list(self._containers)
         count = len(self._containers)
         walk.known |= {id(x): _Given(i) for i, x in self._tensors()}
@@ -379,7 +379,7 @@ class _Maker:
                 return self.leaves[index]
             case _Given(index):
                 return self.given[index]
-            case _Held(index):
+            case _ContainerRef(index):
                 return self.held[index]
             case _Tuple(spec, children):
                 return tree_unflatten([self.value(child) for child in children], spec)

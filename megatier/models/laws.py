@@ -39,7 +39,7 @@ SERIAL_ELEMENTS = 16 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Operation:
     """One operation on a run of a parameter's elements."""
 
     operation: Callable[..., Tensor]
@@ -66,7 +66,7 @@ class Law:
         """Stands in the parameter's place while steps are noted. Nobody touches its pages, so they take no memory."""
         self.name = tensor.name
         """That of the parameter."""
-        self._steps: list[Step] = []
+        self._steps: list[Operation] = []
         self._key = f"{seed}:{tensor.name}"
         self._first = tensor.offset
         self._size = tensor.num_elements
@@ -80,7 +80,7 @@ class Law:
     def note(self, operation: Callable[..., Tensor], target: Tensor, arguments: tuple[Any, ...]) -> bool:
         """Note an operation on the parameter or a view of it; returns False if it cannot be done chunk by chunk."""
         start = int(target.storage_offset())
-        step = Step(operation=operation, arguments=arguments, start=start, stop=start + int(target.numel()))
+        step = Operation(operation=operation, arguments=arguments, start=start, stop=start + int(target.numel()))
         numbers = all(isinstance(argument, int | float | None) for argument in arguments)
         if operation not in NOTED or not numbers or not target.is_contiguous() or target.dtype is not torch.float32:
             return False
@@ -130,7 +130,7 @@ class Law:
                 step.operation(part, *step.arguments)
         return values
 
-    def _is_all(self, step: Step) -> bool:
+    def _is_all(self, step: Operation) -> bool:
         return (step.start, step.stop) == (0, self._size)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from megatier.errors import ConfigError
 from megatier.play.blocks import activation_key
-from megatier.schedule.activations import SPILLING_MAX, Activations
+from megatier.schedule.activations import SPILLING_MAX, AwayActivations
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Moves
 from megatier.schedule.sizes import UnitSpec
@@ -57,7 +57,7 @@ class Offload:
         self._units = units
         self._moves = moves
         self._demand = demand
-        self._activations = Activations()
+        self._activations = AwayActivations()
         """Says which activation comes back when."""
         self._stashed: dict[str, list[_Stashed]] = {}
         """The tensors of each unit's activation at home."""
@@ -70,7 +70,7 @@ class Offload:
 
     def clear(self) -> None:
         """Forget the activations of a pass that was abandoned."""
-        self._activations = Activations()
+        self._activations = AwayActivations()
         self._stashed.clear()
         self._spilling.clear()
         self._fetched.clear()

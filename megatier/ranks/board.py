@@ -50,7 +50,7 @@ Check = Callable[[float], None]
 """Raises if a rank has failed; see `Peers.check`."""
 
 
-class Carrier(Protocol):
+class RankCarrier(Protocol):
     """What moves weights and gradients between ranks, where torch's own collectives do not."""
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ def share_memory(channel: Channel, num_bytes: int) -> mmap.mmap:
             os.close(descriptor)
 
 
-def brings_right_bytes(carrier: Carrier, own: torch.Tensor, rank: int, size: int) -> bool:
+def brings_right_bytes(carrier: RankCarrier, own: torch.Tensor, rank: int, size: int) -> bool:
     """Gather a few bytes on GPUs, and return whether they are right, and come in time.
 
     Some hosts let a GPU read another one's memory, and give it other bytes.

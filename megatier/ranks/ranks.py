@@ -28,7 +28,7 @@ import torch
 
 from megatier import _native
 from megatier.errors import ConfigError, MegatierError, PeerError, StepAbandonedError
-from megatier.ranks.board import Carrier
+from megatier.ranks.board import RankCarrier
 from megatier.ranks.channel import Channel, gather_into
 from megatier.ranks.peers import Member, Peers, Store, comes_of_peers
 from megatier.ranks.pulls import Pulls, allocate, hindrance, open_pulls
@@ -82,7 +82,7 @@ class Ranks(Channel):
         self._is_nccl = dist.get_backend(self._data) == "nccl"
         self._is_given_up = False
         self._is_aborted = False
-        self._carrier: Carrier | None = None
+        self._carrier: RankCarrier | None = None
         """What moves weights and gradients; None: the process group does."""
         self.way = Way.KERNELS if self._is_nccl else Way.GLOO
         """What moves weights and gradients between ranks."""

@@ -81,11 +81,11 @@ class SharedRam:
         self._others = [(rank + distance) % self._size for distance in range(1, self._size)]
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """See `Carrier`."""
+        """See `RankCarrier`."""
         self._move(whole.view(self._size, -1), own, [own])
 
     def scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """See `Carrier`."""
+        """See `RankCarrier`."""
         pieces = sent.view(self._size, -1)
         self._move(received.view(self._size, -1), pieces[self._rank], list(pieces))
 
@@ -100,11 +100,11 @@ class SharedRam:
             raise MegatierError("a trial of copies through shared RAM failed")
 
     def release(self) -> None:
-        """See `Carrier`."""
+        """See `RankCarrier`."""
         self._signs.release()
 
     def close(self) -> None:
-        """See `Carrier`."""
+        """See `RankCarrier`."""
         self._reads.clear()
         self._signs.close()
         if self._writes is not None:

@@ -38,7 +38,7 @@ class Expected:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opening:
+class RunStart:
     """The record with which a process begins to train."""
 
     step: int
@@ -137,7 +137,7 @@ class Saved:
 class History:
     """A run, in the order of its file."""
 
-    openings: list[Opening] = field(default_factory=list)
+    openings: list[RunStart] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     heldout: list[tuple[int, float]] = field(default_factory=list)
     """Steps and losses of evaluations."""
@@ -239,10 +239,10 @@ def read_what_there_is(path: Path) -> History:
 # ---------------------------------------------------------------------- reading
 
 
-def _opening(step: int, record: Mapping[str, Any]) -> Opening:
+def _opening(step: int, record: Mapping[str, Any]) -> RunStart:
     """Return an opening record; this and what follows raises what `History.add` does."""
     expected = record["expected"]
-    return Opening(
+    return RunStart(
         step=step,
         time=_text(record["time"]),
         device=_text(record["device"]),

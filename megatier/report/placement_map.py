@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatier.report.history import Opening
+from megatier.report.history import RunStart
 from megatier.report.html import legend
 from megatier.report.svg import plain
 from megatier.tier import STATE_KINDS, Kind
@@ -31,7 +31,7 @@ MEANINGS = {"gpu": "gpu", "ram": "ram", "nvme": "nvme", "slot": "in a slot until
 """Meanings of the colours, by class."""
 
 
-def draw(opening: Opening) -> str:
+def draw(opening: RunStart) -> str:
     """Return the map with its legend."""
     kinds = [kind for kind in KINDS if any(kind in homes for homes in opening.homes.values())]
     units = list(opening.homes)

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatier.config.schema import RunConfig
-from megatier.report.history import History, Opening, RankWork, Step
+from megatier.report.history import History, RankWork, RunStart, Step
 from megatier.report.metrics import format_count, format_seconds
 from megatier.trace.events import TraceEvent
 
@@ -35,7 +35,7 @@ class RecordedRun:
     """The events of the last steps, by the number of the step."""
 
     @property
-    def opening(self) -> Opening | None:
+    def opening(self) -> RunStart | None:
         """The opening record of the last process; None if an older version wrote none."""
         return self.history.openings[-1] if self.history.openings else None
 
@@ -135,7 +135,7 @@ def totals_of(steps: Iterable[RankWork], amounts: Amounts) -> Counter[str]:
     return total
 
 
-def use_of_compute(opening: Opening, tokens_per_s: float) -> tuple[str, str, str]:
+def use_of_compute(opening: RunStart, tokens_per_s: float) -> tuple[str, str, str]:
     """Return the operations of the model a second, six a parameter and token, and what share of the machine's that is.
 
     Attention, and what is computed twice, do not count.

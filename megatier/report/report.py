@@ -90,7 +90,7 @@ class Progress:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class Work:
+class WorkBar:
     """Shows how far a long piece of work is: a bar on a terminal, else a line every few seconds.
 
     Use it as a context. Work that ends sooner than the first line leaves nothing behind.

@@ -23,7 +23,7 @@ from megatier.guards.no_gradient import REMARK, learns_nothing
 from megatier.report import chart, picture, placement_map
 from megatier.report.chart import Line, Mark, Scale
 from megatier.report.figures import NO_GPU
-from megatier.report.history import Corrected, History, Opening, Saved, read_history
+from megatier.report.history import Corrected, History, RunStart, Saved, read_history
 from megatier.report.html import cards, details, note, page, row, section, table
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
 from megatier.report.picture import in_row_order
@@ -199,7 +199,7 @@ def _memory(run: RecordedRun) -> str:
     return row(_tiers(run.opening) + note(words), chart.draw_bytes("memory of the process", lines))
 
 
-def _tiers(opening: Opening) -> str:
+def _tiers(opening: RunStart) -> str:
     """Return a table of how full the tiers are."""
     rows = []
     for tier in opening.tiers:

@@ -29,7 +29,7 @@ def load_tensorboard() -> Any:  # noqa: ANN401  torch's module, typed or not as 
         ) from error
 
 
-class Scalars:
+class ScalarEvents:
     """Writes records as events. Use it as a context."""
 
     def __init__(self, folder: Path, first_step: int) -> None:

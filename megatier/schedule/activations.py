@@ -12,7 +12,7 @@ SPILLING_MAX = 2
 to RAM: else drives that are slower than compute would leave activations on the GPU."""
 
 
-class Activations:
+class AwayActivations:
     """The units whose activations have left the GPU, or are on their way back."""
 
     def __init__(self) -> None:

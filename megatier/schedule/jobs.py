@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatier.schedule.activations import SPILLING_MAX, Activations
+from megatier.schedule.activations import SPILLING_MAX, AwayActivations
 from megatier.schedule.moves import Gradient, Move, Moves
 from megatier.schedule.placement import Placement
 from megatier.schedule.simulate import Job
@@ -83,7 +83,7 @@ class StepJobs:
         """The job that brought its activation home."""
         self._fetched: dict[str, int] = {}
         """The job that brings its activation back."""
-        self._activations = Activations()
+        self._activations = AwayActivations()
 
         # Slots are few, so a job may wait for the one that empties a slot. Each of these keeps as many jobs as there
         # are slots: the first one empties the slot that is free next.
@@ -160,7 +160,7 @@ class StepJobs:
         }
 
     def _offload(self, access: Access, before: int | None) -> int | None:
-        """Move a unit's input as `Activations` says; returns the job that its use waits for.
+        """Move a unit's input as `AwayActivations` says; returns the job that its use waits for.
 
         Args:
             access: the use.

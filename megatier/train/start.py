@@ -28,7 +28,7 @@ from megatier.config.schema import RunConfig
 from megatier.models.weights import WeightReader
 from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_count, format_seconds
-from megatier.report.report import Work
+from megatier.report.report import WorkBar
 from megatier.session.machine import choose_device
 from megatier.session.session import Session
 from megatier.train.origin import UNKNOWN, Origin, check_origin, differences
@@ -153,7 +153,7 @@ class Start:
         loads = self.savepoint is None and (self.checkpoint is None or has_base)
         rounds = 2 if loads and self.checkpoint is not None else 1
         total = rounds * sum(unit.layout.num_elements for unit in session.units)
-        with Work(console, f"{what} of parameters", total, format_count) as work:
+        with WorkBar(console, f"{what} of parameters", total, format_count) as work:
             if loads:
                 session.load(reader, lambda unit: work.advance(unit.layout.num_elements))
             if self.savepoint is not None:

@@ -42,8 +42,8 @@ from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks, joined
 from megatier.report.metrics import MetricsLog, format_count
-from megatier.report.report import Work
-from megatier.report.tensorboard import Scalars, load_tensorboard
+from megatier.report.report import WorkBar
+from megatier.report.tensorboard import ScalarEvents, load_tensorboard
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.session.skeleton import open_model
@@ -275,7 +275,7 @@ def _open_session(
         text = _open_text(stack, config, source.tokenizer, directory.path / DATA_FOLDER, start, console)
         remove_leftovers(directory.path / CHECKPOINT_FOLDER)
     describe_reserved(console, session)
-    with Work(console, "NVMe filled", None, lambda size: mib(round(size))) as work:
+    with WorkBar(console, "NVMe filled", None, lambda size: mib(round(size))) as work:
         session.store.seal(work.advance)
     return session, SharedText(ranks, text)
 
@@ -300,7 +300,7 @@ def _open_text(
         stack.callback(describe_left_out, console, stream)
         return stack.enter_context(stream)
 
-    with Work(console, "text", None, lambda count: f"{format_count(count)} tokens") as work:
+    with WorkBar(console, "text", None, lambda count: f"{format_count(count)} tokens") as work:
         text = PackedText.build(config.data, tokenizer, folder, work.advance)
     if state is not None and not start.accepts_changes:
         state.check_text(text.state)
@@ -324,7 +324,7 @@ def _open_records(
 
     scalars = None
     if config.output.tensorboard:
-        scalars = stack.enter_context(Scalars(directory.path / TENSORBOARD_FOLDER, last_step + 1))
+        scalars = stack.enter_context(ScalarEvents(directory.path / TENSORBOARD_FOLDER, last_step + 1))
 
     def record(figures: Mapping[str, object]) -> None:
         log.write(figures)

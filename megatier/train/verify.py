@@ -21,7 +21,7 @@ from megatier.models.initialiser import Initialiser
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks, joined
 from megatier.report.metrics import format_seconds
-from megatier.report.report import Work
+from megatier.report.report import WorkBar
 from megatier.schedule.sizes import Policy, host_ram
 from megatier.session.session import Session
 from megatier.tier import Activations, Tier
@@ -121,7 +121,7 @@ def verify(device: str, directory: Path, console: Console, *, is_quick: bool = F
     # The numbers of two modes differ, so the first run of each mode says what the others must give.
     expected: dict[Mode, str] = {}
     began = time.monotonic()
-    with Work(console, "runs", total, "{:.0f}".format) as work:
+    with WorkBar(console, "runs", total, "{:.0f}".format) as work:
         for number, (mode, name, activations) in enumerate(runs):
             digest, moved = _run(device, directory, PLACEMENTS[name], activations, mode)
             is_equal = digest == expected.setdefault(mode, digest)
