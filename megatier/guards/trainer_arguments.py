@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainingArguments
 
 from megatier.errors import ConfigError
+from megatier.guards.trainer_fields import COMPILES, PLACES, REFUSED, check_fields
 from megatier.guards.unbound import Unbound
 
 Refusals = Iterable[tuple[object, str]]
@@ -17,7 +19,6 @@ Refusals = Iterable[tuple[object, str]]
 
 FROM_THE_TRAINER = {
     "tiers": "give tiers to the trainer.",
-    "fused_loss": "open the model by megatier.stream to choose it, and give the trainer what it returns.",
     **dict.fromkeys(
         ("accumulation_steps", "lr", "betas", "eps", "weight_decay", "clip"),
         "the trainer takes it from TrainingArguments.",
@@ -50,7 +51,7 @@ def check_given(given: Mapping[str, Any]) -> None:
     """
     model = given.get("model")
     rows = given.get("train_dataset")
-    args = given.get("args")
+    check_fields(given.get("args"))
     refuse_any(
         (
             (hasattr(rows, "__len__") and not len(rows), "train_dataset has no rows."),  # type: ignore[arg-type]
@@ -59,12 +60,26 @@ def check_given(given: Mapping[str, Any]) -> None:
                 "this is the .model of a streamed model: give the Streamed itself.",
             ),
             (
-                getattr(args, "fsdp", None) or getattr(args, "deepspeed", None),
-                "fsdp and deepspeed place the weights, which megatier does here: leave them out. Under torchrun the "
-                "processes share the state by themselves.",
+                given.get("model_init") is not None,
+                "model_init would make another model in each train(): leave it out, and open the streamed model before "
+                "the trainer, anew for each run.",
             ),
         )
     )
+
+
+def accumulation_of(args: Any) -> int:  # noqa: ANN401 - TrainingArguments, or None
+    """Return the number of backwards for each step that a trainer will make, which accelerate's settings may say."""
+    own = int(getattr(args, "gradient_accumulation_steps", 1))
+    settings = getattr(getattr(args, "accelerator_config", None), "gradient_accumulation_kwargs", None) or {}
+    return int(settings.get("num_steps", own)) if own == 1 else own
+
+
+def needs_logits(given: Mapping[str, Any]) -> bool:
+    """Return whether an argument of a trainer's constructor asks for logits, which a fused loss does not make."""
+    functions = ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics")
+    smooths = getattr(given.get("args"), "label_smoothing_factor", 0)
+    return bool(smooths) or any(given.get(name) is not None for name in functions)
 
 
 def check_stream_kwargs(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -77,24 +92,36 @@ def check_stream_kwargs(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return given
 
 
-def check_training_arguments(args: TrainingArguments, accumulation_steps: int, ranks: int) -> None:
-    """Refuse training arguments.
+def check_training_arguments(
+    args: TrainingArguments, *, accumulation_steps: int, ranks: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Refuse training arguments that do not fit a streamed model.
 
     Args:
         args: the arguments.
         accumulation_steps: backwards for each step that the streamed model was told of.
         ranks: its number of ranks.
+        device: where it computes.
+        dtype: in which dtype.
 
     Raises:
         ConfigError: names the first one, and what to set instead.
     """
+    check_fields(args)
     given = args.gradient_accumulation_steps
     optimizer = getattr(args.optim, "value", args.optim)
+    there = args.device
+    is_there = there.type == device.type and (None in (there.index, device.index) or there.index == device.index)
     refuse_any(
         (
             (
                 args.world_size != ranks,
                 f"the Trainer has {args.world_size} processes, and megatier.stream {ranks}: start both by torchrun.",
+            ),
+            (
+                not is_there,
+                f"the Trainer computes on {there}, and the streamed model on {device}: set use_cpu of the "
+                "arguments, or tiers.device of megatier.stream, so that both are one.",
             ),
             (
                 ranks > 1 and getattr(args.accelerator_config, "split_batches", False),
@@ -110,19 +137,52 @@ def check_training_arguments(args: TrainingArguments, accumulation_steps: int, r
                 f"gradient_accumulation_steps is {given}, and megatier.stream was told "
                 f"accumulation_steps={accumulation_steps}; name the same number in both.",
             ),
-            (args.fp16, "fp16 scales the loss, and the norm with it; train in bf16 (compute_dtype) instead."),
-            (
-                args.torch_compile,
-                "torch_compile does not know streamed weights: leave it out, and pass compile=True to megatier.stream.",
-            ),
             (
                 optimizer not in ADAMW,
                 f"optim is {optimizer}; a streamed model has AdamW, or what megatier.stream was given as optimizer and "
                 "moments: leave optim out.",
             ),
             (
+                args.bf16_full_eval and dtype != torch.bfloat16,
+                f"bf16_full_eval casts the weights, and the streamed model computes in {dtype}: leave it out, or pass "
+                'compute_dtype="bf16" to megatier.stream.',
+            ),
+            (
                 args.load_best_model_at_end and args.save_only_model,
                 "load_best_model_at_end needs the state that save_only_model leaves out.",
+            ),
+        )
+    )
+
+
+def check_accelerator(accelerator: Any) -> None:  # noqa: ANN401 - accelerate's
+    """Refuse what `accelerate launch`, or its variables of the environment, ask for without the arguments.
+
+    Args:
+        accelerator: the `Accelerator` that the Trainer has made.
+
+    Raises:
+        ConfigError: names the first thing, and what to set instead.
+    """
+    state = accelerator.state
+    refuse_any(
+        (
+            (
+                getattr(state, "deepspeed_plugin", None) is not None or getattr(state, "fsdp_plugin", None) is not None,
+                f"accelerate was configured for it: {PLACES}",
+            ),
+            (
+                getattr(accelerator, "parallelism_config", None) is not None,
+                f"accelerate was configured for it: {REFUSED['parallelism_config']}",
+            ),
+            (
+                accelerator.mixed_precision not in ("no", "bf16"),
+                f"accelerate was configured for mixed_precision {accelerator.mixed_precision}: train in bf16 "
+                "(compute_dtype) instead.",
+            ),
+            (
+                str(getattr(state.dynamo_plugin.backend, "value", "NO")).upper() != "NO",
+                f"accelerate was configured to compile: {COMPILES}",
             ),
         )
     )

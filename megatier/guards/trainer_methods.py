@@ -22,7 +22,7 @@ _update_auto_batch_size _validate_args add_callback autocast_smart_context_manag
 compute_loss_context_manager create_accelerator_and_postprocess create_model_card create_optimizer_and_scheduler
 create_scheduler end evaluate evaluation_loop floating_point_ops get_batch_samples get_cp_size get_eval_dataloader
 get_learning_rates get_num_trainable_parameters get_optimizer_group get_sp_size get_test_dataloader
-get_total_train_batch_size get_tp_size get_train_dataloader hyperparameter_search init_hf_repo is_local_process_zero
+get_total_train_batch_size get_tp_size get_train_dataloader init_hf_repo is_local_process_zero
 is_world_process_zero log log_metrics metrics_format num_examples pop_callback predict prediction_step push_to_hub
 remove_callback save_metrics save_model save_state set_initial_training_values store_flos train
 """
@@ -37,6 +37,7 @@ REPLACED = frozenset(
         "_move_model_to_device",
         "_save",
         "create_optimizer",
+        "hyperparameter_search",
     )
 )
 """Those in whose place the mixin has its own: an override comes before the mixin, and calls the mixin's."""

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate.data_loader import BatchSamplerShard
@@ -31,7 +31,16 @@ from megatier.config.values import check_setting, clip_of
 from megatier.data.samplers import WholeRounds, WholeSteps
 from megatier.durable import discard
 from megatier.errors import ConfigError
-from megatier.guards.trainer_arguments import check_given, check_stream_kwargs, check_training_arguments, refuse_any
+from megatier.guards.trainer_arguments import (
+    accumulation_of,
+    check_accelerator,
+    check_given,
+    check_stream_kwargs,
+    check_training_arguments,
+    needs_logits,
+    refuse_any,
+)
+from megatier.guards.trainer_fields import WATCHED
 from megatier.guards.trainer_methods import COMPARED, check_overrides, overriding
 from megatier.integrations.cut_step import CutStep
 from megatier.integrations.stream import stream
@@ -59,7 +68,7 @@ class StreamedTraining(Base):
 
     Attributes:
         streamed: the streamed model.
-        fuses_loss: whether a folder is opened so that head and loss are one.
+        fuses_loss: whether a folder is opened so that head and loss are one, unless something asks for logits.
     """
 
     fuses_loss = True
@@ -88,9 +97,12 @@ class StreamedTraining(Base):
         given = self.given(model, *args, **kwargs)
         check_given(given)
         if not isinstance(model, Streamed):
-            groups = getattr(given.get("args"), "gradient_accumulation_steps", 1)
-            own: dict[str, Any] = {"tiers": tiers, "accumulation_steps": groups, "fused_loss": self.fuses_loss}
-            model = stream(model, **own, **check_stream_kwargs(stream_kwargs or {}))
+            own: dict[str, Any] = {
+                "tiers": tiers,
+                "accumulation_steps": accumulation_of(given.get("args")),
+                "fused_loss": self.fuses_loss and not needs_logits(given),
+            }
+            model = stream(model, **{**own, **check_stream_kwargs(stream_kwargs or {})})
         elif tiers is not None or stream_kwargs:
             raise ConfigError("tiers and stream_kwargs belong to megatier.stream, which has opened this model already.")
         self.streamed = model
@@ -106,10 +118,15 @@ class StreamedTraining(Base):
         else:  # by name, since other trainers take something else first
             super().__init__(model=shown, **kwargs)
         del model.model.hf_device_map
-        self._check_arguments()
+        self._watched: list[Any] = []
+        """Arguments as they were when they were checked last."""
+        self._follow_arguments()
         self._check_methods()
 
-        self._follow_arguments()
+        for callback in self.callback_handler.callbacks:
+            # It would save within a step. A moment later, after the step, it comes to save again.
+            if type(callback).__name__ == "JITCheckpointCallback":
+                vars(callback)["on_pre_optimizer_step"] = _do_nothing
         self.callback_handler.callbacks.insert(0, CutStep(model, self._losses))
         if model.num_ranks > 1:
             # By its outermost override, which need not call that of a class below.
@@ -151,8 +168,29 @@ class StreamedTraining(Base):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model alone: its weights come to the device by themselves."""
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the Trainer's
+        """Train, with the arguments as they are now.
+
+        Raises:
+            ConfigError: they have changed to something that a streamed model cannot follow.
+        """
+        self._follow_arguments()
+        return super().train(*args, **kwargs)
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
+        """Refuse to search, for which the Trainer makes a model for each trial.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "hyperparameter_search makes a new model for each trial by model_init: open a streamed model and a trainer "
+            "for each trial in a loop of your own, or in the objective that optuna calls."
+        )
+
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:  # noqa: ANN401
         """Have accelerate prepare the forward (autocast), and wrap nothing around the model: ranks need no DDP."""
+        self._follow_arguments()  # the first call of an evaluation, too
         wrapped = super()._wrap_model(model, training, dataloader)
         prepared: nn.Module = self.accelerator.prepare_model(wrapped, device_placement=False, evaluation_mode=True)
         return prepared
@@ -175,6 +213,7 @@ class StreamedTraining(Base):
         Raises:
             ConfigError: a subclass has put another optimizer in the place of the streamed model's.
         """
+        self._follow_arguments()
         if getattr(self.optimizer, "optimizer", self.optimizer) is not self.streamed.optimizer:
             raise ConfigError(OWN_OPTIMIZER)
         own: Tensor = super().training_step(*args, **kwargs)
@@ -285,7 +324,7 @@ class StreamedTraining(Base):
 
         # At the end of an epoch the Trainer calls `optimizer.step` after fewer backwards than the step needs.
         args = self.args
-        batch = args.per_device_train_batch_size * self.streamed.num_ranks
+        batch = self._train_batch_size * self.streamed.num_ranks
         step = batch * args.gradient_accumulation_steps
         rest = rows % step
         shares = self.streamed.num_ranks == 1 or not rows % batch
@@ -359,7 +398,15 @@ class StreamedTraining(Base):
         return self.streamed.grad_norm() if grad_norm is None else grad_norm
 
     def _follow_arguments(self) -> None:
-        """Clip the next update to the norm that the arguments name now: a callback may have set another one."""
+        """Check the arguments if some have changed, and clip the next update to the norm that they name now.
+
+        Raises:
+            ConfigError: they ask for something that a streamed model cannot follow; a callback may have set it.
+        """
+        watched = [getattr(self.args, name, None) for name in WATCHED]
+        if watched != self._watched:
+            self._check_arguments()
+            self._watched = watched
         self.streamed.clip = clip_of(self.args.max_grad_norm)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -440,21 +487,38 @@ class StreamedTraining(Base):
         Raises:
             ConfigError: names the first one, and what to set instead.
         """
-        check_training_arguments(self.args, self.streamed.accumulation_steps, self.streamed.num_ranks)
+        model = self.streamed
+        check_training_arguments(
+            self.args,
+            accumulation_steps=model.accumulation_steps,
+            ranks=model.num_ranks,
+            device=model.device,
+            dtype=model.model.dtype,
+        )
+        check_accelerator(self.accelerator)
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         refuse_any(
             (
                 (
-                    self.optimizer not in (None, self.streamed.optimizer) or self.optimizer_cls_and_kwargs is not None,
+                    optimizer not in (None, model.optimizer) or self.optimizer_cls_and_kwargs is not None,
                     OWN_OPTIMIZER,
                 ),
                 (
                     self.lr_scheduler is not None
-                    and getattr(self.lr_scheduler, "optimizer", None) is not self.streamed.optimizer,
+                    and getattr(self.lr_scheduler, "optimizer", None) not in (model.optimizer, self.optimizer),
                     "optimizers has a scheduler of another optimizer: make it over streamed.optimizer.",
                 ),
                 (
-                    self.compute_metrics is not None and not self.streamed.has_logits,
+                    self.compute_metrics is not None and not model.has_logits,
                     "compute_metrics needs logits: call megatier.stream with fused_loss=False.",
+                ),
+                (
+                    self.compute_loss_func is not None and not model.has_logits,
+                    "compute_loss_func needs logits: call megatier.stream with fused_loss=False.",
+                ),
+                (
+                    self.args.label_smoothing_factor and not model.has_logits,
+                    "label_smoothing_factor needs logits: call megatier.stream with fused_loss=False.",
                 ),
             )
         )
@@ -483,6 +547,10 @@ class StreamedTraining(Base):
 
 class MegatierTrainer(StreamedTraining, Trainer):
     """Hugging Face's Trainer over a streamed model; see `StreamedTraining`."""
+
+
+def _do_nothing(*_: object, **__: object) -> None:
+    """Stand in for a callback's method."""
 
 
 def _counted(number: int, noun: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from megatier.errors import ConfigError
 from megatier.guards.init_kwargs import read_init_kwargs
 from megatier.guards.trainer_arguments import refuse_any
+from megatier.guards.trainer_fields import check_fields
 from megatier.integrations.streamed import Streamed
 from megatier.integrations.transformers_trainer import StreamedTraining
 from megatier.models.decoder import is_classifier
@@ -41,6 +43,7 @@ class StreamedTrl(StreamedTraining):
         if isinstance(model, Streamed) and not model.has_logits:
             raise ConfigError("TRL computes the loss itself: call megatier.stream with fused_loss=False.")
         given = self.given(model, *args, **kwargs)
+        check_fields(given.get("args"))
         self._check_given_to_trl(model, given)
         own = {} if (peft_config := given.pop("peft_config", None)) is None else {"peft_config": peft_config}
         if isinstance(self, RewardTrainer) and not isinstance(model, Streamed | nn.Module):
@@ -114,6 +117,7 @@ class StreamedTrl(StreamedTraining):
             ConfigError: names the argument, and what to do instead.
         """
         args = given.get("args")
+        template = getattr(args, "chat_template_path", None)
         has_reference = "ref_model" in self.parameters()
         reference = given.get("ref_model")
         smooths = getattr(args, "label_smoothing_factor", 0) and getattr(args, "loss_type", "") == "nll"
@@ -148,6 +152,21 @@ class StreamedTrl(StreamedTraining):
                     "one for each backward. Leave it out, or use MegatierTrainer.",
                 ),
                 (
+                    (given.get("stream_kwargs") or {}).get("fused_loss"),
+                    "stream_kwargs has fused_loss, and TRL computes the loss itself: leave it out.",
+                ),
+                (
+                    getattr(args, "trust_remote_code", False) and not isinstance(model, Streamed),
+                    "trust_remote_code: megatier opens the model by the code of transformers, and runs none of a "
+                    "folder. Leave it out, and give the trainer a tokenizer as processing_class.",
+                ),
+                (
+                    isinstance(self, SFTTrainer | RewardTrainer) and _is_tokenizer(template),
+                    f"chat_template_path {template!r} is a tokenizer, whose tokens TRL would add to the model's "
+                    "weights, which are on megatier's tiers. Give the path of a Jinja file, or a tokenizer with the "
+                    "template as processing_class.",
+                ),
+                (
                     given.get("quantization_config") is not None,
                     "quantization_config: TRL would quantise the model while it loads it. Give the folder of a "
                     "quantised model.",
@@ -173,6 +192,11 @@ class StreamedTrl(StreamedTraining):
                 ),
             )
         )
+
+
+def _is_tokenizer(template: str | None) -> bool:
+    """Return whether a chat template is named that TRL takes from a tokenizer, and not from a file."""
+    return template is not None and not (template.endswith((".jinja", ".j2")) and Path(template).is_file())
 
 
 def _has_adapters(model: Any) -> bool:  # noqa: ANN401 - the trainer's
