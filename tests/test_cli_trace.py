@@ -49,9 +49,10 @@ def test_trace_prints_busy_time_and_stalls_longest_first(run: Path, capsys: pyte
     lines = [line.replace("│", "").split() for line in capsys.readouterr().out.splitlines() if "│" in line]
     assert lines == [
         ["compute", "340", "ms", "85.0", "%"],
+        ["compute", "alone", "340", "ms", "85.0", "%"],
         ["stall:", "update", "40", "ms", "10.0", "%"],
         ["stall:", "nvme_to_ram", "20", "ms", "5.0", "%"],
-        ["idle", "0", "ms", "0.0", "%"],
+        ["host", "0", "ms", "0.0", "%"],
     ]
 
 

@@ -24,7 +24,9 @@ def report(stalls: dict[str, float], attainment: float | None = None) -> StepRep
         gradient_norm=1.5,
         num_tokens=4096,
         seconds=1.0,
+        compute_seconds=0.7,
         stall_seconds=stalls,
+        host_seconds=0.05,
         attainment=attainment,
         bound_by="nvme",
         busy_seconds=busy,
@@ -48,7 +50,7 @@ def test_panel_has_a_row_for_every_figure_and_lane_in_a_fixed_order() -> None:
     assert rows[0][1:] == ["7/20", "ETA", "1", "min", "30", "s"]
     assert rows[1][1:3] == ["█▅▁", "3.2100"]
     assert rows[2][1:] == ["4,096", "1.000", "s/step"]
-    assert rows[3] == ["bound", "by", "nvme_to_ram", "stalled", "250", "ms,", "25.0", "%"]
+    assert rows[3] == ["bound", "by", "nvme_to_ram", "stalled", "250", "ms,", "25.0", "%,", "host", "5.0", "%"]
     assert rows[4][-3:] == ["busy", "25.0", "%"]
 
 

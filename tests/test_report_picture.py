@@ -86,7 +86,7 @@ def test_draw_rows_stand_in_a_fixed_order_and_others_after() -> None:
 
 def test_draw_figures_say_how_long_each_lane_was_busy() -> None:
     found = texts(draw(STEP, "step"))
-    assert "100 ms in all; compute busy 70.0 %, stalled 20 ms, idle 10 ms" in found
+    assert "100 ms in all; compute busy 70.0 %, stalled 20 ms, host 10 ms" in found
     assert "stall: nvme_to_ram 20 ms" in found
     assert found[found.index("compute") :][1:3] == ["70 ms", "70.0 %"]
     assert found[found.index("nvme_to_ram") :][1:3] == ["15 ms", "15.0 %"]
@@ -98,7 +98,7 @@ def test_draw_of_a_whole_step_shows_its_seconds_and_names_what_is_idle() -> None
     events = [*STEP, whole, earlier]
     found = texts(draw(events, "step"))
     assert step_seconds(events) == 0.2
-    assert "200 ms in all; compute busy 35.0 %, stalled 20 ms, idle 110 ms" in found
+    assert "200 ms in all; compute busy 35.0 %, stalled 20 ms, host 110 ms" in found
     assert "idle" in found
     assert "step" not in [use.lane for use in lane_uses(events)]
     assert min(left for left, _ in spans(draw(events, "step"), COLOURS["transfer"])) == 0
@@ -164,7 +164,7 @@ def test_draw_thousands_of_spans_make_a_small_file() -> None:
 
 
 def test_draw_without_events_is_an_empty_picture() -> None:
-    assert "0 ms in all; compute busy -, stalled 0 ms, idle 0 ms" in texts(draw([], "step"))
+    assert "0 ms in all; compute busy -, stalled 0 ms, host 0 ms" in texts(draw([], "step"))
 
 
 @pytest.mark.parametrize(

@@ -363,11 +363,15 @@ def test_record_has_the_most_memory_of_any_rank_and_ranks_that_moved_other_bytes
     assert found == {(101, 9)}
 
     # Bytes are those since the start: a rank whose drive or link is slow shows in its own lanes.
-    (other,) = [record for record in records if "loss" in record][-1].pop("other_ranks")
+    last = [record for record in records if "loss" in record][-1]
+    (other,) = last.pop("other_ranks")
     assert (other["rank"], other["host"]) == (1, platform.node())
     assert other["busy_seconds"]["compute"] > 0
     assert other["moved_bytes"]["gpu_to_ram"] % 2 == 1
-    assert all(seconds >= 0 for seconds in other["stall_seconds"].values())
+    for rank in (last, other):
+        causes = rank["compute_seconds"], *rank["stall_seconds"].values(), rank["host_seconds"]
+        assert min(causes) >= 0
+        assert sum(causes) == pytest.approx(rank["seconds"], rel=1e-6)
 
 
 # ---------------------------------------------------------------------- started again by torchrun

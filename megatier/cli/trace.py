@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -14,8 +14,8 @@ from megatier.checkpoint.run_directory import TRACE_FILE
 from megatier.cli.output import write_text
 from megatier.errors import ConfigError
 from megatier.report.metrics import format_seconds, format_share
-from megatier.report.picture import IDLE, LaneUse, draw, idle_seconds, lane_uses, read_trace, step_seconds
-from megatier.trace.events import TraceEvent, stall_seconds
+from megatier.report.picture import LaneUse, account_of, draw, lane_uses, read_trace, step_seconds
+from megatier.trace.events import Account, TraceEvent
 
 
 def run(argv: Sequence[str]) -> int:
@@ -45,8 +45,7 @@ def run(argv: Sequence[str]) -> int:
     write_text(output, picture, "--output FILE.svg")
 
     console = Console()
-    uses, seconds, stalls = lane_uses(events), step_seconds(events), stall_seconds(events)
-    console.print(_table(step, seconds, uses, {**stalls, "": idle_seconds(uses, seconds, stalls)}))
+    console.print(_table(step, step_seconds(events), lane_uses(events), account_of(events)))
     console.print(f"picture written to {output}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -63,8 +62,8 @@ def _choose(path: Path, steps: dict[int, list[TraceEvent]], step: int | None) ->
     return chosen, steps[chosen]
 
 
-def _table(step: int, seconds: float, uses: Iterable[LaneUse], stalls: Mapping[str, float]) -> Table:
-    """Return a table of the busy time of each lane, then of stalls by cause and idle time, longest first.
+def _table(step: int, seconds: float, uses: Iterable[LaneUse], spent: Account) -> Table:
+    """Return a table of the busy time of each lane, then of what compute was at in all of the step, longest first.
 
     Each has its share of the step.
     """
@@ -76,8 +75,8 @@ def _table(step: int, seconds: float, uses: Iterable[LaneUse], stalls: Mapping[s
         table.add_row(escape(use.lane), *figures)
 
     table.add_section()
-    for cause, stalled in sorted(stalls.items(), key=lambda item: -item[1]):
-        table.add_row(
-            escape(f"stall: {cause}" if cause else IDLE), format_seconds(stalled), format_share(stalled, seconds)
-        )
+    stalls = {f"stall: {cause}": stalled for cause, stalled in spent.stall_seconds.items()}
+    causes = {"compute alone": spent.compute_seconds, **stalls, "host": spent.host_seconds}
+    for cause, lasted in sorted(causes.items(), key=lambda item: -item[1]):
+        table.add_row(escape(cause), format_seconds(lasted), format_share(lasted, seconds))
     return table

@@ -89,6 +89,9 @@ class UnitPlayer(Protocol):
     def own_seconds(self) -> float:
         """Seconds that this rank took itself since somebody took the events: compute, and waits for its own lanes."""
 
+    def waiting(self, cause: str) -> contextlib.AbstractContextManager[object]:
+        """Inside, compute waits for something that the player does not know, such as other ranks."""
+
     def drain(self) -> None:
         """Finish every update and every write-back."""
 

@@ -145,7 +145,9 @@ class Engine:
         norm = self.measure(step)
 
         # Sums are exact and rounded once, so the order of the losses does not matter.
-        told = self._crew.agree(([on_host(loss).item() for loss in losses], self._player.own_seconds()))
+        own_losses, own_seconds = [on_host(loss).item() for loss in losses], self._player.own_seconds()
+        with self._player.waiting("ranks"):
+            told = self._crew.agree((own_losses, own_seconds))
         loss = math.fsum(loss for found, _ in told for loss in found)
         result = self.finish_step(step, rate, norm, loss, groups[0])
         return replace(result, own_seconds=tuple(seconds for _, seconds in told))

@@ -35,7 +35,6 @@ from megatier.ranks.ranks import Ranks
 from megatier.schedule.timeline import Load, Scatter
 from megatier.store.lease import Lease
 from megatier.store.queue import Queue
-from megatier.store.stream_clock import Instant
 from megatier.store.transfer import Transfer, mark
 from megatier.tier import Kind, Tier
 from megatier.trace.recorder import Recorder
@@ -165,11 +164,12 @@ class Collectives:
             MegatierError: what stopped one of them.
         """
         if self._last is not None:
-            self._last.wait()
+            self._recorder.until_over(self._last)
 
     def drop_left_out(self) -> None:
         """Forget the gradients of units that every rank has left out of the step: they are not updated."""
-        handed = set[str]().union(*self._ranks.agree(self._handed))
+        with self._recorder.waiting("ranks"):
+            handed = set[str]().union(*self._ranks.agree(self._handed))
         self._gradients.final &= handed
 
     def pass_over(self) -> None:
@@ -249,16 +249,14 @@ class Collectives:
             raise self._failure
 
         # Other ranks may be a whole group behind, and then the lane waits for them with that gradient.
-        cause = self._recorder.busy["ranks"]
-        asked = Instant(self._store.clock)
-        if (before := self._handed_last.pop(unit, None)) is not None:
-            before.order()
+        with self._recorder.waiting(self._recorder.busy["ranks"]):
+            if (before := self._handed_last.pop(unit, None)) is not None:
+                before.order()
 
-        # An interrupt between the lease and its entry would leave a lease that nobody gives back.
-        with self._store.tear.call:
-            lease = self._store.lease(group_grad_key(unit), Tier.GPU, fresh=True, wait=True)
-            self._buffers[unit] = lease, width
-        self._recorder.pause(cause, asked, Instant(self._store.clock))
+            # An interrupt between the lease and its entry would leave a lease that nobody gives back.
+            with self._store.tear.call:
+                lease = self._store.lease(group_grad_key(unit), Tier.GPU, fresh=True, wait=True)
+                self._buffers[unit] = lease, width
         return lease.bytes[: self._size(unit, width)]
 
     def _hand_over(self, unit: str, group: int) -> None:
@@ -299,7 +297,9 @@ class Collectives:
         Raises:
             TimelineError: another rank does something else.
         """
-        for rank, other in enumerate(self._ranks.agree(what)):
+        with self._recorder.waiting("ranks"):
+            told = self._ranks.agree(what)
+        for rank, other in enumerate(told):
             if other != what:
                 raise TimelineError(
                     f"rank {self._ranks.rank} comes to {what!r}, and rank {rank} to {other!r}. Ranks need the same "

@@ -18,12 +18,13 @@ from megatier.schedule.moves import Moves
 from megatier.store.lease import Lease
 from megatier.store.transfer import mark
 from megatier.tier import Tier
+from megatier.trace.recorder import Recorder
 
 
 class UnitGradients:
     """The gradients of the present step, as compute makes them."""
 
-    def __init__(self, blocks: UnitBlocks, updates: Updates, moves: Moves, demand: Demand) -> None:
+    def __init__(self, blocks: UnitBlocks, updates: Updates, moves: Moves, demand: Demand, recorder: Recorder) -> None:
         """No step has begun.
 
         Args:
@@ -31,11 +32,13 @@ class UnitGradients:
             updates: takes the gradients.
             moves: says what follows a gradient.
             demand: counts the bytes that move.
+            recorder: notes what compute waits for.
         """
         self._blocks = blocks
         self._updates = updates
         self._moves = moves
         self._demand = demand
+        self._recorder = recorder
         self.final: set[str] = set()
         """The units whose gradient of this step is final."""
         self._summed: set[str] = set()
@@ -55,14 +58,15 @@ class UnitGradients:
     def take_grad(self, unit: str, *, fits: bool = False) -> torch.Tensor:
         """A GPU buffer for the unit's gradient of this group: uint8, contents unspecified unless `sums_here`."""
         # The sum was asked for when the unit was used. If that failed, the lease below asks again, and has the error.
-        if (fetched := self._updates.fetched(unit)) is not None:
-            fetched.over()
-
-        # An interrupt between the lease and its entry would leave a lease that nobody gives back.
         fresh = unit not in self._summed or not self.sums_here(unit)
         store = self._blocks.store
-        with store.tear.call:
-            lease = self._buffers[unit] = store.lease(grad_key(unit), Tier.GPU, fresh=fresh, wait=True)
+        with self._recorder.waiting("gpu_to_ram" if fresh else "ram_to_gpu"):
+            if (fetched := self._updates.fetched(unit)) is not None:
+                fetched.over()
+
+            # An interrupt between the lease and its entry would leave a lease that nobody gives back.
+            with store.tear.call:
+                lease = self._buffers[unit] = store.lease(grad_key(unit), Tier.GPU, fresh=fresh, wait=True)
         return lease.bytes
 
     def ship_grad(self, unit: str, *, group: int, speculates: bool = True) -> None:
@@ -87,10 +91,13 @@ class UnitGradients:
 
         # This gradient takes the place of the last group's, which has to be added up before.
         if group and (summed := self._updates.of(unit)) is not None:
-            summed.wait()
+            self._recorder.until_over(summed)
 
+        # It may wait for a slot in RAM: until drives have taken the gradient before, or an update has used it.
         if gradient.shipped:
-            self._blocks.grads.send(unit, final=gradient.is_final)
+            spills = self._blocks.placement.grad_homes[unit] is Tier.NVME
+            with self._recorder.waiting("ram_to_nvme" if spills else self._updates.at):
+                self._blocks.grads.send(unit, final=gradient.is_final)
         if gradient.sums_in_ram:
             self._updates.submit_sum(unit, group)
 

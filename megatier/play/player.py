@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from megatier.errors import TimelineError
 from megatier.play.blocks import UnitBlocks
@@ -76,13 +77,13 @@ class Player:
 
         self.gate = Gate()
         """Counts the accesses of this pass that are over."""
-        self.recorder = Recorder()
+        self.recorder = Recorder(store.clock)
         """Collects the events of the trace, and knows what each lane is at."""
         self.blocks = UnitBlocks(store, by_name, placement, policy)
         """The names of the units' blocks, and leases on them."""
         self.updates = Updates(self.blocks, optimizer, self.gate, self.recorder, self._demand)
         """The lanes that update."""
-        self._grads = UnitGradients(self.blocks, self.updates, self._moves, self._demand)
+        self._grads = UnitGradients(self.blocks, self.updates, self._moves, self._demand, self.recorder)
         """Takes the gradients of what this rank has."""
         self._collectives: Collectives | None = None
         """Gathers weights and scatters gradients, if there are other ranks."""
@@ -146,6 +147,10 @@ class Player:
         """Seconds since then that this rank took itself: compute, and waits for its own lanes. The device is idle."""
         return self.recorder.own_seconds()
 
+    def waiting(self, cause: str) -> AbstractContextManager[object]:
+        """Inside, the thread that computes waits for something that is no lane of this player, such as other ranks."""
+        return self.recorder.waiting(cause)
+
     # ------------------------------------------------------------------ passes
 
     def begin(self, name: str) -> None:
@@ -180,7 +185,8 @@ class Player:
 
         self.updates.check_exchange()
         if not self._orders.knows(name):  # 2
-            self.drain()
+            with self.recorder.waiting(self.updates.at):
+                self.drain()
         due = self._updates_due - self.updates.speculation.updated
         timeline = self._pass.timeline = self._orders.timeline(name, due, self.updates.ahead)
         self._pass.planned = self._orders.expected(name)

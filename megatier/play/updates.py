@@ -75,6 +75,8 @@ class Updates:
         self.ahead: frozenset[str] = frozenset()
         """The streamed units whose state is on the GPU, or on its way there, for the next update."""
         self._is_closed = False
+        self._lane = "update"
+        """The lane of the update or sum that was submitted last."""
 
         recorder.busy.update(update="update", update_nvme="nvme_to_ram", update_gpu="update_gpu")
 
@@ -121,7 +123,7 @@ class Updates:
         # This update takes the place of a speculative one: whoever asks for the unit waits for this one.
         self.speculation.drop(unit)
 
-        lane = self._placement.update_lane(unit)
+        self._lane = lane = self._placement.update_lane(unit)
         if lane == "update_gpu":
             transfer = self._on_gpu.submit(unit, 0, partial(self._update_on_gpu, unit), after, behind)
             self._recorder.watch(transfer)
@@ -138,6 +140,7 @@ class Updates:
         """Add a group's gradient, which is in RAM or on its way there, to those before it."""
         with self._store.tear.change:
             self.speculation.drop(unit)
+            self._lane = "update"
             self._last[unit] = self._in_ram.submit(unit, 0, partial(self._accumulate, unit, group))
 
     def submit_fetch(self, unit: str) -> None:
@@ -182,7 +185,12 @@ class Updates:
             TransferError, NonFiniteError: what stopped one of them.
         """
         for transfer in self._last.values():
-            transfer.wait()
+            self._recorder.until_over(transfer)
+
+    @property
+    def at(self) -> str:
+        """What the lane of the update, or sum, that was submitted last is at: those before it hold the slots."""
+        return self._recorder.busy[self._lane]
 
     def over(self) -> None:
         """Wait until every update, every sum and the exchange have ended, well or not."""

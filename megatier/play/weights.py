@@ -10,6 +10,7 @@ the lane's worker.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from functools import partial
 
@@ -31,10 +32,7 @@ from megatier.store.queue import Queue
 from megatier.store.stream_clock import Instant
 from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Leg, Phase, Tier
-from megatier.trace.recorder import Recorder
-
-WAIT_SLICE_S = 0.001
-"""How often a waiting access looks again at what it waits for, to name the cause."""
+from megatier.trace.recorder import WAIT_SLICE_S, Recorder, main_cause
 
 
 class Use:
@@ -130,7 +128,8 @@ class UnitWeights:
         played.check_turn(is_alone=self._collectives is None)
 
         # An interrupt tears nothing so far: weights in slots are copies.
-        self._give_up()
+        with self._recorder.waiting(self._recorder.busy["load"]):
+            self._give_up()
         self._orders.turn(played)
         if played.timeline is None:
             played.sums_ahead = frozenset()
@@ -185,21 +184,28 @@ class UnitWeights:
 
     def stash(self, unit: str, tensor: torch.Tensor) -> None:
         """Take an activation home; see `Offload.stash`."""
-        self._offload.stash(unit, tensor)
+        with self._recorder.waiting("ram_to_nvme" if self._spills(unit) else "gpu_to_ram"):
+            self._offload.stash(unit, tensor)
 
     def stash_beside(self, unit: str, tensor: torch.Tensor) -> bool:
         """Take another tensor of an activation home; see `Offload.stash_beside`."""
-        return self._offload.stash_beside(unit, tensor)
+        with self._recorder.waiting("ram_to_nvme" if self._spills(unit) else "gpu_to_ram"):
+            return self._offload.stash_beside(unit, tensor)
 
     def fetch(self, unit: str) -> list[torch.Tensor]:
         """Bring an activation back; see `Offload.fetch`."""
-        fetched = self._offload.fetch(unit)
+        with self._recorder.waiting("nvme_to_ram" if self._spills(unit) else "ram_to_gpu"):
+            fetched = self._offload.fetch(unit)
 
         # Weights that come on demand take the same way, in order. If the next activation went first, compute would wait
         # for that as well, through drives and all. So without a timeline it is asked for when the weights were.
         if self._pass.timeline is not None:
             self._offload.ask_ahead()
         return fetched
+
+    def _spills(self, unit: str) -> bool:
+        """Whether a unit's activation goes on to NVMe."""
+        return self._blocks.placement.activation_homes.get(unit) is Tier.NVME
 
     def _use(self, access: Access) -> Use:
         """Wait for the unit's update and the access's load, then lease the weights."""
@@ -216,7 +222,7 @@ class UnitWeights:
 
         # Without a timeline, or if an update could not feed its load, this brings the weights on demand.
         key = self._blocks.compute_key(unit)
-        for transfer in self._on_demand(unit, key):
+        for transfer in self._on_demand(unit, key, causes):
             self._wait(transfer, causes)
 
         # An interrupt between the lease and its entry would leave a lease that nobody gives back.
@@ -224,8 +230,7 @@ class UnitWeights:
             lease = self._store.lease(key, Tier.GPU)
             self._held.append(lease)
 
-        cause = causes.most_common(1)[0][0] if causes else ""
-        return Use(self, access, lease, asked, cause)
+        return Use(self, access, lease, asked, main_cause(causes))
 
     def _give_up(self) -> None:
         """Give up the loads of accesses that have not come yet, and empty the slots. Compute holds no weights."""
@@ -243,21 +248,21 @@ class UnitWeights:
         self._gate.reset()
         self._gate.open_to(done)
 
-    def _on_demand(self, unit: str, key: str) -> list[Transfer]:
+    def _on_demand(self, unit: str, key: str, causes: Counter[str]) -> list[Transfer]:
         """Start bringing a unit's weights, unless a load did; returns what brings them."""
         if self._collectives is None:
-            return self._store.prefetch(key, Tier.GPU, wait=True)
+            began = time.monotonic()
+            transfers = self._store.prefetch(key, Tier.GPU, wait=True)
+
+            # Slots may have to become free first. A vote stands for a slice of time.
+            if votes := int((time.monotonic() - began) / WAIT_SLICE_S):
+                causes["slot"] += votes
+            return transfers
         return [self._collectives.gather(unit)] if self._pass.timeline is None else []
 
     def _wait(self, transfer: Transfer, causes: Counter[str]) -> None:
         """Order compute behind a transfer, and count per time slice which lane it waited for."""
-        busy = self._recorder.busy
-        while not transfer.issued(WAIT_SLICE_S):
-            # The cause is the first of those that it waits for that is not over. The transfer forgets them when it
-            # starts, on another thread: then its own queue is the cause.
-            before = (*transfer.after, *transfer.behind)
-            waits_for = next((other.queue for other in before if not other.done()), transfer.queue)
-            causes[busy.get(waits_for, waits_for)] += 1
+        self._recorder.until_issued(transfer, causes)
 
         # With CUDA its copy may still run. Compute is enqueued behind it, and the host goes on.
         if not transfer.done():

@@ -45,8 +45,12 @@ class StepReport:
     """Tokens of this step without those that fill rows."""
     seconds: float
     """Seconds from its batch to its result."""
+    compute_seconds: float = 0.0
+    """Seconds in which compute was busy."""
     stall_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds that compute waited, by cause."""
+    host_seconds: float = 0.0
+    """Seconds of neither: the host prepares the step, enqueues compute, or ends the step."""
     attainment: float | None = None
     """Seconds that the step should take over those that it took; None if the machine was not measured."""
     bound_by: str = ""

@@ -69,7 +69,11 @@ class RunStart:
 class RankWork:
     """What one rank did in a step, by lane, cause or queue."""
 
+    compute_seconds: float | None
+    """Seconds in which compute was busy."""
     stall_seconds: Mapping[str, float]
+    host_seconds: float | None
+    """Seconds in which compute was not busy and waited for nothing."""
     busy_seconds: Mapping[str, float]
     moved_bytes: Mapping[str, float]
     """Bytes per queue since the step before."""
@@ -295,7 +299,9 @@ def _step(
         seconds=_figure(record["seconds"]),
         attainment=_optional(record.get("attainment")),
         skipped=None if skipped is None else _text(skipped),
+        compute_seconds=_optional(record.get("compute_seconds")),
         stall_seconds=_amounts(record, "stall_seconds"),
+        host_seconds=_optional(record.get("host_seconds")),
         busy_seconds=_amounts(record, "busy_seconds"),
         moved_bytes=moved,
         demanded_bytes=demanded,
@@ -315,7 +321,9 @@ def _other(found: Mapping[str, Any], before: Mapping[int, Mapping[str, float]]) 
     return OtherRank(
         rank=rank,
         host=_text(found["host"]),
+        compute_seconds=_optional(found.get("compute_seconds")),
         stall_seconds=_amounts(found, "stall_seconds"),
+        host_seconds=_optional(found.get("host_seconds")),
         busy_seconds=_amounts(found, "busy_seconds"),
         moved_bytes=_grown(before.get(rank, {}), _amounts(found, "moved_bytes")),
     )

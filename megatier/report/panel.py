@@ -84,7 +84,8 @@ def panel(report: StepReport, num_steps: int, seconds_left: float, losses: Cours
     _row(grid, "tokens/s", Text(speed), f"{report.seconds:.3f} s/step")
     stalled = report.stalled_seconds
     shares = f"{format_seconds(stalled)}, {format_share(stalled, report.seconds)}"
-    _row(grid, "bound by", Text(bound_of(report)), f"stalled {shares}")
+    spent = f"stalled {shares}, host {format_share(report.host_seconds, report.seconds)}"
+    _row(grid, "bound by", Text(bound_of(report)), spent)
 
     if (slowest := report.slowest) is not None:
         words = f"{format_seconds(slowest.seconds)} itself, the fastest {format_seconds(slowest.least_seconds)}"

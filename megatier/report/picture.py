@@ -15,7 +15,7 @@ from megatier.errors import ConfigError
 from megatier.files import read_regular
 from megatier.report.metrics import format_seconds, format_share
 from megatier.report.svg import LETTER, TRACK, WIDTH, bar, grid_line, page, text, ticks
-from megatier.trace.events import STEP, TraceEvent, busy_seconds, stall_seconds
+from megatier.trace.events import STEP, Account, TraceEvent, account, busy_seconds
 
 LANES = (
     "nvme_to_ram",
@@ -145,11 +145,11 @@ def draw(events: Sequence[TraceEvent], title: str) -> str:
     """
     uses = lane_uses(events)
     seconds = step_seconds(events)
-    stalls = stall_seconds(events)
+    spent = account_of(events)
     colours = _colours(events)
-    legend, top = _legend(colours, stalls)
+    legend, top = _legend(colours, spent.stall_seconds)
     bottom = top + ROW * len(uses)
-    parts = [text(16, 48, _summary(uses, seconds, stalls)), *legend]
+    parts = [text(16, 48, _summary(seconds, spent)), *legend]
 
     for right, name in zip(FIGURES_RIGHT, ("busy", "share", "at once"), strict=True):
         parts.append(text(right, top - 6, name, "end"))
@@ -158,18 +158,17 @@ def draw(events: Sequence[TraceEvent], title: str) -> str:
     return page(bottom + 36, title, [*parts, *_axis(seconds, top, bottom)])
 
 
-def _summary(uses: Sequence[LaneUse], seconds: float, stalls: Mapping[str, float]) -> str:
+def _summary(seconds: float, spent: Account) -> str:
     """Return the step in one line: how long it took, and what compute did."""
-    busy = sum(use.busy_seconds for use in uses if use.lane == "compute")
-    stalled = sum(stalls.values())
-    words = f"compute busy {format_share(busy, seconds)}, stalled {format_seconds(stalled)}"
-    return f"{format_seconds(seconds)} in all; {words}, idle {format_seconds(idle_seconds(uses, seconds, stalls))}"
+    stalled = sum(spent.stall_seconds.values())
+    words = f"compute busy {format_share(spent.compute_seconds, seconds)}, stalled {format_seconds(stalled)}"
+    return f"{format_seconds(seconds)} in all; {words}, host {format_seconds(spent.host_seconds)}"
 
 
-def idle_seconds(uses: Iterable[LaneUse], seconds: float, stalls: Mapping[str, float]) -> float:
-    """Return the time of a step in which compute neither works nor waits for a lane: the host prepares and ends it."""
-    busy = sum(use.busy_seconds for use in uses if use.lane == "compute")
-    return max(0.0, seconds - busy - sum(stalls.values()))
+def account_of(events: Iterable[TraceEvent]) -> Account:
+    """Return where the time of a step went; it adds up to `step_seconds`."""
+    events = list(events)
+    return account(events, *_window(events))
 
 
 def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str], middle: float) -> Iterator[str]:
@@ -215,7 +214,7 @@ def _legend(colours: Mapping[str, str], stalls: Mapping[str, float]) -> tuple[li
     y = 74
     for label, colour in colours.items():
         cause = label.removeprefix(STALL)
-        name = label if label == cause else f"{label} {format_seconds(stalls[cause])}"
+        name = label if label == cause else f"{label} {format_seconds(stalls.get(cause, 0.0))}"
         width = 18 + LETTER * len(name) + 18
         if x + width > WIDTH:
             x = 16.0

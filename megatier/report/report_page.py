@@ -251,11 +251,23 @@ def _stalls(run: RecordedRun) -> str:
         (cause, format_seconds(totals[cause]), format_share(totals[cause], seconds), format_seconds(worst[cause]))
         for cause in causes
     ]
+    rows += _unstalled(run, seconds)
     unit, scale = ("s", 1.0) if max(worst.values()) >= 1 else ("ms", 1e-3)
     lines = [Line(cause, run.points(amount_of(lambda step: step.stall_seconds, cause), scale)) for cause in causes]
     columns = "waited for", "in all", "share of the time", "longest in a step"
     words = "The first step of each process, which learns the order of the units, is in the chart alone."
     return row(table(columns, rows) + note(words), chart.draw(f"stalled, {unit} a step", lines))
+
+
+def _unstalled(run: RecordedRun, seconds: float) -> Iterator[tuple[str, str, str, str]]:
+    """Yield what compute was at besides, so that the table adds up to all of the time, if that is on file."""
+    for name, of_step in (
+        ("nothing: compute was busy", [step.compute_seconds for step in run.steady]),
+        ("nothing: the host worked", [step.host_seconds for step in run.steady]),
+    ):
+        known = [lasted for lasted in of_step if lasted is not None]
+        if known and len(known) == len(of_step):
+            yield name, format_seconds(sum(known)), format_share(sum(known), seconds), format_seconds(max(known))
 
 
 def _ranks(run: RecordedRun) -> str:

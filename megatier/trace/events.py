@@ -49,6 +49,45 @@ def stall_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
     return dict(total)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Where the time of a step went: at each moment compute was busy, or waited for one cause, or the host worked.
+
+    The three add up to the whole step.
+    """
+
+    compute_seconds: float
+    """Seconds in which compute was busy."""
+    stall_seconds: Mapping[str, float]
+    """Seconds that compute waited, by cause."""
+    host_seconds: float
+    """Seconds of neither: the host prepares the step, enqueues compute, or ends the step."""
+
+
+def account(events: Iterable[TraceEvent], start_ns: int, end_ns: int) -> Account:
+    """Return what compute was at from one time to another. Of waits that overlap the first counts."""
+    stalled: Counter[str] = Counter()
+    busy = waits = 0
+    until = until_busy = start_ns
+    found = (event for event in events if event.lane in ("compute", "stall"))
+    for event in sorted(found, key=lambda event: event.start_ns):
+        stop = min(event.end_ns, end_ns)
+        busy += max(0, stop - max(event.start_ns, until_busy))
+        until_busy = max(until_busy, stop)
+        if event.lane == "stall":
+            lasted = max(0, stop - max(event.start_ns, until))
+            until = max(until, stop)
+            waits += lasted
+            stalled[event.cause] += lasted
+
+    # In `busy` is every moment with compute or a wait.
+    return Account(
+        compute_seconds=(busy - waits) / 1e9,
+        stall_seconds={cause: lasted / 1e9 for cause, lasted in stalled.items() if lasted},
+        host_seconds=(end_ns - start_ns - busy) / 1e9,
+    )
+
+
 def own_seconds(events: Iterable[TraceEvent]) -> float:
     """Sum up the seconds that a rank took itself: those of compute, and of its waits for all but other ranks."""
     found = (event.seconds for event in events if event.lane == "compute" or _waits_for_own(event))

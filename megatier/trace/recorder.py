@@ -5,15 +5,22 @@ Threads: the thread that computes calls `access`, `collect` and `take`; the lane
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from megatier.schedule.timeline import Access
-from megatier.store.stream_clock import Instant
+from megatier.store.stream_clock import Instant, StreamClock
 from megatier.store.transfer import Transfer
 from megatier.trace.events import TraceEvent, own_seconds
 
 STALL_NS_MIN = 20_000
 """Waits shorter than this are the cost of asking, not a stall."""
+
+WAIT_SLICE_S = 0.001
+"""How often a thread that waits looks again at what it waits for, to name the cause."""
+STEP_END = "end of the step"
+"""What a wait after the last use of a pass is about."""
 
 Pause = tuple[str, Instant, Instant]
 """A wait of compute within a use: its cause, when it began, and when compute went on."""
@@ -25,8 +32,13 @@ class Recorder:
     Device times are read when they have passed, so that recording never blocks compute.
     """
 
-    def __init__(self) -> None:
-        """Begin with no events."""
+    def __init__(self, clock: StreamClock | None = None) -> None:
+        """Begin with no events.
+
+        Args:
+            clock: the clock on which compute is timed; None without a CUDA device.
+        """
+        self._clock = clock
         self.busy: dict[str, str] = {}
         """The queue or wait that each lane is at now, which is the cause of a stall that waits for this lane. Each lane
         writes its own entry."""
@@ -56,6 +68,49 @@ class Recorder:
     def pause(self, cause: str, asked: Instant, resumed: Instant) -> None:
         """Note a wait of compute in the present use, or before the next one: when it asked, and when it went on."""
         self._pauses.append((cause, asked, resumed))
+
+    @contextmanager
+    def waiting(self, cause: str = "") -> Iterator[Counter[str]]:
+        """Note what compute waits inside as a pause. Every wait of compute is in such a region, or in an access.
+
+        Args:
+            cause: what it waits for, unless more is known of that inside.
+
+        Yields:
+            Votes by cause, for whoever looks at what is waited for: the cause is that with the most.
+        """
+        causes: Counter[str] = Counter()
+        asked = Instant(self._clock)
+        try:
+            yield causes
+        finally:
+            self.pause(main_cause(causes) or cause, asked, Instant(self._clock))
+
+    def cause_of(self, transfer: Transfer) -> str:
+        """Return what a transfer that is not over waits for."""
+        # The cause is the first of those that it waits for that is not over. The transfer forgets them when it starts,
+        # on another thread: then its own queue is the cause.
+        before = (*transfer.after, *transfer.behind)
+        waits_for = next((other.queue for other in before if not other.done()), transfer.queue)
+        return self.busy.get(waits_for, waits_for)
+
+    def until_issued(self, transfer: Transfer, causes: Counter[str]) -> None:
+        """Wait until a transfer has started, and vote for what it waits for, once a slice of time."""
+        while not transfer.issued(WAIT_SLICE_S):
+            causes[self.cause_of(transfer)] += 1
+
+    def until_over(self, transfer: Transfer) -> None:
+        """Wait until a transfer is over, and note that as a pause of compute.
+
+        Raises:
+            MegatierError: it failed.
+        """
+        if not transfer.done():
+            with self.waiting() as causes:
+                self.until_issued(transfer, causes)
+                causes[self.cause_of(transfer)] += 1
+                transfer.wait()
+        transfer.wait()
 
     def work(self, lane: str, unit: str, start_ns: int, end_ns: int) -> None:
         """Note what a lane of the host did from one time to another."""
@@ -91,6 +146,7 @@ class Recorder:
     def own_seconds(self) -> float:
         """Return the seconds that this rank took itself, of the events since `take`. Nothing is waited for."""
         self.collect(())
+        self._note_rest()
         return own_seconds(self._events)
 
     def take(self, transfers: Iterable[Transfer]) -> list[TraceEvent]:
@@ -105,6 +161,7 @@ class Recorder:
         for used in self._accesses:
             self._note_access(*used)
         self._accesses = []
+        self._note_rest()
 
         moves = [*self._transfers, *transfers]
         self._transfers = []
@@ -154,6 +211,13 @@ class Recorder:
                 from_ns = resumed.ns()
         self._events.append(TraceEvent(lane="compute", name=name, start_ns=from_ns, end_ns=left.ns()))
 
+    def _note_rest(self) -> None:
+        """Note the waits since the last use, once no use follows: the pass has ended."""
+        if not self._accesses:
+            for cause, begun, resumed in self._pauses:
+                self._note_stall(STEP_END, cause, begun.ns(), resumed.ns())
+            self._pauses = []
+
     def _note_stall(self, unit: str, cause: str, start_ns: int, end_ns: int) -> bool:
         """Note a wait of compute, and return whether it was one: something was waited for, and for long enough."""
         is_long = cause != "" and end_ns - start_ns >= STALL_NS_MIN
@@ -174,3 +238,8 @@ class Recorder:
                 num_bytes=transfer.num_bytes,
             )
         )
+
+
+def main_cause(causes: Counter[str]) -> str:
+    """Return the cause with the most votes; empty if nobody voted."""
+    return causes.most_common(1)[0][0] if causes else ""

@@ -30,7 +30,7 @@ from megatier.report.report import Progress, print_moves
 from megatier.session.process import memory_bytes
 from megatier.session.session import Session
 from megatier.tier import QUEUES
-from megatier.trace.events import STEP, TraceEvent, busy_seconds, stall_seconds
+from megatier.trace.events import STEP, Account, TraceEvent, account, busy_seconds
 from megatier.train.description import nvme_path
 from megatier.train.outlet import say
 from megatier.train.saves import Record, Saves
@@ -216,14 +216,15 @@ class Loop:
         # The same events give the printed figures, the records, the picture and the trace.
         events = session.player.take_events()
         events.append(TraceEvent(lane=STEP, name=f"step {step}", start_ns=began_ns, end_ns=ended_ns))
-        if self._config.data.streaming:
-            waits = TraceEvent(lane="stall", name="text", start_ns=began_ns, end_ns=read_ns, cause="data")
-            events.append(waits)
+
+        # The other ranks are given their rows by the first one.
+        if cause := "data" if self._config.data.streaming else "ranks" if self._crew.rank else "":
+            events.append(TraceEvent(lane="stall", name="text", start_ns=began_ns, end_ns=read_ns, cause=cause))
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
-        stalls = stall_seconds(events)
+        spent = account(events, began_ns, ended_ns)
         busy = busy_seconds(events)
-        self._saves.step(seconds, stalls.get("checkpoint", 0.0), learnt=result.skipped is None)
-        of_ranks = self._of_ranks(stalls, busy)
+        self._saves.step(seconds, spent.stall_seconds.get("checkpoint", 0.0), learnt=result.skipped is None)
+        of_ranks = self._of_ranks(seconds, spent, busy)
 
         slowest = self._slowest(result.own_seconds)
         forecast = None if self._expected is None else self._expected.forecast
@@ -234,7 +235,9 @@ class Loop:
             gradient_norm=result.grad_norm,
             num_tokens=num_real_tokens(batch),
             seconds=seconds,
-            stall_seconds=stalls,
+            compute_seconds=spent.compute_seconds,
+            stall_seconds=spent.stall_seconds,
+            host_seconds=spent.host_seconds,
             attainment=None if forecast is None else forecast.seconds / seconds,
             bound_by="" if forecast is None else forecast.bound_by,
             busy_seconds=busy,
@@ -272,7 +275,9 @@ class Loop:
             "seconds": report.seconds,
             "tokens_per_s": report.num_tokens / report.seconds,
             "attainment": report.attainment,
+            "compute_seconds": report.compute_seconds,
             "stall_seconds": report.stall_seconds,
+            "host_seconds": report.host_seconds,
             "busy_seconds": report.busy_seconds,
             "slowest_rank": None if report.slowest is None else asdict(report.slowest),
             "speculation": OUTCOMES[self._session.speculation.outcome],
@@ -282,9 +287,9 @@ class Loop:
             "nvme_path": nvme_path(self._session.store),
         }
 
-    def _of_ranks(self, stalls: Mapping[str, float], busy: Mapping[str, float]) -> OfRanks:
+    def _of_ranks(self, seconds: float, spent: Account, busy: Mapping[str, float]) -> OfRanks:
         """Return what the ranks tell each other of a step."""
-        lanes = {"stall_seconds": stalls, "busy_seconds": busy, "moved_bytes": dict(self._moved_bytes())}
+        lanes = {"seconds": seconds, **asdict(spent), "busy_seconds": busy, "moved_bytes": dict(self._moved_bytes())}
         found = self._crew.agree((memory_bytes(self._device, self._session.ranks), lanes))
         memory = {name: max(own[name] for own, _ in found) for name in found[0][0]}
         others = [{"rank": rank, "host": self._hosts[rank], **told} for rank, (_, told) in enumerate(found) if rank > 0]
@@ -311,14 +316,16 @@ class Loop:
             progress.note("no held-out text to evaluate on")
             return
 
-        began = time.perf_counter()
+        began_ns = time.perf_counter_ns()
         with self._watchdog.watch(self._session.player):
             loss = self._session.engine.evaluate(batches)
 
         # Nobody asks for a trace of evaluations, and their events must not count for the next step.
-        self._session.player.take_events()
-        progress.note(f"step {step}: held-out loss {loss:.4f} ({format_seconds(time.perf_counter() - began)})")
-        self._record({"step": step, "heldout_loss": loss})
+        ended_ns = time.perf_counter_ns()
+        spent = account(self._session.player.take_events(), began_ns, ended_ns)
+        seconds = (ended_ns - began_ns) / 1e9
+        progress.note(f"step {step}: held-out loss {loss:.4f} ({format_seconds(seconds)})")
+        self._record({"step": step, "heldout_loss": loss, "seconds": seconds, **asdict(spent)})
 
 
 def rate_of(step: int, train: TrainConfig) -> float:
