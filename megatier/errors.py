@@ -247,9 +247,9 @@ class TornStateError(MegatierError, RuntimeError):
     def __init__(self) -> None:
         """Say what helps."""
         super().__init__(
-            "something (Ctrl-C, a signal, a failed load) broke off while state was changed, so weights and moments may "
-            "be those of different steps. Load all of it: Streamed.restore(folder), or megatier resume. Or open the "
-            "model anew."
+            "something (Ctrl-C, a signal, a failed load, or a gradient that is not finite without clip and guard) "
+            "broke off while state was changed, so weights and moments may be those of different steps. Load all of "
+            "it: Streamed.restore(folder), or megatier resume. Or open the model anew."
         )
 
 
@@ -270,7 +270,12 @@ class DataError(MegatierError, ValueError):
 
 
 class NonFiniteError(MegatierError, ArithmeticError):
-    """A loss or gradient is NaN or infinite. The weights are those of the last whole step."""
+    """A loss or gradient is NaN or infinite. The weights are those of the last whole step, unless it names units."""
+
+    def __init__(self, message: str, updated: Sequence[str] = ()) -> None:
+        """Keep the units that were updated before it was found: they are a step ahead of the others."""
+        self.updated = tuple(updated)
+        super().__init__(message)
 
 
 class StepAbandonedError(MegatierError):

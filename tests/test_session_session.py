@@ -51,7 +51,7 @@ def _one_thread() -> Iterator[None]:
 
 def state_of(session: Session) -> dict[tuple[Kind, str], Tensor]:
     """Masters and moments by unit, also after a step whose updates were refused."""
-    with contextlib.suppress(NonFiniteError):
+    with contextlib.suppress(NonFiniteError, TornStateError):
         session.player.drain()
     return {(kind, unit.name): read_unit(session, unit, kind) for kind in STATE for unit in session.units}
 

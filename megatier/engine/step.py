@@ -197,7 +197,7 @@ class Engine:
         try:
             self._player.drain_gradients()
         except NonFiniteError as error:
-            raise NonFiniteError(f"step {step}: {error}. {REMEDY}") from error
+            raise NonFiniteError(f"step {step}: {error}. {REMEDY}", error.updated) from error
         return self._optimizer.norm()
 
     def finish_step(self, step: int, rate: float, norm: float, loss: float, batch: Batch | None = None) -> StepResult:

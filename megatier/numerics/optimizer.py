@@ -315,10 +315,7 @@ class RunOptimizer:
         """
         self._refused = self._refused or self._non_finite_in(unit)
         if self._refused is not None:
-            raise NonFiniteError(
-                f"the gradient of {self._refused} is not finite. Its unit and the units before it keep their weights; "
-                "the units after it were updated already, because train.clip and numerics.guard are off"
-            )
+            raise NonFiniteError(f"the gradient of {self._refused} is not finite")
 
     # ------------------------------------------------------------------ update
 

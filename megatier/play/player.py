@@ -202,7 +202,7 @@ class Player:
         with self._store.tear.change:
             if self._pass.trains:
                 self._grads.begin()
-                self.updates.speculation.begin()
+                self.updates.begin()
             if timeline is not None:  # 3
                 self._submit(timeline.items)
             self._updates_due = frozenset()

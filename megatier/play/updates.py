@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from megatier.errors import StepAbandonedError
+from megatier.errors import NonFiniteError, StepAbandonedError
 from megatier.play.blocks import UnitBlocks, block_key
 from megatier.play.gate import Gate
 from megatier.play.grad_blocks import grad_key, sum_key
@@ -77,6 +77,8 @@ class Updates:
         self._is_closed = False
         self._lane = "update"
         """The lane of the update or sum that was submitted last."""
+        self._updated: list[str] = []
+        """In the immediate mode: the units whose update in this step has begun, on whichever lane."""
 
         recorder.busy.update(update="update", update_nvme="nvme_to_ram", update_gpu="update_gpu")
 
@@ -96,6 +98,11 @@ class Updates:
         """The updates that run before the norm is known."""
 
     # ------------------------------------------------------------------ the player's side
+
+    def begin(self) -> None:
+        """Begin a training pass: none of its updates has run."""
+        self._updated.clear()
+        self.speculation.begin()
 
     def submit(self, update: Update, gradient: Transfer | None, load: Transfer | None = None) -> None:
         """Update a unit, on the lane of the tier where that is done.
@@ -182,10 +189,18 @@ class Updates:
         """Wait until every update and sum is done, but not for speculative updates, the exchange or write-backs.
 
         Raises:
-            TransferError, NonFiniteError: what stopped one of them.
+            TransferError, NonFiniteError: what stopped one of them. The latter names the units that were updated in
+                this step, and tears the state if there are any.
         """
-        for transfer in self._last.values():
-            self._recorder.until_over(transfer)
+        try:
+            for transfer in self._last.values():
+                self._recorder.until_over(transfer)
+        except NonFiniteError as error:
+            # Another lane may be at an update that it began before.
+            self.over()
+            updated = sorted(self._updated, key=list(self._blocks.units).index)
+            self._store.tear.is_torn |= bool(updated)
+            raise NonFiniteError(f"{error}. {_described(updated, len(self._placement.grad_homes))}", updated) from error
 
     @property
     def at(self) -> str:
@@ -335,3 +350,15 @@ class Updates:
             raise StepAbandonedError(f"the run was closed before {unit} was updated")
         if not self._policy.deferred:
             self._optimizer.check(unit)
+            self._updated.append(unit)
+
+
+def _described(updated: Sequence[str], num_units: int) -> str:
+    """Return in words which units are a step ahead of the others."""
+    if not updated:
+        return "No update of this step was written"
+    return (
+        f"Updates run inside the backward, because train.clip and numerics.guard are off, and {len(updated)} of "
+        f"{num_units} units had theirs: {', '.join(updated)}. So the weights are of two steps, and no step can follow "
+        "on them"
+    )

@@ -132,11 +132,13 @@ class Loop:
             for step in range(first, train.steps + 1):
                 try:
                     self._step(step, progress)
-                except NonFiniteError:
-                    # In the immediate mode weights have changed by now, and are not worth saving.
+                except NonFiniteError as error:
                     if self._session.optimizer.hyper.deferred:
                         self._saves.behind(step, progress.note)
-                    raise
+                        raise
+
+                    # In the immediate mode weights may have changed by now, and are not worth saving.
+                    raise NonFiniteError(f"{error} {self._saves.way_on(progress.note)}", error.updated) from error
 
                 is_last = step == train.steps
                 if is_last or (train.evaluate_every and step % train.evaluate_every == 0):

@@ -240,6 +240,22 @@ class Saves:
         if twin is not None:
             self._crew.first(lambda: remove(twin))
 
+    def way_on(self, say: Say) -> str:
+        """Return in words from what the run can go on, once what is on its way is whole. Nothing else is saved."""
+        try:
+            self.end(say)
+        except MegatierError as error:
+            say(f"no checkpoint: {error}")
+
+        saved = [path for path in map(self._last, (self._folder, self._savepoints)) if path is not None]
+        run = self._config.output.directory
+        if not saved:
+            return (
+                f"Nothing was saved in {run}, so the run has to begin anew: set output.checkpoint_every or "
+                "output.savepoint_every as well."
+            )
+        return f"`megatier resume {run}` goes on from {max(saved, key=step_of)}."
+
     # ------------------------------------------------------------------ savepoints
 
     def _save_in_place(self, step: int, say: Say) -> None:
