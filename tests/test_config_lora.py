@@ -51,7 +51,7 @@ def test_lora_scales_by_two_unless_alpha_is_given() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rank": 0}, "model.lora.rank is 0; it must be a whole number of at least 1"),
+        ({"rank": 0}, "model.lora.rank is 0; it must be at least 1"),
         ({"rank": 2.5}, "model.lora.rank is 2.5"),
         ({"rank": True}, "model.lora.rank is True"),
         ({"alpha": 0}, "model.lora.alpha is 0; it must be above 0, or null for twice the rank"),

@@ -219,10 +219,10 @@ def test_stream_takes_a_torch_dtype_and_a_dict_of_tiers() -> None:
     [
         (None, {}, "model is None; it must be a folder, a hub id, or a model of transformers"),
         ("", {}, "model is ''"),
-        ("org/x", {"lr": "1e-4"}, "lr is '1e-4'; it must be a number"),
+        ("org/x", {"lr": "1e-4"}, "lr is '1e-4'; it must be a finite number"),
         ("org/x", {"clip": "1"}, "clip is '1'"),
         ("org/x", {"betas": 0.9}, "betas is 0.9; it must be two numbers"),
-        ("org/x", {"betas": ("0.9", 0.99)}, "beta1 is '0.9'"),
+        ("org/x", {"betas": ("0.9", 0.99)}, "one of betas ('0.9', 0.99) is '0.9'"),
     ],
 )
 def test_stream_of_no_model_or_with_text_for_a_number_is_refused(

@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
-from megatier.config.values import ByteCount, check_choices, read_text
+from megatier.config.values import ByteCount, check_kinds, read_text
 from megatier.config.values import require as _require
 
 PYTHON_STDLIB = "python-stdlib"
@@ -104,7 +104,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        check_choices(self, "data")
+        check_kinds(self, "data")
         read_text(self, "data", sizes=("max_bytes",), lists=("files", "suffixes"))
         self._check_source()
 

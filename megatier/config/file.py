@@ -20,12 +20,14 @@ from typing import Any, get_args, get_type_hints
 from jsonargparse import ArgumentParser, get_loader
 from jsonargparse.typing import register_type
 
-from megatier.config.overrides import NESTED, joined, take_nested
+from megatier.config.overrides import NESTED, joined, settings_of, take_nested
 from megatier.config.schema import SECTIONS, RunConfig
-from megatier.config.values import ByteCount, parse_bytes, parse_list, read_yaml, require_unit
+from megatier.config.values import ByteCount, number, parse_bytes, parse_list, read_yaml, require, require_unit
 from megatier.errors import ConfigError
 from megatier.foreign import shown
 
+DIGITS_MAX = 100
+"""Digits of a whole number on the command line that nobody writes."""
 OTHER_TRAINERS = frozenset(
     {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "model_name_or_path", "finetuning_type"}
 )
@@ -110,6 +112,15 @@ def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunCon
     for key, value in nested.items():
         if not isinstance(value, dict | None):
             raise ConfigError(_refusal("model", key, f"is {shown(repr(value))}"))
+
+    # The parser converts whole numbers that are too large for a float, and does not say where they stand.
+    for section, keys in tree.items():
+        for key, value in keys.items():
+            if type(value) is int:
+                number(f"{section}.{key}", value, whole=True)
+    for name, text in settings_of(words):
+        is_short = len(text) < DIGITS_MAX or not text.lstrip("+-").isdigit()
+        require(is_short, name, text, "a number of fewer digits")
 
     # The parser raises errors that are not its own for a word such as "!!timestamp x", and for an int too large for a
     # float.
@@ -327,11 +338,8 @@ def check_units(tiers: Mapping[str, Any], overrides: Sequence[str] = ()) -> None
         ConfigError: names the budget.
     """
     found = dict(tiers)
-    words = joined(overrides)
-    for word, following in itertools.pairwise([*words, ""]):
-        name, equals, text = word.partition("=")
-        if name.startswith("--tiers."):
-            found[name.removeprefix("--tiers.")] = text if equals else following
+    for name, text in settings_of(overrides):
+        found[name.removeprefix("tiers.")] = text
 
     for key in ("gpu", "gpu_limit", "ram"):
         require_unit(f"tiers.{key}", found.get(key))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
-from megatier.config.values import parse_list, require
+from megatier.config.values import number, parse_list, require
 from megatier.errors import ConfigError
 from megatier.foreign import shown
 
@@ -74,13 +74,7 @@ class LoraConfig:
 
         for key in ("rslora", "dora"):
             require(isinstance(getattr(self, key), bool), f"model.lora.{key}", getattr(self, key), "true or false")
-        rank: object = self.rank
-        is_count = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
-        require(is_count, "model.lora.rank", rank, "a whole number of at least 1")
-        alpha = self.alpha
-        require(alpha is None or _is_above_0(alpha), "model.lora.alpha", alpha, "above 0, or null for twice the rank")
-        is_share = _is_number(self.dropout) and 0 <= self.dropout < 1
-        require(is_share, "model.lora.dropout", self.dropout, "from 0 to below 1")
+        self._check_numbers()
         is_some = bool(self.targets or self.target_parameters)
         require(is_some, "model.lora.targets", list(self.targets), "at least one module, or beside target_parameters")
         require(
@@ -97,6 +91,17 @@ class LoraConfig:
         changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
         if self.adapter is not None and changed != ["adapter"]:
             raise ConfigError(f"model.lora.adapter brings its own settings: leave out model.lora.{changed[0]}.")
+
+    def _check_numbers(self) -> None:
+        """Refuse numbers that are none, or out of bounds."""
+        rank = number("model.lora.rank", self.rank, "at least 1", least=1, whole=True)
+        object.__setattr__(self, "rank", rank)
+        if self.alpha is not None:
+            bound = "above 0, or null for twice the rank"
+            object.__setattr__(self, "alpha", number("model.lora.alpha", self.alpha, bound, least=math.nextafter(0, 1)))
+        most = math.nextafter(1, 0)
+        dropout = number("model.lora.dropout", self.dropout, "from 0 to below 1", least=0, most=most)
+        object.__setattr__(self, "dropout", dropout)
 
     def _check_parameters(self) -> None:
         """Refuse what PEFT refuses beside `target_parameters`, in its words, before there is a model."""
@@ -146,12 +151,3 @@ def read_lora(section: ModelConfig) -> None:
     base = "the folder or name of a model with model.lora, whose adapters belong to a base that stays as it is"
     require(section.path is not None, "model.path", None, base)
     require(not section.frozen, "model.frozen", list(section.frozen), "empty with model.lora, which freezes the base")
-
-
-def _is_number(value: object) -> bool:
-    """Return whether a value is a number: YAML also gives true and text."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_above_0(value: float) -> bool:
-    return _is_number(value) and 0 < value < math.inf

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatier.config.values import check_choices, require
+from megatier.config.values import check_kinds, require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        check_choices(self, "output")
+        check_kinds(self, "output")
         require(self.directory != "", "output.directory", self.directory, "a path")
         # The tokenizers library writes to no other path, which would be found when the run is over.
         require(_is_text(self.directory), "output.directory", self.directory, "a path in UTF-8")

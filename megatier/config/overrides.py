@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jsonargparse import get_loader
@@ -63,3 +64,11 @@ def joined(words: Sequence[str]) -> list[str]:
         else:
             found.append(word)
     return found
+
+
+def settings_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the setting and the text of each override."""
+    for word, following in itertools.pairwise([*joined(words), ""]):
+        name, equals, text = word.partition("=")
+        if name.startswith("--"):
+            yield name.removeprefix("--"), text if equals else following

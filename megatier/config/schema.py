@@ -7,14 +7,13 @@ nothing is allocated.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megatier.config.data_section import DataConfig
 from megatier.config.lora import LoraConfig, read_lora
 from megatier.config.output_section import OutputConfig
-from megatier.config.values import ByteCount, MountBudget, check_choices, check_setting, parse_mount, read_text
+from megatier.config.values import ByteCount, MountBudget, check_kinds, check_setting, parse_mount, read_text
 from megatier.config.values import require as _require
 from megatier.errors import ConfigError
 
@@ -67,7 +66,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        check_choices(self, "model")
+        check_kinds(self, "model")
         if (self.path is None) == (self.config is None):
             raise ConfigError(
                 "give exactly one of model.path (to go on with a model) and model.config (to start anew)."
@@ -137,7 +136,7 @@ class TiersConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        check_choices(self, "tiers")
+        check_kinds(self, "tiers")
         read_text(self, "tiers", sizes=("gpu", "gpu_limit", "ram", "chunk"), lists=("nvme", "state"))
 
         for name in ("gpu", "gpu_limit", "ram"):
@@ -240,23 +239,19 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check each value, then those that depend on each other."""
-        check_choices(self, "train")
+        check_kinds(self, "train")
         for name in ("steps", "batch", "groups", "slices", "evaluate_batches"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
 
-        # YAML can say .inf and .nan, which no comparison with a lower bound alone would refuse.
         for name in ("warmup_steps", "kept_layers", "seed", "evaluate_every"):
-            value = getattr(self, name)
-            _require(0 <= value < math.inf, f"train.{name}", value, "at least 0")
+            _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "at least 0")
         for name in ("learning_rate", "weight_decay", "beta1", "beta2", "momentum", "eps", "clip"):
             check_setting(name, getattr(self, name), f"train.{name}")
 
-        _require(0 <= self.stall_timeout < math.inf, "train.stall_timeout", self.stall_timeout, "at least 0")
+        _require(self.stall_timeout >= 0, "train.stall_timeout", self.stall_timeout, "at least 0")
         ratio = self.min_learning_rate_ratio
         _require(0 <= ratio <= 1, "train.min_learning_rate_ratio", ratio, "from 0 to 1")
-        _require(
-            self.epochs is None or 0 < self.epochs < math.inf, "train.epochs", self.epochs, "above 0, or null for steps"
-        )
+        _require(self.epochs is None or self.epochs > 0, "train.epochs", self.epochs, "above 0, or null for steps")
 
         # With epochs the steps are not known yet. This is checked again when they are.
         is_short = self.epochs is not None or self.warmup_steps < self.steps
@@ -290,6 +285,7 @@ class NumericsConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
+        check_kinds(self, "numerics")
         _require(self.max_skips >= 0, "numerics.max_skips", self.max_skips, "at least 0")
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import numbers
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -36,6 +40,17 @@ LEAST = 2.0**-126
 """The least number above 0 that the kernels of optimizers do not take for 0."""
 LARGEST = (2 - 2.0**-23) * 2.0**127
 """The largest number of fp32."""
+WHOLE_MAX = (1 << 63) - 1
+"""The largest whole number that C and torch take."""
+_SHARE = (0.0, math.nextafter(1, 0), "from 0 to below 1")
+RANGES = {
+    "eps": (LEAST, LARGEST, "above 0 in fp32"),
+    "clip": (math.nextafter(0, 1), LARGEST, "above 0, or null (None) for no clipping"),
+    "beta1": _SHARE,
+    "beta2": _SHARE,
+    "momentum": _SHARE,
+}
+"""The least and the largest value of settings of an optimizer, and both in words. The others are at least 0."""
 BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     BYTE_UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
@@ -79,7 +94,7 @@ def require_unit(name: str, written: object) -> None:
     Raises:
         ConfigError: names the spellings.
     """
-    text = str(written).strip().lower()
+    text = _told(written, str).strip().lower()
     if re.fullmatch(r"[0-9]{1,20}(\.[0-9]{1,20})?(e[0-9]{1,2})?", text) and 0 < float(text) < 1 << 20:
         raise ConfigError(
             f"{name} is {text}, and a number without a unit is bytes. Write {text}GiB, or {text}B if you mean bytes."
@@ -209,33 +224,97 @@ def read_text(section: object, name: str, *, sizes: Sequence[str] = (), lists: S
     # The section is frozen, so its fields are set past its own `__setattr__`.
     for key in sizes:
         value = getattr(section, key)
-        if isinstance(value, str):
-            try:
-                object.__setattr__(section, key, parse_bytes(value))
-            except ConfigError as error:
-                raise ConfigError(f"{name}.{key}: {error}") from error
+        if value is not None:
+            object.__setattr__(section, key, byte_count(f"{name}.{key}", value))
 
     for key in lists:
         object.__setattr__(section, key, parse_list(getattr(section, key)))
 
 
-def check_choices(section: object, name: str) -> None:
-    """Refuse a value that is not among the choices of its field. The reader refuses it earlier; Python code does not.
+def check_kinds(section: object, name: str) -> None:
+    """Refuse values of another kind than their fields. The reader refuses them earlier; Python code does not.
+
+    Numbers of other libraries become Python's own, since a config is written as YAML and JSON.
 
     Args:
         section: the section, while it is built.
         name: its name, for messages.
 
     Raises:
-        ConfigError: names setting, value and choices.
+        ConfigError: names setting, value, and its kind or choices.
     """
     for key, hint in get_type_hints(type(section), include_extras=True).items():
-        kinds = get_args(hint) if get_origin(hint) is not Literal else (hint,)
-        choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         value = getattr(section, key)
-        is_another_kind = len(kinds) > 1 and not isinstance(value, str)
-        if choices and not is_another_kind:
-            require(value in choices, f"{name}.{key}", value, f"one of {', '.join(choices)}")
+        if value is None and NoneType in kinds:
+            continue
+
+        setting = f"{name}.{key}"
+        choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        if choices and (isinstance(value, str) or int not in kinds):
+            require(value in choices, setting, value, f"one of {', '.join(choices)}")
+        elif int in kinds or float in kinds:
+            object.__setattr__(section, key, number(setting, value, whole=int in kinds))
+        elif bool in kinds:
+            require(isinstance(value, bool), setting, value, "true or false")
+        elif str in kinds:
+            require(isinstance(value, str), setting, value, "text")
+
+
+def number(
+    name: str,
+    value: Any,  # noqa: ANN401 - whatever somebody gave
+    bound: str = "",
+    *,
+    least: float = -math.inf,
+    most: float = math.inf,
+    whole: bool = False,
+) -> Any:  # noqa: ANN401 - int or float
+    """Return a number as Python's own. Whatever way a number comes in by, it is asked about here.
+
+    Truth values, text, tensors and decimals are refused: arithmetic with them is another one, or fails later.
+
+    Args:
+        name: what it is, for the message.
+        value: its value.
+        bound: what it has to be, for the message.
+        least: the least that it may be.
+        most: the most that it may be; a whole number has 64 bits at most.
+        whole: whether it has to be a whole number, which comes back as an int; any other comes back as a float.
+
+    Raises:
+        ConfigError: it is none, is not finite, or lies outside; names it.
+    """
+    found: int | float | None = None
+    wanted: Any = numbers.Integral if whole else numbers.Real
+    if isinstance(value, wanted) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # of a number larger than any float
+            found = int(value) if whole else float(value)
+
+    # NaN is in no range.
+    limit = WHOLE_MAX if whole else sys.float_info.max
+    kind = "a whole number below 2**63" if whole else "a finite number"
+    require(found is not None and -limit <= found <= limit, name, value, ", ".join(filter(None, (kind, bound))))
+    assert found is not None
+    require(least <= found <= most, name, value, bound)
+    return found
+
+
+def byte_count(name: str, value: Any) -> int:  # noqa: ANN401 - whatever somebody gave
+    """Return a size, which may be text such as "8MiB", or a float such as 1e9.
+
+    Raises:
+        ConfigError: it is no size, or less than 0; names it.
+    """
+    if isinstance(value, str):
+        try:
+            value = parse_bytes(value)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    found: int = number(name, value, "bytes, at least 0", least=0, whole=True)
+    return found
 
 
 def check_setting(name: str, value: object, shown: str = "") -> None:
@@ -256,25 +335,13 @@ def check_setting(name: str, value: object, shown: str = "") -> None:
         pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
         require(len(pair) == 2, shown, value, "two numbers")
         for beta in pair:
-            check_setting("beta1", beta, f"{shown} {value!r}: {beta!r}")
+            check_setting("beta1", beta, f"one of {shown} {_told(value)}")
         return
 
     if name == "clip" and value is None:
         return
-    number = float(value) if type(value) is not bool and isinstance(value, numbers.Real) else None
-    if name == "eps":
-        holds = number is not None and LEAST <= number <= LARGEST
-        bound = "above 0 in fp32"
-    elif name == "clip":
-        holds = number is not None and 0 < number <= LARGEST
-        bound = "above 0, or null (None) for no clipping"
-    elif name in ("beta1", "beta2", "momentum"):
-        holds = number is not None and 0 <= number < 1
-        bound = "from 0 to below 1"
-    else:
-        holds = number is not None and 0 <= number <= LARGEST
-        bound = "at least 0 and finite in fp32"
-    require(holds, shown, value, bound if number is not None else f"a plain number, {bound}")
+    least, most, bound = RANGES.get(name, (0.0, LARGEST, "at least 0 and finite in fp32"))
+    number(shown, value, bound, least=least, most=most)
 
 
 def clip_of(norm: Any) -> float | None:  # noqa: ANN401 - whatever another program was given
@@ -283,7 +350,7 @@ def clip_of(norm: Any) -> float | None:  # noqa: ANN401 - whatever another progr
     Raises:
         ConfigError: it is no number.
     """
-    if norm is None or (isinstance(norm, numbers.Real) and float(norm) <= 0):
+    if norm is None or number("the norm to clip to", norm) <= 0:
         return None
     check_setting("clip", norm, "the norm to clip to")
     return float(norm)
@@ -302,4 +369,12 @@ def require(holds: bool, name: str, value: object, bound: str) -> None:
         ConfigError: names setting, value and bound.
     """
     if not holds:
-        raise ConfigError(f"{name} is {value!r}; it must be {bound}.")
+        raise ConfigError(f"{name} is {_told(value)}; it must be {bound}.")
+
+
+def _told(value: object, write: Callable[[object], str] = repr) -> str:
+    """Return a value for a message, however long it is. Python writes no number of thousands of digits."""
+    try:
+        return shown(write(value))
+    except ValueError:
+        return "a number of thousands of digits"

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, Never
 
@@ -23,7 +22,7 @@ from megatier.adapters.quantised import is_quantised, open_quantised
 from megatier.adapters.weights import AdaptedWeights
 from megatier.config.file import check_units
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
-from megatier.config.values import require
+from megatier.config.values import check_setting, number, require
 from megatier.defaults import usual_defaults
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.foreign import shown
@@ -143,19 +142,19 @@ def stream(
             found before weights are read.
     """
     refuse_unknown(unknown)
-    require(accumulation_steps >= 1, "accumulation_steps", accumulation_steps, "at least 1")
+    accumulation_steps = number("accumulation_steps", accumulation_steps, "at least 1", least=1, whole=True)
     tiers = read_tiers(tiers)
     names = {found: name for name, found in COMPUTE_DTYPES.items()}
     dtype: Any = names.get(compute_dtype) if isinstance(compute_dtype, torch.dtype) else compute_dtype
     require(dtype in COMPUTE_DTYPES, "compute_dtype", compute_dtype, "bf16 or fp32")
     require(optimizer in ("adamw", "muon", "lion"), "optimizer", optimizer, "adamw, muon or lion")
     require(moments in ("fp32", "bf16", "fp8"), "moments", moments, "fp32, bf16 or fp8")
-    require(seed >= 0, "seed", seed, "at least 0")
-    require(num_labels is None or num_labels >= 1, "num_labels", num_labels, "at least 1")
-    _check_numbers(lr=lr, eps=eps, weight_decay=weight_decay, clip=1.0 if clip is None else clip)
-    pair: object = betas
-    require(isinstance(pair, Sequence) and len(pair) == 2, "betas", betas, "two numbers")
-    _check_numbers(beta1=betas[0], beta2=betas[1])
+    seed = number("seed", seed, "at least 0", least=0, whole=True)
+    if num_labels is not None:
+        num_labels = number("num_labels", num_labels, "at least 1", least=1, whole=True)
+    settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum, "clip": clip}
+    for name, value in settings.items():
+        check_setting(name, value)
     is_named = isinstance(model, str | os.PathLike) and os.fspath(model) != ""
     require(is_named or isinstance(model, nn.Module), "model", model, "a folder, a hub id, or a model of transformers")
     how: Any = attention or (_own_attention(model) if isinstance(model, nn.Module) else "sdpa")
@@ -166,16 +165,6 @@ def stream(
     train = replace(train, learning_rate=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
     train = replace(train, optimizer=optimizer, momentum=momentum, moments=moments, seed=seed)
     return _open(model, tiers, computing, train, frozen, peft_config, num_labels)
-
-
-def _check_numbers(**given: object) -> None:
-    """Refuse text and the like where a number belongs, before anything is compared with it.
-
-    Raises:
-        ConfigError: names the argument.
-    """
-    for name, value in given.items():
-        require(isinstance(value, Real) and not isinstance(value, bool), name, value, "a number")
 
 
 def refuse_unknown(names: Iterable[str]) -> None:

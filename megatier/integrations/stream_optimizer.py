@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never, Protocol, overload
 
@@ -143,13 +144,23 @@ class StreamedOptimizer(StateElsewhere):
 
     def saved_settings(self) -> list[dict[str, Any]]:
         """Return all settings of each group as plain JSON, those that schedulers add included."""
-        return [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
+        return [
+            {name: _plain(value) for name, value in group.items() if name != "params"} for group in self.param_groups
+        ]
 
     def take_saved_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take back the settings that `saved_settings` returned."""
         # JSON has no tuples, so the betas come back as a list.
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({name: tuple(value) if name == "betas" else value for name, value in saved.items()})
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a group has
+    """Return a number of another library, such as a schedule in numpy gives, as JSON takes it."""
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    is_foreign = isinstance(value, numbers.Real) and not isinstance(value, int | float)
+    return float(value) if is_foreign else value
 
 
 class _OnTiers(dict[Any, Any]):

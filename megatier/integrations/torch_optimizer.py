@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from megatier.config.values import parse_bytes, parse_list, parse_mount, require
+from megatier.config.values import byte_count, number, parse_list, parse_mount, require
 from megatier.drives.mounts import budget_bytes
 from megatier.dropped import ClosedWhenDropped
 from megatier.errors import CapacityError, OptimizerError
@@ -75,7 +75,7 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
         self._kept = kept
         self._settings = tuple(settings)
         self._seed = seed
-        self._ram = parse_bytes(str(ram))
+        self._ram = byte_count("ram", ram)
         self._nvme = parse_list(nvme)
         self._nvme_bytes = sum(budget_bytes(parse_mount(text, "nvme")) for text in self._nvme)
 
@@ -406,7 +406,7 @@ class TieredAdamW(TieredOptimizer):
             OptimizerError: a parameter cannot be taken.
         """
         require(moments in ("fp32", "bf16"), "moments", moments, "fp32 or bf16")
-        require(type(seed) is int and seed >= 0, "seed", seed, "a whole number, at least 0")
+        seed = number("seed", seed, "at least 0", least=0, whole=True)
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, settings, ram=ram, nvme=nvme, kept=moments, seed=seed)
 

@@ -33,7 +33,7 @@ from typing import Self
 
 import torch
 
-from megatier.config.values import parse_bytes, parse_list, parse_mount
+from megatier.config.values import byte_count, parse_list, parse_mount
 from megatier.drives.blockfile import BlockFiles, IoOptions
 from megatier.drives.gds import GpuReader, IoPath
 from megatier.dropped import ClosedWhenDropped
@@ -111,7 +111,7 @@ class TieredStore(ClosedWhenDropped):
             ConfigError: a size or a mount is not usable.
             RunLockedError: another process has this run id on a mount.
         """
-        budgets = {tier: parse_bytes(str(size)) for tier, size in ((Tier.GPU, gpu), (Tier.RAM, ram))}
+        budgets = {Tier.GPU: byte_count("gpu", gpu), Tier.RAM: byte_count("ram", ram)}
         mounts = [parse_mount(text) for text in parse_list(nvme)]
         files = BlockFiles(mounts, run_id or secrets.token_hex(6), options or IoOptions()) if mounts else None
         try:
