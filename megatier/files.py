@@ -97,5 +97,17 @@ class FileVersion:
     @classmethod
     def of(cls, file: int) -> Self:
         """Return that of an open file."""
-        found = os.fstat(file)
+        return cls._from(os.fstat(file))
+
+    @classmethod
+    def at(cls, path: Path) -> Self | None:
+        """Return that of the file at a path; None: there is none that could be opened."""
+        try:
+            return cls._from(path.stat())
+        except OSError:
+            return None
+
+    @classmethod
+    def _from(cls, found: os.stat_result) -> Self:
+        """Return that of a file about which the system was asked."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)

@@ -3,6 +3,9 @@
 A model's folder comes from strangers, and so may a config. A parser takes whatever it is given: a file of any size, a
 pipe that nobody writes to, ten thousand lists inside each other. So before a library sees a file, it is opened here,
 must be a plain file of a bounded size, and its JSON must be of a bounded depth.
+
+A library then opens the file by its path once more, and so may we, for something else in it. `one_version` compares the
+files of all these readings.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from megatier.errors import MegatierError, mib
+from megatier.errors import FileChangedError, MegatierError, mib
+from megatier.files import FileVersion
 
 SETTINGS_BYTES_MAX = 4 << 20
 """The most bytes of a file of settings, such as a config or a chat template. The largest known config of a model has
@@ -37,6 +42,55 @@ REASON_CHARACTERS_MAX = 300
 Kind = Callable[[str], MegatierError]
 """Makes the error that a caller promises from a message."""
 
+_seen: ContextVar[dict[Path, FileVersion | None] | None] = ContextVar("seen", default=None)
+"""The files that were looked for inside of `one_version`, as they were at first; None: nothing is compared."""
+
+
+@contextlib.contextmanager
+def one_version() -> Iterator[None]:
+    """Inside, a file that was opened here is the same one whenever it is opened again, whoever does that.
+
+    A file that is not there at first does not come. As a decorator it is around each call of a function.
+
+    Raises:
+        FileChangedError: a file was replaced, written, removed or put there meanwhile. Names the first.
+    """
+    if _seen.get() is not None:
+        yield
+        return
+
+    seen: dict[Path, FileVersion | None] = {}
+    before = _seen.set(seen)
+    try:
+        yield
+    finally:
+        _seen.reset(before)
+    for path, version in seen.items():
+        if FileVersion.at(path) != version:
+            raise FileChangedError(str(path))
+
+
+def note(path: Path, file: int | None = None) -> None:
+    """Note a file for `one_version`, before another library opens it or after it was opened.
+
+    Args:
+        path: its path.
+        file: the open file; None: whatever is at the path.
+
+    Raises:
+        FileChangedError: it is another one than before.
+    """
+    if (seen := _seen.get()) is not None:
+        version = FileVersion.at(path) if file is None else FileVersion.of(file)
+        if seen.setdefault(path, version) != version:
+            raise FileChangedError(str(path))
+
+
+def at_one_commit(snapshot: str) -> Path:
+    """Return the folder of a snapshot, and note the commit that the hub's cache now has for its repository."""
+    note(Path(snapshot).parents[1] / "refs" / "main")
+    return Path(snapshot)
+
 
 @contextlib.contextmanager
 def opened(path: Path, kind: Kind, *, pipes: bool = False) -> Iterator[BufferedReader]:
@@ -50,6 +104,7 @@ def opened(path: Path, kind: Kind, *, pipes: bool = False) -> Iterator[BufferedR
 
     Raises:
         FileNotFoundError: there is nothing at this path.
+        FileChangedError: see `one_version`.
         MegatierError: the error of `kind`: it is something else, or cannot be read. The message names it.
     """
     try:
@@ -60,11 +115,14 @@ def opened(path: Path, kind: Kind, *, pipes: bool = False) -> Iterator[BufferedR
             mode = os.fstat(file).st_mode
             if not (stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode))):
                 raise kind(f"{path} is no regular file. Put the file itself there.")
+            if stat.S_ISREG(mode):
+                note(path, file)
             with os.fdopen(file, "rb", closefd=False) as stream:
                 yield stream
         finally:
             os.close(file)
     except FileNotFoundError:
+        note(path)
         raise
     except OSError as error:
         raise kind(f"cannot read {path}: {os.strerror(error.errno or 0)}.") from error

@@ -7,6 +7,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,70 @@ POINTERS = {
     "store/lanes.py": 1,  # where a copy is cut
 }
 """Where `data_ptr` is called, and how often."""
+OPENING = re.compile(
+    r"(.*\.)?(?<!TieredStore\.)(?<!grads\.)(?<!_reader\.)(?<!_base\.)(open|stat)|os\.path\.get\w+|.*\.read_(text|bytes)|"
+    r"(open|read)_regular|safe_open|load_file|torch\.load|.*\.(from_pretrained|load_dataset|ParquetFile|memory_map)"
+)
+"""Calls that open a file by its path, or ask what is there. Those of `foreign` do it by `opened`."""
+COMPARED = {
+    "foreign.py": 1,  # `opened`: noted for `one_version`
+    "files.py": 5,  # `FileVersion.at`; regular files, of which each caller below has its own reason
+    "adapters/quantised.py": 1,  # with the version of the header
+    "adapters/stored.py": 1,  # with the version of the header
+    "models/weights.py": 1,  # with the version of the header
+    "drives/base_files.py": 2,  # with the version of the header; each granule by its checksum
+    "models/folder.py": 1,  # after `read_object` of the same file
+    "plugins/program_trainer.py": 1,  # after `note`
+    "session/skeleton.py": 1,  # after `read_object` of the same file
+    "data/tokenizer.py": 1,  # after `read_object` and `read_input` of its files
+}
+"""User's files that are opened more than once. What is read of them is compared."""
+ONCE = {
+    "data/encoded.py": 1,  # texts; a run keeps the tokens, and compares their checksum when it goes on
+    "data/records.py": 5,  # tables, after a look that they are regular; lists of files of a saved dataset
+    "data/sources.py": 1,  # a look that a table is there, before the run begins
+    "data/shards.py": 1,  # a streamed text, which a resumed run compares
+    "data/hub.py": 1,  # a streamed text, at one commit of its repository
+    "adapters/in_place.py": 1,  # the drive that a file is on
+    "drives/gds.py": 1,  # the drive that a file is on
+}
+"""User's files of which one reading counts."""
+OURS = {
+    "adapters/folder.py": 1,  # written
+    "checkpoint/chunkfile.py": 3,  # checkpoints and savepoints have manifests and checksums
+    "checkpoint/manifest.py": 1,
+    "checkpoint/run_directory.py": 2,
+    "checkpoint/run_state.py": 2,
+    "checkpoint/savepoint.py": 1,
+    "data/packing.py": 1,  # tokens have a checksum
+    "data/token_files.py": 2,
+    "drives/leftovers.py": 5,  # block files, by descriptors of their folders
+    "drives/blockfile.py": 1,
+    "drives/mounts.py": 2,
+    "durable.py": 2,
+    "integrations/state_file.py": 3,  # written
+    "measure/drive_traffic.py": 1,
+    "models/export.py": 1,  # written
+    "private.py": 8,
+    "ranks/board.py": 1,  # memory of another process
+    "report/history.py": 1,  # records of a run
+    "report/metrics.py": 3,
+    "report/picture.py": 1,
+    "trace/events.py": 1,  # written
+    "train/export.py": 1,
+    "train/shared.py": 1,
+}
+"""Files that megatier writes, most of them in a directory that is locked while the run goes on."""
+OF_THE_SYSTEM = {
+    "cli/__init__.py": 1,
+    "cli/doctor.py": 1,
+    "cli/output.py": 1,  # what a command was told to write
+    "hardware.py": 1,
+    "measure/block_device.py": 2,
+    "measure/probe.py": 2,
+    "ranks/peers.py": 1,
+}
+"""Files that say what the machine is, and places to write to."""
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatier"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -175,3 +240,14 @@ def test_tensors_are_made_with_the_dtype_and_the_device_that_their_maker_names()
 def test_addresses_of_tensors_leave_for_native_code_in_one_place() -> None:
     counts = {str(path.relative_to(PACKAGE)): path.read_text().count(".data_ptr()") for path in FILES}
     assert {name: count for name, count in counts.items() if count} == POINTERS
+
+
+def test_calls_that_open_a_file_by_its_path_are_known_and_say_what_compares_it() -> None:
+    """A file that is opened twice may be two files (docs/decisions/0043)."""
+    calls = [(path, call) for path in FILES for call in ast.walk(ast.parse(path.read_text()))]
+    found = Counter(
+        str(path.relative_to(PACKAGE))
+        for path, call in calls
+        if isinstance(call, ast.Call) and OPENING.fullmatch(ast.unparse(call.func))
+    )
+    assert found == {**COMPARED, **ONCE, **OURS, **OF_THE_SYSTEM}

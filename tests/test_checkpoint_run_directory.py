@@ -189,5 +189,5 @@ def test_run_id_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     run_id(tmp_path / "a", resumes=False)
     (tmp_path / "a" / RUN_ID_FILE).unlink()
     os.mkfifo(tmp_path / "a" / RUN_ID_FILE)
-    with pytest.raises(ConfigError, match=f"{RUN_ID_FILE} is no regular file"):
+    with pytest.raises(ConfigError, match=f"{RUN_ID_FILE}: it is no regular file"):
         run_id(tmp_path / "a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,3 +144,13 @@ def test_config_show_of_a_converted_config(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize("num_bytes", [1, 1000, 1024, 17 << 20, 3 << 30, (3 << 30) + 1, 1 << 40])
 def test_exact_size_is_exact(num_bytes: int) -> None:
     assert parse_bytes(str(config_text.exact_size(num_bytes))) == num_bytes
+
+
+def test_config_show_of_a_pipe_reads_it_once(capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, QUICKSTART.read_bytes())
+    os.close(writing)
+    try:
+        assert shown(capsys, f"/dev/fd/{reading}", "--json") == shown(capsys, str(QUICKSTART), "--json")
+    finally:
+        os.close(reading)

@@ -155,7 +155,7 @@ def test_plan_of_a_machine_that_was_not_measured_is_that_of_train(
     words = [QUICKSTART, f"--tiers.nvme={tmp_path}:64MiB", "--tiers.gpu=null", "--tiers.device=cpu"]
     assert main(["plan", *words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    loaded, given = config_file.load(Path(words[0]), words[1:]), config_file.given(Path(words[0]), words[1:])
+    loaded, given = config_file.load_given(Path(words[0]), words[1:])
     config, prediction = choices_of(loaded, given, None, Console(quiet=True))
     assert (config, prediction) == (fix_choices(loaded), None)
     assert document["chosen"] == {}
@@ -212,7 +212,7 @@ def test_plan_of_this_machine_is_that_of_train(
     words = [str(config_path), f"--tiers.nvme={drive.directory}:1GiB", "--tiers.device=cpu"]
     assert main(["plan", *words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    loaded, given = config_file.load(Path(words[0]), words[1:]), config_file.given(Path(words[0]), words[1:])
+    loaded, given = config_file.load_given(Path(words[0]), words[1:])
     config, prediction = choices_of(loaded, given, None, Console(quiet=True))
     assert prediction is not None
     assert document["seconds"] == prediction.forecast.seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -9,15 +10,21 @@ from pathlib import Path
 
 import pytest
 from tiny_models import tiny_config
+from tiny_quantised import quantised_folders
 from transformers import AutoModelForCausalLM
 
+import megatier
 from megatier.adapters.base import identity_of
+from megatier.adapters.quantised import CodesReader
+from megatier.config.schema import ModelConfig
 from megatier.drives.base_files import BaseFiles
 from megatier.drives.extent import FilePart
-from megatier.errors import FileChangedError
+from megatier.errors import ConfigError, FileChangedError
+from megatier.foreign import note, one_version, read_input
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.models.folder import read_headers
 from megatier.models.weights import SafetensorsFolder
+from megatier.session.skeleton import open_base
 
 FILE = "model.safetensors"
 
@@ -85,3 +92,68 @@ def test_base_that_changed_before_it_is_read_in_place_is_refused(change: Callabl
     with pytest.raises(FileChangedError, match=FILE):
         files.open([part])
     files.close()
+
+
+def put(path: Path) -> None:
+    """A file that was not there."""
+    path.write_text("{}")
+
+
+@pytest.mark.parametrize("change", [replaced, rewritten, Path.unlink, put])
+@pytest.mark.parametrize("reads_again", [False, True])
+def test_file_that_is_opened_twice_is_the_same_one_or_named(
+    change: Callable[[Path], object], reads_again: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "settings.json"
+    if change is not put:
+        path.write_text('{"a": 1, "b": 2}')
+
+    def read() -> None:
+        with contextlib.suppress(FileNotFoundError):
+            read_input(path, 100, ConfigError)
+
+    with one_version(), one_version():
+        read()
+        read()
+    with pytest.raises(FileChangedError, match=r"settings\.json"), one_version():
+        with one_version():
+            read()
+        change(path)
+        if reads_again:
+            read()
+            pytest.fail("another file was read")
+    read()
+    note(path)
+
+
+class Changing(os.PathLike[str]):
+    """A path whose file of a name is another one from the third time on that somebody asks for the path."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name, self.times = folder, name, 0
+
+    def __fspath__(self) -> str:
+        self.times += 1
+        if self.times == 3:
+            replaced(self.folder / self.name)
+        return str(self.folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", FILE])
+def test_model_whose_file_changes_while_it_is_opened_is_refused(name: str, folder: Path) -> None:
+    tiers = {"gpu": "8MiB", "ram": "64MiB", "device": "cpu"}
+    with pytest.raises(FileChangedError, match=name):
+        megatier.stream(Changing(folder, name), tiers=tiers, compile=False)
+
+
+@WAYS
+def test_identity_of_a_quantised_base_is_that_of_the_files_that_are_read(
+    change: Callable[[Path], None], tmp_path: Path
+) -> None:
+    folder, _ = quantised_folders(tmp_path, "channel")
+    _, reader = open_base(ModelConfig(path=str(folder), lora={}), 0)
+    assert isinstance(reader, CodesReader)
+    assert identity_of(folder, reader.stored) == identity_of(folder)
+    change(folder / FILE)
+    with pytest.raises(FileChangedError, match=FILE):
+        identity_of(folder, reader.stored)

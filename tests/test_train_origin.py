@@ -21,6 +21,7 @@ from megatier.cli import main
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import DataError
 from megatier.train.origin import differences
+from megatier.train.start import Start
 
 STEPS = 4
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -202,3 +203,26 @@ def test_differences_name_what_was_added_and_what_is_gone() -> None:
         "a was 1 and is missing",
         "c was missing and is 3",
     ]
+
+
+@pytest.mark.parametrize(("change", "name"), [(change_config, "config.json"), (change_tokenizer, "tokenizer.json")])
+def test_run_whose_files_change_while_it_is_opened_is_refused(
+    change: Callable[[Path], None],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("datasets")
+    run = stopped(tmp_path, "nothing")
+    capsys.readouterr()
+
+    def changed(*given: Any) -> list[str]:
+        change(tmp_path)
+        return []
+
+    # Model and tokenizer are open by then, and what they were made of was noted.
+    monkeypatch.setattr(Start, "check_origin", changed)
+    assert main(["resume", str(run)]) == 2
+    complaint = capsys.readouterr().err
+    assert f"{name} was replaced or written while it was read" in complaint

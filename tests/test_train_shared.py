@@ -59,8 +59,8 @@ def train_in(folder: Path, words: tuple[str, ...]) -> None:
     """Run the config of a folder on this rank."""
     os.chdir(folder)
     path = folder / "run.yaml"
-    loaded = file.load(path, words)
-    train(loaded, Console(quiet=True), file.given(path, words))
+    loaded, given = file.load_given(path, words)
+    train(loaded, Console(quiet=True), given)
 
 
 @pytest.fixture
@@ -149,7 +149,8 @@ def train_measured(folder: Path, rates: Rates | None, words: tuple[str, ...], re
         patch.setattr(choices, "cached_rates", lambda *_: rates if rank == 0 else 1 / 0)
         patch.setattr(choices, "search", find)
         patch.setattr(shared, "budgets_here", lambda *_: Budgets(48 << 20, (96 - rank) << 20, 0))
-        train(file.load(path, words), console, file.given(path, words), resumes=resumes)
+        loaded, given = file.load_given(path, words)
+        train(loaded, console, given, resumes=resumes)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue(), planned
 
@@ -225,7 +226,8 @@ def resume_in(folder: Path, words: tuple[str, ...] = ()) -> None:
     """Go on with the run of a folder on this rank."""
     os.chdir(folder)
     path = folder / "run/config.yaml"
-    train(file.load(path, words), Console(quiet=True), file.given(path, words), resumes=True)
+    loaded, given = file.load_given(path, words)
+    train(loaded, Console(quiet=True), given, resumes=True)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -350,7 +352,8 @@ def train_with_an_odd_rank(folder: Path) -> str:
         patch.setattr(loop.Loop, "_moved_bytes", lambda own: moved(own) + Counter({"gpu_to_ram": rank}))
         patch.chdir(folder)
         path = folder / "run.yaml"
-        train(file.load(path, ()), said, file.given(path, ()))
+        loaded, given = file.load_given(path, ())
+        train(loaded, said, given)
     assert isinstance(said.file, io.StringIO)
     return said.file.getvalue()
 
@@ -402,7 +405,8 @@ def train_again(folder: Path, words: tuple[str, ...], failures: tuple[int, ...])
         patch.setenv("TORCHELASTIC_RESTART_COUNT", str(failures[int(os.environ["RANK"])]))
         patch.chdir(folder)
         path = folder / "run.yaml"
-        train(file.load(path, words), said, file.given(path, words))
+        loaded, given = file.load_given(path, words)
+        train(loaded, said, given)
     assert isinstance(said.file, io.StringIO)
     return said.file.getvalue()
 

@@ -73,15 +73,23 @@ class StoredMatrix:
 class CodesReader:
     """The weights of a base whose linear layers keep their codes."""
 
-    def __init__(self, plain: SafetensorsFolder, held: Mapping[str, StoredTensor | Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        stored: Mapping[str, StoredTensor],
+        plain: SafetensorsFolder,
+        held: Mapping[str, StoredTensor | Tensor],
+        dtype: torch.dtype,
+    ) -> None:
         """Keep what gives the weights.
 
         Args:
+            stored: all tensors of the folder.
             plain: gives those that are no codes or scales, and decoded ones by the names that they have in plain
                 models.
             held: the stored codes and scales, by the names of their parameters.
             dtype: of the unit's weights, whose elements carry the bytes.
         """
+        self.stored = stored
         self._plain = plain
         self._held = held
         self._item = dtype.itemsize
@@ -143,7 +151,9 @@ def open_quantised(
     plain = {name: tensor for name, tensor in stored.items() if name not in sides and not _is_of_activations(name)}
     plain |= {name: replace(stored[name], dtype="F32", shape=m.scheme.shape) for name, m in matrices.items()}
     reader = SafetensorsFolder(folder, model, plain, {name: matrix.decode for name, matrix in matrices.items()})
-    return model, reader if dtype is None else _holding_codes(model, reader, matrices, dtype)
+    if dtype is None:
+        return model, reader
+    return model, CodesReader(stored, reader, _holding_codes(model, reader, matrices, dtype), dtype)
 
 
 def find_matrices(
@@ -182,8 +192,8 @@ def find_matrices(
 
 def _holding_codes(
     model: PreTrainedModel, reader: SafetensorsFolder, matrices: Mapping[str, StoredMatrix], dtype: torch.dtype
-) -> CodesReader:
-    """Let the linear layers of a skeleton keep the codes of their weights; returns the reader of these."""
+) -> dict[str, StoredTensor | Tensor]:
+    """Let the linear layers of a skeleton keep the codes of their weights; returns these by their parameters' names."""
     held: dict[str, StoredTensor | Tensor] = {}
     head = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
@@ -196,7 +206,7 @@ def _holding_codes(
             continue
         model.set_submodule(name, QuantisedLinear(module, matrix.scheme, dtype.itemsize))
         held |= {f"{name}.{part}": tensor for part, tensor in matrix.parts.items()}
-    return CodesReader(reader, held, dtype)
+    return held
 
 
 def _checked_groups(folder: Path, settings: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -22,8 +22,7 @@ from megatier.config.schema import RunConfig
 from megatier.config.text import dump
 from megatier.drives.leftovers import is_abandoned
 from megatier.errors import CheckpointError, ConfigError
-from megatier.files import replace_file
-from megatier.foreign import read_text
+from megatier.files import read_regular, replace_file
 from megatier.private import LOCK_FILE, lock_directory
 
 # The names in a run directory. A new run refuses a directory that has one of them (`_begin`).
@@ -109,13 +108,17 @@ class RunDirectory:
             ConfigError: it cannot be read or written.
         """
         inode = self.path.stat().st_ino
-        with contextlib.suppress(FileNotFoundError):
-            noted = re.fullmatch(r"([0-9a-f]{12}) (\d{1,20})\n", read_text(self.path / RUN_ID_FILE, ConfigError))
+        try:
+            noted = re.fullmatch(rb"([0-9a-f]{12}) (\d{1,20})\n", read_regular(self.path / RUN_ID_FILE, 64))
+        except FileNotFoundError:
+            noted = None
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path / RUN_ID_FILE}: {error.strerror}.") from error
 
-            # A copy of the directory has another inode. It must not take over the block files of the run that it was
-            # copied from.
-            if noted is not None and int(noted[2]) == inode:
-                return noted[1]
+        # A copy of the directory has another inode. It must not take over the block files of the run that it was copied
+        # from.
+        if noted is not None and int(noted[2]) == inode:
+            return noted[1].decode()
 
         run_id = secrets.token_hex(6)
         self._write(RUN_ID_FILE, f"{run_id} {inode}\n")

@@ -45,8 +45,7 @@ def run(argv: Sequence[str]) -> int:
     )
 
     options, overrides = parser.parse_known_args(argv)
-    loaded = config_file.load(options.config, overrides)
-    given = config_file.given(options.config, overrides)
+    loaded, given = config_file.load_given(options.config, overrides)
     of_machine = _of_machine(loaded)
 
     sections = config_file.to_dict(loaded)

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 def run(argv: Sequence[str]) -> int:
     """Print the plan; returns 0 if the run fits."""
     options, overrides = _parser().parse_known_args(argv)
-    loaded = config_file.load(options.config, overrides)
-    given = config_file.given(options.config, overrides)
+    loaded, given = config_file.load_given(options.config, overrides)
     world = World(options.ranks, options.hosts)
     if world.ranks > 1 and "train.groups" not in given:
         # As `megatier train` does under torchrun (`train.shared.choices_of`).

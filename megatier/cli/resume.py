@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
 
     # The directory may have been moved since the config was written into it.
     words = [*overrides, f"--output.directory={options.directory}"]
-    loaded = config_file.load_saved(path, words)
+    loaded, given = config_file.load_given(path, words, is_saved=True)
     # Several ranks find that out together, since each of them may see another directory.
     if "RANK" not in os.environ:
         check_goes_on(options.directory, loaded)
@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
         train(
             loaded,
             console,
-            config_file.given(path, words),
+            given,
             resumes=True,
             accepts_changes=options.accept_changes,
         )

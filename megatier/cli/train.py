@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("give a config: `megatier train run.yaml`. `megatier train --help` lists all settings.")
     path = Path(argv[0]) if argv and not argv[0].startswith("-") else None
     words = argv[1:] if path else argv
-    loaded = config_file.load(path, words)
+    loaded, given = config_file.load_given(path, words)
     console = run_console()
     announce(console, f"{loaded.output.directory}: loading PyTorch and transformers")
     check_paths(loaded, partial(announce, console))
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     # Imported here because it loads torch: what is wrong so far is refused without waiting for that.
     from megatier.train.trainer import train
 
-    train(loaded, console, config_file.given(path, words))
+    train(loaded, console, given)
     return 0
 
 

@@ -76,9 +76,28 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong; names the key, the value and what is allowed.
     """
+    return load_given(path, overrides)[0]
+
+
+def load_given(
+    path: Path | None, overrides: Sequence[str] = (), *, is_saved: bool = False
+) -> tuple[RunConfig, frozenset[str]]:
+    """Return the config, and the dotted names of the settings that the file and the overrides give (`given_in`).
+
+    The file is read once: it may be a pipe, or be written meanwhile.
+
+    Args:
+        path: as for `load`.
+        overrides: as for `load`.
+        is_saved: whether a run wrote the file, as for `load_saved`.
+
+    Raises:
+        ConfigError: as `load`.
+    """
     tree = {} if path is None else _read_sections(path)
-    check_units(tree.get("tiers", {}), overrides)
-    return _parsed(tree, overrides)
+    check_units({} if is_saved else tree.get("tiers", {}), overrides)
+    given = given_in(tree, overrides)
+    return _parsed(tree, overrides), given
 
 
 def load_saved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -87,8 +106,7 @@ def load_saved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: as `load`.
     """
-    check_units({}, overrides)
-    return _parsed(_read_sections(path), overrides)
+    return load_given(path, overrides, is_saved=True)[0]
 
 
 def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
@@ -158,16 +176,8 @@ def _check_text(words: Iterable[object]) -> None:
             )
 
 
-def given(path: Path | None, overrides: Sequence[str] = ()) -> frozenset[str]:
-    """Return the dotted names of settings that a file and overrides give, without those inside of others.
-
-    Call `load` first, which refuses what is wrong with them.
-    """
-    return given_in({} if path is None else _read_sections(path), overrides)
-
-
 def given_in(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> frozenset[str]:
-    """Return the same for sections, after `from_dict`."""
+    """Return the dotted names of settings that sections and overrides give, without those inside of others."""
     sections = copy.deepcopy(dict(tree))
     words = take_nested(overrides, sections)
     named = {f"{name}.{key}" for name, keys in sections.items() for key in keys}

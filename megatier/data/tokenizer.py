@@ -16,7 +16,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from megatier.config.data_section import BYTE_TOKENIZER
 from megatier.config.schema import RunConfig
 from megatier.errors import DataError
-from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_input, read_object, read_text, reading, shown
+from megatier.foreign import (
+    SETTINGS_BYTES_MAX,
+    TABLE_BYTES_MAX,
+    at_one_commit,
+    read_input,
+    read_object,
+    read_text,
+    reading,
+    shown,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 """Ends a document; token 256."""
@@ -89,10 +98,9 @@ def tokenizer_files(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> li
     if folder is None:
         return []
 
-    versions = (path.name for path in folder.glob("tokenizer*.json"))
-    return [
-        folder / name for name in sorted({*OBJECTS, *TABLES, *TEXTS, *tokenizer.vocab_files_names.values(), *versions})
-    ]
+    others = {path.name for path in folder.glob("tokenizer*.json")} | set(tokenizer.vocab_files_names.values())
+    others |= {str(path.relative_to(folder)) for path in folder.glob("additional_chat_templates/*.jinja")}
+    return [folder / name for name in sorted({*OBJECTS, *TABLES, *TEXTS, *others})]
 
 
 def _load(name: str) -> PreTrainedTokenizerBase:
@@ -146,7 +154,7 @@ def _folder_of(name: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     with contextlib.suppress(OSError, HFValidationError):
-        return Path(snapshot_download(name, allow_patterns=[*OBJECTS, *TABLES, *TEXTS]))
+        return at_one_commit(snapshot_download(name, allow_patterns=[*OBJECTS, *TABLES, *TEXTS]))
     return None
 
 

@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 from megatier.adapters.base import identity_of, note
 from megatier.adapters.given import add_given, check_adapters, check_trained, unwrapped
 from megatier.adapters.in_place import note_tensors
-from megatier.adapters.quantised import is_quantised, open_quantised
+from megatier.adapters.quantised import CodesReader, is_quantised, open_quantised
 from megatier.adapters.weights import AdaptedWeights
 from megatier.config.file import check_units
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.config.values import check_setting, number, require
 from megatier.defaults import usual_defaults
 from megatier.errors import ConfigError, UnsupportedModelError
-from megatier.foreign import shown
+from megatier.foreign import one_version, shown
 from megatier.guards.given_model import check_around
 from megatier.guards.unbound import check_gradient_hooks
 from megatier.hardware import device_for
@@ -247,6 +247,7 @@ def _open(
         )
 
 
+@one_version()
 def _source(
     model: str | os.PathLike[str] | nn.Module,
     computing: ModelConfig,
@@ -272,7 +273,7 @@ def _source(
     if peft_config is not None:
         if not isinstance(model, nn.Module):
             folder = resolve(os.fspath(model))
-            stored = reader.stored if isinstance(reader, SafetensorsFolder) else None
+            stored = reader.stored if isinstance(reader, SafetensorsFolder | CodesReader) else None
             note(skeleton, identity_of(folder, stored))
             if not is_quantised(skeleton.config):
                 note_tensors(skeleton, folder, stored)

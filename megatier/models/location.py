@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatier.config.lora import ADAPTER_FILE
 from megatier.errors import ConfigError, ModelNotFoundError
-from megatier.foreign import shown
+from megatier.foreign import at_one_commit, shown
 
 CONFIG_FILE = "config.json"
 FORMAT = "Give the folder of a Hugging Face model, with config.json and *.safetensors."
@@ -31,7 +31,7 @@ def resolve(path_or_id: str) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
-        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
+        return at_one_commit(snapshot_download(path_or_id, allow_patterns=patterns))
     except (OSError, HFValidationError) as error:
         raise ModelNotFoundError(
             f"{path_or_id} is no local folder, and the hub could not be read ({type(error).__name__}). "

@@ -13,10 +13,10 @@ from transformers import AutoConfig, PretrainedConfig, Trainer
 
 from megatier.adapters.given import unwrapped
 from megatier.errors import ConfigError
-from megatier.foreign import shown
+from megatier.foreign import note, one_version, shown
 from megatier.integrations.stream import read_tiers
 from megatier.integrations.transformers_trainer import StreamedTraining
-from megatier.models.location import resolve
+from megatier.models.location import CONFIG_FILE, resolve
 
 NEUTRAL = frozenset(
     {
@@ -58,6 +58,7 @@ class ProgramTraining(StreamedTraining):
 
     opening: ClassVar[Opening]
 
+    @one_version()
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the Trainer's
         """Open the folder that a model was loaded from, in its place.
 
@@ -72,7 +73,9 @@ class ProgramTraining(StreamedTraining):
         loaded, adapters = unwrapped(model)
         settings = self.given(model, *args, **kwargs)["args"]
         base: Any = loaded
-        check_config(base.config, AutoConfig.from_pretrained(resolve(base.name_or_path)))
+        folder = resolve(base.name_or_path)
+        note(folder / CONFIG_FILE)
+        check_config(base.config, AutoConfig.from_pretrained(folder))
         frozen = [] if adapters else [name for name, one in loaded.named_parameters() if not one.requires_grad]
         runs_again = any(getattr(module, "gradient_checkpointing", False) for module in loaded.modules())
 

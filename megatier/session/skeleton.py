@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTraine
 from megatier.adapters.base import check_base, check_beside, identity_of, note
 from megatier.adapters.in_place import note_tensors
 from megatier.adapters.lora import add_adapters, stored_names
-from megatier.adapters.quantised import is_quantised, open_quantised
+from megatier.adapters.quantised import CodesReader, is_quantised, open_quantised
 from megatier.adapters.stored import StoredAdapter
 from megatier.adapters.weights import AdaptedWeights
 from megatier.config.schema import ModelConfig, RunConfig
@@ -60,7 +60,7 @@ def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
     model, reader = open_base(config.model, seed)
 
     # The files hold the base, so they are compared with it before it has adapters.
-    stored = reader.stored if isinstance(reader, SafetensorsFolder) else None
+    stored = reader.stored if isinstance(reader, SafetensorsFolder | CodesReader) else None
     model = _adapted(model, config.model, stored)
     if folder is None or config.model.adapters is None:
         return model, reader

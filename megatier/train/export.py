@@ -34,7 +34,7 @@ from megatier.config.lora import ADAPTER_FILE
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.data.tokenizer import load_tokenizer
 from megatier.errors import CheckpointError, ConfigError, DamagedCheckpointError, ExportError, MegatierError, mib
-from megatier.foreign import shown
+from megatier.foreign import one_version, shown
 from megatier.models.decoder import Unit, find_units
 from megatier.ranks.channel import Alone
 from megatier.report.history import read_what_there_is
@@ -86,10 +86,11 @@ def export_checkpoint(
     # The checkpoint has the weights. The model's config, buffers and tokenizer come from where the run had them, and
     # are compared with what they were (`origin`).
     config = _moved(from_dict(state.config), base)
-    model, _ = open_model(config)
+    with one_version():
+        model, _ = open_model(config)
+        tokenizer = load_tokenizer(config)
+        _check_same(console, checkpoint, config, model, tokenizer, accepts_changes=accepts_changes)
     units = find_units(model)
-    tokenizer = load_tokenizer(config)
-    _check_same(console, checkpoint, config, model, tokenizer, accepts_changes=accepts_changes)
 
     try:
         with open_masters(checkpoint, units) as read:
@@ -162,13 +163,15 @@ def export_merged(
         raise ConfigError(f"--merge: {path} has no adapters. Leave it out.")
     console.print(f"from {checkpoint or adapter}", markup=False, highlight=False, soft_wrap=True)
 
-    model, reader = open_model(config)
-    assert isinstance(reader, AdaptedWeights)
-    tokenizer = load_tokenizer(config)
-    plain, weights = open_base(config.model, config.train.seed, decodes=True)
-    with ExitStack() as stack:
+    with one_version():
+        model, reader = open_model(config)
+        assert isinstance(reader, AdaptedWeights)
+        tokenizer = load_tokenizer(config)
+        plain, weights = open_base(config.model, config.train.seed, decodes=True)
         if checkpoint is not None:
             _check_same(console, checkpoint, config, model, tokenizer, accepts_changes=accepts_changes)
+    with ExitStack() as stack:
+        if checkpoint is not None:
             merged = MergedWeights(weights, model, _reading_whole(stack, checkpoint, find_units(model)))
         else:
             assert reader.stored is not None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from megatier.adapters.base import identity_of
+from megatier.adapters.base import noted
 from megatier.adapters.stored import read_settings
 from megatier.config.schema import RunConfig
 from megatier.data.tokenizer import tokenizer_files
@@ -54,7 +54,7 @@ def origin_of(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTo
     """
     return {
         **_settings(config),
-        **_base(config),
+        **_base(config, model),
         **{name: _checksum(_content(buffer)) for name, buffer in _buffers(model)},
         **_tokenizer(config, tokenizer),
     }
@@ -106,11 +106,9 @@ def _settings(config: RunConfig) -> Origin:
     return {f"{CONFIG_FILE} of the model: {name}": _shown(value) for name, value in _flat(settings)}
 
 
-def _base(config: RunConfig) -> Origin:
+def _base(config: RunConfig, model: PreTrainedModel) -> Origin:
     """Return the files of the base of adapters, and the settings of a given adapter: no checkpoint has them."""
-    if config.model.path is None or config.model.lora is None:
-        return {}
-    found = {f"{name} of the base": file for name, file in identity_of(resolve(config.model.path)).items()}
+    found = {f"{name} of the base": file for name, file in noted(model).items()}
     if config.model.adapters is not None and (given := config.model.adapters.adapter) is not None:
         settings = read_settings(Path(given).expanduser())
         found |= {f"{name} of the adapter": _shown(value) for name, value in settings.items()}

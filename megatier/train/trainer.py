@@ -34,6 +34,7 @@ from megatier.data.stream import TextStream
 from megatier.data.tokenizer import load_tokenizer
 from megatier.drives.leftovers import find_leftovers
 from megatier.errors import ConfigError, mib
+from megatier.foreign import one_version
 from megatier.guards.unchanged import check_evaluates
 from megatier.hardware import device_for
 from megatier.models.decoder import check_stops_at_borders
@@ -84,7 +85,7 @@ def train(
     Args:
         config: the run.
         console: what a person sees.
-        given: dotted names of the settings that stay as they are (`config.file.given`).
+        given: dotted names of the settings that stay as they are (`config.file.load_given`).
         resumes: go on with the run in `output.directory` from its last checkpoint or savepoint, or from its beginning
             if it has none. So does every run that `torchrun --max-restarts` starts again.
         accepts_changes: go on although numeric choices, text or libraries are not those of the checkpoint.
@@ -99,13 +100,16 @@ def train(
             config, given = before
             resumes = True
         config = replace(config, train=config.train.bounded(steps_given="train.steps" in given))
-        config, expected = choices_of(config, given, ranks, console)
-        forecast = None if expected is None else expected.forecast
-        console = console_of(ranks, console)
-        watchdog = stack.enter_context(_watchdog(config, expected, ranks))
-        directory = stack.enter_context(SharedDirectory(config, ranks, resumes=resumes))
-        start = (ranks or Alone()).first(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
-        source = _open_source(config, directory, start, console, resumes=resumes)
+        with one_version():
+            config, expected = choices_of(config, given, ranks, console)
+            forecast = None if expected is None else expected.forecast
+            console = console_of(ranks, console)
+            watchdog = stack.enter_context(_watchdog(config, expected, ranks))
+            directory = stack.enter_context(SharedDirectory(config, ranks, resumes=resumes))
+            start = (ranks or Alone()).first(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
+            source = _open_source(config, start, console, resumes=resumes)
+        if not resumes and directory.leads:
+            write_numbers(directory.path / NUMBERS_FILE, config, source.origin)
 
         session, text = _open_session(stack, config, source, directory, start, ranks, console)
         counts_epochs = config.train.epochs is not None
@@ -185,9 +189,7 @@ def _watchdog(config: RunConfig, expected: Prediction | None, ranks: Ranks | Non
     return Watchdog(Path(config.output.directory) / name, config.train.stall_timeout, expected_s)
 
 
-def _open_source(
-    config: RunConfig, directory: SharedDirectory, start: Start, console: Console, *, resumes: bool
-) -> _Source:
+def _open_source(config: RunConfig, start: Start, console: Console, *, resumes: bool) -> _Source:
     """Open model and tokenizer, and refuse those that the run cannot be trained with.
 
     Raises:
@@ -202,8 +204,6 @@ def _open_source(
     origin = origin_of(config, model, tokenizer)
     if resumes:
         changes += start.check_origin(origin, config, console)
-    elif directory.leads:
-        write_numbers(directory.path / NUMBERS_FILE, config, origin)
 
     _check_model(model, len(tokenizer), config)
     describe_positions(console, model, config.data.sequence_length)
