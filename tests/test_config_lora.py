@@ -23,7 +23,7 @@ def test_lora_is_read_from_yaml_and_from_the_command_line(tmp_path: Path) -> Non
         rank=8, dropout=0.1, targets=("q_proj", "*.layers.[0-3].mlp"), modules_to_save=("lm_head", "norm")
     )
     assert from_dict(to_dict(config)) == config
-    assert "model.lora" in load_given(path)[1]
+    assert "model.lora" in load_given(path, REST)[1]
 
     # A pattern is taken as it is written, where YAML would see an alias.
     assert load(None, [*REST, "--model.lora.targets", "*.q_proj"]).model.adapters == LoraConfig(targets=("*.q_proj",))

@@ -12,8 +12,9 @@ from tiny_runs import (
     one_thread,
 )
 from torch import Tensor, nn
+from transformers import DynamicCache
 
-from megatier.errors import UnsupportedModelError
+from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.guards.crossing import CHECKED
 from megatier.tier import Phase
 
@@ -110,15 +111,18 @@ def test_node_offloaded_input_leaves_and_comes_back() -> None:
 # ---------------------------------------------------------------------- calls
 
 
-@pytest.mark.parametrize("name", ["past_key_values", "past_key_value", "layer_past"])
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "past_key_value", "layer_past"])
 def test_node_training_strips_caches_and_evaluation_keeps_them(name: str) -> None:
     probe, _, _, _ = streamed()
-    cache = torch.ones(1)
+    cache = DynamicCache()
     probe(torch.randn(2, SIZE), use_cache=True, **{name: cache})
     with torch.no_grad():
         probe(torch.randn(2, SIZE), use_cache=True, **{name: cache})
     assert probe.calls[0] == {"rows": 2, "use_cache": False, name: None}
     assert probe.calls[1] == {"rows": 2, "use_cache": True, name: cache}
+    cache.update(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4), 0)
+    with pytest.raises(StreamedModelError, match=f"{name} of .* holds a cache"):
+        probe(torch.randn(2, SIZE), use_cache=True, **{name: cache})
 
 
 def test_node_tuple_output_with_none_and_integers_passes_through() -> None:

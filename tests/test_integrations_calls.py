@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_config
+from tiny_models import BASE, known_config, tiny_config
 from tiny_runs import one_thread
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.loss import loss_utils
 
 import megatier
 from megatier.engine.head import check_fusable
-from megatier.errors import AbsentWeightError, DataError, StreamedModelError, UnsupportedModelError
+from megatier.errors import AbsentWeightError, DataError, MegatierError, StreamedModelError, UnsupportedModelError
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import build_skeleton, find_units
 
@@ -173,6 +173,74 @@ def test_soft_prompt_in_one_forward_has_the_gradient_of_the_plain_model(fused: b
         found.backward()
         assert opened.grad_norm() == pytest.approx(norm, rel=1e-5)
     torch.testing.assert_close(prompt.grad, expected)
+
+
+PREFIXED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt_neox": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "bloom": {"hidden_dropout": 0.0, "attention_dropout": 0.0, "n_layer": 2, "n_head": 4},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+    "mamba": {"state_size": 8},
+}
+"""Families that hand a cache on by different names and places."""
+
+
+def name_of_cache(model: PreTrainedModel) -> str:
+    """The argument by which a model takes its cache, which depends on the version of transformers."""
+    known = inspect.signature(type(model).forward).parameters
+    return next(name for name in ("cache", "past_key_values", "cache_params") if name in known)
+
+
+@pytest.mark.parametrize("family", PREFIXED)
+def test_prefix_is_refused_where_gradients_are_taken_and_counts_where_none_are(family: str) -> None:
+    torch.manual_seed(0)
+    base = {"vocab_size": BASE["vocab_size"]} if family == "gpt2" else BASE
+    plain = AutoModelForCausalLM.from_config(
+        known_config(family, **{**base, "num_hidden_layers": 2, **PREFIXED[family]})
+    )
+    plain.eval()
+    name = name_of_cache(plain)
+
+    def prefix() -> Any:
+        with torch.no_grad():
+            return plain(ids(1), use_cache=True)[name]
+
+    layers = tuple((torch.ones(2, 4, 3, 16), torch.ones(2, 4, 3, 16)) for _ in range(2))
+    with streamed(plain, fused=False) as opened:
+        model = opened.model.eval()
+        for given in (prefix(), DynamicCache(), [prefix()], {"a": (prefix(),)}, layers):
+            with pytest.raises(StreamedModelError, match=f"^{name} of the forward is a cache"):
+                model(input_ids=ids(), labels=ids(), **{name: given})
+        with torch.no_grad():
+            found = model(ids(), **{name: prefix()}).logits
+            torch.testing.assert_close(found, plain(ids(), **{name: prefix()}).logits, rtol=1e-5, atol=1e-5)
+        step(opened)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "bloom"])
+def test_prefix_of_a_part_of_the_model_that_is_called_by_itself_is_refused(family: str) -> None:
+    model = AutoModelForCausalLM.from_config(
+        known_config(family, **{**BASE, "num_hidden_layers": 2, **PREFIXED[family]})
+    )
+    with torch.no_grad():
+        cache = model(ids(1), use_cache=True)[name_of_cache(model)]
+    with streamed(model, fused=False) as opened:
+        with pytest.raises(StreamedModelError, match=r"\.0 holds a cache"), opened.one_forward():
+            opened.model.base_model(ids(), **{name_of_cache(model): cache})
+        step(opened)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # PEFT calls transformers by older names
+@pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig"])
+def test_virtual_tokens_of_peft_are_those_of_the_plain_model_or_refused(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(MegatierError, match="LORA alone"):
+        streamed(peft.get_peft_model(tiny(), config))
+    with streamed(tiny(), fused=False) as opened:
+        over = peft.get_peft_model(opened.model, config)
+        with pytest.raises(MegatierError, match=r"is a cache|outside of the model"):
+            over(input_ids=ids(), labels=ids()).loss.backward()
 
 
 def test_text_of_a_streamed_model_is_that_of_the_plain_one() -> None:

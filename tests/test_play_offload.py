@@ -16,7 +16,7 @@ import pytest
 import torch
 from integer_runs import fail_moves
 from long_sequence import ACTIVATION_BYTES, LAYERS, watch
-from tiny_models import BASE, known_config, tiny_config
+from tiny_models import BASE, IN_FP32, known_config, tiny_config
 from tiny_runs import (
     BATCH,
     MIB,
@@ -295,8 +295,36 @@ def test_one_sequence_with_activations_of_ten_times_the_ram_trains_in_bounded_me
     assert found["nvme"]["outcome"] == found["ram"]["outcome"] == found["recompute"]["outcome"]
 
 
-def test_offload_of_layers_that_run_more_than_once_is_refused_by_name(tmp_path: Path) -> None:
+LOOPED: dict[str, Any] = {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 2}
+BLOCKS: dict[str, Any] = {**IN_FP32["inkling2_text"], "n_layers_per_attn_res_block": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "cause"),
+    [
+        ("dory", BASE, r"layers\.\d+ runs more than once"),
+        ("inkling2_loop_text", {**BLOCKS, **LOOPED}, "runs more than once|more than one hidden state"),
+        ("inkling2_text", BLOCKS, r"layers\.\d+ is .* bytes: this model's layers take more than one hidden state"),
+    ],
+)
+def test_offload_of_layers_with_more_than_one_input_a_forward_is_refused_by_name(
+    family: str, options: dict[str, Any], cause: str, tmp_path: Path
+) -> None:
     train = TrainConfig(steps=1, batch=BATCH, activations="offload")
-    refused = pytest.raises(ConfigError, match=r"layers\.\d+ runs more than once .* to recompute or keep")
-    with opened(known_config("dory", **BASE), tmp_path, RAM, train) as session, refused:
+    refused = pytest.raises(ConfigError, match=rf"({cause}) .* to recompute or keep")
+    with opened(known_config(family, **options), tmp_path, RAM, train) as session, refused:
         run_steps(session, train, 1)
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba"])
+def test_offload_of_layers_that_sum_in_fp32_gives_the_bits_of_keep(family: str, tmp_path: Path) -> None:
+    heads = {"num_heads": 8, "head_dim": 16, "n_groups": 1} if family == "mamba2" else {}
+    config = known_config(family, **{**BASE, "state_size": 8, **heads})
+    found = []
+    for policy in ("keep", "offload"):
+        train = TrainConfig(steps=2, batch=BATCH, activations=policy)
+        with opened(config, tmp_path, RAM, train, compute_dtype="bf16") as session:
+            results = run_steps(session, train, 2)
+            session.player.drain()
+            found.append(outcome(session, results))
+    assert found[0] == found[1]

@@ -32,6 +32,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Any | None]:
         The model, and the config; None: it has no adapters.
 
     Raises:
+        ConfigError: the adapters are none that are trained here.
         UnsupportedModelError: the adapters are several, merged into the base, not trained, or none that PEFT puts into
             a model's modules.
     """
@@ -50,6 +51,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Any | None]:
     if any(getattr(module, "merged_adapters", None) for module in inside.modules()):
         raise UnsupportedModelError("the model's adapters are merged into its base. Call unmerge_adapter() first.")
     if not any(parameter.requires_grad for parameter in inside.parameters()):
+        checked_settings(_settings_of(configs[ADAPTER]), "peft_config")  # of another kind, it is refused for that
         raise UnsupportedModelError(
             "no parameter of the model and of its adapters requires a gradient. Load them with "
             "PeftModel.from_pretrained(..., is_trainable=True)."

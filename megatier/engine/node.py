@@ -30,6 +30,7 @@ from megatier.engine.stage import Stage
 from megatier.engine.unit_function import lend_weights, run_unit
 from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.guards.crossing import CHECKED, check_inside, claim
+from megatier.guards.prefix import without_caches
 from megatier.guards.transforms import check_transforms
 from megatier.guards.unbound import make_unbound
 from megatier.guards.unchanged import REMEDY, Unchanged, refused
@@ -38,9 +39,6 @@ from megatier.numerics.adapted import adapted, take_over, wrappers_in
 from megatier.numerics.compilation import Compiled
 from megatier.numerics.tiles import TiledModule, running
 from megatier.tier import Activations
-
-CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
-"""The arguments by which Hugging Face hands keys and values of earlier tokens to a layer."""
 
 
 class Node:
@@ -126,9 +124,7 @@ class Node:
 
         # A forward that is run again would append keys and values a second time: the same loss, wrong gradients.
         if training:
-            kwargs = {k: None if k in CACHE_ARGUMENTS else v for k, v in kwargs.items()}
-            if kwargs.get("use_cache"):
-                kwargs["use_cache"] = False
+            args, kwargs = without_caches(args, kwargs, self.module_name)
 
         self._forwards[training] += 1
         self.is_new = self._forwards[training] <= CHECKED

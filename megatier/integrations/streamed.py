@@ -35,6 +35,7 @@ from megatier.engine.loss import without_logits
 from megatier.engine.step import StepResult
 from megatier.errors import StepDroppedError, StreamedModelError
 from megatier.guards.methods import entering, guard_methods
+from megatier.guards.prefix import refuse_given
 from megatier.guards.unbound import mark_streamed
 from megatier.integrations.stream_optimizer import StreamedOptimizer
 from megatier.integrations.stream_state import StreamedState
@@ -358,6 +359,8 @@ class Streamed(ClosedWhenDropped, StreamedState):
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run the model's own forward as a part of a step, or as an evaluation."""
         given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
+        if torch.is_grad_enabled():
+            refuse_given(given)
         if not self.has_logits and given.get("labels") is None and given.get("shift_labels") is None:
             raise _without_labels()
 

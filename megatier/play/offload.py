@@ -80,7 +80,7 @@ class Offload:
         """Start moving a unit's input (contiguous, on the GPU) home. It waits for older ones if drives are too slow.
 
         Raises:
-            ConfigError: the unit has run in this group before, or the batch is larger than what was planned.
+            ConfigError: the unit has run in this group before, or takes more than what was planned.
         """
         if unit in self._stashed:
             raise ConfigError(
@@ -89,10 +89,10 @@ class Offload:
             )
         if tensor.nbytes > (planned := self._units[unit].activation_bytes):
             raise ConfigError(
-                f"the input of {unit} has {tensor.nbytes} bytes; by train.batch and data.sequence_length, "
-                f"train.activations: offload has set {planned} aside for it. Give batches that are no larger. If they "
-                "are not larger, this model's layers take more than a hidden state a token: set train.activations to "
-                "recompute."
+                f"the input of {unit} is {tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}, "
+                f"{tensor.nbytes} bytes: this model's layers take more than one hidden state a token in "
+                f"model.compute_dtype, for which train.activations: offload has set {planned} bytes aside by "
+                "train.batch and data.sequence_length. Set train.activations to recompute or keep."
             )
 
         # Drives may be slower than compute, and an activation stays on the GPU until a slot in RAM takes its last

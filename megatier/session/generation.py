@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationMixin
 
 from megatier.errors import mib
+from megatier.guards.prefix import is_cache
 from megatier.session.held import HeldWeights
 from megatier.session.session import Session
 
@@ -24,7 +25,7 @@ FROM_DRIVES = ("nvme_to_ram", "nvme_to_gpu")
 TOLD_FROM = 3
 """The forwards after which it is known what a token moves: the first two read the prompt, and take what is held."""
 NOT_TWICE = ("past_key_values", "streamer")
-"""Arguments of `generate` that a text changes. It cannot be generated again with them."""
+"""Arguments of `generate` that a text changes, as caches are too. It cannot be generated again with them."""
 
 
 def hold_in_generation(session: Session, limit_bytes: int | None) -> HeldWeights:
@@ -59,11 +60,12 @@ def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any
     @functools.wraps(generate)
     def generating(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
         rewind = _rewinder(session.engine.options.device)
+        given = [(name, value) for name, value in kwargs.items() if value is not None]
         with held.opened():
             try:
                 return generate_once(*args, **kwargs)
             except torch.OutOfMemoryError:
-                if not held.num_bytes or any(kwargs.get(name) is not None for name in NOT_TWICE):
+                if not held.num_bytes or any(name in NOT_TWICE or is_cache(value) for name, value in given):
                     raise
 
             # Not in the handler: until it ends, the error's frames keep what was made of the text, such as its cache.

@@ -86,7 +86,7 @@ class Workload:
         read_in_place = in_place(model, units, tiers, world.ranks)
         activations = _activations(units, train, wrappers_in(model))
         rows = train.batch // train.groups
-        hidden_bytes = rows * tokens * boundary_width(model) * dtype.itemsize
+        hidden_bytes = rows * tokens * boundary_width(model) * boundary_dtype(model, dtype).itemsize
         offloaded = {name for name, policy in activations.items() if policy.offloads_input}
         offloads_attention = train.offload_attention and train.keeps_attention(tokens)
         if offloads_attention:
@@ -182,6 +182,11 @@ def boundary_width(model: PreTrainedModel) -> int:
     return hidden_width(model) * next(
         (count for name in HIDDEN_STATE_COUNTS if (count := getattr(text, name, None))), 1
     )
+
+
+def boundary_dtype(model: PreTrainedModel, dtype: torch.dtype) -> torch.dtype:
+    """The dtype between two layers: that in which the model computes, unless its config sums their results in fp32."""
+    return torch.float32 if getattr(model.config.get_text_config(), "residual_in_fp32", False) else dtype
 
 
 def attention_parts(text: Any, tokens: int, item: int) -> tuple[int, int]:  # noqa: ANN401 - a config of any family
