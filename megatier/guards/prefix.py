@@ -51,20 +51,17 @@ def without_caches(
     Raises:
         StreamedModelError: a cache holds tensors.
     """
-    kept = tuple(_left_out(value, "an argument", module_name) if is_cache(value) else value for value in args)
-    named = {
-        name: _left_out(value, name, module_name) if name in NAMES or is_cache(value) else value
-        for name, value in kwargs.items()
-    }
+    given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+    left_out = {name for name, value in given.items() if value is not None and (name in NAMES or is_cache(value))}
+    for name in left_out:
+        if _holds_tensors(given[name]):
+            raise _refused(f"argument {name} of {module_name} holds")
+
+    kept = tuple(None if str(place) in left_out else value for place, value in enumerate(args))
+    named = {name: None if name in left_out else value for name, value in kwargs.items()}
     if named.get("use_cache"):
         named["use_cache"] = False
     return kept, named
-
-
-def _left_out(value: object, argument: str, module_name: str) -> None:
-    """Leave out what an argument gives, if it holds nothing."""
-    if value is not None and _holds_tensors(value):
-        raise _refused(f"{argument} of {module_name} holds")
 
 
 def _has_prefix(value: object) -> bool:
