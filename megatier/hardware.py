@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import subprocess
 import tempfile
@@ -31,6 +32,8 @@ PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9
 CUDA_DRIVER = "libcuda.so.1"
 ROCM_DEVICE = Path("/dev/kfd")
 """If both the CUDA driver and this device are missing, no build of torch sees a GPU."""
+INSTRUCTIONS = re.compile(r"GenuineIntel|AuthenticAMD|fma|(avx|amx|sve|asimd|i8mm|bf16)\w*")
+"""Words of /proc/cpuinfo that tell which kernels a library may choose."""
 SMI_SECONDS = 30
 """The most seconds that nvidia-smi may take. It can hang if a driver is not whole."""
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
@@ -151,6 +154,18 @@ def cpu_has_bf16(root: Path = ROOT) -> bool:
     """Return whether the CPU multiplies bf16 numbers itself (AVX-512 BF16, AMX, Arm BF16)."""
     words = set(_text(root / "proc/cpuinfo").split())
     return not words.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def cpu_instructions(root: Path = ROOT) -> str:
+    """Return the maker of the CPU and the instructions by which libraries choose their kernels, in one line."""
+    words = set(_text(root / "proc/cpuinfo").split())
+    return " ".join(sorted(word for word in words if INSTRUCTIONS.fullmatch(word)))
+
+
+def driver_version(root: Path = ROOT) -> str | None:
+    """Return the version of NVIDIA's driver; None: there is none, or it does not say."""
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _text(root / "proc/driver/nvidia/version"))
+    return found[0] if found else None
 
 
 def set_cuda_defaults() -> None:

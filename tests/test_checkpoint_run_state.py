@@ -36,6 +36,31 @@ def test_run_state_written_and_read_is_the_same() -> None:
     again.check_text(TEXT)
 
 
+@pytest.mark.parametrize(
+    "name", ["torch", "transformers", "numpy", "matmul precision", "isa", "instructions", "threads"]
+)
+def test_another_library_or_instruction_set_is_a_change_with_both_values(name: str) -> None:
+    state = stored()
+    state["environment"][name] = "another"
+    (change,) = RunState.read(state).changes(CONFIG, CPU)
+    assert change.startswith(f"{name} was 'another' and is ")
+    with pytest.raises(ConfigError, match=rf"would change after step 3: {name} was 'another'.*--accept-changes"):
+        RunState.read(state).check([change])
+
+
+def test_variable_by_which_a_library_chooses_its_kernels_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = RunState.read(stored())
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert state.changes(CONFIG, CPU) == ["variables was {} and is {'ONEDNN_MAX_CPU_ISA': 'AVX2'}"]
+
+
+def test_environment_that_an_older_version_noted_is_compared_in_its_own_names() -> None:
+    state = stored()
+    for name in ("numpy", "matmul precision", "variables", "instructions"):
+        del state["environment"][name]
+    assert RunState.read(state).changes(CONFIG, CPU) == []
+
+
 TILES = {"layers.0.mlp": Decision("it draws", ()), "layers.0.norm": Decision(None, ("x",))}
 
 

@@ -172,3 +172,15 @@ def test_callback_that_averages_what_read_gives_has_the_weights_of_each_step(tmp
         MegatierTrainer(model, arguments(tmp_path, max_steps=3), train_dataset=Rows(60), callbacks=[Means()]).train()
         assert torch.equal(found[-1], model.read(name))
     assert not torch.equal(found[0], found[1])
+
+
+def test_gradient_of_a_streamed_weight_is_not_set_and_not_cleared_alone() -> None:
+    parameter = unbound(is_streamed=True)
+    parameter.grad = None
+    del parameter.grad
+    with pytest.raises(StreamedModelError, match=r"the gradient of layer\.weight is set to a tensor"):
+        parameter.grad = torch.zeros(2, 2)
+
+    mark_streamed([parameter], lambda: True)
+    with pytest.raises(StreamedModelError, match=r"grad = None of a module with layer\.weight would clear gradients"):
+        parameter.grad = None

@@ -236,3 +236,15 @@ def test_udev_is_readable_where_its_records_are(tmp_path: Path) -> None:
 def test_pcie_links_here_are_those_of_the_gpus() -> None:
     links = hardware.pcie_links()
     assert not links or {gpu.uuid for gpu in hardware.gpus()} <= set(links)
+
+
+def test_instructions_and_driver_are_told_by_what_the_kernel_says(tmp_path: Path) -> None:
+    (tmp_path / "proc" / "driver" / "nvidia").mkdir(parents=True)
+    (tmp_path / "proc" / "cpuinfo").write_text(
+        "vendor_id : AuthenticAMD\nflags : fpu avx2 sse avx512_bf16 fma amx_tile\n"
+    )
+    assert hardware.cpu_instructions(tmp_path) == "AuthenticAMD amx_tile avx2 avx512_bf16 fma"
+    assert hardware.driver_version(tmp_path) is None
+    told = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 02:11:23 UTC 2025\n"
+    (tmp_path / "proc" / "driver" / "nvidia" / "version").write_text(told)
+    assert hardware.driver_version(tmp_path) == "570.124.06"

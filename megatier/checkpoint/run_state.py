@@ -7,7 +7,6 @@ its checkpoint. Whatever differs is refused by name, unless the user accepts tha
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,14 +14,13 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import torch
-import transformers
 
+from megatier.checkpoint.environment import environment, noted_of
 from megatier.checkpoint.manifest import digest_of
 from megatier.config.file import to_dict
 from megatier.config.schema import RunConfig
 from megatier.errors import CheckpointError, ConfigError, DataError
 from megatier.files import read_regular, replace_file
-from megatier.hardware import cpu_has_bf16
 from megatier.numerics.tiles import Decision
 
 FREE_SECTIONS = ("tiers", "output")
@@ -135,7 +133,7 @@ class RunState:
         return [
             # The checkpoint has what was trained, and the origin describes the rest.
             *_differences(_numeric(self.config), _numeric(_plain(config)), {PLACE} if self.origin else ()),
-            *_differences(self.environment, environment(device)),
+            *_differences(self.environment, noted_of(self.environment, environment(device))),
         ]
 
     def check(self, changes: Collection[str], accepted: Container[str] = ()) -> None:
@@ -286,22 +284,6 @@ def _noted_numbers(text: bytes) -> dict[str, Any] | None:
     except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
         return None
     return note if is_whole else None
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Return everything that decides bits besides the config."""
-    found: dict[str, Any] = {"torch": str(torch.__version__), "transformers": transformers.__version__}
-    if device.type == "cuda":
-        return {**found, "device": torch.cuda.get_device_name(device)}
-
-    # On a CPU kernels depend on its instructions, and the order of sums on the number of threads.
-    return {
-        **found,
-        "device": platform.machine(),
-        "bf16": cpu_has_bf16(),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-    }
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:

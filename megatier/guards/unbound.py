@@ -24,6 +24,10 @@ ALIASES = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 """Functions that give the same place under another name, to callers that look at it and do not compute."""
 GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
 """The function that gives a gradient."""
+SETS_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
+"""The function that sets a gradient."""
+DELETES_GRADIENT = Tensor.grad.__delete__  # type: ignore[union-attr]
+"""The function that takes a gradient away."""
 HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 """Functions that ask to be called with a gradient, which never comes."""
 FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
@@ -35,7 +39,7 @@ OPERATORS = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor
 KEEPING = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
 """Names that end like those of functions that change a tensor, but leave its numbers as they are."""
 LOOKS = re.compile(
-    r"__(get|set|len|repr|hash|format)__|dim|ndimension|numel|nelement|size|stride|storage_offset|element_size"
+    r"__(get|set|delete|len|repr|hash|format)__|dim|ndimension|numel|nelement|size|stride|storage_offset|element_size"
     r"|untyped_storage|get_device|dim_order|has_names|type|result_type|retain_grad"
     r"|is_(complex|conj|contiguous|floating_point|inference|neg|pinned|same_size|shared|signed)"
 )
@@ -188,11 +192,18 @@ def _check_trains_elsewhere(function: Any, args: tuple[Any, ...]) -> None:  # no
     if not isinstance(first, Unbound) or first.has_gradient is None:
         return
 
+    sets_none = function == DELETES_GRADIENT or (function == SETS_GRADIENT and args[1] is None)
     clears = function == GRADIENT and _clears()
-    if clears and first.has_gradient():
+    if (clears or sets_none) and first.has_gradient():
+        what = "grad = None" if sets_none else "zero_grad()"
         raise StreamedModelError(
-            f"zero_grad() of a module with {first.full_name} would clear gradients of the open step, which are on "
+            f"{what} of a module with {first.full_name} would clear gradients of the open step, which are on "
             "megatier's tiers: all of them or none. Drop the whole step with streamed.optimizer.zero_grad()."
+        )
+    if function == SETS_GRADIENT and not sets_none:
+        raise StreamedModelError(
+            f"the gradient of {first.full_name} is set to a tensor, which the update would not see: gradients of a "
+            "streamed model come by backward() alone. Add to the loss what gives this gradient, or train a plain model."
         )
     if function in HOOKS or (function == GRADIENT and not clears):
         raise StreamedModelError(

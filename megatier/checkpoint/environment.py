@@ -1,0 +1,66 @@
+"""The environment of a run: libraries, devices and variables, whose kernels decide bits."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatier.hardware import cpu_has_bf16, cpu_instructions, driver_version
+
+LIBRARIES = ("torch", "transformers", "numpy")
+VARIABLES = (
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_DYNAMIC",
+    "OMP_DYNAMIC",
+)
+"""Environment variables by which libraries choose their kernels. ATEN_CPU_CAPABILITY and OMP_NUM_THREADS show in the
+instructions and threads that torch says."""
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return everything that decides bits besides the config, as plain JSON.
+
+    Args:
+        device: the device that computes.
+    """
+    found: dict[str, Any] = {name: _version(name) for name in LIBRARIES}
+    found["torch"] = str(torch.__version__)
+    found["matmul precision"] = torch.get_float32_matmul_precision()
+    found["variables"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if device.type == "cuda":
+        found |= {"triton": _version("triton") or _version("pytorch-triton"), "driver": driver_version()}
+        return {**found, "cudnn": torch.backends.cudnn.version(), "device": torch.cuda.get_device_name(device)}
+
+    # On a CPU kernels depend on its instructions, and the order of sums on the number of threads.
+    return {
+        **found,
+        "device": platform.machine(),
+        "bf16": cpu_has_bf16(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "instructions": cpu_instructions(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def noted_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of an environment that can be compared with an earlier one: older versions noted less."""
+    return {name: value for name, value in now.items() if name in before}
+
+
+def _version(name: str) -> str | None:
+    """Return the version of an installed package; None: there is none."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return None
