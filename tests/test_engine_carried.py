@@ -37,7 +37,9 @@ def _one_thread() -> Iterator[None]:
 def test_families_that_share_keys_and_values_are_tried_as_they_ship() -> None:
     assert {"gemma3n_text", "gemma4_text"} <= set(SHARING)
     for name in SHARING:
-        modes = tiny_config(name).kv_sharing_modes
+        modes = getattr(tiny_config(name), "kv_sharing_modes", None)
+        if modes is None:
+            pytest.skip("older versions of transformers do not say which layers share")
         assert (modes.count("store"), modes.count("reuse")) == (2, SHARED_KV["num_kv_shared_layers"])
 
 

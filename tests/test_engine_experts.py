@@ -78,7 +78,12 @@ def test_family_in_parts_has_the_loss_and_nearly_the_gradients_of_the_plain_mode
     skip_if_refused(config)
     loss, expected, source = plain_gradients(config, attention_of(config))
     for parts, activations in ((2, "keep"), (3, "recompute")):
-        found_loss, found = streamed_gradients(config, tmp_path, source, activations, expert_parts=parts)
+        try:
+            found_loss, found = streamed_gradients(config, tmp_path, source, activations, expert_parts=parts)
+        except UnsupportedModelError as refusal:
+            if IS_OLD and "all of its experts or none" in str(refusal):
+                pytest.skip(str(refusal))
+            raise
         assert found_loss == loss
         assert found.keys() == expected.keys()
         assert unlike(found, expected, config) == {}

@@ -229,8 +229,12 @@ def test_layer_that_is_called_without_what_is_lent_to_it_is_refused(tmp_path: Pa
     train = TrainConfig(steps=1, batch=BATCH)
     with opened(exactness_config("routers"), tmp_path, PLACES["ram"], train, compute_dtype="bf16") as session:
         layer = session.model.get_submodule("model.layers.1")
+        if "gate.weight" not in (session.model._keep_in_fp32_modules_strict or ()):
+            pytest.skip("this transformers keeps no router of GLM-4 in fp32, so none is lent")
         refused = pytest.raises(
             UnsupportedModelError, match=r"layers\.1 was called by itself, .* lends it .*gate\.weight"
         )
+        rows = torch.zeros(1, 4, 32, dtype=torch.bfloat16)
         with refused, session.engine.evaluation("a layer"):
-            layer(torch.zeros(1, 4, 32, dtype=torch.bfloat16))
+            places = session.model.get_submodule("model.rotary_emb")(rows, torch.arange(4)[None])
+            layer(rows, position_embeddings=places)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_gradients import attention_of, padded_batch, streamed_gradients
-from tiny_models import BASE, FAMILIES, IN_FP32, known_config, tiny_config
+from tiny_models import BASE, FAMILIES, IN_FP32, IS_OLD, known_config, tiny_config
 from tiny_runs import ModelWeights, plain_model
 from transformers import PretrainedConfig
 
@@ -85,7 +85,12 @@ def test_model_with_parameters_in_fp32_has_the_gradients_of_the_plain_one(model_
     source.save_pretrained(tmp_path / "model")
     plain = type(source).from_pretrained(tmp_path / "model", dtype=torch.bfloat16).train()
     assert {parameter.dtype for parameter in plain.parameters()} == {torch.bfloat16, torch.float32}
-    loss = plain(**padded_batch(), use_cache=False).loss
+    try:
+        loss = plain(**padded_batch(), use_cache=False).loss
+    except RuntimeError as error:
+        if IS_OLD and "same dtype" in str(error):
+            pytest.skip("this transformers multiplies parameters in fp32 by activations in bf16")
+        raise
     loss.backward()
     found_loss, found = streamed_gradients(config, tmp_path, ModelWeights(plain), compute_dtype="bf16")
     assert found_loss == loss.item()

@@ -409,6 +409,13 @@ class StreamedTraining(Base):
             self._watched = watched
         self.streamed.clip = clip_of(self.args.max_grad_norm)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model on all ranks, since each has a part of it. Older Trainers do so on the first alone."""
+        if self.args.should_save:
+            super().save_model(output_dir, _internal_call)
+        else:
+            self._save(output_dir)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the Trainer's files about the run, with an export as the weights."""
         folder = Path(output_dir or self.args.output_dir or ".")
