@@ -459,3 +459,76 @@ def test_trainer_takes_a_folder_and_opens_it_with_its_own_accumulation(tmp_path:
     for name, words in {"lr": "from TrainingArguments", "tiers": "to the trainer", "colour": "It takes"}.items():
         with pytest.raises(ConfigError, match=rf"{name}.*{words}"):
             MegatierTrainer(folder, args, train_dataset=rows, stream_kwargs={name: 1})
+
+
+class ShortOfMemory:
+    """Mixin: memory runs out once, in the second step of the first batches, in or after a forward or in a backward."""
+
+    place = ""
+    state: Any
+    args: Any
+    has_run_out = False
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        runs_out = self.state.global_step == 1 and not self.has_run_out
+        self.has_run_out |= runs_out
+        remove = None
+        if runs_out and self.place == "forward":
+            layer = model.model.layers[1]
+            remove = layer.register_forward_pre_hook(_run_out)
+        try:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            if remove is not None:
+                remove.remove()
+        if runs_out and self.place == "loss":
+            _run_out()
+        if runs_out and self.place == "backward":
+            loss.register_hook(_run_out)
+        return loss
+
+
+def _run_out(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize("place", ["forward", "loss", "backward"])
+def test_trainer_that_runs_out_of_memory_goes_on_with_smaller_batches_as_the_plain_trainer_does(
+    place: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "auto_find_batch_size": True,
+        "per_device_train_batch_size": 3,
+        "max_steps": 3,
+        "dataloader_drop_last": True,
+    }
+    plain_kind = type("ShortPlain", (ShortOfMemory, Trainer), {"place": place})
+    plain = plain_kind(plain_model(exactness_config("plain")), arguments(tmp_path, **options), train_dataset=Rows(12))
+    plain.train()
+    with open_streamed(tmp_path) as streamed:
+        kind = type("ShortStreamed", (ShortOfMemory, MegatierTrainer), {"place": place})
+        trainer = kind(streamed, arguments(tmp_path, **options), train_dataset=Rows(12))
+        trainer.train()
+        assert trainer._train_batch_size == plain._train_batch_size == 2
+        assert streamed.steps == 4
+        assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-6)
+        assert logged(trainer, "learning_rate") == logged(plain, "learning_rate")
+        found = streamed.state_dict()
+        assert all(torch.allclose(found[n], p, rtol=0, atol=2e-6) for n, p in plain.model.named_parameters())
+
+
+def test_trainer_that_an_error_ended_within_a_step_trains_again(tmp_path: Path) -> None:
+    plain_kind = type("EndedPlain", (ShortOfMemory, Trainer), {"place": "loss"})
+    plain = plain_kind(plain_model(exactness_config("plain")), arguments(tmp_path, max_steps=2), train_dataset=Rows(12))
+    with open_streamed(tmp_path) as streamed:
+        kind = type("EndedStreamed", (ShortOfMemory, MegatierTrainer), {"place": "loss"})
+        trainer = kind(streamed, arguments(tmp_path, max_steps=2), train_dataset=Rows(12))
+        for each in (plain, trainer):
+            with pytest.raises(torch.OutOfMemoryError):
+                each.train()
+            each.train()
+            each.train()
+        assert streamed.steps == 5
+        assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-6)
+        found = streamed.state_dict()
+        assert all(torch.allclose(found[n], p, rtol=0, atol=2e-6) for n, p in plain.model.named_parameters())

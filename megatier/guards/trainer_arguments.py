@@ -133,6 +133,11 @@ def check_training_arguments(
                 "save_on_each_node: all ranks write one folder; leave it out.",
             ),
             (
+                ranks > 1 and args.auto_find_batch_size,
+                "auto_find_batch_size: memory may run out on one rank alone, whose batches would then be smaller than "
+                "those of the others. Leave it out, and choose per_device_train_batch_size.",
+            ),
+            (
                 given != accumulation_steps,
                 f"gradient_accumulation_steps is {given}, and megatier.stream was told "
                 f"accumulation_steps={accumulation_steps}; name the same number in both.",

@@ -17,7 +17,7 @@ FOLLOWED: Mapping[str, str] = {
         lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio
     """,
     "read by the Trainer's loop, which is above the model": """
-        num_train_epochs max_steps average_tokens_across_devices auto_find_batch_size logging_nan_inf_filter
+        num_train_epochs max_steps average_tokens_across_devices logging_nan_inf_filter
         include_num_input_tokens_seen torch_empty_cache_steps skip_memory_metrics ignore_data_skip seed data_seed
         restore_callback_states_from_checkpoint full_determinism tf32
     """,
@@ -58,6 +58,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 CHECKED = frozenset(
     (
         "accelerator_config",
+        "auto_find_batch_size",
         "bf16_full_eval",
         "gradient_accumulation_steps",
         "label_smoothing_factor",

@@ -24,7 +24,8 @@ class CutStep(TrainerCallback):
         self._is_cut = False
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 - the Trainer's
-        """Begin with no step open."""
+        """Begin with no step open: one in which memory ran out, say, before the Trainer tried a smaller batch."""
+        self._streamed.abandon()
         self._losses.clear()
         self._is_cut = False
 

@@ -175,6 +175,7 @@ class StreamedTraining(Base):
             ConfigError: they have changed to something that a streamed model cannot follow.
         """
         self._follow_arguments()
+        self.streamed.abandon()  # of a run before, which an error or an interrupt ended; a restore wants no open step
         return super().train(*args, **kwargs)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
