@@ -76,6 +76,8 @@ def add_given(model: PreTrainedModel, config: Any, base: str) -> None:  # noqa: 
             f"peft_config sets init_lora_weights to {shown(repr(found['init_lora_weights']))}; new adapters begin with "
             "PEFT's default values. Leave it out, or give a PeftModel."
         )
+    if found.get("inference_mode"):
+        raise ConfigError("peft_config sets inference_mode, by which PEFT trains no adapter: leave it out.")
     settings = checked_settings(found, "peft_config")
     if is_classifier(model.config):
         settings |= _of_classifier(model, found)
