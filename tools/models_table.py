@@ -81,7 +81,7 @@ def section(version: str) -> str:
     ]
     for columns in kinds.values():
         for family in columns["gradients"]:
-            ticks = ("yes" if family in families else "" for families in columns.values())
+            ticks = ("✓" if family in families else "" for families in columns.values())
             lines.append(f"| `{family}` | " + " | ".join(ticks) + " |")
     return BEGIN + "\n" + "\n".join(lines) + "\n\n" + END
 
