@@ -259,6 +259,9 @@ UNFOLDING = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'
         ("tiers: {ram: 1.5}", r"tiers\.ram is 1\.5, and a number without a unit is bytes"),
         ("data: {files: [1]}", r"data\.files is '\[1\]'"),
         ("train: {steps: null}", r"train\.steps is null; expected int"),
+        ("train:\n  steps: 1\n  lr: 2\n  steps: 3", r"is no valid YAML: steps is given twice, again in line 4"),
+        ("train: {steps: 1}\ntrain: {batch: 8}", r"train is given twice, again in line 2"),
+        ("model: {config: {a: 1, a: 2}}", r"a is given twice, again in line 1"),
         ("tiers: {nvme: null}", r"tiers\.nvme is null"),
         ("train: {steps: !!timestamp x}", r"is no valid YAML"),
         (

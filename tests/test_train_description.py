@@ -14,7 +14,7 @@ from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TrainConfig
 from megatier.data.packing import PackedText
 from megatier.data.tokenizer import byte_tokenizer
-from megatier.train.description import describe_text
+from megatier.train.description import describe_rate, describe_text
 from megatier.train.shared import SharedText
 
 LLAMA = ModelConfig(config={"model_type": "llama"})
@@ -83,3 +83,10 @@ def test_epochs_and_steps_that_are_both_given_end_the_run_at_the_smaller_one(
     assert (
         f"train.epochs 1 takes 10 steps, and train.steps is {given:,}: the smaller one ends the run, after {steps}"
     ) in console.export_text()
+
+
+@pytest.mark.parametrize(("rate", "is_remarked"), [(0.0, False), (1e-3, False), (0.9, False), (1.0, True), (1e6, True)])
+def test_learning_rate_that_no_model_stands_is_remarked_on(rate: float, is_remarked: bool) -> None:
+    target = io.StringIO()
+    describe_rate(Console(file=target, width=400), rate)
+    assert target.getvalue().startswith(f"train.learning_rate is {rate:g}. A step moves each weight") is is_remarked

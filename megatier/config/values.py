@@ -175,6 +175,8 @@ def _check_unfolded(root: yaml.Node | None) -> None:
     # A node is visited once for each alias of it, so the count is that of the unfolded document.
     while waiting:
         node, depth = waiting.pop()
+        if isinstance(node, yaml.MappingNode):
+            _check_keys(node)
         if isinstance(node, yaml.CollectionNode):
             inner = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
             waiting.extend((item, depth + 1) for item in inner)
@@ -183,6 +185,17 @@ def _check_unfolded(root: yaml.Node | None) -> None:
         num_characters += len(node.value) if isinstance(node, yaml.ScalarNode) else 0
         if count > YAML_VALUES_MAX or depth > YAML_DEPTH_MAX or num_characters > YAML_CHARACTERS_MAX:
             raise ConfigError(TOO_MUCH)
+
+
+def _check_keys(node: yaml.MappingNode) -> None:
+    """Refuse a key that comes twice. YAML's parser would keep the last one and say nothing."""
+    seen = set()
+    for key, _ in node.value:
+        name = key.value if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge" else None
+        if name is not None and name in seen:
+            line = key.start_mark.line + 1
+            raise ConfigError(f"{shown(name)} is given twice, again in line {line}. Remove one of them.")
+        seen.add(name)
 
 
 def parse_mount(text: str, setting: str = "tiers.nvme") -> MountBudget:

@@ -28,6 +28,12 @@ from megatier.train.save_plan import SavePlan
 
 EPOCHS_MAX = 10
 """A run that trains on its text more often than that is told so."""
+RATE_MAX = 1.0
+"""Learning rate from which on it is remarked on. Weights of models are far below 1."""
+RATE_REMARK = (
+    "train.learning_rate is {:g}. A step moves each weight by about that much, which is more than the weights "
+    "themselves, so the model will learn nothing, though its loss may stay finite. Usual rates are 1e-6 to 1e-2."
+)
 
 
 def describe_reserved(console: Console, session: Session) -> None:
@@ -88,6 +94,8 @@ def describe(
     if config.tiers.gpu_limit is not None and session.engine.options.device.type != "cuda":
         say(console, "tiers.gpu_limit is ignored, because this run has no GPU.")
 
+    describe_rate(console, config.train.learning_rate)
+
     # Said also if there are none: where no update waits for the norm, RAM spills, or the GPU has no room for their
     # slots, the planner gives streamed units up.
     placement = session.placement
@@ -108,6 +116,12 @@ def describe(
         say(console, f"weights and gradients go between ranks by {session.ranks.way}{why}")
     if (promise := plan.promise()) is not None:
         say(console, promise)
+
+
+def describe_rate(console: Console, rate: float) -> None:
+    """Warn of a learning rate that no model stands."""
+    if rate >= RATE_MAX:
+        say(console, RATE_REMARK.format(rate))
 
 
 def describe_positions(console: Console, model: PreTrainedModel, sequence_length: int) -> None:
