@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,29 @@ def test_methods_of_adapters_refuse_another_one_and_take_their_own(streamed: Str
     for ask in (around(streamed).add_adapter, around(streamed).load_adapter):
         with pytest.raises(ConfigError, match="has one adapter, and another one, 'other'"):
             ask("other", None)
+
+
+@pytest.mark.gpu
+def test_methods_of_peft_on_a_gpu_are_right_or_refused() -> None:
+    ids = torch.randint(3, 160, (2, 8), generator=torch.Generator().manual_seed(0)).cuda()
+    plain = given().cuda().eval()
+    with megatier.stream(plain, **{**OPTIONS, "tiers": replace(TIERS, device="cuda"), "compile": False}) as streamed:
+        model = around(streamed).eval()
+        assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+            with model.disable_adapter(), plain.disable_adapter():
+                torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+        assert torch.equal(model.generate(ids, max_new_tokens=3), plain.generate(ids, max_new_tokens=3))
+        for name in ("merge_adapter", "merge_and_unload", "unload"):
+            with pytest.raises(StreamedModelError, match=f"^{name} would "):
+                getattr(model, name)()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        streamed.optimizer.step()
+        plain.get_base_model().load_state_dict(streamed.state_dict())
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_right_methods_of_peft_give_what_they_give_of_the_given_model(

@@ -91,14 +91,20 @@ class WithEpsilon(MegatierTrainer):
         return optimizer
 
 
-def test_overrides_of_loss_schedule_and_settings_are_called(tmp_path: Path) -> None:
+@pytest.mark.gpu
+def test_overrides_on_a_gpu_are_called_or_refused(tmp_path: Path) -> None:
+    test_overrides_of_loss_schedule_and_settings_are_called(tmp_path, "cuda")
+    test_override_that_puts_another_optimizer_in_its_place_is_refused(tmp_path, "cuda")
+
+
+def test_overrides_of_loss_schedule_and_settings_are_called(tmp_path: Path, device: str = "cpu") -> None:
     class Streamed(StreamedTraining, Halved):
         pass
 
     losses = []
     for kind in (MegatierTrainer, Streamed, WithEpsilon):
-        with open_streamed(tmp_path) as streamed:
-            trainer = kind(streamed, arguments(tmp_path, max_steps=1), train_dataset=Rows(60))
+        with open_streamed(tmp_path, device, compile=False) as streamed:
+            trainer = kind(streamed, arguments(tmp_path, max_steps=1, use_cpu=device == "cpu"), train_dataset=Rows(60))
             trainer.train()
             losses += logged(trainer, "loss")
             rate = logged(trainer, "learning_rate")[0]
@@ -107,7 +113,7 @@ def test_overrides_of_loss_schedule_and_settings_are_called(tmp_path: Path) -> N
     assert losses[1] == pytest.approx(losses[0] / 2)
 
 
-def test_override_that_puts_another_optimizer_in_its_place_is_refused(tmp_path: Path) -> None:
+def test_override_that_puts_another_optimizer_in_its_place_is_refused(tmp_path: Path, device: str = "cpu") -> None:
     class Other(MegatierTrainer):
         def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
             self.optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
@@ -117,8 +123,8 @@ def test_override_that_puts_another_optimizer_in_its_place_is_refused(tmp_path: 
                 self.create_optimizer_and_scheduler(1)
             return super().create_optimizer(*args, **kwargs)
 
-    with open_streamed(tmp_path) as streamed:
-        trainer = Other(streamed, arguments(tmp_path), train_dataset=Rows(60))
+    with open_streamed(tmp_path, device, compile=False) as streamed:
+        trainer = Other(streamed, arguments(tmp_path, use_cpu=device == "cpu"), train_dataset=Rows(60))
         with pytest.raises(ConfigError, match="brings its optimizer"):
             trainer.train()
 

@@ -43,13 +43,14 @@ def tiny(family: str = "llama", **settings: Any) -> PreTrainedModel:
 
 
 def streamed(model: PreTrainedModel, *, fused: bool = True) -> Streamed:
-    return megatier.stream(
-        model, tiers=TIERS, compute_dtype="fp32", fused_loss=fused, clip=None, lr=1e-2, weight_decay=0.0
-    )
+    tiers = {**TIERS, "device": torch.get_default_device().type}
+    options: dict[str, Any] = {"compute_dtype": "fp32", "clip": None, "lr": 1e-2, "weight_decay": 0.0}
+    return megatier.stream(model, tiers=tiers, fused_loss=fused, compile=False, **options)
 
 
 def ids(seed: int = 0, tokens: int = 12) -> Tensor:
-    return torch.randint(3, 160, (2, tokens), generator=torch.Generator().manual_seed(seed))
+    found = torch.randint(3, 160, (2, tokens), generator=torch.Generator().manual_seed(seed), device="cpu")
+    return found.to(torch.get_default_device())
 
 
 def step(opened: Streamed) -> None:
@@ -67,7 +68,8 @@ def plain_norm(model: PreTrainedModel, loss: Tensor) -> float:
 
 
 def hidden() -> Tensor:
-    return torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(5))
+    found = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(5), device="cpu")
+    return found.to(torch.get_default_device())
 
 
 def run_layer(model: Any) -> Any:
@@ -114,6 +116,16 @@ def test_backward_through_a_module_called_by_itself_is_refused(name: str) -> Non
         step(opened)
 
 
+@pytest.mark.gpu
+def test_modules_called_by_themselves_on_a_gpu_are_right_or_refused() -> None:
+    with torch.device("cuda"):
+        test_module_called_by_itself_has_the_weights_of_the_last_step_and_disturbs_none(fused=False)
+        test_module_called_by_itself_has_the_weights_of_the_last_step_and_disturbs_none(fused=True)
+        for name in CALLS:
+            test_backward_through_a_module_called_by_itself_is_refused(name)
+        test_weight_that_is_computed_with_by_itself_is_refused_by_name()
+
+
 def test_rotary_tables_without_weights_are_called_by_themselves() -> None:
     model = tiny()
     with streamed(model) as opened:
@@ -128,7 +140,7 @@ def test_weight_that_is_computed_with_by_itself_is_refused_by_name() -> None:
     with streamed(tiny()) as opened:
         step(opened)
         with pytest.raises(AbsentWeightError, match=r"lm_head\.weight.*Streamed\.read"):
-            functional.linear(torch.zeros(2, 64), opened.model.lm_head.weight)
+            functional.linear(hidden(), opened.model.lm_head.weight)
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -302,6 +302,7 @@ BLOCKS: dict[str, Any] = {**IN_FP32["inkling2_text"], "n_layers_per_attn_res_blo
 @pytest.mark.parametrize(
     ("family", "options", "cause"),
     [
+        ("hrm_text", BASE, r"layers\.\d+ runs more than once"),
         ("dory", BASE, r"layers\.\d+ runs more than once"),
         ("inkling2_loop_text", {**BLOCKS, **LOOPED}, "runs more than once|more than one hidden state"),
         ("inkling2_text", BLOCKS, r"layers\.\d+ is .* bytes: this model's layers take more than one hidden state"),

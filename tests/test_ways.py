@@ -8,6 +8,7 @@ import functools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -52,15 +53,20 @@ def model_given(attention: str = "eager") -> PreTrainedModel:
 def opened(activations: Any, **options: Any) -> Streamed:
     settings: dict[str, Any] = {"compute_dtype": "fp32", "fused_loss": False, "attention": "eager", **options}
     model = model_given(settings["attention"])
-    return megatier.stream(model, tiers=TIERS, clip=None, weight_decay=0.1, activations=activations, **settings)
+    device: Any = torch.get_default_device().type
+    tiers = replace(TIERS, device=device)
+    settings["compile"] = False
+    return megatier.stream(model, tiers=tiers, clip=None, weight_decay=0.1, activations=activations, **settings)
 
 
 def ids(seed: int = 0) -> Tensor:
-    return torch.randint(3, 160, (2, 8), generator=torch.Generator().manual_seed(seed))
+    found = torch.randint(3, 160, (2, 8), generator=torch.Generator().manual_seed(seed), device="cpu")
+    return found.to(torch.get_default_device())
 
 
 def embedded(seed: int = 0) -> Tensor:
-    return torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    found = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return found.to(torch.get_default_device()).requires_grad_()
 
 
 def loss_of(model: Any, x: Tensor, seed: int = 0) -> Tensor:
@@ -195,6 +201,18 @@ def test_way_to_gradients_of_inputs_gives_what_a_plain_model_gives(way: Way, act
     check_right(way, activations)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("activations", POLICIES)
+def test_ways_to_gradients_of_inputs_on_a_gpu_give_what_a_plain_model_gives(activations: str) -> None:
+    with torch.device("cuda"):
+        for way in INPUTS:
+            plain = copy.deepcopy(model_given()).train().cuda()
+            with opened(activations) as streamed:
+                streamed.model.train()
+                torch.testing.assert_close(way(streamed.model), way(plain), rtol=1e-4, atol=1e-6)
+                streamed.optimizer.step()
+
+
 @pytest.mark.parametrize("activations", POLICIES)
 def test_ways_to_gradients_of_inputs_that_train_nothing_change_no_weight(activations: str) -> None:
     def losses(x: Tensor) -> Tensor:
@@ -256,7 +274,9 @@ def double(model: Any) -> None:
 
 
 def hessian(model: Any) -> None:
-    torch.autograd.functional.hvp(lambda x: loss_of(model, x), embedded().detach(), torch.ones(2, 8, 32))
+    torch.autograd.functional.hvp(
+        lambda x: loss_of(model, x), embedded().detach(), torch.ones(2, 8, 32, device=ids().device)
+    )
 
 
 def gradients_of_weights(model: Any) -> None:
@@ -313,6 +333,14 @@ def test_way_that_cannot_be_right_is_refused_and_the_model_goes_on(
         streamed.abandon()
         trained(streamed.model)
         streamed.optimizer.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused_loss", [False, True])
+def test_ways_that_cannot_be_right_are_refused_on_a_gpu(fused_loss: bool) -> None:
+    with torch.device("cuda"):
+        for way in REFUSED:
+            test_way_that_cannot_be_right_is_refused_and_the_model_goes_on(way, fused_loss)
 
 
 # ---------------------------------------------------------------------- contexts
