@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,8 +38,8 @@ from megatier.adapters.quantised import open_quantised
 from megatier.adapters.weights import AdaptedWeights
 from megatier.cli import main
 from megatier.config.data_section import DataConfig
-from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
-from megatier.errors import ConfigError, UnsupportedModelError
+from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from megatier.models.decoder import find_units
 from megatier.numerics.quantised import QuantisedLinear
 from megatier.session.session import Session
@@ -173,6 +174,22 @@ def test_adapters_over_a_quantised_base_on_a_gpu_have_the_same_bits_on_any_tier(
         # A compiled layer may round once where a decoded weight was rounded twice.
         decoded, _ = trained_on(plain, adapter, tmp_path, "ram", "keep", **options)
         assert (decoded.losses, decoded.norms) == (found[0].losses, found[0].norms)
+
+
+@pytest.mark.parametrize("kind", ["channel", "nested"])
+def test_step_that_is_not_finite_blames_no_unit_for_its_codes(kind: str, tmp_path: Path) -> None:
+    """As bf16, bytes of codes and scales may be NaN."""
+    quantised, plain = quantised_folders(tmp_path, kind, num_hidden_layers=4)
+    adapter = stored_adapter(plain, tmp_path / "adapter", target_modules=["q_proj", "o_proj"])
+    strict = NumericsConfig(max_skips=0)
+    with opened_over(quantised, adapter, tmp_path, "ram", TRAIN, "bf16", numerics=strict) as session:
+        norm = session.model.get_submodule("model.norm")
+        forward = norm.forward
+        norm.forward = lambda x: forward(x) * math.inf
+        [step] = random_groups(TRAIN, session.model.config.vocab_size, 1)
+        with pytest.raises(NonFiniteError) as raised:
+            session.engine.train_step(1, 1e-2, [step])
+    assert "unit model.layers" not in str(raised.value)
 
 
 def test_codes_are_read_in_shards_as_whole(tmp_path: Path) -> None:

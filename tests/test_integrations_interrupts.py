@@ -175,12 +175,16 @@ def test_backward_that_is_interrupted_at_its_end_is_no_whole_step(
         assert same(streamed.state_dict(), before)
 
 
-def test_restore_that_fails_half_way_tears_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("was_torn", [False, True])
+def test_restore_that_fails_half_way_tears_the_state_and_mends_none(
+    was_torn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with streamed_on("ram", tmp_path) as streamed:
         step(streamed, 1)
         streamed.save(tmp_path / "saved")
         saved = streamed.state_dict()
         step(streamed, 2)
+        streamed._session.store.tear.is_torn = was_torn
         fill, left = streamed._session._filling.fill, iter((1, 1, 0))
 
         def interrupt(*arguments: Any) -> None:

@@ -47,6 +47,8 @@ class Called(Protocol):
     """The policy between forward and backward."""
     is_trained: dict[str, bool]
     """By parameter name, in the order of `leaves`, whether the parameter is trained."""
+    carriers: frozenset[str]
+    """Names of the parameters whose elements carry the codes and scales of a quantised matrix, and are no numbers."""
     is_new: bool
     """Whether this is one of the module's first forwards, which are looked at closely."""
     is_written: bool
@@ -227,7 +229,10 @@ class Call:
 
     def _check(self, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
         """Refuse a weight or an output that is not finite. The host waits for the device at each of them."""
-        for what, tensors in (("a weight", weights), ("an output", outputs)):
+        names = self.node.names
+        own = zip(names, weights[: len(names)], strict=True)
+        numbers = [*(weight for name, weight in own if name not in self.node.carriers), *weights[len(names) :]]
+        for what, tensors in (("a weight", numbers), ("an output", outputs)):
             if any(t is not None and t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
                 raise NonFiniteError(f"{what} of unit {self.node.unit} ({self.node.module_name}) is not finite")
 

@@ -108,6 +108,8 @@ class Node:
         """For each weight that is lent to the module, by its name, a place in which it lies during a forward."""
         self.is_trained = {name: stage.gradients.takes(unit, name) for name in self._slices}
         """Whether each parameter is trained, by its name, in the order of `leaves`."""
+        self.carriers = frozenset(tensor.name for tensor in self._slices.values() if tensor.stands_for != 1)
+        """Names of the parameters whose elements carry the codes and scales of a quantised matrix."""
         self._leaves: dict[int, list[Tensor]] = {}
         """Views of the weights, by the address of the slot that they lie in."""
         self._held = self._unbound()
