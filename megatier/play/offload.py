@@ -90,9 +90,9 @@ class Offload:
         if tensor.nbytes > (planned := self._units[unit].activation_bytes):
             raise ConfigError(
                 f"the input of {unit} is {tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}, "
-                f"{tensor.nbytes} bytes: this model's layers take more than one hidden state a token in "
-                f"model.compute_dtype, for which train.activations: offload has set {planned} bytes aside by "
-                "train.batch and data.sequence_length. Set train.activations to recompute or keep."
+                f"{tensor.nbytes} bytes; train.activations: offload has set {planned} aside, by train.batch and "
+                "data.sequence_length, for one hidden state a token in model.compute_dtype. If the batch is no larger, "
+                "layers of this model take more. Set train.activations to recompute or keep."
             )
 
         # Drives may be slower than compute, and an activation stays on the GPU until a slot in RAM takes its last
