@@ -11,6 +11,7 @@ from rich.console import Console
 
 from megatier.drives.mounts import check_directory
 from megatier.hardware import scratch_directory
+from megatier.optimizers import OPTIMIZER_NAMES
 from megatier.train.outlet import announce
 
 
@@ -38,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--optimizer",
-        choices=["adamw", "muon", "lion"],
+        choices=OPTIMIZER_NAMES,
         default="adamw",
         help="what trains the model (default: adamw)",
     )

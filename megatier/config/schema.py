@@ -16,6 +16,7 @@ from megatier.config.output_section import OutputConfig
 from megatier.config.values import ByteCount, MountBudget, check_kinds, check_setting, parse_mount, read_text
 from megatier.config.values import require as _require
 from megatier.errors import ConfigError
+from megatier.optimizers import Moments, OptimizerName
 
 KEPT_FROM = 4_096
 """Tokens of a sequence from which on attention is not computed twice, if nobody says otherwise. Of a step of 8B, the
@@ -200,7 +201,7 @@ class TrainConfig:
     offload_attention: bool = False
     """Under offload, take what attention gave and is kept off the GPU too, with the input of its layer, instead of
     keeping it there. This never changes a number."""
-    optimizer: Literal["adamw", "muon", "lion"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """What trains the model. muon: 8 bytes of state a parameter, in matrices of decoder layers; embeddings, head, norms
     and other vectors have AdamW. lion: 8 bytes, in all parameters; it wants a smaller learning rate, and train.beta2
     0.99."""
@@ -220,7 +221,7 @@ class TrainConfig:
     """Decay of the second moment, 0 to below 1."""
     momentum: float = 0.95
     """Decay of Muon's momentum, 0 to below 1."""
-    moments: Literal["fp32", "bf16", "fp8"] = "fp32"
+    moments: Moments = "fp32"
     """Type in which both moments of AdamW are stored. bf16: 8 bytes of state a parameter instead of 12, fp8: 6. So less
     moves, and moments lose precision. They are rounded stochastically, by random numbers that depend on train.seed."""
     eps: float = 1e-8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatier.convert.conversion import AUTO, Conversion
 from megatier.errors import ConfigError
+from megatier.optimizers import OPTIMIZER_NAMES, in_words
 
 KEYS = {
     "zero_optimization",
@@ -54,7 +55,7 @@ REASONS = {
     "gradient_predivide_factor": ONE_GPU,
     "disable_allgather": ONE_GPU,
     "sparse_gradients": "gradients are dense",
-    "zero_allow_untested_optimizer": "train.optimizer is adamw, muon or lion",
+    "zero_allow_untested_optimizer": f"train.optimizer is {in_words(OPTIMIZER_NAMES)}",
     "zero_force_ds_cpu_optimizer": "AdamW runs where the state lies",
     "dataloader_drop_last": "steps are always full",
     "data_types": "gradients are added up in fp32",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatier.config.lora import ALL_LINEAR
 from megatier.convert.conversion import Conversion
 from megatier.errors import ConfigError
+from megatier.optimizers import OPTIMIZER_NAMES, in_words
 
 KEYS = {"finetuning_type", "stage", "cutoff_len", "template", "model_name_or_path", "dataset_dir", "max_samples"}
 """Keys of the first level that no other format has."""
@@ -70,7 +71,7 @@ REASONS = {
     "freeze_multi_modal_projector": VISION,
     "image_max_pixels": VISION,
     "video_max_pixels": VISION,
-    "optim": "train.optimizer is adamw, muon or lion",
+    "optim": f"train.optimizer is {in_words(OPTIMIZER_NAMES)}",
     "use_liger_kernel": "head and loss are one, chunk by chunk (model.fused_loss)",
     "enable_liger_kernel": "head and loss are one, chunk by chunk (model.fused_loss)",
     "data_seed": "data.seed sets the order of the text",

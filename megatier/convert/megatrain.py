@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatier.convert.conversion import Conversion
+from megatier.optimizers import OPTIMIZER_NAMES, in_words
 
 SECTIONS = {"model", "dataset", "vlm", "training", "optimizer", "memory", "logging"}
 ATTENTION = ("flash_attention_2", "sdpa", "eager")
@@ -152,4 +153,4 @@ def _optimizer(made: Conversion) -> None:
     if kind in ("deepspeed_adam", "adamw"):
         made.carry("optimizer.type", {}, "AdamW, as train.optimizer says")
     elif kind is not None:
-        made.leave("optimizer.type", "train.optimizer is adamw, muon or lion", differs=True)
+        made.leave("optimizer.type", f"train.optimizer is {in_words(OPTIMIZER_NAMES)}", differs=True)

@@ -37,6 +37,7 @@ from megatier.models.frozen import freeze
 from megatier.models.initialiser import NewScore, named_as_classifier
 from megatier.models.location import resolve
 from megatier.models.weights import SafetensorsFolder, WeightReader
+from megatier.optimizers import MOMENTS, OPTIMIZER_NAMES, OPTIMIZERS, Moments, OptimizerName, in_words
 from megatier.ranks.ranks import joined
 from megatier.session.process import share_interpreter
 from megatier.session.session import Session
@@ -75,11 +76,11 @@ def stream(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
-    optimizer: Literal["adamw", "muon", "lion"] = "adamw",
+    optimizer: OptimizerName = "adamw",
     momentum: float = 0.95,
     clip: float | None = 1.0,
     compute_dtype: Literal["bf16", "fp32"] | torch.dtype = "bf16",
-    moments: Literal["fp32", "bf16", "fp8"] = "fp32",
+    moments: Moments = "fp32",
     seed: int = 0,
     activations: Literal["keep", "recompute"] = "keep",
     fused_loss: bool = True,
@@ -147,8 +148,8 @@ def stream(
     names = {found: name for name, found in COMPUTE_DTYPES.items()}
     dtype: Any = names.get(compute_dtype) if isinstance(compute_dtype, torch.dtype) else compute_dtype
     require(dtype in COMPUTE_DTYPES, "compute_dtype", compute_dtype, "bf16 or fp32")
-    require(optimizer in ("adamw", "muon", "lion"), "optimizer", optimizer, "adamw, muon or lion")
-    require(moments in ("fp32", "bf16", "fp8"), "moments", moments, "fp32, bf16 or fp8")
+    require(optimizer in OPTIMIZERS, "optimizer", optimizer, in_words(OPTIMIZER_NAMES))
+    require(moments in MOMENTS, "moments", moments, in_words(MOMENTS))
     seed = number("seed", seed, "at least 0", least=0, whole=True)
     if num_labels is not None:
         num_labels = number("num_labels", num_labels, "at least 1", least=1, whole=True)

@@ -13,6 +13,7 @@ from megatier.config.schema import TrainConfig
 from megatier.errors import OptimizerError, StreamedModelError
 from megatier.integrations.state_elsewhere import StateElsewhere, check_group
 from megatier.models.decoder import decays
+from megatier.optimizers import OPTIMIZERS
 
 SHARED = ("lr", "betas", "eps", "momentum")
 """Settings that all groups share. AdamW has no momentum."""
@@ -50,8 +51,13 @@ class StreamedOptimizer(StateElsewhere):
             {"params": [p for name, p in parameters if name in decayed], "weight_decay": train.weight_decay},
             {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
         ]
-        shared = {"lr": train.learning_rate, "betas": (train.beta1, train.beta2), "eps": train.eps}
-        shared |= {"momentum": train.momentum} if train.optimizer == "muon" else {}
+        given = {
+            "lr": train.learning_rate,
+            "betas": (train.beta1, train.beta2),
+            "eps": train.eps,
+            "momentum": train.momentum,
+        }
+        shared = {name: given[name] for name in OPTIMIZERS[train.optimizer].settings}
         self._settings = (*shared, "weight_decay")
         super().__init__(groups, {**shared, "weight_decay": train.weight_decay})
         self._own = self._parameters_now()

@@ -26,7 +26,8 @@ from megatier.foreign import reading
 from megatier.layout import Layout
 from megatier.models.decoder import Unit, decays, known_class
 from megatier.models.experts import WHOLE, experts_in
-from megatier.state import ADAMW, LION, MUON, StateSchema
+from megatier.optimizers import OPTIMIZERS
+from megatier.state import StateSchema
 
 IN_FP32 = "parameters in fp32"
 """The name of the unit of those parameters that stay in fp32 inside of units that are bf16."""
@@ -102,10 +103,10 @@ def with_schemas(
     Raises:
         UnsupportedModelError: a part of a layer's experts has such parameters beside others.
     """
-    schemas = LION if optimizer == "lion" else {dtype: ADAMW[dtype, moments] for dtype in ("bf16", "fp32")}
-    schema, wide = schemas[compute_dtype], schemas["fp32"]
+    kind = OPTIMIZERS[optimizer]
+    schema, wide = kind.schemas[compute_dtype, moments], kind.schemas["fp32", moments]
     in_fp32 = names_in_fp32(model, (tensor.name for unit in units for tensor in unit.layout.tensors))
-    matrices = matrices_of_layers(model, units) - in_fp32 if optimizer == "muon" else frozenset[str]()
+    matrices = matrices_of_layers(model, units) - in_fp32 if kind.matrices else frozenset[str]()
     kept = in_fp32 if schema is not wide else frozenset[str]()
     lent_schemas = {IN_FP32: wide, VECTORS: schema}
     found: list[Unit] = []
@@ -117,7 +118,7 @@ def with_schemas(
             found.append(replace(unit, layout=replace(unit.layout, schema=wide)))
             continue
 
-        own = MUON[compute_dtype] if names & matrices else schema
+        own = kind.matrices[compute_dtype] if kind.matrices and names & matrices else schema
         vectors = names - unit.layout.frozen - matrices - kept if own.by_matrix else frozenset[str]()
         layout = unit.layout
         for lent, leaving in ((IN_FP32, names & kept), (VECTORS, vectors)):

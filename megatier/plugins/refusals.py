@@ -10,6 +10,7 @@ from megatier.errors import ConfigError
 from megatier.foreign import shown
 from megatier.guards.trainer_arguments import ADAMW, check_stream_kwargs, refuse_any
 from megatier.integrations.stream import read_tiers, refuse_unknown
+from megatier.optimizers import OPTIMIZER_NAMES, in_words
 
 SECTION = "megatier"
 """The key of a program's config under which the arguments of `megatier.stream` are."""
@@ -28,7 +29,8 @@ OBJECTIVE = "only supervised fine-tuning and pretraining are streamed. With TRL 
 SCALES = "scales the loss, and the norm with it; use bf16."
 COMPILES = f"does not know streamed weights: leave it out, and set {SECTION}.compile."
 OPTIMISES = (
-    f"is an optimizer that a streamed model has not: leave it out. {SECTION}.optimizer may be adamw, muon or lion."
+    "is an optimizer that a streamed model has not: leave it out. "
+    f"{SECTION}.optimizer may be {in_words(OPTIMIZER_NAMES)}."
 )
 BEGINS = "adapters begin anew here, as PEFT's do by default. `megatier train` goes on with some (model.lora.adapter)."
 

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -18,6 +18,7 @@ from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, Tra
 from megatier.hardware import device_for
 from megatier.models.decoder import build_skeleton
 from megatier.models.initialiser import Initialiser
+from megatier.optimizers import OPTIMIZERS, Moments
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks, joined
 from megatier.report.metrics import format_seconds
@@ -66,7 +67,7 @@ class Mode(NamedTuple):
 
     clip: float | None
     """The norm to clip to; None: off."""
-    moments: Literal["fp32", "bf16", "fp8"] = "fp32"
+    moments: Moments = "fp32"
     """The type of AdamW's moments."""
     optimizer: str = "adamw"
     """What trains the matrices of layers."""
@@ -192,7 +193,7 @@ def _run(
         ranks: the ranks that share the state. Every one of them has to call it, and gets the same digest.
     """
     state, gpu, ram, share, generations = placement
-    if len(state) > 1 and mode.optimizer == "muon":
+    if len(state) > 1 and OPTIMIZERS[mode.optimizer].matrices:
         ram = MUON_RAM
     on_host = 1 if ranks is None else ranks.local_size
     model = build_skeleton(AutoConfig.for_model(**MODEL), "sdpa")

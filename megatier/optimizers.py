@@ -1,0 +1,45 @@
+"""The optimizers that a run may have: their names, the state that each keeps, and its settings. Pure.
+
+Whoever names an optimizer asks this table. Plans, placements and checkpoints need the schemas alone (`state`), and the
+arithmetic is in `numerics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from megatier.state import ADAMW, LION, MUON, StateSchema
+
+OptimizerName = Literal["adamw", "muon", "lion"]
+Moments = Literal["fp32", "bf16", "fp8"]
+"""The dtype in which AdamW's moments are stored."""
+
+OPTIMIZER_NAMES: tuple[str, ...] = get_args(OptimizerName)
+MOMENTS: tuple[str, ...] = get_args(Moments)
+
+
+def in_words(names: tuple[str, ...]) -> str:
+    """Return names as a message lists them: "a, b or c"."""
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerKind:
+    """What is particular to an optimizer."""
+
+    schemas: Mapping[tuple[str, str], StateSchema]
+    """The state of a parameter, by the dtype that computes and by that of AdamW's moments."""
+    matrices: Mapping[str, StateSchema] | None = None
+    """The state of matrices in decoder layers by the dtype that computes; None: like that of all others."""
+    settings: tuple[str, ...] = ("lr", "betas", "eps")
+    """The settings that all parameters share, as groups of a torch optimizer name them."""
+
+
+OPTIMIZERS: Mapping[str, OptimizerKind] = {
+    "adamw": OptimizerKind(schemas=ADAMW),
+    "muon": OptimizerKind(schemas=ADAMW, matrices=MUON, settings=("lr", "betas", "eps", "momentum")),
+    "lion": OptimizerKind(schemas={(compute, moments): LION[compute] for compute, moments in ADAMW}),
+}
+"""All there are, by name."""
