@@ -40,9 +40,10 @@ class ModelNotFoundError(ConfigError):
 class PlanError(MegatierError):
     """The run does not fit the budgets. Raised before any large allocation."""
 
-    def __init__(self, what: str, needed_bytes: int, had_bytes: int, remedy: str) -> None:
-        """Keep the figures; the message states them in MiB."""
+    def __init__(self, what: str, needed_bytes: int, had_bytes: int, remedy: str, tier: str = "") -> None:
+        """Keep the figures; the message states them in MiB. The tier is the one whose budget is too small, if any is."""
         self.what = what
+        self.tier = tier
         self.needed_bytes = needed_bytes
         self.had_bytes = had_bytes
         self.remedy = remedy

@@ -134,6 +134,20 @@ def test_train_too_small_a_ram_budget_states_minima_that_work(
         pytest.fail("no stated minimum was enough")
 
 
+def test_train_budgets_that_are_all_too_small_are_named_in_one_message(
+    tmp_path: Path, refused: Callable[[dict[str, Any]], str]
+) -> None:
+    settings = {"tiers.gpu": "2KiB", "tiers.ram": "2KiB", "tiers.state": "ram,nvme", "tiers.nvme": f"{tmp_path}:4KiB"}
+    message = refused(settings)
+    assert message.count("there is 2.0 KiB") == 2
+    for setting in ("tiers.gpu", "tiers.ram"):
+        settings[setting] = stated_minimum(message, setting)
+    found = re.search(r"Besides, state on NVMe: needs (\S+) (\S+), there is 4\.0 KiB", message)
+    assert found is not None, message
+    settings |= {"tiers.nvme": f"{tmp_path}:{found[1]}{found[2]}", "output.directory": str(tmp_path / "other")}
+    assert main(command(tmp_path, {**settings, "train.steps": 1})) == 0
+
+
 def stated_minimum(message: str, setting: str) -> str:
     found = re.search(rf"Raise {setting} to at least ([\d.]+ [KMG]?i?B)", message)
     assert found is not None, message

@@ -24,7 +24,7 @@ from megatier.planner.trial import Trial, with_parts
 from megatier.schedule.forecast import QUEUES_OF_DISK, Forecast
 from megatier.schedule.jobs import HOST_SECONDS
 from megatier.schedule.moves import Moves, by_lane
-from megatier.schedule.placement import Placement, place
+from megatier.schedule.placement import Placement, all_short, place
 from megatier.schedule.rates import ALONE, DriveRates, Rates, World
 from megatier.schedule.sizes import Budgets, block_bytes, home_bytes
 from megatier.schedule.timeline import Access
@@ -210,7 +210,10 @@ def make_plan(
         work = trial.work
         placement = trial.placed()
     except PlanError as short:
-        raise with_parts(short, model, config, rates, budgets, compiles=compiles, world=world) from short
+        refusal = with_parts(short, model, config, rates, budgets, compiles=compiles, world=world)
+        if refusal is short:
+            refusal = all_short(short, trial.work.specs, trial.budgets, trial.work.policy)
+        raise refusal from short
 
     made = trial.forecast(placement)
     tokens = config.train.batch * config.data.sequence_length

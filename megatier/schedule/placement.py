@@ -187,6 +187,41 @@ def _gradient_and_slot_bytes(
     return total
 
 
+def all_short(short: PlanError, units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> PlanError:
+    """Return a refusal that names every budget that is too small, so that nobody meets them one after the other.
+
+    Args:
+        short: the first refusal, of `place` with the same arguments.
+        units: as for `place`.
+        budgets: as for `place`.
+        policy: as for `place`.
+    """
+    found = {short.tier: short}
+    last = short
+
+    # Each budget is raised to what is said of it, and what is short then is the next one. One that is short again is
+    # said with what it needs in the end.
+    for _ in range(2 * len(Tier)):
+        if last.tier not in set(Tier):
+            break
+        host = 1 if last.tier == Tier.GPU else policy.host_ranks
+        shared = budgets.shared_ram if last.tier == Tier.RAM else 0
+        raised = max(-(-last.needed_bytes // host) - shared, getattr(budgets, last.tier) + 1)
+        budgets = replace(budgets, **{str(last.tier): raised})
+        try:
+            place(units, budgets, policy)
+        except PlanError as other:
+            had = found.get(other.tier, other).had_bytes
+            last = PlanError(other.what, other.needed_bytes, had, other.remedy, other.tier)
+            found[other.tier] = last
+        else:
+            break
+
+    first = found.pop(short.tier)
+    remedy = " Besides, ".join([first.remedy, *map(str, found.values())])
+    return PlanError(first.what, first.needed_bytes, first.had_bytes, remedy, first.tier)
+
+
 def _further_bytes(spilled: Sequence[UnitSpec], homes: Homes, generations: int, policy: Policy) -> Counter[Tier]:
     """Bytes of all generations but one of the units that spill, in each tier.
 
@@ -206,7 +241,7 @@ def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy,
         if generations > 1 + policy.savepoints:
             remedy = f"Set tiers.generations to {generations - 1}. {remedy}"
         what = "state and activations on NVMe" if spills_activations else "state on NVMe"
-        raise PlanError(what, needed * policy.host_ranks, budgets.nvme * policy.host_ranks, remedy)
+        raise PlanError(what, needed * policy.host_ranks, budgets.nvme * policy.host_ranks, remedy, Tier.NVME)
 
 
 def _bytes_by_home(units: Iterable[UnitSpec], homes: Homes) -> Counter[Tier]:

@@ -267,7 +267,7 @@ def _spill_some(
     needed = host_ram(used + total_bytes(slots), policy)
     had = _host_ram_of(budgets, policy)
     remedy = f"Raise tiers.ram to at least {at_least(needed)}{', or lower tiers.chunk' * bool(policy.chunk_elements)}."
-    raise PlanError("RAM slots for what comes from NVMe", needed, had, remedy)
+    raise PlanError("RAM slots for what comes from NVMe", needed, had, remedy, Tier.RAM)
 
 
 def _fill_room(
@@ -353,7 +353,7 @@ def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budg
 
     needed = host_ram(used, policy)
     had = _host_ram_of(budgets, policy)
-    return PlanError(what, needed, had, f"Raise tiers.ram to at least {at_least(needed)}{other}")
+    return PlanError(what, needed, had, f"Raise tiers.ram to at least {at_least(needed)}{other}", Tier.RAM)
 
 
 def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budgets, policy: Policy) -> PlanError:
@@ -363,12 +363,12 @@ def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budg
     if Tier.RAM in policy.state:
         needed = host_ram(in_ram, policy)
         remedy = f"Raise tiers.ram to at least {at_least(needed)}{mount}"
-        return PlanError("state in RAM", needed, _host_ram_of(budgets, policy), remedy)
+        return PlanError("state in RAM", needed, _host_ram_of(budgets, policy), remedy, Tier.RAM)
 
     if Tier.NVME in policy.state:
         remedy = "The state has no other home: give tiers.nvme a mount, or add ram to tiers.state."
-        return PlanError("state on NVMe", spilled * host, budgets.nvme * host, remedy)
+        return PlanError("state on NVMe", spilled * host, budgets.nvme * host, remedy, Tier.NVME)
 
     needed = sum(state_bytes(unit) + grad_bytes(unit, policy) for unit in units)
     remedy = f"Raise tiers.gpu to at least {at_least(needed)}, or add ram to tiers.state."
-    return PlanError("state on the GPU", needed, budgets.gpu, remedy)
+    return PlanError("state on the GPU", needed, budgets.gpu, remedy, Tier.GPU)

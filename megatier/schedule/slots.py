@@ -93,7 +93,7 @@ def gpu_slots(
     if used + least > budget:
         what = f"{GPU_SLOTS} for the largest unit, {largest.name}"
         remedy = f"Raise tiers.gpu to at least {at_least(used + least)}."
-        raise PlanError(what, used + least, budget, remedy)
+        raise PlanError(what, used + least, budget, remedy, Tier.GPU)
 
     weight = block_bytes(largest, Kind.WEIGHT)
     grad, num_grads = _gpu_grads(rest, policy)

@@ -32,7 +32,7 @@ from megatier.owner import Owner
 from megatier.play.blocks import block_key
 from megatier.play.player import Player
 from megatier.ranks.ranks import Ranks, check_groups
-from megatier.schedule.placement import Placement, place
+from megatier.schedule.placement import Placement, all_short, place
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import Budgets, bay_bytes
 from megatier.session.filling import Filling
@@ -362,9 +362,9 @@ def _place(
         return place(work.specs, budgets, work.policy)
     except PlanError as short:
         refusal = advised(short, model, parts, lambda n: place(work_in(n).specs, budgets, work.policy))
-        if refusal is short:
-            raise
-        raise refusal from short
+        if refusal is not short:
+            raise refusal from short
+        raise all_short(short, work.specs, budgets, work.policy) from short
 
 
 def _engine_options(
