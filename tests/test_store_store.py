@@ -235,7 +235,7 @@ def test_prefetch_returns_before_the_bytes_are_there(
 
 
 def test_prefetched_block_is_spared_while_written_ones_leave(open_nvme: Callable[..., TieredStore]) -> None:
-    store = open_nvme()
+    store = open_nvme(num_slots=2)
     store.prefetch("a", Tier.RAM)
     moved = store.moved_bytes["nvme_to_ram"]
     for seed in range(20):
