@@ -20,12 +20,20 @@ from streamed_loops import train_config
 from tiny_runs import exactness_config, plain_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler, swa_utils
 
 import megatier
 from megatier.config.schema import TiersConfig
-from megatier.errors import ConfigError, OptimizerError, StreamedModelError
+from megatier.errors import ConfigError, MegatierError, OptimizerError, StreamedModelError
 from megatier.integrations.streamed import Streamed
+
+
+class Plateau(lr_scheduler.ReduceLROnPlateau):
+    """Steps by a metric that never becomes better."""
+
+    def step(self, *_: Any) -> None:
+        super().step(1.0)
+
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda n: 0.9**n),
@@ -45,7 +53,14 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
     "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
     "cyclic": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=2),
+    "cyclic_range": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=2, mode="exp_range", gamma=0.9),
+    "cyclic_rate": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=2, cycle_momentum=False),
     "one_cycle": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=8),
+    "one_cycle_phases": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=8, three_phase=True, base_momentum=0.8),
+    "plateau": lambda o: Plateau(o, patience=0, factor=0.5, min_lr=3e-4),
+    "averaged": lambda o: swa_utils.SWALR(o, swa_lr=1e-4, anneal_epochs=3),
+    "averaged_linear": lambda o: swa_utils.SWALR(o, swa_lr=1e-4, anneal_epochs=3, anneal_strategy="linear"),
+    "lambda_of_groups": lambda o: lr_scheduler.LambdaLR(o, [lambda n: 0.9**n] * len(o.param_groups)),
 }
 
 
@@ -292,3 +307,57 @@ def test_inputs_of_torchs_own_tests_have_torchs_numbers_or_are_refused(
         assert close(ours, theirs), given
         taken += 1
     assert taken
+
+
+def test_average_of_a_model_follows_tiered_state_and_of_a_streamed_one_is_refused_by_name(
+    make: Make, streamed: Streamed
+) -> None:
+    averages = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = Model()
+        given = model.parameters()
+        optimizer = torch.optim.AdamW(given, lr=1e-2) if is_plain else make(given, lr=1e-2, ram=SOME)
+        average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+        for step in range(3):
+            take_steps(optimizer, list(model.parameters()), [step])
+            average.update_parameters(model)
+        averages.append(list(average.parameters()))
+    assert close(*averages)
+    with pytest.raises(MegatierError, match="whatever copies it here"):
+        swa_utils.AveragedModel(streamed.model)
+
+
+ERROR_INPUTS: tuple[dict[str, Any], ...] = (
+    {"lr": -1e-2},
+    {"eps": -1e-3},
+    {"betas": (1.0, 0.0)},
+    {"betas": (-0.1, 0.9)},
+    {"weight_decay": -1},
+)
+"""Those of torch's own tests of AdamW."""
+
+
+@pytest.mark.parametrize("given", ERROR_INPUTS, ids=str)
+def test_setting_that_torchs_own_optimizer_refuses_is_refused(
+    given: dict[str, Any], make: Make, streamed: Streamed
+) -> None:
+    with pytest.raises(ValueError, match="Invalid"):
+        torch.optim.AdamW(parameters_of(), **given)
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        make(parameters_of(), ram=SOME, **given)
+    group = streamed.optimizer.param_groups[0]
+    before = dict(group)
+    group.update(given)
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        streamed.optimizer.settings()
+    group.update(before)
+
+
+@pytest.mark.parametrize("parameters", [None, [], torch.zeros(3), ["weight"]], ids=str)
+def test_parameters_that_torchs_own_optimizer_refuses_are_refused(parameters: Any, make: Make) -> None:
+    with pytest.raises((TypeError, ValueError)) as expected:
+        torch.optim.AdamW(parameters)
+    with pytest.raises((TypeError, ValueError)) as error:
+        make(parameters, ram=SOME)
+    assert error.type is expected.type

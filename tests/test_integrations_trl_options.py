@@ -139,7 +139,6 @@ def test_grpo_option_has_the_numbers_of_the_plain_trainer(name: str, tmp_path: P
 
 def test_sft_of_a_mixture_of_experts_adds_its_auxiliary_loss(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": 2, "max_grad_norm": 0.0}
-    found = []
     for coefficient in (0.0, 0.3):
         losses, norms = run(
             TRAINERS["sft"],

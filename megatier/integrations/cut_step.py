@@ -1,14 +1,24 @@
-"""A step of the Trainer that a callback has cut short, between two of its backwards."""
+"""A step of the Trainer that a callback, or the end of a stream, has cut short between two of its backwards."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from megatier.errors import ConfigError
 from megatier.integrations.streamed import Streamed
+
+STOPPED = (
+    "a callback has set should_epoch_stop in on_substep_end, so an epoch ended within a step. The Trainer adds those "
+    "gradients to the next step, and a streamed model cannot. Set it in on_step_end."
+)
+ENDED = (
+    "train_dataset does not say how many rows it has, and ended within a step. The Trainer adds those gradients to the "
+    "next step, and a streamed model cannot. Give rows that make whole steps (per_device_train_batch_size times "
+    "gradient_accumulation_steps), or max_steps that end with the epoch."
+)
 
 
 class CutStep(TrainerCallback):
@@ -21,20 +31,28 @@ class CutStep(TrainerCallback):
         """Note the streamed model, and the losses of its open step."""
         self._streamed = streamed
         self._losses = losses
-        self._is_cut = False
+        self._cause = ""
+        """Why the last epoch ended within a step; empty: it did not."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 - the Trainer's
         """Begin with no step open: one in which memory ran out, say, before the Trainer tried a smaller batch."""
         self._streamed.abandon()
         self._losses.clear()
-        self._is_cut = False
+        self._cause = ""
 
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **_: Any,  # noqa: ANN401
+    ) -> None:
         """Drop the step that is open still."""
         if self._streamed.is_in_step:
             self._streamed.abandon()
             self._losses.clear()
-            self._is_cut = True
+            is_stopped = control.should_epoch_stop or control.should_training_stop
+            self._cause = STOPPED if is_stopped else ENDED
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """Refuse to go on, where the Trainer would add the gradients of the cut step to those of the next one.
@@ -42,8 +60,5 @@ class CutStep(TrainerCallback):
         Raises:
             ConfigError: the last epoch ended within a step.
         """
-        if self._is_cut:
-            raise ConfigError(
-                "a callback has set should_epoch_stop in on_substep_end, so an epoch ended within a step. The Trainer "
-                "adds those gradients to the next step, and a streamed model cannot. Set it in on_step_end."
-            )
+        if self._cause:
+            raise ConfigError(self._cause)

@@ -30,7 +30,7 @@ from megatier.config.schema import TiersConfig
 from megatier.config.values import check_setting, clip_of
 from megatier.data.samplers import WholeRounds, WholeSteps
 from megatier.durable import discard
-from megatier.errors import ConfigError
+from megatier.errors import CheckpointError, ConfigError
 from megatier.guards.trainer_arguments import (
     accumulation_of,
     check_accelerator,
@@ -464,10 +464,17 @@ class StreamedTraining(Base):
         """Load masters, moments and the number of the step; the Trainer loads the rest.
 
         Raises:
+            CheckpointError: there are none.
             ConfigError: its steps had another number of groups, so the Trainer would go on at other rows.
         """
         folder = Path(resume_from_checkpoint) / STATE_FOLDER
         streamed = self.streamed
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{resume_from_checkpoint} has no {folder.name}/ with the masters and moments of a streamed model: it "
+                "is no checkpoint, was saved with save_only_model, or by another trainer. To begin with its weights "
+                "alone, give its path to megatier.stream, and leave resume_from_checkpoint out."
+            )
         before = streamed.saved_groups(folder)
         if before not in (None, streamed.groups) and not self.args.ignore_data_skip:
             assert before is not None
