@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
+import tomllib
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -207,6 +209,26 @@ def test_doctor_missing_package_fails(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setitem(sys.modules, "zarr", None)
     check = found(tmp_path)["zarr"]
     assert (check.state, check.remedy) == ("fail", "pip install zarr")
+
+
+def test_doctor_names_each_extra_as_the_package_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    bring = {name: wanted[-1].partition(",")[0] for name, wanted in project["optional-dependencies"].items()}
+    others = {"gds", "gds-cu12", "test", "docs", "dev"}
+    assert {name: wanted for name, wanted in bring.items() if name not in others} == doctor.EXTRAS
+
+    versions = {"pyarrow": "17.9.1", "peft": "0.18.0rc1"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = {name: doctor._extra(name, wanted) for name, wanted in doctor.EXTRAS.items()}
+    assert (found["data"].state, found["data"].found) == ("warn", "17.9.1, and 18 is the least")
+    assert (found["lora"].name, found["lora"].state) == ("lora (peft)", "ok")
+    assert found["trl"].found == "not installed: pip install 'megatier[trl]'"
 
 
 def test_doctor_torch_that_does_not_load_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

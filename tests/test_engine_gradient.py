@@ -272,3 +272,21 @@ def test_gradients_group_ends_with_the_backward_that_it_watches() -> None:
     Watched.apply(Watched.apply(torch.ones((), requires_grad=True))).backward()  # type: ignore[no-untyped-call]
     assert seen == [True, True]
     assert not gradients.is_open
+
+
+def test_parameter_without_a_gradient_in_a_later_step_is_warned_of_once() -> None:
+    gradients = collector(Tray(sums=True), groups=2)
+
+    def step(first: str, second: str) -> None:
+        for group, names in enumerate((first, second)):
+            gradients.begin_group(group)
+            gradients.expect("unit", 1)
+            gradients.add("unit", [(name, parts(1)[name]) for name in names])
+            gradients.close("unit")
+
+    # One group of a step is enough, and so is a parameter that never had one.
+    step("a", "ac")
+    step("ac", "a")
+    with pytest.warns(UserWarning, match="c had no gradient in a step that used other parameters of its unit"):
+        step("a", "ab")
+    step("a", "a")

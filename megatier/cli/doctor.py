@@ -11,6 +11,7 @@ import importlib.util
 import mmap
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,16 @@ LOW_RAM_BYTES = 2 << 30
 """Less available RAM than this is worth a warning."""
 LOW_DISK_BYTES = 10 << 30
 """Less free space on a drive than this is worth a warning."""
+EXTRAS = {
+    "data": "pyarrow>=18",
+    "datasets": "datasets>=5.2",
+    "lora": "peft>=0.18",
+    "trainer": "accelerate>=1.1",
+    "trl": "trl>=1.16",
+    "lightning": "lightning>=2.6",
+    "tensorboard": "tensorboard>=2.20",
+}
+"""The extras of the package, each with what it brings. That of kvikio is tried by itself."""
 KVIKIO_SECONDS = 120
 """The most seconds that the trial of kvikio may take."""
 KVIKIO_PROBE = """
@@ -110,6 +121,7 @@ def checks(mounts: Sequence[MountBudget]) -> Iterator[Check]:
     """Yield all checks, the software first. The mounts are those to which state would spill."""
     yield _python()
     yield from map(_package, ("torch", "transformers", "zarr", "safetensors"))
+    yield from (_extra(name, wanted) for name, wanted in EXTRAS.items())
     yield _native()
     yield _cpu()
 
@@ -134,6 +146,22 @@ def _python() -> Check:
     found = platform.python_version()
     is_new = sys.version_info >= (3, 11)
     return _ok("Python", found) if is_new else _fail("Python", found, "Python 3.11 or newer is needed.")
+
+
+def _extra(name: str, wanted: str) -> Check:
+    """Say whether the package of an extra is there, and of a version that is taken. None of them is needed to train."""
+    package, least = wanted.split(">=")
+    what = f"{name} ({package})"
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return _ok(what, f"not installed: pip install 'megatier[{name}]'")
+
+    # Numbers alone: whatever a version has behind them does not matter to a least one.
+    numbers, needed = (tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (found, least))
+    if numbers < needed:
+        return _warn(what, f"{found}, and {least} is the least", f"pip install 'megatier[{name}]'")
+    return _ok(what, found)
 
 
 def _package(name: str) -> Check:

@@ -17,6 +17,7 @@ Threads: all of it is called by the thread that computes (autograd's, in a backw
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -29,6 +30,11 @@ from torch.autograd import Variable
 from megatier.errors import StreamedModelError
 from megatier.layout import Layout
 from megatier.numerics.masters import weight_dtype
+
+WITHOUT = (
+    "{} had no gradient in a step that used other parameters of its unit. It counts as zero there: moments and weight "
+    "decay go on, where optimizers of torch pass over the parameter. Freeze it, or let each step use it."
+)
 
 
 class GradSink(Protocol):
@@ -113,6 +119,11 @@ class Gradients:
         self._sums: dict[str, dict[str, Tensor]] = {}
         """For each unit, by parameter and flat, in fp32: the sum of several so far. A unit's last summand comes neither
         here nor to the firsts."""
+        self._present: dict[str, set[str]] = {}
+        """For each unit: its parameters that have a gradient in this step."""
+        self._known: dict[str, set[str]] = {}
+        """For each unit: those that had one in some step."""
+        self._has_warned = False
         self._buffers: dict[str, Tensor] = {}
         """The buffers of gradients that are not handed over yet."""
         self._shipped: Counter[str] = Counter()
@@ -133,6 +144,7 @@ class Gradients:
         self._spent.clear()
         if not group:
             self._shipped.clear()
+            self._present.clear()
 
         self._clear()
 
@@ -339,6 +351,8 @@ class Gradients:
             self._catch_up(unit, self.group)
         before = {**self._firsts.pop(unit, {}), **self._sums.pop(unit, {})}
 
+        self._present.setdefault(unit, set()).update(before, grads)
+
         # A single summand is as autograd made it. A sum of several is not rounded before all groups are in it.
         fits = self._is_shared and not before and all(grad.dtype is self._dtypes[unit] for grad in grads.values())
         buffer = self._take(unit, fits=fits)
@@ -391,8 +405,19 @@ class Gradients:
                 buffer = buffer.view(dtype)[: rounded.numel()].copy_(rounded)
             self._norm.measure(unit, buffer)
 
+        if last and not self._is_shared:
+            self._remark(unit)
         self._sink.ship_grad(unit, group=group)
         self._shipped[unit] = group + 1
+
+    def _remark(self, unit: str) -> None:
+        """Warn once if a parameter has no gradient in a step, though it had one and its unit has one."""
+        present = self._present.pop(unit, set())
+        known = self._known.setdefault(unit, set())
+        if (absent := known - present) and present and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(WITHOUT.format(min(absent)), stacklevel=2)
+        known |= present
 
 
 def _gaps(layout: Layout) -> list[tuple[int, int]]:
