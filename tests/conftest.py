@@ -110,6 +110,9 @@ def settings_of_compiler() -> dict[tuple[str, str], Any]:
             ("torch._functorch.config", "activation_memory_budget"),
             ("torch._inductor.config", "deterministic"),
             ("torch._inductor.config", "joint_custom_post_pass"),
+            ("torch._inductor.config", "joint_custom_pre_pass"),
+            ("torch._dynamo.config", "recompile_limit"),
+            ("torch._dynamo.config", "accumulated_recompile_limit"),
         )
     }
 

@@ -14,13 +14,15 @@ import pytest
 import torch
 from streamed_loops import loop, rate_of, streamed_on, train_config
 from test_durable import watched
-from tiny_runs import one_thread, outcome
+from tiny_runs import exactness_config, one_thread, outcome
 
+import megatier
 from megatier import durable
 from megatier.checkpoint import chunkfile
 from megatier.engine import unit_model
 from megatier.errors import BlockNotFoundError, CheckpointError, StreamedModelError, TransferError
 from megatier.integrations.streamed import Streamed
+from megatier.models.decoder import build_skeleton
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -186,4 +188,18 @@ def test_restore_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         streamed_on("ram", tmp_path, train_config("tied")) as (_, streamed),
         pytest.raises(CheckpointError, match="holds no checkpoint"),
     ):
+        streamed.restore(tmp_path)
+
+
+def test_restore_where_layers_are_compiled_in_another_way_says_so(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tiers": {"device": "cpu", "gpu": "2MiB", "ram": "8MiB"}, "compute_dtype": "fp32"}
+    model = build_skeleton(exactness_config("tied"), "sdpa").to_empty(device="cpu")
+    model.init_weights()
+    with megatier.stream(model, compile=True, **options) as streamed:
+        streamed.save(tmp_path)
+        streamed.restore(tmp_path)
+    with megatier.stream(model, compile=False, **options) as streamed:
+        with pytest.warns(UserWarning, match="compiled for batches of any size, and here they are compiled not at all"):
+            streamed.restore(tmp_path)
+        streamed.save(tmp_path)
         streamed.restore(tmp_path)

@@ -66,7 +66,7 @@ class Called(Protocol):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the forward runs uncompiled."""
+        """Whether the forward runs uncompiled, with the arguments of the last call."""
 
     @property
     def names(self) -> list[str]:

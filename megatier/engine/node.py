@@ -158,7 +158,7 @@ class Node:
         if not (self.trains or call.differentiable):
             return call.run_plain(is_cut=True)
 
-        check_transforms(self.module_name)
+        self._look_at(arguments.leaves)
         inputs = call.take_inputs()
 
         # The backward counts down what is announced here, so it is announced before autograd knows of the call.
@@ -229,6 +229,12 @@ class Node:
     def resumed(self) -> contextlib.AbstractContextManager[None]:
         """A context for the backward of a graph of the module: the module is as in its forward, but for its weights."""
         return running(self.tiled)
+
+    def _look_at(self, leaves: Sequence[Any]) -> None:
+        """Find out how a training call runs, from the leaves of its arguments."""
+        check_transforms(self.module_name)
+        if self._compiled is not None:
+            self._compiled.meet(leaves)
 
     def _tiled(self, name: str) -> TiledModule:
         """Let a module in the module run in tiles of tokens, once that was tried."""
@@ -361,7 +367,7 @@ class Node:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the forward runs uncompiled."""
+        """Whether the forward runs uncompiled, with the arguments of the last call."""
         return self._compiled is None or self._compiled.is_refused
 
     @property

@@ -143,6 +143,7 @@ class _UnitFunction(torch.autograd.Function):
         if left is not None:
             left.check(node.module_name)
 
+        ctx.is_plain = node.is_plain
         # Given back before the slices are joined, so that the next load into this slot may start.
         use.leave()
         results = join(parts)
@@ -284,7 +285,7 @@ def _check_comes_again(ctx: Any) -> None:  # noqa: ANN401
     node: Called = ctx.call.node
     if ctx.stashed is not None:
         why = "its input was offloaded, and comes back once"
-    elif ctx.keeps and not node.is_plain:
+    elif ctx.keeps and not ctx.is_plain:
         why = "it is compiled, and its backward overwrites what it has kept"
     else:
         return

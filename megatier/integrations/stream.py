@@ -234,7 +234,9 @@ def _open(
         train = replace(train, batch=groups, groups=groups)
 
         # The guard: updates wait for the norm, because `optimizer.step` comes after the last backward.
-        session = Session(skeleton, computing, tiers, train, NumericsConfig(guard=True), tokens=1, ranks=ranks)
+        # And whoever makes the batches pads them as they come.
+        numerics = NumericsConfig(guard=True)
+        session = Session(skeleton, computing, tiers, train, numerics, tokens=1, ranks=ranks, any_shape=True)
         opened.enter_context(session)
         session.store.seal()
         session.load(reader)

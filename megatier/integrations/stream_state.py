@@ -258,7 +258,8 @@ class StreamedState(ABC):
         self._crew.first(lambda: _make_ready(path))
         settings = self.optimizer.saved_settings()
         tiles = {path: asdict(found) for path, found in self._session.engine.model.tiles.items()}
-        state = {"streamed": settings, "groups": self.groups, "tiles": tiles, "base": noted(self.model), **self._kept}
+        told = {"groups": self.groups, "tiles": tiles, "base": noted(self.model), "compiled": self._compiled}
+        state = {"streamed": settings, **told, **self._kept}
         return CheckpointWriter(self._session, path, self.steps, state).wait()
 
     def saved_groups(self, folder: str | os.PathLike[str]) -> int | None:
@@ -288,6 +289,7 @@ class StreamedState(ABC):
         self._meet("restore()")
         checkpoint, settings, tiles = self._crew.first(lambda: _find_saved(Path(folder), self._kept))
         self._crew.first(lambda: _check_base(checkpoint, noted(self.model)))
+        self._crew.first(lambda: _compare_compiled(checkpoint, self._compiled))
         self._held.let_go()
 
         def take_rest() -> None:
@@ -310,6 +312,14 @@ class StreamedState(ABC):
         self._crew.first(lambda: _check_base(checkpoint, noted(self.model)))
         self._held.let_go()
         restore(self._session, checkpoint, weights_only=True)
+
+    @property
+    def _compiled(self) -> str:
+        """How layers and loss are compiled, which decides in which order they add up."""
+        compilation = self._session.engine.options.compilation
+        if compilation is None:
+            return "not at all"
+        return "for batches of any size" if compilation.any_shape else "for batches of one size"
 
     def _settle(self, what: str, call: str) -> None:
         """Finish all updates that are due, so that weights may be read.
@@ -363,6 +373,18 @@ def _make_ready(folder: Path) -> None:
 
     # A process that was killed between the two renames of a switch has left the old checkpoint under another name.
     settle_replaced(folder)
+
+
+def _compare_compiled(checkpoint: Path, now: str) -> None:
+    """Warn if layers were compiled in another way. Older versions, which compiled each size by itself, noted none."""
+    before = read_state(checkpoint).get("compiled", now)
+    if before != now:
+        warnings.warn(
+            f"{checkpoint} was written where layers are compiled {before}, and here they are compiled {now}. State is "
+            "taken bit by bit, but steps are rounded in other places from now on. Open the model with compile="
+            f"{before != 'not at all'} to go on as before.",
+            stacklevel=5,
+        )
 
 
 def _find_saved(folder: Path, kept: Mapping[str, str] | None = None) -> tuple[Path, Settings, Mapping[str, Decision]]:

@@ -4,6 +4,8 @@ All units of one class share one compilation, since their modules differ in noth
 graph alone is compiled: keep, recompute and offload run the same one, so that they agree bit for bit. Evaluation runs
 uncompiled.
 
+Code is compiled for one size of batches, or once for all (`open_shapes`). Which one holds is set beforehand.
+
 A compiled layer may save only part of its activations and compute the rest again in its backward, cheapest first
 (products with an activation function and norms cost next to nothing; attention more; matrix products most). That is
 chosen inside the compiled graph, so nothing runs again that the backward does not need: at 0 the layer saves its
@@ -14,29 +16,38 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch.compiler.config
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy
 
 from megatier.numerics.attention import FLEX, is_attention
+from megatier.numerics.open_shapes import Rule, install, open_up, planning, tensors_in
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 LEAST_SHARE = 1e-9
 """The saved share that stands for 0 if attention is saved. At 0 itself torch saves inputs alone, whatever is marked."""
-RECOMPILES_MAX = 64
-"""The most variants of one forward that are compiled: for kinds of layers and batch shapes. torch's default is 8."""
+RECOMPILES_MAX = 1 << 30
+"""The most variants of one forward that are compiled: as many as there are. With a limit (torch's is 8) it would depend
+on the batches before whether a batch is compiled."""
+LIMITS = ("recompile_limit", "accumulated_recompile_limit")
+"""torch's names of such limits."""
+REFUSED_GUARDS = "Guard failed on the same frame"
+"""How torch's message begins if code that it has just compiled does not serve the batch that it was compiled for."""
+COST = "It takes more time, and more memory where layers save a share of their activations"
+"""What a user should know of code that runs uncompiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +60,25 @@ class Compilation:
     """At a share of 0: whether attention's output and log-sum-exp are saved besides the inputs. At other shares they
     compete with products for the room, by what they save; torch cannot tell what flex attention's are worth, so these
     are always saved."""
+    any_shape: bool = False
+    """Whether code is compiled for batches of any size; else for the one size that all have."""
+    _warned: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def __call__(self, function: Callable[P, R], name: str) -> Compiled[P, R]:
-        """Return the function, to be compiled at its first call for fixed shapes.
+        """Return the function, to be compiled at its first call.
 
-        If the compiler refuses, the function runs as it is from then on, and a warning says so.
+        What the compiler refuses runs as it is, and a warning says so.
         """
         self._adopt()
-        return Compiled(function, name, saves_inputs_alone=self.saved_share == 0)
+        lean = self.saved_share == 0
+        return Compiled(function, name, saves_inputs_alone=lean, any_shape=self.any_shape, warned=self._warned)
 
     def of_tile(self, function: Callable[P, R], name: str) -> Compiled[P, R]:
         """Return the function, to be compiled so that it saves all its activations: a tile has a short life."""
         self._adopt()
-        return Compiled(function, name, saves_inputs_alone=False, saves_all=True)
+        return Compiled(
+            function, name, saves_inputs_alone=False, saves_all=True, any_shape=self.any_shape, warned=self._warned
+        )
 
     def _adopt(self) -> None:
         """Set torch's compiler, whose settings are those of the process."""
@@ -72,15 +89,22 @@ class Compilation:
             marking = Marking(flex_alone=share > 0)
             share = share or LEAST_SHARE
 
-        wanted = (share, deterministic, marking)
-        if (torch._functorch.config.activation_memory_budget, _inductor_is_deterministic(), _marking()) != wanted:
+        rule = Rule() if self.any_shape else None
+        if rule is not None:
+            install()
+
+        wanted = (share, deterministic, marking, rule)
+        found = (torch._functorch.config.activation_memory_budget, _inductor_is_deterministic(), *_passes())
+        if found != wanted:
             # Code that was compiled under other settings would be used again.
             torch.compiler.reset()
 
         torch._functorch.config.activation_memory_budget = share
         torch._inductor.config.deterministic = deterministic
         torch._inductor.config.joint_custom_post_pass = marking
-        torch.compiler.config.recompile_limit = RECOMPILES_MAX
+        torch._inductor.config.joint_custom_pre_pass = rule
+        for name in LIMITS:
+            setattr(torch._dynamo.config, name, RECOMPILES_MAX)
         flop_counter.sdpa_flop_count = _attention_flops
 
 
@@ -103,49 +127,108 @@ class Marking(CustomGraphPass):
 
 
 class Compiled(Generic[P, R]):
-    """A compiled function or, if the compiler refuses it, the function itself.
-
-    Attributes:
-        saves_inputs_alone: whether its backward computes everything again, but for attention if that is saved.
-    """
+    """A compiled function or, where the compiler refuses it, the function itself."""
 
     def __init__(
-        self, function: Callable[P, R], name: str, *, saves_inputs_alone: bool, saves_all: bool = False
+        self,
+        function: Callable[P, R],
+        name: str,
+        *,
+        saves_inputs_alone: bool,
+        saves_all: bool = False,
+        any_shape: bool = False,
+        warned: set[str] | None = None,
     ) -> None:
-        """Note the function, which is compiled at the first call, and with all saved if that is asked for.
+        """Note the function, which is compiled at the first call.
 
-        The name is for the warning.
+        Args:
+            function: the function.
+            name: its name, for the warning.
+            saves_inputs_alone: whether its backward computes everything again.
+            saves_all: whether all its activations are saved, whatever the setting is.
+            any_shape: whether it is compiled for batches of any size.
+            warned: the names of functions that are refused, and were warned of.
         """
+        self.is_refused = False
+        """Whether the function runs uncompiled with the arguments that it was last called with, or that it last met."""
         self._settings: dict[str, Any] = {"activation_memory_budget": 1.0} if saves_all else {}
         self._name = name
         self._function = function
-        self.saves_inputs_alone = saves_inputs_alone
+        self._saves_inputs_alone = saves_inputs_alone
+        self._any_shape = any_shape
+        self._warned = set() if warned is None else warned
+        self._refused: set[tuple[torch.Size, ...]] | None = set()
+        """The shapes of tensors with which the compiler refuses the function; None: with any."""
 
         # With `fullgraph` code that cannot be compiled raises an error, instead of running uncompiled without a word.
-        # Shapes are taken as fixed, as those of training are.
+        # Shapes are taken as fixed but for what is marked, and never by what batches before had (automatic dynamic).
         self._run: Callable[P, R] = torch.compile(function, dynamic=False, fullgraph=True)
 
     @property
-    def is_refused(self) -> bool:
-        """Whether the function runs uncompiled."""
-        return self._run is self._function
+    def saves_inputs_alone(self) -> bool:
+        """Whether its backward computes everything again, but for attention if that is saved."""
+        return self._saves_inputs_alone and not self.is_refused
+
+    def meet(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - tensors, and containers with some
+        """Find out whether the function runs uncompiled with these arguments, which it is called with next."""
+        self.is_refused = self._refused is None or (bool(self._refused) and _shapes(args, kwargs) in self._refused)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the function, and fall back to the uncompiled one if it cannot be compiled."""
-        try:
-            # torch reads the share when it compiles, in a call that nobody knows beforehand.
-            with torch._functorch.config.patch(**self._settings) if self._settings else contextlib.nullcontext():
-                return self._run(*args, **kwargs)
-        except TorchDynamoException as error:
-            # It runs uncompiled already, so nothing is left to fall back to.
-            if self.is_refused:
-                raise
-
-            reason = _cause(str(error))
-            warnings.warn(f"{self._name} runs uncompiled, because torch.compile refuses it: {reason}", stacklevel=2)
-            self._run = self._function
-            self.saves_inputs_alone = False
+        """Run the function, compiled or, where that is refused, uncompiled."""
+        self.meet(*args, **kwargs)
+        if self.is_refused:
             return self._function(*args, **kwargs)
+
+        try:
+            with self._compiling(args, kwargs):
+                return self._run(*args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit, AssertionError) as error:
+            if isinstance(error, AssertionError) and REFUSED_GUARDS not in str(error):
+                raise
+            self._refuse(error, args, kwargs)
+            return self._function(*args, **kwargs)
+
+    def _compiling(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
+        """A context for the call. torch reads all this when it compiles, in a call that nobody knows beforehand."""
+        if self._any_shape:
+            open_up(args, kwargs)
+        if not self._settings:
+            return planning() if self._any_shape else contextlib.nullcontext()
+        within = contextlib.ExitStack()
+        within.enter_context(torch._functorch.config.patch(**self._settings))
+        if self._any_shape:
+            within.enter_context(planning())
+        return within
+
+    def _refuse(self, error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Run uncompiled from now on: with any shapes if the code itself is refused, else with these alone.
+
+        So it does not depend on the batches before whether a batch runs compiled.
+        """
+        is_of_code = isinstance(error, Unsupported)
+        self.is_refused = True
+        if is_of_code or self._refused is None:
+            self._refused = None
+        else:
+            self._refused.add(_shapes(args, kwargs))
+
+        if self._name not in self._warned:
+            self._warned.add(self._name)
+            which = "" if is_of_code else " with batches of this size"
+            reason = _cause(str(error)).rstrip(".")
+            text = f"{self._name} runs uncompiled{which}, because torch.compile refuses it: {reason}. {COST}."
+            warnings.warn(text, stacklevel=3)
+
+
+def compile_seconds() -> float:
+    """The seconds that torch's compiler has taken in this process."""
+    spent = dynamo_utils.cumulative_time_spent_ns
+    return (spent.get("entire_frame_compile", 0) + spent.get("entire_backward_compile", 0)) / 1e9
+
+
+def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Size, ...]:
+    """The shapes of all tensors among arguments."""
+    return tuple(tensor.shape for value in (args, kwargs) for tensor in tensors_in(value))
 
 
 # Kept, since `Compilation` puts `_attention_flops` in its place.
@@ -165,8 +248,8 @@ def _inductor_is_deterministic() -> bool:
     return bool(torch._inductor.config.deterministic)
 
 
-def _marking() -> object:
-    return torch._inductor.config.joint_custom_post_pass
+def _passes() -> tuple[object, object]:
+    return torch._inductor.config.joint_custom_post_pass, torch._inductor.config.joint_custom_pre_pass
 
 
 def _cause(message: str) -> str:

@@ -92,6 +92,7 @@ class Session:
         reuses: bool = False,
         run: str = "",
         ranks: Ranks | None = None,
+        any_shape: bool = False,
     ) -> None:
         """Choose homes and slots, and open all parts.
 
@@ -110,6 +111,7 @@ class Session:
             reuses: whether to take the block files that a savepoint kept, with the bytes in them.
             run: the run directory, which a note beside the block files names; empty: there is none.
             ranks: the ranks that share the state. Budgets of RAM and NVMe are those of a host, for all its ranks.
+            any_shape: whether batches may have any size, so that compiled code has to serve all of them.
 
         Raises:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: the run cannot start.
@@ -126,7 +128,7 @@ class Session:
         self.wholes = work.units
         self.units = work.units if ranks is None else shards_of(work.units, ranks)
         device = choose_device(tiers, ranks)
-        options = _engine_options(work, model_config, train, numerics, device, seed)
+        options = _engine_options(work, model_config, train, numerics, device, seed, any_shape=any_shape)
         self.rates = measured_rates(tiers, device)
         self.io_threads = io_threads(tiers.io_threads, self.rates)
 
@@ -374,9 +376,12 @@ def _engine_options(
     numerics: NumericsConfig,
     device: torch.device,
     seed: int | None,
+    *,
+    any_shape: bool,
 ) -> EngineOptions:
     """Turn the settings into options of the engine, and refuse those that the device cannot compute."""
     check_attention(model.attention, device)
+    compilation = Compilation(model.saved_share, work.keeps_attention, any_shape)
     return EngineOptions(
         dtype=COMPUTE_DTYPES[model.compute_dtype],
         device=device,
@@ -386,7 +391,7 @@ def _engine_options(
         fused_loss=model.fused_loss,
         loss_chunk=model.loss_chunk,
         tile_tokens=model.tile_tokens,
-        compilation=Compilation(model.saved_share, work.keeps_attention) if compiles(model, device) else None,
+        compilation=compilation if compiles(model, device) else None,
         keeps_attention=work.keeps_attention,
         offloads_attention=work.offloads_attention,
         fp32_products=takes_fp32_products(model, device),

@@ -1,0 +1,198 @@
+"""Code that is compiled once for batches of any size, and gives a batch the same bits whichever came before.
+
+torch compiles code for open sizes if their dimensions are marked (`open_up`). Two things then depend on the first batch
+that is seen. torch asks how sizes compare, and compiles again where another batch answers otherwise. That is harmless:
+which of these variants a batch gets follows from its own size, since all ask the same questions in the same order. But
+the compiler also plans with the sizes of the first batch: how a sum is cut, which activations a layer saves, how large
+blocks are. The same batch would get other bits after another one. So the compiler is given sizes by rule to plan with
+(`planning`), the same in all processes. Questions are answered with the true sizes still.
+
+Source: `torch._inductor.sizevars`, where hints for heuristics and hints for guards are told apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch._functorch.partitioners as partitioners
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.sizevars import SizeVarAllocator
+from torch.fx import Graph
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.attention.flex_attention import BlockMask
+
+ROWS = 8
+"""The rows that a batch is planned to have."""
+LENGTH = 2048
+"""The tokens that a row is planned to have, and any other open size."""
+TOKENS = 4096
+"""The size that is planned where a single one is open: tokens of one row, or of a chunk."""
+
+_thread = threading.local()
+_OURS = "_megatier_plans"
+"""The attribute of those of torch's collections of sizes that are planned by rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(CustomGraphPass):
+    """Names the rule, so that torch takes stored code only if it was planned by it. It changes no graph."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Leave the graph as it is."""
+
+    def uuid(self) -> str:
+        """The name under which torch stores what it has compiled so."""
+        return f"megatier plans {ROWS} {LENGTH} {TOKENS}"
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:  # noqa: ANN401 - whatever a module is called with
+    """The tensors among arguments and in their containers, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from tensors_in(one)
+
+
+def holds_blocks(value: Any) -> bool:  # noqa: ANN401
+    """Whether a mask by blocks is among arguments. Its numbers are constants of the code: each length has its own."""
+    if isinstance(value, list | tuple):
+        return any(map(holds_blocks, value))
+    if isinstance(value, Mapping):
+        return any(map(holds_blocks, value.values()))
+    return isinstance(value, BlockMask)
+
+
+def open_up(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Mark those dimensions of arguments that differ from batch to batch.
+
+    The last dimension of hidden states and of tables of angles is the model's. That of masks, of positions and of
+    images is the batch's.
+    """
+    if holds_blocks(args) or holds_blocks(kwargs):
+        return
+    for tensor in (*tensors_in(args), *tensors_in(kwargs)):
+        if tensor.dim() and not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
+            is_hidden = tensor.is_floating_point() and 1 < tensor.dim() < 4
+            torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.dim() - is_hidden)))
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """Inside, what this thread compiles is planned with sizes by rule. The backward is, whoever compiles it."""
+    before = getattr(_thread, "plans", False)
+    _thread.plans = True
+    try:
+        yield
+    finally:
+        _thread.plans = before
+
+
+def planned(sizes: ShapeEnv, expression: Any) -> Any:  # noqa: ANN401 - of sympy, which has no types
+    """Put the sizes of the rule in place of all open ones, if these are planned by it."""
+    if not (getattr(_thread, "plans", False) or hasattr(sizes, _OURS)):
+        return expression
+
+    # Sizes that are found to be equal become one. What is planned for them is looked up for each of many questions.
+    stand = len(sizes.replacements), len(sizes.backed_var_to_val)
+    if getattr(sizes, _OURS, (None, {}))[0] != stand:
+        setattr(sizes, _OURS, (stand, _sizes(sizes)))
+    return sizes.replace(expression).xreplace(getattr(sizes, _OURS)[1])
+
+
+def _sizes(sizes: ShapeEnv) -> dict[sympy.Symbol, sympy.Integer]:
+    """What is planned for each open size."""
+    known = sizes.backed_var_to_val
+    roots = {root for symbol in known for root in sizes.replace(symbol).free_symbols if root in known}
+    return {symbol: _size(sizes, symbol, alone=len(roots) == 1) for symbol in known}
+
+
+def _size(sizes: ShapeEnv, symbol: sympy.Symbol, *, alone: bool) -> sympy.Integer:
+    """The size that is planned for a symbol."""
+    size = TOKENS if alone else LENGTH
+    source = next(iter(sizes.var_to_sources.get(symbol, ())), None)
+    if not alone and getattr(source, "idx", None) == 0:
+        size = ROWS
+
+    # What a guard has ruled out would mislead the compiler.
+    bounds = sizes.var_to_range.get(symbol)
+    if bounds is not None and bounds.lower.is_Integer:
+        size = max(size, int(bounds.lower))
+    if bounds is not None and bounds.upper.is_Integer:
+        size = min(size, int(bounds.upper))
+    return sympy.Integer(size)
+
+
+# ---------------------------------------------------------------------- in torch
+
+_HINTS = ("symbolic_hint", "optimization_hint", "replace_backed_symbols_with_hints", "stride_hints")
+"""What Inductor asks for heuristics alone. Each version of torch has some of them."""
+_TRUTHS = ("size_hint_or_throw", "guarding_hint_or_throw", "to_symint_or_int")
+"""What it asks for guards, and for numbers that become part of the code."""
+_PARTITION = ("size_hint", "optimization_hint", "hint_int")
+"""What the cut of forward and backward asks."""
+
+
+@functools.cache
+def install() -> None:
+    """Let torch's compiler plan by the rule, where it is asked for."""
+    for name in _HINTS:
+        if hasattr(SizeVarAllocator, name):
+            setattr(SizeVarAllocator, name, _planning(getattr(SizeVarAllocator, name)))
+    for name in _TRUTHS:
+        if hasattr(SizeVarAllocator, name):
+            setattr(SizeVarAllocator, name, _telling(getattr(SizeVarAllocator, name)))
+    for name in _PARTITION:
+        if hasattr(partitioners, name):
+            setattr(partitioners, name, _cutting(getattr(partitioners, name)))
+
+
+def _planning(hint: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of Inductor that gives a hint."""
+
+    @functools.wraps(hint)
+    def found(self: Any, expression: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if not getattr(_thread, "tells", False) and isinstance(expression, sympy.Basic):
+            expression = planned(self.shape_env, self.remove_precomputed_replacements(expression))
+        return hint(self, expression, *args, **kwargs)
+
+    return found
+
+
+def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of Inductor that has to have the true sizes."""
+
+    @functools.wraps(method)
+    def found(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        before = getattr(_thread, "tells", False)
+        _thread.tells = True
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            _thread.tells = before
+
+    return found
+
+
+def _cutting(hint: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that gives a hint of a size of torch."""
+
+    @functools.wraps(hint)
+    def found(size: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if not isinstance(size, torch.SymInt):
+            return hint(size, *args, **kwargs)
+        number = planned(size.node.shape_env, size.node.expr)
+        return int(number) if number.is_number else hint(size, *args, **kwargs)
+
+    return found

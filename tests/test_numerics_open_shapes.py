@@ -1,0 +1,183 @@
+"""Code for batches of any size: how often it is compiled, and that a batch has its bits whatever came before."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+from tiny_runs import one_thread
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from megatier.numerics import open_shapes
+from megatier.numerics.compilation import Compilation, Compiled
+
+Shape = tuple[int, int]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def scaled(x: Tensor, gain: Tensor) -> Tensor:
+    """Its gradient by `gain` is a sum over all tokens."""
+    return torch.tanh(x * gain)
+
+
+def run(compiled: Compiled[..., Tensor], shape: Shape) -> list[Tensor]:
+    """The result and the gradients for a batch, which follows from its shape."""
+    generator = torch.Generator().manual_seed(shape[0] * 1000 + shape[1])
+    x = torch.randn(*shape, 16, generator=generator).requires_grad_()
+    gain = torch.linspace(0.5, 2, 16).requires_grad_()
+    result = compiled(x, gain)
+    result.square().sum().backward()
+    assert x.grad is not None
+    assert gain.grad is not None
+    return [result.detach(), x.grad, gain.grad]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Notes each graph that is compiled, which runs as it is."""
+    found: list[Any] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    return found
+
+
+# ---------------------------------------------------------------------- how often
+
+
+def test_compilation_for_any_shape_serves_all_lengths_with_one_variant(graphs: list[Any]) -> None:
+    compiled = Compilation(any_shape=True)(scaled, "scaled")
+    for length in range(2, 90):
+        run(compiled, (2 + length % 3, length))
+    assert len(graphs) == 1
+    for length in range(2, 9):
+        run(compiled, (1, length))
+    assert len(graphs) == 2  # a batch of one row
+
+
+@pytest.mark.parametrize("shapes", [[(16, 16), (4, 24)], [(4, 24), (16, 16)], [(1, 5), (16, 16), (4, 24)]])
+def test_compilation_for_any_shape_takes_sizes_that_are_equal_by_chance_as_others(
+    shapes: list[Shape], graphs: list[Any]
+) -> None:
+    compiled = Compilation(any_shape=True)(scaled, "scaled")
+    for shape in shapes:
+        run(compiled, shape)
+    assert len(graphs) == len({rows == 1 for rows, _ in shapes})
+
+
+def test_compilation_for_one_shape_compiles_each_anew_and_has_no_limit(graphs: list[Any]) -> None:
+    compiled = Compilation()(scaled, "scaled")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for length in range(2, 15):
+            run(compiled, (2, length))
+    assert len(graphs) == 13
+    assert torch._dynamo.config.recompile_limit > 1e6
+    assert torch._dynamo.config.accumulated_recompile_limit > 1e6
+
+
+def test_marks_leave_out_what_is_the_models() -> None:
+    kinds = [torch.ones(2, 5, 8), torch.ones(7, 8), torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 1, 5, 5)]
+    open_shapes.open_up([kinds], {"scale": torch.ones(())})
+    found: list[set[int]] = [getattr(x, "_dynamo_weak_dynamic_indices") for x in kinds]  # noqa: B009 - torch's own
+    assert found == [{0, 1}, {0}, {0, 1}, {0, 1, 2, 3}]
+
+
+# ---------------------------------------------------------------------- the same bits
+
+
+def code_after(first: Shape, wanted: Sequence[Shape]) -> tuple[list[list[Tensor]], list[str]]:
+    """What batches give after another one was compiled, and the code that this made."""
+
+    def runs() -> list[list[Tensor]]:
+        compiled = Compilation(any_shape=True)(scaled, "scaled")
+        run(compiled, first)
+        return [run(compiled, shape) for shape in wanted]
+
+    torch.compiler.reset()
+    results, code = run_and_get_code(runs)
+    return results, [re.sub(r"AOT ID: .*|cpp_fused_\w+", "", text) for text in code]
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+@pytest.mark.parametrize("planned", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_code_for_any_shape_is_planned_by_rule_and_not_by_the_first_batch(
+    planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not planned:  # then it is what torch does
+        monkeypatch.setattr(open_shapes, "planned", lambda sizes, expression: expression)
+        monkeypatch.setattr(open_shapes, "_cutting", lambda hint: hint)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        results, code = code_after((2, 3), [(3, 11)])
+        others, others_code = code_after((60, 60), [(3, 11)])
+    assert (code == others_code) is planned
+    if planned:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], others[0], strict=True))
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("lengths", [[5, 7, 6], [7, 5, 6]])
+def test_size_that_is_refused_runs_uncompiled_and_others_stay_compiled(lengths: list[int]) -> None:
+    ran: list[int] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        length = next(x.shape[1] for x in examples if isinstance(x, Tensor) and x.dim() == 3)
+        if length == 7:
+            raise AssertionError("not with 7")
+
+        def noted(*args: Any) -> Any:
+            ran.append(length)
+            return graph.forward(*args)
+
+        return noted
+
+    compiled = Compiled(scaled, "Scaled", saves_inputs_alone=True)
+    compiled._run = torch.compile(scaled, backend=backend, dynamic=False, fullgraph=True)
+    with pytest.warns(UserWarning, match="Scaled runs uncompiled with batches of this size, because .* not with 7"):
+        for length in lengths * 2:
+            run(compiled, (2, length))
+            assert compiled.is_refused is (length == 7)
+            assert compiled.saves_inputs_alone is (length != 7)
+    assert ran == [length for length in lengths * 2 if length != 7]
+
+
+def test_limit_of_recompiles_that_somebody_sets_ends_no_run() -> None:
+    compiled = Compilation()(scaled, "Scaled")
+    compiled._run = torch.compile(scaled, backend="eager", dynamic=False, fullgraph=True)
+    plain = Compiled(scaled, "plain", saves_inputs_alone=False)
+    plain._run = scaled
+    with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in (5, 6, 7, 8, 5):
+            for one, other in zip(run(compiled, (2, length)), run(plain, (2, length)), strict=True):
+                assert torch.equal(one, other)
+    refusals = [str(w.message) for w in caught if "runs uncompiled" in str(w.message)]
+    assert len(refusals) == 1
+    assert refusals[0].startswith("Scaled runs uncompiled with batches of this size, because ")
+    assert refusals[0].endswith("It takes more time, and more memory where layers save a share of their activations.")
+    assert not compiled.is_refused
