@@ -278,10 +278,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_script_that_a_streamed_model_cannot_follow_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_script_that_a_streamed_model_cannot_follow_is_refused_by_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given, message = REFUSED[name]
+    monkeypatch.chdir(tmp_path)
     with open_streamed(tmp_path, fused_loss=False) as streamed, pytest.raises(MegatierError, match=message):
         made(MegatierTrainer, streamed, tmp_path / "run", **given).train()
+    assert not (tmp_path / "x").exists()
 
 
 def test_checkpoint_without_masters_is_refused_by_what_it_is(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from megatier.errors import StreamedModelError
 
 
 def guard_methods(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Let a model whose weights lie on tiers refuse `to`, `state_dict`, `load_state_dict` and `push_to_hub`.
+    """Let a model whose weights lie on tiers refuse `to`, `state_dict`, and what takes weights in or out.
 
     Args:
         model: the model.
@@ -25,6 +25,7 @@ def guard_methods(model: PreTrainedModel, device: torch.device, dtype: torch.dty
     model.register_load_state_dict_pre_hook(_refuse_load)
     vars(model)["to"] = functools.partial(_stay, model, device, dtype)
     vars(model)["push_to_hub"] = _refuse_push
+    vars(model)["save_pretrained"] = functools.partial(_save, model)
 
 
 def entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,6 +72,20 @@ def _refuse_load(*_: object) -> NoReturn:
         "load_state_dict cannot reach the weights on megatier's tiers: take back a saved state with "
         "Streamed.restore(folder), or give the weights to megatier.stream as a folder or a model in RAM."
     )
+
+
+def _save(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """Stand in for `PreTrainedModel.save_pretrained`, which writes a config before it asks for weights.
+
+    Raises:
+        StreamedModelError: no weights are given with it.
+    """
+    if len(args) < 3 and kwargs.get("state_dict") is None:
+        raise StreamedModelError(
+            "save_pretrained cannot reach the weights on megatier's tiers: write a folder that from_pretrained loads "
+            "with Streamed.export(folder), or give it state_dict=Streamed.state_dict()."
+        )
+    return type(model).save_pretrained(model, *args, **kwargs)
 
 
 def _refuse_push(*_: object, **__: object) -> NoReturn:
