@@ -1,0 +1,131 @@
+"""Measures a loop whose batches all have another length, beside one with rows of a single length.
+
+Each batch has about as many tokens, in rows of one length, without padding. What is compiled for any length serves the
+loop, as in `megatier.stream`; with --fixed the code is compiled for one length, as in `megatier train`, and all rows
+have 1,024 tokens. Both take `sdpa`, which is what `megatier.stream` takes.
+
+python bench/bench_lengths.py [--row 5] [--lengths 200] [--steps 20]     writes bench/results/<machine>/lengths.json
+python bench/bench_lengths.py --lengths 0 --steps 1    a second process: the seconds until the end of its first step
+
+Results: tokens/s, the slowest step after the tenth over the median, and GPU memory in the course of the loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+from laid_weights import fill
+from peers.shapes import SHAPES, peak_gpu_bytes
+from record import facts, folder_of
+from rows import RATE, ROWS, changed, config_of, skeleton
+
+from megatier.hardware import set_cuda_defaults
+from megatier.numerics.compilation import compile_seconds
+from megatier.session.process import make_repeatable, share_interpreter
+from megatier.session.session import Session
+
+WARMUP = 10
+"""Steps that compile, or learn the order of units."""
+
+
+def shapes_of(tokens: int, count: int) -> list[tuple[int, int]]:
+    """So many different lengths from 128 to 2,048, in an order that a seed decides, each with rows for the tokens."""
+    lengths = random.Random(0).sample(range(128, 2049), count)
+    return [(tokens // length, length) for length in lengths]
+
+
+def run(session: Session, shapes: list[tuple[int, int]], vocabulary: int) -> Iterator[dict[str, Any]]:
+    """Make one step for each shape of a batch, and say what it took."""
+    generator = torch.Generator().manual_seed(1)
+    for step, (rows, length) in enumerate(shapes, start=1):
+        ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
+        began = time.perf_counter()
+        result = session.engine.train_step(step, RATE, [{"input_ids": ids, "labels": ids}])
+        seconds = time.perf_counter() - began
+        yield {
+            "rows": rows,
+            "length": length,
+            "seconds": seconds,
+            "loss": result.loss,
+            "norm": result.grad_norm,
+            "reserved_bytes": torch.cuda.memory_reserved() if torch.cuda.is_available() else 0,
+        }
+
+
+def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """The rate of the steps after the warm-up, and the slowest of them over the median."""
+    timed = steps[WARMUP:]
+    seconds = [step["seconds"] for step in timed]
+    return {
+        "tokens_per_s": sum(step["rows"] * step["length"] for step in timed) / sum(seconds),
+        "median_seconds": median(seconds),
+        "slowest_over_median": max(seconds) / median(seconds),
+        "reserved_bytes_after_warmup": timed[0]["reserved_bytes"],
+        "reserved_bytes_at_the_end": timed[-1]["reserved_bytes"],
+    }
+
+
+def measure(options: argparse.Namespace, shapes: list[tuple[int, int]], *, any_shape: bool) -> dict[str, Any]:
+    """Open the row's session and make the steps."""
+    row = changed(ROWS[options.row], [*options.set, "model.attention=sdpa"])
+    config = config_of(row, True, None)
+    make_repeatable(config)
+    share_interpreter()
+    model = skeleton(row, config.model.attention)
+    settings = config.model, config.tiers, config.train, config.numerics
+    with Session(model, *settings, row.sequence, any_shape=any_shape) as session:
+        # Opening it may have reset the compiler, and what it counts.
+        compiled = compile_seconds()
+        session.store.seal()
+        fill(session)
+        steps: list[dict[str, Any]] = []
+        until_first = 0.0
+        for step in run(session, shapes, SHAPES[row.shape].vocab):
+            steps.append(step)
+            until_first = until_first or time.time() - psutil.Process().create_time()
+            print({name: round(value, 3) for name, value in step.items()}, flush=True)
+    found = {"any_shape": any_shape, "seconds_until_the_end_of_step_1": until_first, "steps": steps}
+    found["compile_seconds"] = compile_seconds() - compiled
+    return found | (summary(steps) if len(steps) > WARMUP else {})
+
+
+def main() -> None:
+    """Measure fixed rows both ways, and then the lengths."""
+    parser = argparse.ArgumentParser(description="Batches of any length beside rows of one.")
+    parser.add_argument("--row", type=int, default=5, help="a row of the table, whose model and tiers are taken (5)")
+    parser.add_argument("--lengths", type=int, default=200, help="different lengths (200)")
+    parser.add_argument("--steps", type=int, default=30, help="steps with rows of 1,024 tokens (30)")
+    parser.add_argument("--set", action="append", default=[], help="change the row, as in bench_step.py")
+    parser.add_argument("--output", type=Path, help="the file of results")
+    options = parser.parse_args()
+    set_cuda_defaults()
+
+    row = ROWS[options.row]
+    fixed = [(row.batch, row.sequence)] * options.steps
+    found: dict[str, Any] = {"any_shape_fixed_rows": measure(options, fixed, any_shape=True)}
+    if options.lengths:
+        found["lengths"] = measure(options, shapes_of(row.batch * row.sequence, options.lengths), any_shape=True)
+        found["fixed"] = measure(options, fixed, any_shape=False)
+        ratio = found["lengths"]["tokens_per_s"] / found["fixed"]["tokens_per_s"]
+        found["lengths_over_fixed"] = ratio
+    found |= facts() | {"peak_gpu_bytes": peak_gpu_bytes()}
+    output = options.output or folder_of(found["machine"]) / "lengths.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    for name, part in found.items():
+        if isinstance(part, dict):
+            print(name, {key: value for key, value in part.items() if key not in ("steps", "machine")})
+    print("lengths over fixed:", found.get("lengths_over_fixed"))
+
+
+if __name__ == "__main__":
+    main()
