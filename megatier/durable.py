@@ -97,6 +97,33 @@ def sync(path: Path) -> None:
         os.close(file)
 
 
+def free_bytes(directory: Path) -> int:
+    """Return the bytes that this user may still write to the drive of a directory.
+
+    Raises:
+        TransferError: the drive does not say, as one that is gone.
+    """
+    return _usage(directory)[1]
+
+
+def total_bytes(directory: Path) -> int:
+    """Return the bytes of the drive of a directory, full or free.
+
+    Raises:
+        TransferError: as `free_bytes`.
+    """
+    return _usage(directory)[0]
+
+
+def _usage(directory: Path) -> tuple[int, int]:
+    """Return all bytes of a drive, and those that are free."""
+    try:
+        found = shutil.disk_usage(directory)
+    except OSError as error:
+        raise TransferError("asking for room", "disk", str(directory), 0, error.errno or 0) from error
+    return found.total, found.free
+
+
 def sync_tree(folder: Path) -> None:
     """Wait until all of the folder's file system is on the drive.
 

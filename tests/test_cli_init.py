@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,24 @@ def test_init_of_what_is_not_there_writes_nothing(
     words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["init", *words, "--output", "run.yaml"]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("run.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model_type": "t5"}, "t5"),
+        ({"model_type": "bert"}, "bert"),
+        ({"model_type": "none such"}, "none such"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+    ],
+)
+def test_init_for_a_model_that_train_refuses_writes_nothing(
+    settings: dict[str, Any], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "model" / "config.json").write_text(json.dumps(settings))
+    assert main(["init", "model", "a.txt", "--output", "run.yaml"]) == 2
     assert said in capsys.readouterr().err
     assert not Path("run.yaml").exists()
 

@@ -210,3 +210,10 @@ def test_becoming_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
         partial.write_text("new")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ask", [durable.free_bytes, durable.total_bytes])
+def test_room_of_a_drive_that_is_gone_names_the_place(ask: Callable[[Path], int], tmp_path: Path) -> None:
+    assert ask(tmp_path) > 0
+    with pytest.raises(TransferError, match=r"asking for room failed in .*gone at byte 0: No such file"):
+        ask(tmp_path / "gone")

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +32,7 @@ from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import Grid, StoredArray
 from megatier.checkpoint.manifest import METADATA_FILE, Manifest, digest_of, read_json
 from megatier.checkpoint.run_directory import CHECKPOINT_NAME, checkpoints, step_of
-from megatier.durable import REPLACED, discard, settle
+from megatier.durable import REPLACED, discard, free_bytes, settle
 from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
@@ -100,8 +99,7 @@ def check_room(folder: Path, units: Sequence[Unit]) -> None:
         CapacityError: there is less room.
     """
     needed = checkpoint_bytes(units)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    if needed > (free := free_bytes(folder)):
         raise CapacityError(f"a checkpoint in {folder}", needed, free, "Free space there, or name another directory.")
 
 

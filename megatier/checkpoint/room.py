@@ -6,7 +6,6 @@ for its model.
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,8 @@ from megatier.adapters.folder import export_bytes
 from megatier.checkpoint.checkpoint import checkpoint_bytes
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, checkpoints
 from megatier.config.output_section import OutputConfig
-from megatier.errors import CapacityError, TransferError, mib
+from megatier.durable import free_bytes
+from megatier.errors import CapacityError, mib
 from megatier.models.decoder import Unit
 from megatier.session.workload import COMPUTE_DTYPES
 
@@ -69,10 +69,7 @@ class Room:
         while not self.is_made and not asked.exists():
             asked = asked.parent
 
-        try:
-            return shutil.disk_usage(asked).free
-        except OSError as error:
-            raise TransferError("asking for room", "disk", str(self.directory), 0, error.errno or 0) from error
+        return free_bytes(asked)
 
     def num_kept(self, output: OutputConfig) -> int:
         """Return how many checkpoints a run keeps, after a check that the drive has room for what it is told to save.

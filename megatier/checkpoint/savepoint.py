@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDE
 from megatier.checkpoint.run_state import RunState
 from megatier.checkpoint.savepoint_blocks import fingerprint, read_blocks, resident_bytes, verify_spilled, write_blocks
 from megatier.config.schema import RunConfig
-from megatier.durable import becoming, sync_tree
+from megatier.durable import becoming, free_bytes, sync_tree
 from megatier.errors import (
     BaseChangedError,
     CapacityError,
@@ -301,7 +300,7 @@ def check_savepoint_room(session: Session, folder: Path) -> None:
     # The one before is removed only when the next one is whole, so a run without any needs room for two.
     num_parts = (session.ranks or Alone()).size
     needed = (1 + (not checkpoints(folder))) * num_parts * resident_bytes(session)
-    free = shutil.disk_usage(folder.parent).free
+    free = free_bytes(folder.parent)
     if needed > free:
         remedy = "Free space there, set output.savepoint_every to 0, or name another output.directory."
         raise CapacityError(f"2 savepoints in {folder}", needed, free, remedy)

@@ -13,7 +13,7 @@ from megatier.cli.output import add_config_output, write_config
 from megatier.config import file as config_file
 from megatier.config import text as config_text
 from megatier.config.data_section import BYTE_TOKENIZER, DATASET_INFO, PYTHON_STDLIB, DataConfig
-from megatier.config.schema import SECTIONS
+from megatier.config.schema import SECTIONS, ModelConfig
 from megatier.config.values import parse_list, parse_mount
 from megatier.data.sources import check_sources
 from megatier.data.text import guess_shape
@@ -70,11 +70,27 @@ def run(argv: Sequence[str]) -> int:
         tree.setdefault(section, {})[key] = value
 
     # What is written is a config that loads.
-    sections = config_file.to_dict(config_file.from_dict(tree))
+    made = config_file.from_dict(tree)
+    if find_local(options.model) is not None:
+        _check_model(made.model)
+    sections = config_file.to_dict(made)
     text = HEAD.format(path=options.output) + config_text.write(sections, settings, _remarks(settings))
     write_config(options.output, text, overwrites=options.overwrite)
     print(f"{options.output} is written; next, `megatier plan {options.output}` says whether it fits")
     return 0
+
+
+def _check_model(config: ModelConfig) -> None:
+    """Refuse a local model that a run would refuse, of which nothing is read but its config.
+
+    Raises:
+        ConfigError, UnsupportedModelError: says why it cannot be streamed.
+    """
+    # Imported only here, since it loads torch.
+    from megatier.models.experts import cut_units
+    from megatier.session.skeleton import skeleton_of
+
+    cut_units(skeleton_of(config), config.expert_parts)
 
 
 def _data(given: str) -> dict[str, Any]:

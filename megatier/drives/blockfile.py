@@ -24,7 +24,8 @@ from megatier.config.values import MountBudget
 from megatier.drives.base_files import BaseFiles
 from megatier.drives.extent import Extent, FilePart, Striping
 from megatier.drives.io_engine import REQUEST_BYTES, IoBatch, IoEngine, NativeEngine
-from megatier.drives.mounts import MountDirectories, budget_bytes, check_directory, free_bytes
+from megatier.drives.mounts import MountDirectories, budget_bytes, check_directory
+from megatier.durable import free_bytes
 from megatier.errors import CapacityError, IntegrityError, TransferError
 from megatier.tier import PAGE_BYTES
 

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from megatier.config.values import MountBudget
+from megatier.durable import free_bytes, total_bytes
 from megatier.errors import ConfigError, TransferError, mib
 from megatier.hardware import mount_of
 from megatier.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
@@ -213,22 +213,16 @@ def budget_bytes(mount: MountBudget) -> int:
 
     Raises:
         ConfigError: it is no directory on a drive, the drive is smaller than the budget, or it is full.
+        TransferError: the drive does not say what it has.
     """
     check_directory(mount.directory)
     if mount.num_bytes is not None:
-        total_bytes = shutil.disk_usage(mount.directory).total
-        if mount.num_bytes > total_bytes:
+        if mount.num_bytes > (total := total_bytes(mount.directory)):
             raise ConfigError(
-                f"tiers.nvme gives {mount.directory} {mib(mount.num_bytes)}, but its drive has {mib(total_bytes)} in "
+                f"tiers.nvme gives {mount.directory} {mib(mount.num_bytes)}, but its drive has {mib(total)} in "
                 "all. Lower the budget, or leave it out for what is free."
             )
         return mount.num_bytes
     if not (budget := free_bytes(mount.directory) * 9 // 10):
         raise ConfigError(f"tiers.nvme: {mount.directory} is full. Free space on it, or name another drive.")
     return budget
-
-
-def free_bytes(directory: Path) -> int:
-    """Return the bytes that this user may still fill."""
-    file_system = os.statvfs(directory)
-    return file_system.f_bavail * file_system.f_frsize

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megatier.durable import becoming, discard
+from megatier.durable import becoming, discard, free_bytes
 from megatier.errors import CapacityError, ConfigError
 from megatier.models.conversion import Assembly, TensorRun, hub_layout
 from megatier.models.decoder import Unit
@@ -105,7 +104,7 @@ def new_folder(folder: Path, num_bytes: int) -> Iterator[Path]:
     with becoming(partial, folder, "the export"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
-        free = shutil.disk_usage(folder.parent).free
+        free = free_bytes(folder.parent)
         if free < num_bytes:
             remedy = "Free space on this disk, or export to another one."
             raise CapacityError(f"the export in {folder.parent}", num_bytes, free, remedy)
