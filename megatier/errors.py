@@ -41,7 +41,7 @@ class PlanError(MegatierError):
     """The run does not fit the budgets. Raised before any large allocation."""
 
     def __init__(self, what: str, needed_bytes: int, had_bytes: int, remedy: str, tier: str = "") -> None:
-        """Keep the figures, which the message states in MiB, and the tier whose budget is too small, if one is."""
+        """Keep the figures; the message states them in MiB. The tier is the one whose budget is too small, if any."""
         self.what = what
         self.tier = tier
         self.needed_bytes = needed_bytes
