@@ -40,6 +40,8 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 )
 CHECKPOINTING = min({"activation_checkpointing", "gradient_checkpointing"} & vars(TrainingArguments).keys())
 """The name of this flag in the installed version."""
+STRATEGIES = TrainingArguments.__dataclass_fields__["train_sampling_strategy"].metadata.get("choices", ())
+"""Those of the installed version."""
 AXES: dict[str, tuple[dict[str, Any], ...]] = {
     "schedule": SCHEDULES,
     "length": ({"max_steps": STEPS}, {"max_steps": STEPS, "num_train_epochs": 1}, {"num_train_epochs": 0.4}),
@@ -51,9 +53,7 @@ AXES: dict[str, tuple[dict[str, Any], ...]] = {
     "noise": ({}, {}, {"neftune_noise_alpha": 5.0}),
     "rows": (
         {},
-        {"train_sampling_strategy": "sequential"},
-        {"train_sampling_strategy": "group_by_length"},
-        {"train_sampling_strategy": "batch_rebalance"},
+        *({"train_sampling_strategy": strategy} for strategy in STRATEGIES),
         {"data_seed": 7},
         {"accelerator_config": {"use_seedable_sampler": False}},
         {"accelerator_config": {"dispatch_batches": True}},
