@@ -25,7 +25,7 @@ POINTERS = {
     "guards/held_parts.py": 2,  # whether one tensor lies in another
     "numerics/optimizer.py": 2,  # whether two tensors begin alike
     "ranks/pulls.py": 2,  # how far one tensor lies in another
-    "ranks/shared_ram.py": 3,  # page-locking, which takes bytes whatever they are
+    "ranks/shared_ram.py": 1,  # page-locking, which takes bytes whatever they are
     "store/arena.py": 1,  # page-locking, and the drive probes' own arithmetic
     "store/lanes.py": 1,  # where a copy is cut
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections.abc import Iterable
+from functools import partial
 
 import pytest
 import torch
@@ -161,6 +163,20 @@ class FakeEvents:
         self.open -= 1
 
 
+class FakeLock:
+    """Notes how many pieces are locked, of which none may end within a bay."""
+
+    def __init__(self, locks: list[str], address: int, pieces: Iterable[tuple[int, int]]) -> None:
+        found = list(pieces)
+        assert all(stop % PAGE_BYTES == 0 for _, stop in found)
+        assert max(stop - start for start, stop in found) <= 2 * PAGE_BYTES
+        self.locks = locks
+        locks.append(f"lock of {found[-1][1] // PAGE_BYTES} bays in {len(found)}")
+
+    def close(self) -> None:
+        self.locks.append("unlock")
+
+
 def move_by_streams(refused: str) -> tuple[str, list[bool], int, list[str]]:
     """What GPUs do, with streams of the host: whether bytes are right, the most rounds at once, and what was locked."""
     events = FakeEvents()
@@ -174,8 +190,8 @@ def move_by_streams(refused: str) -> tuple[str, list[bool], int, list[str]]:
         patch.setattr(torch.cuda, "Event", events)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr(shared_ram, "StreamSigns", HostSigns)
-        patch.setattr(shared_ram, "page_lock", lambda *_: locks.append("lock"))
-        patch.setattr(shared_ram, "page_unlock", lambda _: locks.append("unlock"))
+        patch.setattr(shared_ram, "PageLock", partial(FakeLock, locks))
+        patch.setattr(shared_ram, "LOCKED_BYTES", 2 * PAGE_BYTES)
         patch.setattr(SharedRam, "try_out", lambda *_: None if right else _refuse())
         try:
             ranks._carrier = open_shared_ram(ranks, PAGE_BYTES, lambda _: None, device="cuda")
@@ -187,13 +203,14 @@ def move_by_streams(refused: str) -> tuple[str, list[bool], int, list[str]]:
 
 
 def test_gpus_are_asked_for_few_rounds_at_a_time() -> None:
-    expected = "", [True] * ROUNDS, SHARED_STAGES, ["lock", "unlock"]
+    lock = f"lock of {3 * SHARED_STAGES} bays in {-(-3 * SHARED_STAGES // 2)}"
+    expected = "", [True] * ROUNDS, SHARED_STAGES, [lock, "unlock"]
     assert POOL.run(move_by_streams, 3, "nothing") == [expected] * 3
 
 
 def test_trial_that_fails_on_one_gpu_gives_memory_back_on_all() -> None:
     for found in POOL.run(move_by_streams, 2, "trial"):
-        assert found == ("no memory to map", [], 0, ["lock", "unlock"])
+        assert found == ("no memory to map", [], 0, [f"lock of {2 * SHARED_STAGES} bays in {SHARED_STAGES}", "unlock"])
 
 
 def move_between_gpus(bay_bytes: int) -> tuple[str, list[bool]]:

@@ -69,7 +69,7 @@ def test_arena_that_cuda_does_not_page_lock_is_a_capacity_error(monkeypatch: pyt
         cudaGetErrorString=lambda code: f"error {code}: out of memory",
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    with pytest.raises(CapacityError, match=r"error 2: out of memory.*lower tiers\.ram") as caught:
+    with pytest.raises(CapacityError, match=r"error 2: out of memory.*Lower tiers\.ram") as caught:
         Arena(PAGE_BYTES, CPU, pin=True)
     assert (caught.value.tier, caught.value.needed_bytes) == ("ram", PAGE_BYTES)
 
@@ -127,7 +127,7 @@ def test_arena_of_which_a_piece_is_refused_leaves_nothing_locked(
 ) -> None:
     driver = SmallDriver(locked_bytes, 2 * locked_bytes)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    with pytest.raises(CapacityError, match=r"error 2.*lower tiers\.ram"):
+    with pytest.raises(CapacityError, match=r"error 2.*Lower tiers\.ram"):
         Arena(4 * locked_bytes, CPU, pin=True)
     assert not driver.locked
 

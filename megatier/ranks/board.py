@@ -27,6 +27,7 @@ import torch
 from megatier import _native
 from megatier.errors import MegatierError
 from megatier.hardware import CUDA_DRIVER
+from megatier.page_lock import PageLock
 from megatier.ranks.channel import Channel
 from megatier.ranks.peers import TICK_S
 
@@ -134,23 +135,6 @@ def brings_right_bytes(carrier: RankCarrier, own: torch.Tensor, rank: int, size:
         if time.monotonic() > deadline:
             return False
     return all(set(row) == {number + 1} for number, row in enumerate(whole.view(size, -1).tolist()))
-
-
-def page_lock(address: int, num_bytes: int) -> None:
-    """Page-lock memory for the GPU.
-
-    Raises:
-        MegatierError: CUDA refused.
-    """
-    cudart = torch.cuda.cudart()
-    code = cudart.cudaHostRegister(address, num_bytes, 0)
-    if code != cudart.cudaError.success:
-        raise MegatierError(f"CUDA refused to page-lock memory ({cudart.cudaGetErrorString(code)}).")
-
-
-def page_unlock(address: int) -> None:
-    """Give page-locked memory back."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 class Sign(IntEnum):
@@ -310,8 +294,7 @@ class StreamSigns:
         for function in (self._write, self._wait):
             function.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
 
-        self._address = int(board.numbers.ctypes.data)
-        page_lock(self._address, board.numbers.nbytes)
+        self._lock = PageLock(int(board.numbers.ctypes.data), [(0, board.numbers.nbytes)])
 
     def write(self, peer: int, sign: Sign, number: int) -> None:
         """See `Signs`."""
@@ -332,7 +315,7 @@ class StreamSigns:
 
     def close(self) -> None:
         """See `Signs`."""
-        page_unlock(self._address)
+        self._lock.close()
 
     def _call(self, function: Callable[..., int], address: int, number: int, flags: int) -> None:
         code = function(torch.cuda.current_stream().cuda_stream, address, number, flags)

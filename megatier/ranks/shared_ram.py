@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from megatier.errors import MegatierError
+from megatier.page_lock import LOCKED_BYTES, PageLock
 from megatier.ranks.board import (
     TRIAL_BYTES,
     Board,
@@ -39,12 +40,10 @@ from megatier.ranks.board import (
     Signs,
     StreamSigns,
     brings_right_bytes,
-    page_lock,
-    page_unlock,
     share_memory,
 )
 from megatier.ranks.channel import Channel
-from megatier.tier import SHARED_STAGES, round_up
+from megatier.tier import SHARED_STAGES, cut_at_addresses, round_up
 
 ALIGNMENT_BYTES = 256
 """Runs for different ranks begin at multiples of it."""
@@ -55,14 +54,14 @@ ORDERED = ("x86_64", "AMD64")
 class SharedRam:
     """What one rank sends to the others of its host, and takes from them, through RAM."""
 
-    def __init__(self, rank: int, stages: torch.Tensor, signs: Signs, *, is_on_gpu: bool = False) -> None:
+    def __init__(self, rank: int, stages: torch.Tensor, signs: Signs, lock: PageLock | None = None) -> None:
         """Take what all ranks have mapped.
 
         Args:
             rank: this rank.
             stages: uint8 [SHARED_STAGES, size, n]: a bay for each stage and rank.
             signs: the numbers.
-            is_on_gpu: whether bytes come from a GPU and go to it. Then `stages` are page-locked until `close`.
+            lock: if bytes come from a GPU and go to it, what page-locks `stages` until `close`.
         """
         self._rank = rank
         self._size = stages.shape[1]
@@ -72,7 +71,8 @@ class SharedRam:
         """The number of the last gather or scatter."""
         self._round = 0
         """The number of the last round."""
-        self._writes = torch.cuda.Stream() if is_on_gpu else None
+        self._lock = lock
+        self._writes = torch.cuda.Stream() if lock is not None else None
         """Copies to RAM, beside those from it. A link carries both at once."""
         self._reads: deque[torch.cuda.Event] = deque()
         """The ends of the rounds that were asked of the GPU last."""
@@ -107,8 +107,8 @@ class SharedRam:
         """See `RankCarrier`."""
         self._reads.clear()
         self._signs.close()
-        if self._writes is not None:
-            page_unlock(self._stages.data_ptr())
+        if self._lock is not None:
+            self._lock.close()
 
     def _move(self, target: torch.Tensor, own: torch.Tensor, sent: Sequence[torch.Tensor]) -> None:
         """Fill piece r of the target with what rank r sends to this one.
@@ -203,9 +203,11 @@ def open_shared_ram(channel: Channel, bay_bytes: int, check: Check, *, device: s
     with channel.together(), contextlib.ExitStack() as opened:
         signs = StreamSigns(board, check)
         opened.callback(signs.close)
-        page_lock(stages.data_ptr(), stages.nbytes)
-        opened.callback(page_unlock, stages.data_ptr())
-        found = SharedRam(channel.rank, stages, signs, is_on_gpu=True)
+
+        # Counted from the first bay: bays are powers of two, so none of them, and no copy, crosses the end of a piece.
+        lock = PageLock(stages.data_ptr(), cut_at_addresses(0, stages.nbytes, LOCKED_BYTES))
+        opened.callback(lock.close)
+        found = SharedRam(channel.rank, stages, signs, lock)
         opened.pop_all()
 
     try:

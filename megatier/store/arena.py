@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from megatier.address import fill_bytes
-from megatier.errors import CapacityError
+from megatier.errors import CapacityError, MegatierError
+from megatier.page_lock import LOCKED_BYTES, PageLock
 from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, cut_at_addresses, round_up
 from megatier.workers import Workers
@@ -32,9 +33,6 @@ from megatier.workers import Workers
 HUGE_PAGE_BYTES = 2 << 20
 POPULATE_BYTES = 256 << 20
 """The bytes that one thread touches at a time."""
-LOCKED_BYTES = 64 << 30
-"""The most bytes that are page-locked by one call: the driver refuses 512 GiB and more, whatever is free. What one call
-locks ends at an address that is a multiple of this, and no copy between RAM and the GPU crosses it (`lanes`)."""
 
 Allocate = Callable[[int], torch.Tensor]
 """Gives uint8 [n] of device memory, which the current stream fills with zeros."""
@@ -79,8 +77,7 @@ class Arena:
         """
         self.num_bytes = round_up(max(num_bytes, PAGE_BYTES))
         """The size, in whole pages."""
-        self._locked: list[int] = []
-        """The addresses of the pieces that are page-locked."""
+        self._lock: PageLock | None = None
         try:
             self.bytes = self._device_bytes(device, allocate) if device.type == "cuda" else self._mapped_bytes()
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
@@ -92,15 +89,11 @@ class Arena:
             self._pin()
 
     def _pin(self) -> None:
-        """Page-lock the memory, piece by piece. If a piece is refused, none stays locked."""
-        cudart = torch.cuda.cudart()
-        for start, stop in cut_at_addresses(self.address, self.num_bytes, LOCKED_BYTES):
-            code = cudart.cudaHostRegister(self.address + start, stop - start, 0)
-            if code != cudart.cudaError.success:
-                self.close()
-                remedy = f"CUDA refused to page-lock it ({cudart.cudaGetErrorString(code)}); lower tiers.ram."
-                raise CapacityError("ram", self.num_bytes, 0, remedy)
-            self._locked.append(self.address + start)
+        """Page-lock the memory in pieces that end where an address is a multiple of their size, as `lanes` knows."""
+        try:
+            self._lock = PageLock(self.address, cut_at_addresses(self.address, self.num_bytes, LOCKED_BYTES))
+        except MegatierError as error:
+            raise CapacityError("ram", self.num_bytes, 0, f"{error} Lower tiers.ram.") from error
 
     def _device_bytes(self, device: torch.device, allocate: Allocate | None) -> torch.Tensor:
         zeros = partial(torch.zeros, dtype=torch.uint8, device=device)
@@ -137,7 +130,7 @@ class Arena:
     @property
     def pinned(self) -> bool:
         """Whether the memory is page-locked, so that copies from and to a CUDA device run asynchronously."""
-        return bool(self._locked)
+        return self._lock is not None
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return uint8 [num_bytes] at a byte offset."""
@@ -145,8 +138,9 @@ class Arena:
 
     def close(self) -> None:
         """Unlock the pages. The memory itself is freed when the last view of it is dropped."""
-        while self._locked:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._locked.pop()))
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -24,7 +24,7 @@ PIECE_BYTES = 128 << 20
 """The most bytes that one lane copies at once between RAM and the GPU. The device makes the copies of one direction in
 the order in which they were enqueued, whatever their streams. So each lane enqueues one piece at a time; else a long
 row of pieces would hold up a copy that compute waits for. Pieces end where addresses in RAM are multiples of this, so
-none crosses the end of what one call has page-locked (`arena.LOCKED_BYTES`): CUDA need not copy that at once."""
+none crosses the end of what one call has page-locked (`page_lock.LOCKED_BYTES`): CUDA need not copy that at once."""
 AWAITED = (Kind.WEIGHT, Kind.GRAD, Kind.ACTIVATION)
 """Kinds that compute waits for. All others are state of an optimizer, and yield to them."""
 

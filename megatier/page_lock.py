@@ -1,0 +1,36 @@
+"""Page-locked memory, which the GPU reads and writes by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from megatier.errors import MegatierError
+
+LOCKED_BYTES = 64 << 30
+"""The most bytes that are page-locked by one call: the driver refuses 512 GiB and more, whatever is free."""
+
+
+class PageLock:
+    """Memory that is page-locked in pieces, until `close`. No copy between RAM and the GPU may cross their ends."""
+
+    def __init__(self, address: int, pieces: Iterable[tuple[int, int]]) -> None:
+        """Page-lock the pieces [start, stop), counted from an address. If one is refused, none stays locked.
+
+        Raises:
+            MegatierError: CUDA refused.
+        """
+        self._locked: list[int] = []
+        cudart = torch.cuda.cudart()
+        for start, stop in pieces:
+            code = cudart.cudaHostRegister(address + start, stop - start, 0)
+            if code != cudart.cudaError.success:
+                self.close()
+                raise MegatierError(f"CUDA refused to page-lock memory ({cudart.cudaGetErrorString(code)}).")
+            self._locked.append(address + start)
+
+    def close(self) -> None:
+        """Give the memory back. Closing twice is safe."""
+        while self._locked:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._locked.pop()))
