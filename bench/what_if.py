@@ -16,7 +16,8 @@ from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError
 from megatier.planner.plan import make_plan
-from megatier.planner.search import changed, search
+from megatier.planner.search import search
+from megatier.planner.trial import changed
 from megatier.schedule.rates import DriveRates, Rates, read_rates
 from megatier.schedule.sizes import Budgets
 from megatier.session.skeleton import skeleton_of

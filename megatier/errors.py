@@ -63,6 +63,19 @@ class CapacityError(MegatierError):
         super().__init__(f"{full}: needs {mib(needed_bytes)}, {mib(free_bytes)} free. {remedy}")
 
 
+class GpuMemoryError(MegatierError, MemoryError):
+    """A step took more GPU memory than there is, though the plan had let it through."""
+
+    def __init__(self, step: int, said: str) -> None:
+        """Keep the step and what CUDA said; the message names the settings to lower."""
+        self.step = step
+        self.said = said
+        super().__init__(
+            f"step {step} ran out of GPU memory ({said}). Lower tiers.gpu, which leaves more of it to activations, or "
+            "model.saved_share, with which layers save less; train.slices may be raised instead."
+        )
+
+
 class SpanError(MegatierError, ValueError):
     """Bytes [start, stop) of a block cannot be moved by themselves."""
 

@@ -83,7 +83,7 @@ def test_activation_bytes_count_results_of_adapters_by_their_rank() -> None:
     assert planned(large) - planned(small) == pytest.approx(2 * TOKENS * per_token, rel=0.5)
 
     # With DoRA it is saved, since the lengths of rows have gradients.
-    assert planned(LoraConfig(rank=2, dora=True)) > planned(small) * 1.5
+    assert planned(LoraConfig(rank=2, dora=True)) > planned(small) * 1.3
 
 
 def test_activation_bytes_count_the_adapted_stacks_of_one_layer_twice_and_save_none_of_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -106,7 +107,9 @@ def test_trace_of_later_passes_equals_the_timeline(start: Callable[..., Run]) ->
         events = run.player.take_events()
         timeline = run.player.timeline
         assert timeline is not None
-        compute = [event.name for event in events if event.lane == "compute"]
+
+        # A use in which compute waits is two spans.
+        compute = [name for name, _ in itertools.groupby(event.name for event in events if event.lane == "compute")]
         assert compute == [f"{a.unit} {a.phase} {a.group}" for a in timeline.accesses]
         loads = [event.name for event in events if event.lane == "ram_to_gpu"]
         assert loads == [block_key(load.unit, Kind.WEIGHT) for load in planned_loads(timeline)]

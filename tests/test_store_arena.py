@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from megatier.errors import CapacityError
-from megatier.store.arena import HUGE_PAGE_BYTES, LOCKED_BYTES, Arena, SlotPool
+from megatier.page_lock import LOCKED_BYTES
+from megatier.store.arena import HUGE_PAGE_BYTES, Arena, SlotPool
 from megatier.store.lanes import PIECE_BYTES, Lanes
 from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, cut_at_addresses

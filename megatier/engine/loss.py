@@ -293,16 +293,28 @@ class FusedLoss:
         with self.stage.arithmetic(), torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], self._chunk):
                 rows = slice(start, start + self._chunk)
-                logits = hidden[rows] @ weight.t() if bias is None else torch.addmm(bias, hidden[rows], weight.t())
-                if grads is None:
-                    loss += cross_entropy(logits, targets[rows], self._cap)
-                    continue
-
-                part, slope = self._slopes(logits, targets[rows], self._cap, scale)
-                loss += part
-                grads.add(rows, slope, hidden, weight)
+                loss += self._part(rows, hidden, weight, bias, targets, scale, grads)
 
         return loss / count.float()
+
+    def _part(
+        self,
+        rows: slice,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        scale: Tensor,
+        grads: _Grads | None,
+    ) -> Tensor:
+        """Compute the part of one chunk's rows. Its logits and slopes are gone before those of the next chunk come."""
+        logits = hidden[rows] @ weight.t() if bias is None else torch.addmm(bias, hidden[rows], weight.t())
+        if grads is None:
+            return cross_entropy(logits, targets[rows], self._cap)
+
+        part, slope = self._slopes(logits, targets[rows], self._cap, scale)
+        grads.add(rows, slope, hidden, weight)
+        return part
 
 
 @dataclass(frozen=True, slots=True)

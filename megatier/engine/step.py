@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from megatier.engine.head import check_calls_loss_function
 from megatier.engine.stage import UnitPlayer, learning
 from megatier.engine.unit_model import Batch, EngineOptions, UnitModel, num_learnt
-from megatier.errors import NonFiniteError, UnsupportedModelError
+from megatier.errors import GpuMemoryError, NonFiniteError, UnsupportedModelError
 from megatier.guards.documents import check_documents
 from megatier.guards.no_gradient import FirstNorms
 from megatier.guards.token_rows import few_tokens
@@ -111,9 +111,21 @@ class Engine:
         Raises:
             UnsupportedModelError: this model's attention would not stop there, groups would not share its loss, or its
                 rows depend on one another and are cut.
+            GpuMemoryError: the step took more GPU memory than there is.
             NonFiniteError: loss or gradient is NaN or infinite, once more in a row than may be left out; no update of
                 this step was applied (deferred), or none after the named unit's (immediate).
         """
+        try:
+            return self._train_step(step, rate, groups)
+        except torch.OutOfMemoryError as error:
+            said = str(error).partition(". ")[0]
+
+        # Not inside of the handler: the error holds all that the step had made, and whoever saves the run needs memory.
+        if self.options.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise GpuMemoryError(step, said)
+
+    def _train_step(self, step: int, rate: float, groups: Sequence[Batch]) -> StepResult:
         if len(groups) > 1:
             check_calls_loss_function(self.model.skeleton, "set train.groups to 1")
             check_rows_are_apart(self.model.skeleton, "set train.groups to 1")

@@ -190,6 +190,9 @@ class _UnitFunction(torch.autograd.Function):
                 stage.gradients.add(node.unit, list(zip(node.trained, found[num_inputs:], strict=True)))
             input_grads.append(list(found[:num_inputs]))
 
+            # Nor may the gradients of the weights outlast it: they are as large as these.
+            del found
+
         if ctx.beside is not None:
             ctx.beside.come(())
 

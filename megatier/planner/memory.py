@@ -1,11 +1,22 @@
-"""Estimates the GPU memory that a step's activations, its loss and libraries take, in addition to the arena.
+"""Counts the GPU memory that a step's activations, gradients, loss and libraries take, in addition to the arena.
 
-This is a model of that memory, not a count. It is measured in boundary activations: hidden sizes of each token. A
-compiled layer saves c = (outputs of its products) / hidden + 1.4 of them at a saved share of 0.8. The peak is at the
-loss, when all layers have saved theirs, or in the backward, when one layer repeats what it did not save:
+Each term is a tensor that is there at a peak, in bytes. Activations are counted in boundary activations: hidden sizes
+of each token of a group. Of a layer, c are the outputs of its products and of attention (where the output of the last
+product is the next layer's input), and f is the widest input of a product, that of a gated MLP's last one. There are
+two peaks, and what layers have saved is there at both:
 
-    at the loss      saved + 4 x chunk x vocabulary + 4 x head parameters + 2 boundaries
-    in the backward  saved + 2.3 c of one slice + 4 boundaries
+    at the loss      the logits of a chunk and their slopes, the fp32 sum of the head's gradient, and the input, the
+                     output and the gradient of the last norm
+    in the backward  of the layer that is worked on: 6 f, which are gate, up, their product and the gradients of these,
+                     less what it has saved of them; about 3 boundaries; the outputs of attention's products and their
+                     rotated copies, if attention is computed again; or the gradients of its weights, which come when
+                     the MLP is through. With slices, all but the last two are of one slice, and there are also the
+                     sum of the slices before (in the compute dtype of one slice, in fp32 of several), and the
+                     gradients of its whole output and input
+
+A compiled layer saves the share s of all that it could, 1 + s (c + f + 1), which are its input, c, f and the outputs of
+two norms; c at most, and its input at least. The compiler picks whole tensors, so it may save less. At s = 1 all of it
+is saved. A layer that is not compiled also saves what the activation function gives and the fp32 copies of norms.
 
 Where attention is kept, and the rest of a layer computed again, its output and log-sum-exp are saved besides the input.
 So they are for flex attention if a compiled layer saves less than the share at which attention is among what it saves.
@@ -14,6 +25,9 @@ If they are offloaded, those of two layers are under way.
 Norms, MLPs and experts that run in tiles of tokens save nothing but their inputs. What they hold inside counts for one
 tile, and in the backward their gradients count as well: those of a tile, and their sum in fp32.
 
+A unit that is no layer has gradients of its weights as well, as large as an embedding. Of one that is tied to the head
+the sum that the loss made stays until its own backward.
+
 A frozen layer is counted as if it were trained. One with nothing trained before it saves nothing. What an adapter adds
 to the output of its module is not saved, except with DoRA. With dropout each adapter saves its own input, and a byte
 for each element that says what was dropped. If documents are kept apart there is also a mask of one byte for each pair
@@ -21,7 +35,7 @@ of tokens, which a layer's attention has in the compute dtype as well. flex_atte
 blocks. Copies of weights that are lent to the whole forward (`Unit.is_lent`) count at both peaks, and so do one
 quantised matrix that is decoded, and the parameters of one unit that have adapters of their own.
 
-The figures are fitted to nine runs of two Llama shapes on a GPU, with which tests/test_planner_memory.py compares them.
+`bench/bench_memory.py` compares it with what steps of many shapes and settings take (docs/large_models.md).
 """
 
 from __future__ import annotations
@@ -29,13 +43,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from megatier.adapters.lora import adapter_config
 from megatier.adapters.weights import MAGNITUDE
-from megatier.config.schema import RunConfig
+from megatier.config.schema import RunConfig, TrainConfig
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, tiled_names
 from megatier.numerics.adapted import matrices_in, wrappers_in
@@ -54,18 +69,30 @@ from megatier.session.workload import (
 from megatier.tier import Tier
 
 CONTEXT_BYTES = 1_000_000_000
-"""Bytes that the driver and libraries hold."""
-BESIDE_PRODUCTS = 1.4
-"""Hidden sizes of each token that a layer saves in addition to the outputs of its products."""
-SAVED = ((0.0, 0.0), (0.1, 0.21), (0.15, 0.27), (0.3, 0.48), (0.6, 0.83), (0.8, 1.0), (1.0, 1.43))
-"""Measured pairs of the saved share, and what is saved then over what is saved at 0.8. The input is always saved."""
-REPEATED = 2.3
-"""Bytes that one layer's backward holds while it repeats its forward, over those that the layer saves at 0.8."""
+"""Bytes that the driver and libraries hold, with the work areas that these take of torch."""
+IN_MLP = 6
+"""Widest inputs in the backward of a gated MLP: gate, up and their product, and the gradients of the three."""
+IN_LAYER = 3.2
+"""Boundary activations beside them: the gradient of the layer's output, the input of the MLP and its norm."""
+ATTENTION_AGAIN = 1.25
+"""What attention holds if it is computed again, over the outputs of all but the MLP's products: rotated copies too."""
+LAST = 10
+"""Boundary activations in the backward of attention, when the gradients of all weights of a layer come to be there."""
+NORMS = 2
+"""Outputs of a layer's norms, which its products take."""
+UNCOMPILED = 6
+"""Boundary activations that two norms save beside their outputs if they are not compiled: what they have in fp32."""
+IN_PLAIN = 1.4, 2
+"""Of a layer that is not compiled: boundary activations, and widest inputs, in its backward beside what it saves."""
+TILE_REPEATED = 2.3
+"""Bytes that the backward of a tile holds, over the outputs of its products."""
+TILED = 2
+"""Boundary activations of a module that runs in tiles, whole: the gradients of its input and output."""
 INPUTS_CUT = 4
 """Least boundary activations that a layer saves if its experts are units: the inputs of both norms, of the attention
 and of the experts."""
 ATTENTION_FROM = 0.8
-"""Least saved share at which attention is among what `SAVED` counts."""
+"""Least saved share at which attention is among what the compiler saves."""
 CARRIED_BYTES = 10
 """Bytes of each element of a matrix that is carried: its state and its gradient."""
 PRODUCT_BYTES = 14
@@ -77,8 +104,13 @@ PIECE_BYTES = 12
 """Bytes for each number of a piece that is decoded: of three copies in fp32."""
 ATTENTION_PASSING = 2
 """Layers whose attention is on the GPU at once, if it is offloaded: it comes back one layer ahead."""
-BOUNDARIES = {"loss": 2, "backward": 4}
-"""Boundary activations under way at each peak, with their gradients."""
+INPUTS_PASSING = 2
+"""Layers whose offloaded input is there at once: it leaves while the next one comes, and comes back one layer ahead."""
+AT_LOSS = 3
+"""Boundary activations at the loss: input, output and gradient of the last norm."""
+LOSS_BYTES = {"compiled": 4, "plain": 19, "unfused": 12}
+"""Bytes for each logit of a chunk, in bf16: logits and slopes; also what a loss that is not compiled has in fp32; and,
+if it is not fused with the head, what Hugging Face's loss function has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,32 +149,109 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     lower = without_input_gradient(work.units)
     reached = [unit for unit in layers if unit.layout.num_trained or unit.name not in lower]
     tiled = in_tiles(model, config, work)
+    attention = attention_parts(text, work.rows * config.data.sequence_length, item)
     absent = tiled | matrices_in(model)
-    dropped = {unit.name: _dropped(unit, model, item) / width for unit in layers}
-    saved = sum(_saved(unit, width, config, work, compiles, absent, dropped[unit.name]) for unit in reached) * boundary
-    attention = sum(attention_parts(text, work.rows * config.data.sequence_length, item))
-    saved += attention * sum(_saves_attention_beside(unit, config, work, compiles) for unit in reached)
-    passing = ATTENTION_PASSING * attention if work.offloads_attention else 0
-    largest = max((REPEATED * _products(unit, width, absent) + dropped[unit.name] for unit in layers), default=0.0)
-    tile = max((_tile_bytes(unit, config, tiled, item) for unit in layers), default=0.0)
+    sizes = {
+        unit.name: _sizes(unit, width, absent, attention[0] / boundary, _dropped(unit, model, item) / width, text)
+        for unit in layers
+    }
+    saving = {unit.name: _saved(unit, sizes[unit.name], config, work, compiles) for unit in reached}
+    beside_saved = sum(_saves_attention_beside(unit, config, work, compiles) for unit in reached)
+    saved = sum(saving.values()) * boundary + sum(attention) * beside_saved
+    passing = ATTENTION_PASSING * sum(attention) if work.offloads_attention else 0
+    passing += INPUTS_PASSING * boundary if any(policy.offloads_input for policy in work.activations.values()) else 0
 
     # The fused loss has the logits of one chunk, their gradient, and the fp32 gradient of a head that is trained.
-    chunk = config.model.loss_chunk if config.model.fused_loss else work.rows * config.data.sequence_length
-    logits = 2 * item * min(chunk, work.rows * config.data.sequence_length) * text.vocab_size
+    is_fused = config.model.fused_loss
+    tokens = work.rows * config.data.sequence_length
+    way = "unfused" if not is_fused else "compiled" if compiles else "plain"
+    logits = LOSS_BYTES[way] * item / 2 * min(config.model.loss_chunk if is_fused else tokens, tokens) * text.vocab_size
     head = model.get_output_embeddings()
-    makes_sum = config.model.fused_loss and (head is None or head.weight.requires_grad)
+    makes_sum = is_fused and (head is None or head.weight.requires_grad)
     head_sum = 4 * text.vocab_size * hidden_width(model) if makes_sum else 0
 
     # One layer at a time repeats what it did not save, so the largest one decides. Slices do so one after the other.
+    slices = config.train.slices
+    in_slice = boundary / slices
     mask = mask_bytes(config, work)
-    in_layer = largest * boundary + item * mask
-    made = _decoded_bytes(work, item) + _adapted_bytes(model, work, item)
-    beside = mask + passing + _lent_bytes(work) + _update_bytes(work) + made
+    in_units = 0.0
+    for unit in work.units:
+        held, in_one = _gradients(unit, config.train, item)
+        made = float(in_one)
+        if unit.name in sizes:
+            has_attention = _knows_attention(unit, config, work, compiles)
+            again = _repeated(sizes[unit.name], saving.get(unit.name, 0.0), compiles=compiles, again=not has_attention)
+            tile = _tile_bytes(unit, config, tiled, item)
+            tile += (IN_LAYER + TILED) * in_slice if tile else 0
+            made = max(again * in_slice, tile, made + min(again, LAST) * in_slice)
+        in_units = max(in_units, held + made)
+    in_units += (item * mask) / slices + (2 * boundary if slices > 1 else 0)
+    is_tied = any(len(unit.module_names) > 1 and not _is_of_layer(unit) for unit in work.units)
+
+    beside = mask + passing + _lent_bytes(work) + _update_bytes(work)
+    beside += _decoded_bytes(work, item) + _adapted_bytes(model, work, item)
     return ActivationBytes(
         saved,
-        saved + logits + head_sum + BOUNDARIES["loss"] * boundary + beside,
-        saved + in_layer / config.train.slices + BOUNDARIES["backward"] * boundary + beside + tile,
+        saved + logits + head_sum + AT_LOSS * boundary + beside,
+        saved + in_units + (head_sum if is_tied else 0) + beside,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What a layer, or its part, has for each token, in boundary activations."""
+
+    products: float
+    """c: the outputs of its products and of attention."""
+    widest: float
+    """f: the widest input of a product."""
+    others: float
+    """Those of c that are not of the products that have f as input or output."""
+    in_mlp: float
+    """What the backward of its MLP holds. With experts, these are the rows of all tokens for each expert that they go
+    to, what the last products give of them, the outputs of the others, and the gradients of all three."""
+    dropped: float
+    """Inputs that adapters with dropout save."""
+
+    @property
+    def all(self) -> float:
+        """All that a compiled layer could save, with its input."""
+        return self.products + self.widest + NORMS
+
+
+def _gradients(unit: Unit, train: TrainConfig, item: int) -> tuple[int, int]:
+    """Return the bytes of the gradients of a unit's weights: the sum of the slices before, and those of one slice."""
+    count = unit.layout.num_trained
+    largest = max((tensor.num_elements for tensor in unit.layout.trained.tensors), default=0)
+    if train.slices == 1:
+        return 0, item * count
+    if train.slices == 2:
+        # If groups are added up, the first summand of a tensor is made fp32 before it is written.
+        return item * count + (4 * largest if train.groups > 1 else 0), item * count
+
+    # The first summand of a tensor is there until it has become the sum in fp32.
+    return 4 * count + item * largest, item * count
+
+
+def _repeated(sizes: _Sizes, saved: float, *, compiles: bool, again: bool) -> float:
+    """Return the boundary activations of the backward of a layer, beside those that it has saved.
+
+    Args:
+        sizes: of the layer.
+        saved: those that it has saved.
+        compiles: whether it is compiled.
+        again: whether attention is computed again.
+    """
+    if not compiles:
+        return max(0.0, _uncompiled(sizes) - max(1.0, saved)) + IN_PLAIN[0] + IN_PLAIN[1] * sizes.widest
+    of_mlp = min(max(0.0, saved - 1 - sizes.others), 3 * sizes.widest)
+    of_attention = ATTENTION_AGAIN * sizes.others if again else 0.0
+    return sizes.in_mlp - of_mlp + IN_LAYER + of_attention + sizes.dropped
+
+
+def _uncompiled(sizes: _Sizes) -> float:
+    """Return the boundary activations that a layer saves if it is not compiled and keeps its graph."""
+    return sizes.all + sizes.widest + UNCOMPILED
 
 
 def keeps_attention(config: RunConfig, work: Workload, unit: Unit, *, compiles: bool) -> bool:
@@ -205,6 +314,8 @@ def _update_bytes(work: Workload) -> int:
     largest = max((size for of_unit in sizes for size in of_unit), default=0)
 
     # On the GPU itself another lane updates at the same time, on a stream with memory of its own.
+    if work.policy.state == (Tier.GPU,):
+        return PRODUCT_BYTES * largest
     lanes = 1 + (Tier.GPU in work.policy.state or work.policy.streamed_share > 0)
     carried = max((sum(of_unit[n : n + MATRICES_CARRIED]) for of_unit in sizes for n in range(len(of_unit))), default=0)
     return CARRIED_BYTES * carried + PRODUCT_BYTES * lanes * largest
@@ -215,16 +326,8 @@ def _is_of_layer(unit: Unit) -> bool:
     return unit.is_layer or unit.experts is not None
 
 
-def _saved(
-    unit: Unit,
-    width: int,
-    config: RunConfig,
-    work: Workload,
-    compiles: bool,
-    absent: frozenset[str],
-    dropped: float,
-) -> float:
-    """Return how many boundary activations a layer saves, or its part, of which so many are dropped inputs."""
+def _saved(unit: Unit, sizes: _Sizes, config: RunConfig, work: Workload, compiles: bool) -> float:
+    """Return how many boundary activations a layer saves, or its part, without attention that is kept beside."""
     policy = work.activations[unit.name]
     if policy.offloads_input:
         return 0.0
@@ -234,8 +337,19 @@ def _saved(
     share = config.model.saved_share if compiles else 1.0
     if not policy.keeps_graph or not share:
         return inputs
-    factor = interpolated(SAVED, share)
-    return max(inputs, factor * _products(unit, width, absent) + min(1.0, factor) * dropped)
+    if not compiles:
+        return _uncompiled(sizes) + sizes.dropped
+    if share == 1:
+        return max(inputs, sizes.all) + sizes.dropped
+    return max(inputs, min(sizes.products, 1 + share * (sizes.all - 1))) + min(1.0, 1.5 * share) * sizes.dropped
+
+
+def _knows_attention(unit: Unit, config: RunConfig, work: Workload, compiles: bool) -> bool:
+    """Whether the backward of a layer finds what attention gave."""
+    if _saves_attention_beside(unit, config, work, compiles) or keeps_attention(config, work, unit, compiles=compiles):
+        return True
+    share = config.model.saved_share if compiles else 1.0
+    return work.activations[unit.name].keeps_graph and share >= ATTENTION_FROM
 
 
 def _saves_attention_beside(unit: Unit, config: RunConfig, work: Workload, compiles: bool) -> bool:
@@ -257,18 +371,42 @@ def _tile_bytes(unit: Unit, config: RunConfig, tiled: frozenset[str], item: int)
     inside = [tensor for tensor in unit.layout.tensors if tensor.name in tiled]
     outputs = sum(_outputs(tensor) for tensor in inside)
     grads = sum(tensor.num_elements for tensor in inside) * (4 + item)
-    return REPEATED * outputs * (config.model.tile_tokens or 0) * item + grads
+    return TILE_REPEATED * outputs * (config.model.tile_tokens or 0) * item + grads
 
 
-def _products(unit: Unit, width: int, absent: frozenset[str]) -> float:
-    """Return the outputs of a layer's products that exist whole, in hidden sizes.
+def _sizes(
+    unit: Unit,
+    width: int,
+    absent: frozenset[str],
+    attention: float,
+    dropped: float,
+    text: Any,  # noqa: ANN401 - a config of any family
+) -> _Sizes:
+    """Return what a layer, or its part, has for each token.
 
-    Experts are counted as if each token went to one, and a part of them by its share. Absent are the outputs of what
-    runs in tiles, and those of adapters of parameters, with which no token is multiplied.
+    A token goes to several experts, whose last products are added up at once. Absent are the outputs of what runs in
+    tiles, and those of adapters of parameters, with which no token is multiplied.
     """
     names = {tensor.name for tensor in unit.layout.tensors}
-    rows = [_outputs(t) for t in unit.layout.tensors if t.name not in absent and not _is_added(t.name, names)]
-    return sum(rows) / width + (BESIDE_PRODUCTS if unit.experts is None else 0.0)
+    tensors = [t for t in unit.layout.tensors if t.name not in absent and not _is_added(t.name, names)]
+    chosen = getattr(text, "num_experts_per_tok", None) or 1
+    times = {t.name: chosen if len(t.parameter_shape) == 3 else 1 for t in tensors}
+    inputs = {t.name: times[t.name] * _inputs(t) for t in tensors}
+    widest = max(inputs.values(), default=0.0)
+    outputs = {t.name: _outputs(t) * (times[t.name] if _inputs(t) == width else 1) for t in tensors}
+    of_mlp = sum(out for name, out in outputs.items() if widest in (out, out / 2, inputs[name]))
+    attends = attention if unit.is_layer else 0.0
+    products = sum(outputs.values()) / width + attends
+    in_mlp = IN_MLP * widest
+    if chosen > 1 and widest == chosen * width:
+        first = sum(out for name, out in outputs.items() if times[name] > 1 and inputs[name] == widest)
+        in_mlp = 4 * widest + 2 * first
+    return _Sizes(products, widest / width, products - of_mlp / width, in_mlp / width, dropped)
+
+
+def _inputs(tensor: TensorSlice) -> int:
+    """Return the elements of each token that a product with a matrix takes; 0 for a vector."""
+    return tensor.parameter_shape[-1] if len(tensor.parameter_shape) > 1 else 0
 
 
 def _is_added(name: str, names: Collection[str]) -> bool:

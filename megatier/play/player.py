@@ -281,6 +281,10 @@ class Player:
             transfer.over()
         self.updates.over()
 
+        # In the immediate mode some units may be a step ahead of the others by now, and nothing takes that back.
+        if self._pass.trains and self.updates.is_partial:
+            self._store.tear.is_torn = True
+
         # Only now does no lane use the gradients: no update and no sum of this step will take them any more.
         self.gradients.drop()
         if self._collectives is not None:
@@ -314,6 +318,7 @@ class Player:
         self._store.tear.check()
         if self._pass.is_open:
             self.cancel()
+            self._store.tear.check()
 
     def reset(self) -> None:
         """Wait for all that moves after something broke off, and forget it. All state has to be overwritten then."""

@@ -203,6 +203,11 @@ class Updates:
             raise NonFiniteError(f"{error}. {_described(updated, len(self._placement.grad_homes))}", updated) from error
 
     @property
+    def is_partial(self) -> bool:
+        """Whether units have been updated in a pass that has not come to its end."""
+        return bool(self._updated)
+
+    @property
     def at(self) -> str:
         """What the lane of the update, or sum, that was submitted last is at: those before it hold the slots."""
         return self._recorder.busy[self._lane]

@@ -18,7 +18,7 @@ from megatier.checkpoint.run_state import RunState
 from megatier.config.schema import RunConfig, TrainConfig
 from megatier.data.packing import num_real_tokens
 from megatier.engine.step import StepResult
-from megatier.errors import NonFiniteError, mib
+from megatier.errors import GpuMemoryError, NonFiniteError, mib
 from megatier.numerics.learning_rate import learning_rate
 from megatier.planner.prediction import Prediction
 from megatier.play.speculation import Speculation
@@ -130,8 +130,12 @@ class Loop:
         stops = False
         with Progress(self._console, train.steps) as progress, StopRequest(progress.note) as stop:
             for step in range(first, train.steps + 1):
+                position = self._text.own.state if self._session.ranks is None else None
                 try:
                     self._step(step, progress)
+                except GpuMemoryError:
+                    self._saves.rescue(step - 1, position, progress.note)
+                    raise
                 except NonFiniteError as error:
                     if self._session.optimizer.hyper.deferred:
                         self._saves.behind(step, progress.note)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatier.checkpoint.checkpoint import prune, remove
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, last_checkpoint, step_of
@@ -80,6 +82,8 @@ class Saves:
         """Whether a weight has changed since the last checkpoint."""
         self._may_fail = False
         """Whether the run goes on if the checkpoint on its way finds no room, because nobody asked for it."""
+        self._position: dict[str, Any] | None = None
+        """The note of the text at the step to save, if the text has gone on; None: it has not."""
         self.writer: CheckpointWriter | None = None
         self._outside = 0.0
         """Seconds that it has held this thread up between two steps."""
@@ -270,6 +274,25 @@ class Saves:
         say(f"step {step}: savepoint ({mib(num_bytes)} written, {format_seconds(seconds)})")
         self._record({"step": step, "savepoint_bytes": num_bytes, "savepoint_seconds": seconds})
 
+    def rescue(self, step: int, position: dict[str, Any] | None, say: Say) -> None:
+        """Save a run that cannot go on after a step, if that can be: all of several ranks would have to take part.
+
+        Args:
+            step: the last whole step.
+            position: the note of the text after it, of a run that is alone.
+            say: tells a person.
+        """
+        if position is None or not self._has_learnt:
+            return
+        self._position = position
+        try:
+            saved = self.keep_end(step, say)
+        except torch.OutOfMemoryError as error:
+            say(f"step {step}: no checkpoint: {error}")
+            return
+        if saved is not None:
+            say(f"`megatier resume {self._config.output.directory}` goes on from {saved}")
+
     # ------------------------------------------------------------------ the end
 
     def keep_end(self, step: int, say: Say) -> Path | None:
@@ -313,7 +336,8 @@ class Saves:
     def _state(self, step: int) -> dict[str, Any]:
         """Return everything that is saved besides arrays."""
         tiles = self._session.engine.model.tiles
-        return RunState.of(step, self._config, self._device, self._text.state, self._origin, tiles).to_dict()
+        text = self._text.state if self._position is None else self._position
+        return RunState.of(step, self._config, self._device, text, self._origin, tiles).to_dict()
 
 
 def _is_about_room(error: CapacityError | TransferError) -> bool:
