@@ -277,11 +277,11 @@ def test_plan_activations_beyond_the_gpu_are_refused_with_figures(
     assert main(["plan", str(config), "--machine", H200]) == 2
     message = capsys.readouterr().err
     assert "GPU memory for activations, next to 4.9 GiB" in message
-    assert "needs 384.4 GiB, there is 135.5 GiB" in message
+    assert "needs 355.7 GiB, there is 135.5 GiB" in message
     assert "train.kept_attention to false" in message
     words = ["plan", str(config), "--machine", H200, "--train.kept_attention", "false"]
     assert main(words) == 2
-    assert "needs 254.4 GiB, there is 135.5 GiB" in capsys.readouterr().err
+    assert "needs 243.2 GiB, there is 135.5 GiB" in capsys.readouterr().err
     assert main([*words, "--data.sequence_length", "262144"]) == 0
 
 

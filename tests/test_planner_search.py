@@ -15,8 +15,8 @@ from megatier.errors import PlanError
 from megatier.models.decoder import find_units
 from megatier.planner import search as searching
 from megatier.planner import trial as trials
-from megatier.planner.search import MARGIN, WORTH, changed, search
-from megatier.planner.trial import Trial
+from megatier.planner.search import MARGIN, WORTH, search
+from megatier.planner.trial import Trial, changed
 from megatier.schedule.rates import DriveRates, Rates, World
 from megatier.schedule.sizes import Budgets
 from megatier.session.skeleton import skeleton_of

@@ -176,7 +176,8 @@ def _planned(
     """
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.planner.plan import make_plan
-    from megatier.planner.search import changed, search
+    from megatier.planner.search import search
+    from megatier.planner.trial import changed
     from megatier.session.attention import with_kernel
     from megatier.session.machine import choose_device, compiles
     from megatier.session.skeleton import skeleton_of

@@ -20,7 +20,8 @@ from megatier.config.schema import RunConfig, TrainConfig
 from megatier.errors import PlanError
 from megatier.models.experts import cut_units
 from megatier.planner.memory import ActivationBytes, mask_bytes
-from megatier.planner.trial import Trial, with_parts
+from megatier.planner.shortage import with_ways
+from megatier.planner.trial import Trial, changed, with_parts
 from megatier.schedule.forecast import QUEUES_OF_DISK, Forecast
 from megatier.schedule.jobs import HOST_SECONDS
 from megatier.schedule.moves import Moves, by_lane
@@ -213,7 +214,13 @@ def make_plan(
         refusal = with_parts(short, model, config, rates, budgets, compiles=compiles, world=world)
         if refusal is short:
             refusal = all_short(short, trial.work.specs, trial.budgets, trial.work.policy)
-        raise refusal from short
+
+        def place_with(settings: Mapping[str, Any], others: Budgets) -> object:
+            other = changed(config, settings)
+            units = cut_units(model, config.model.expert_parts)
+            return Trial.of(model, units, other, rates, others, compiles=compiles, world=world).placed()
+
+        raise with_ways(refusal, config, budgets, place_with) from short
 
     made = trial.forecast(placement)
     tokens = config.train.batch * config.data.sequence_length
@@ -385,9 +392,9 @@ def _changes(trial: Trial, train: TrainConfig, tokens: int, tokens_per_s: float,
         tried.append(("one more drive", replace(trial, rates=replace(trial.rates, drives=drives)), 1))
 
     changes = []
-    for what, changed, times in tried:
+    for what, other, times in tried:
         try:
-            rate = tokens * times / changed.forecast(changed.placed()).seconds
+            rate = tokens * times / other.forecast(other.placed()).seconds
         except PlanError:
             # More state would lie on the GPU, and activations do not leave room for it.
             continue

@@ -19,7 +19,8 @@ from megatier.config.schema import RunConfig
 from megatier.errors import PlanError
 from megatier.hardware import readable_bytes
 from megatier.models.experts import cut_units
-from megatier.planner.trial import Trial, with_parts
+from megatier.planner.shortage import nearest, with_ways
+from megatier.planner.trial import Trial, changed, with_parts
 from megatier.schedule.forecast import Forecast
 from megatier.schedule.placement import Placement
 from megatier.schedule.rates import ALONE, Rates, World
@@ -141,7 +142,7 @@ def search(
 def _best(config: RunConfig, asked: Asked) -> Choice:
     """Find the fastest settings that fit, with tiles of tokens as the config has them; see `search`."""
     best: Choice | None = None
-    refused: PlanError | None = None
+    refused: list[tuple[PlanError, Mapping[str, Any]]] = []
     # Compute and placement of the trials so far: a forecast depends on nothing else. Mappings have no hash.
     seen: list[tuple[Mapping[tuple[str, Phase], float], Placement]] = []
     has_room: set[tuple[tuple[str, Any], ...]] = set()
@@ -162,7 +163,7 @@ def _best(config: RunConfig, asked: Asked) -> Choice:
             trial = wanted if "tiers.gpu" in asked.fixed else _fitted(wanted)
             placement = trial.placed()
         except PlanError as error:
-            refused = error
+            refused.append((error, settings))
             continue
 
         has_room.add(others)
@@ -179,10 +180,31 @@ def _best(config: RunConfig, asked: Asked) -> Choice:
             best = _choice(free, trial, placement, made, config)
 
     if best is None:
-        assert refused is not None, "there is at least one trial"
-        run = asked.model, config, asked.rates, asked.budgets
-        raise with_parts(refused, *run, compiles=asked.compiles, world=asked.world)
+        raise _refusal(refused, config, asked)
     return best
+
+
+def _refusal(refused: Sequence[tuple[PlanError, Mapping[str, Any]]], config: RunConfig, asked: Asked) -> PlanError:
+    """Return the refusal of the candidate that is nearest to fitting, with what would let it fit.
+
+    Args:
+        refused: the refusals of all candidates, each with its settings.
+        config: the run's settings.
+        asked: what is searched.
+    """
+    short = nearest([error for error, _ in refused])
+    settings = next(settings for error, settings in refused if error is short)
+    candidate = changed(config, settings)
+    run = asked.model, candidate, asked.rates, asked.budgets
+    parts = with_parts(short, *run, compiles=asked.compiles, world=asked.world)
+
+    def place_with(others: Mapping[str, Any], budgets: Budgets) -> object:
+        other = changed(candidate, others)
+        units = cut_units(asked.model, other.model.expert_parts)
+        trial = Trial.of(asked.model, units, other, asked.rates, budgets, compiles=asked.compiles, world=asked.world)
+        return (trial if "tiers.gpu" in asked.fixed else _fitted(trial)).placed()
+
+    return with_ways(parts, candidate, asked.budgets, place_with)
 
 
 def _choice(
@@ -268,15 +290,6 @@ def _combined(config: RunConfig, kinds: Mapping[str, Sequence[Any]], fixed: froz
 def _value(config: RunConfig, name: str) -> Any:  # noqa: ANN401 - of any setting
     section, _, key = name.partition(".")
     return getattr(getattr(config, section), key)
-
-
-def changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """Return the config with settings such as those of a choice."""
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in settings.items():
-        section, _, key = name.partition(".")
-        sections.setdefault(section, {})[key] = value
-    return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in sections.items()})
 
 
 def _fitted(trial: Trial) -> Trial:

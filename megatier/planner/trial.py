@@ -166,6 +166,15 @@ class Trial:
         return math.fsum(self.seconds.get((access.unit, access.phase), 0.0) for access in self.accesses)
 
 
+def changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """Return the config with settings such as those of a choice."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
+    return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in sections.items()})
+
+
 def with_parts(
     short: PlanError,
     model: PreTrainedModel,

@@ -21,7 +21,8 @@ from megatier.models.decoder import find_units
 from megatier.models.limits import has_position_table, max_positions
 from megatier.planner.plan import hidden_at
 from megatier.planner.prediction import Prediction
-from megatier.planner.search import Choice, changed, search
+from megatier.planner.search import Choice, search
+from megatier.planner.trial import changed
 from megatier.report.metrics import wavering
 from megatier.schedule.rates import Rates, World
 from megatier.schedule.sizes import Budgets

@@ -1,0 +1,99 @@
+"""What a run that does not fit would need: the nearest refusal, the least machine, and the changes that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatier.config.schema import RunConfig
+from megatier.errors import ConfigError, PlanError, UnsupportedModelError, mib
+from megatier.schedule.sizes import Budgets
+from megatier.tier import Tier
+
+Place = Callable[[Mapping[str, Any], Budgets], object]
+"""Places the run with some settings changed, on other budgets of a host; raises PlanError if it does not fit."""
+
+SLICES = (2, 4, 8, 16, 32)
+"""Numbers of slices that are tried."""
+NARROWER: tuple[Mapping[str, Any], ...] = (
+    {"train.moments": "bf16"},
+    {"train.moments": "fp8"},
+    {"train.optimizer": "muon"},
+)
+"""Settings with which a parameter takes fewer bytes than with AdamW's moments in fp32. They change numbers."""
+STEP_BYTES = 1 << 30
+"""Budgets are raised in whole steps of this."""
+
+
+def nearest(refusals: Sequence[PlanError]) -> PlanError:
+    """Return the refusal of which the fewest bytes are missing, in RAM or on drives if there is such a one.
+
+    Where a GPU is too small for a candidate, other candidates take less of it, and no budget can be raised.
+    """
+    buyable = [short for short in refusals if short.tier in (Tier.RAM, Tier.NVME)]
+    return min(buyable or refusals, key=lambda short: short.needed_bytes - short.had_bytes)
+
+
+def with_ways(short: PlanError, config: RunConfig, budgets: Budgets, place: Place) -> PlanError:
+    """Return a refusal that also says what would do: a larger machine, slices, or narrower state.
+
+    Args:
+        short: the refusal.
+        config: the settings that were refused.
+        budgets: those of a host.
+        place: tries the run in another way.
+    """
+    ways = list(_ways(config, budgets, place))
+    if not ways:
+        return short
+    words = f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
+    return PlanError(short.what, short.needed_bytes, short.had_bytes, f"{short.remedy} It fits {words}.", short.tier)
+
+
+def _ways(config: RunConfig, budgets: Budgets, place: Place) -> Iterator[str]:
+    """Yield the ways in which the run fits."""
+    if more := _least_machine(budgets, place):
+        yield f"with {more}"
+
+    train = config.train
+    counts = [count for count in SLICES if count > train.slices and train.batch % (train.groups * count) == 0]
+    tried = [{"train.slices": count} for count in counts if config.can_slice]
+    if found := next((way for way in tried if _fits(way, budgets, place)), None):
+        yield f"with train.slices {found['train.slices']}"
+
+    narrower = NARROWER if train.optimizer == "adamw" and train.moments == "fp32" else ()
+    for settings in narrower:
+        if _fits(settings, budgets, place):
+            ((name, value),) = settings.items()
+            yield f"with {name} {value}"
+
+
+def _least_machine(budgets: Budgets, place: Place) -> str:
+    """Return the budgets that are missing, in words; empty if none would do."""
+    more: dict[Tier, int] = {}
+
+    # Each budget is raised by what is said of it; what is short then is the next one, or the same once more.
+    for _ in range(3 * len(Tier)):
+        try:
+            place({}, budgets)
+        except PlanError as short:
+            if short.tier not in set(Tier):
+                return ""
+            tier = Tier(short.tier)
+            missing = max(1, -(-(short.needed_bytes - short.had_bytes) // STEP_BYTES)) * STEP_BYTES
+            more[tier] = more.get(tier, 0) + missing
+            budgets = replace(budgets, **{str(tier): getattr(budgets, tier) + missing})
+        else:
+            names = {Tier.GPU: "GPU memory", Tier.RAM: "RAM", Tier.NVME: "NVMe"}
+            return " and ".join(f"{mib(size)} more {names[tier]}" for tier, size in more.items())
+    return ""
+
+
+def _fits(settings: Mapping[str, Any], budgets: Budgets, place: Place) -> bool:
+    """Return whether the run fits with some settings changed."""
+    try:
+        place(settings, budgets)
+    except (ConfigError, UnsupportedModelError, PlanError):
+        return False
+    return True
