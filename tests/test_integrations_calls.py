@@ -255,6 +255,51 @@ def test_virtual_tokens_of_peft_are_those_of_the_plain_model_or_refused(kind: st
         over(input_ids=ids(), labels=ids()).loss.backward()
 
 
+# ---------------------------------------------------------------------- a model that is changed once it is open
+
+
+def replace_head(model: Any) -> None:
+    model.lm_head = nn.Linear(64, 160, bias=False)
+
+
+def replace_mlp(model: Any) -> None:
+    model.model.layers[0].mlp = tiny().model.layers[0].mlp
+
+
+def remove_layer(model: Any) -> None:
+    del model.model.layers[1]
+
+
+def compile_layer(model: Any) -> None:
+    model.model.layers[0].compile(backend="eager")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("change", [replace_head, replace_mlp, remove_layer, compile_layer])
+def test_module_that_is_exchanged_removed_or_compiled_once_the_model_is_open_is_refused(
+    change: Callable[[Any], None], fused: bool
+) -> None:
+    with streamed(tiny(), fused=fused) as opened:
+        step(opened)
+        change(opened.model)
+        with pytest.raises(StreamedModelError, match="after the model was opened"):
+            step(opened)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_streamed_model_that_is_compiled_as_a_whole_gives_the_same_bits(fused: bool) -> None:
+    losses = []
+    for is_compiled in (False, True):
+        with streamed(tiny(), fused=fused) as opened:
+            model: Any = torch.compile(opened.model, backend="eager") if is_compiled else opened.model
+            for seed in range(2):
+                loss = model(input_ids=ids(seed), labels=ids(seed)).loss
+                loss.backward()
+                opened.optimizer.step()
+                losses.append(loss.item())
+    assert losses[:2] == losses[2:]
+
+
 def test_text_of_a_streamed_model_is_that_of_the_plain_one() -> None:
     model = tiny()
     with streamed(model, fused=False) as opened:
@@ -406,7 +451,7 @@ def new_cap(model: Any) -> Callable[[], None]:
 
 CHANGES = {
     "hook": (hook, "has hooks"),
-    "head": (other_head, "output embedding is another one"),
+    "head": (other_head, r"lm_head\.weight was replaced"),
     "forward of the head": (other_forward, "output embedding is another one"),
     "loss": (other_loss, "its loss function is now halved"),
     "vocabulary": (other_size, "vocab_size is 80"),
@@ -420,7 +465,7 @@ def test_model_that_was_changed_under_a_fused_loss_is_refused_until_that_is_undo
     with streamed(tiny()) as opened:
         step(opened)
         undo = change(opened.model)
-        with pytest.raises(StreamedModelError, match=f"{message}.*fused_loss=False"):
+        with pytest.raises(StreamedModelError, match=f"{message}.*(fused_loss=False|open it then)"):
             opened.model(input_ids=ids(), labels=ids())
         undo()
         step(opened)

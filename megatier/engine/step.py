@@ -414,9 +414,8 @@ class Engine:
         device = self.options.device
         apart = torch.random.fork_rng([device] if device.type == "cuda" else [])
         size = self.model.skeleton.config.get_text_config().vocab_size
-        name = type(self.model.skeleton).__name__
         with self._crew.talking(), torch.no_grad(), self.model.in_eval_mode(), apart:
-            check_documents(run, batch["input_ids"][0], size, name)
+            check_documents(run, batch["input_ids"][0], size, self.model.skeleton)
         self._knows_documents = True
 
     def try_tiles(self, run: Callable[[], object], name: str = "evaluate") -> None:

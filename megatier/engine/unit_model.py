@@ -23,7 +23,7 @@ from megatier.engine.head import IGNORED, can_fuse
 from megatier.engine.loss import FusedLoss, StepLoss
 from megatier.engine.node import Lender, Node
 from megatier.engine.stage import Stage, UnitPlayer
-from megatier.errors import UnsupportedModelError
+from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.guards.crossing import OutputCheck
 from megatier.guards.rerun import hooks_inside, warn_of_hooks
 from megatier.guards.token_rows import why_joined
@@ -274,12 +274,31 @@ class UnitModel:
 
         Hugging Face's own recompute, which would call nodes again in the backward, is switched off; see `activation`. A
         warning names hooks that ours calls again.
+
+        Raises:
+            StreamedModelError: a module of a unit is no part of the model any more, or was compiled.
         """
+        held: set[int] = set()
         is_hooked = bool(hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks)
         for module in self.skeleton.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
             is_hooked = is_hooked or bool(module._forward_hooks or module._forward_pre_hooks)
+            held.add(id(module._parameters))
+            if module._compiled_call_impl is not None and module is not self.skeleton:
+                raise StreamedModelError(
+                    f"a {type(module).__name__} was compiled after the model was opened, and its weights come and go "
+                    "past what was compiled. Leave that out, and set compile of megatier.stream."
+                )
+
+        for node in self.nodes:
+            for parameters, _, tensor in node.bindings:
+                if id(parameters) not in held:
+                    raise StreamedModelError(
+                        f"the module of {tensor.name} was replaced or removed after the model was opened, so what is "
+                        "trained and saved would be another model than the one that runs. Change the model before, and "
+                        "open it then."
+                    )
 
         if is_hooked:
             running_again = (node for node in self.nodes if not node.keeps_graph)

@@ -31,6 +31,8 @@ def guard_methods(model: PreTrainedModel, device: torch.device, dtype: torch.dty
 def entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that goes through `enter` and keeps its own signature, at which trainers look."""
 
+    # Who compiles the whole model means its layers, which are compiled by themselves.
+    @torch.compiler.disable
     @functools.wraps(forward)
     def entering(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         return enter(forward, *args, **kwargs)
