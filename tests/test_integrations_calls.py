@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -284,6 +285,35 @@ def test_module_that_is_exchanged_removed_or_compiled_once_the_model_is_open_is_
         change(opened.model)
         with pytest.raises(StreamedModelError, match="after the model was opened"):
             step(opened)
+
+
+def test_forward_of_another_thread_within_a_forward_is_refused() -> None:
+    """It would be taken for a part of the first one."""
+    found: list[BaseException] = []
+
+    def evaluate() -> None:
+        try:
+            with torch.no_grad():
+                opened.model(input_ids=ids(1), labels=ids(1))
+        except StreamedModelError as error:
+            found.append(error)
+
+    def hook(*_: Any) -> None:
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join()
+
+    with streamed(tiny()) as opened:
+        step(opened)
+        handle = opened.model.model.layers[1].register_forward_pre_hook(hook)
+        step(opened)
+        handle.remove()
+        after = opened.state_dict()
+    assert [str(error).partition(" is in ")[0] for error in found] == ["another thread"]
+    with streamed(tiny()) as opened:
+        step(opened)
+        step(opened)
+        assert all(torch.equal(value, after[name]) for name, value in opened.state_dict().items())
 
 
 @pytest.mark.parametrize("fused", [True, False])

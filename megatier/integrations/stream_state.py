@@ -7,6 +7,7 @@ all of them.
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +81,7 @@ class StreamedState(ABC):
     groups: int
     _is_from_folder: bool
     _begins_adapters: bool
-    _is_inside: bool
+    _inside: int
 
     def __init__(self, session: Session, train: TrainConfig, held: HeldWeights) -> None:
         """Take a session that is loaded, the settings of its steps, and what it holds while the model generates."""
@@ -148,17 +149,17 @@ class StreamedState(ABC):
             args: what it is given.
             kwargs: the same, by name.
         """
-        if self._session.engine.model.knows_tiles or self._is_inside:
+        if self._session.engine.model.knows_tiles or self._inside:
             return
 
         self._settle("The first forward", "a first forward")
         few = few_tokens([*args, *kwargs.values()])
         named = dict(zip(kwargs, few[len(args) :], strict=True))
-        self._is_inside = True
+        self._inside = threading.get_ident()
         try:
             self._session.engine.try_tiles(lambda: forward(*few[: len(args)], **named), "try tiles")
         finally:
-            self._is_inside = False
+            self._inside = 0
 
         # Nobody asks for the events of this pass, which would count for the first step.
         self._session.player.take_events()

@@ -18,6 +18,7 @@ import contextlib
 import inspect
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -112,8 +113,8 @@ class Streamed(ClosedWhenDropped, StreamedState):
         """What each forward of the open step adds to its loss."""
         self._norm: float | None = None
         """Norm of the open step's gradients, once it was measured."""
-        self._is_inside = False
-        """Whether a forward is running."""
+        self._inside = 0
+        """The thread whose forward is running; 0: none is."""
         self._events: list[tuple[int, list[TraceEvent]]] = []
         """The last steps by number, with what happened in them."""
         self._is_closed = False
@@ -316,7 +317,8 @@ class Streamed(ClosedWhenDropped, StreamedState):
             evaluation: the name that all evaluations share which use the units in the same order.
         """
         # A trainer that opens this calls the model's forward in it, which opens it once more for the same group.
-        if self._is_inside:
+        if self._inside:
+            self._check_thread()
             yield
             return
 
@@ -333,7 +335,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
 
         # A forward that failed or was interrupted can have no backward, and its group cannot be repeated by itself.
         try:
-            self._is_inside = True
+            self._inside = threading.get_ident()
             with run:
                 yield
             if not self._groups:  # nobody asks for a trace of evaluations, so their events would pile up
@@ -342,7 +344,19 @@ class Streamed(ClosedWhenDropped, StreamedState):
             self._fail_forward(error)
             raise
         finally:
-            self._is_inside = False
+            self._inside = 0
+
+    def _check_thread(self) -> None:
+        """Refuse another thread than the one whose forward is under way: it would be taken for a part of that.
+
+        Raises:
+            StreamedModelError: it is another one.
+        """
+        if self._inside != threading.get_ident():
+            raise StreamedModelError(
+                "another thread is in a forward of this streamed model. One thread at a time uses it: evaluate between "
+                "two steps, or let the threads wait for each other."
+            )
 
     def _fail_forward(self, error: BaseException) -> None:
         """Drop the step of a forward that failed."""
