@@ -2,7 +2,8 @@
 
 Two rows of few tokens hold two documents each. The first ones differ and the second ones are the same, so whatever a
 model makes of these has to be the same as well. Each row has a forward of its own, so that the same kernels take the
-same numbers in the same places: every bit has to be equal, unless experts take other numbers of tokens then.
+same numbers in the same places: on a CPU every bit has to be equal, unless experts take other numbers of tokens then.
+On a GPU that was not measured, so roundings are allowed there.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ def check_documents(run: Callable[[dict[str, Tensor]], Tensor], ids: Tensor, voc
     if not count:
         return
     order = torch.arange(count, dtype=torch.int64, device=ids.device).repeat(2)[None]
-    has_experts = any("expert" in name for name, _ in model.named_modules())
+    is_exact = not (ids.is_cuda or any("expert" in name for name, _ in model.named_modules()))
     for trial in range(TRIALS):
         first, second = (ids + trial)[:count] % vocab_size, (ids + trial)[count : 2 * count] % vocab_size
         rows = torch.cat([first, second]), torch.cat([(first + 1) % vocab_size, second])
         one, other = (run({"input_ids": row[None], "position_ids": order})[0, count:] for row in rows)
-        bound = ROUNDING.get(one.dtype, COARSE) if has_experts else 0.0
+        bound = 0.0 if is_exact else ROUNDING.get(one.dtype, COARSE)
         # Not finite counts as different.
         if bool(((one.double() - other).norm(dim=-1) <= bound * one.double().norm(dim=-1)).all()):
             return
