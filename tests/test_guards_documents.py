@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import tiny_config
 from tiny_runs import one_thread, plain_model
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
@@ -17,7 +17,7 @@ IDS = torch.randint(3, 160, (32,), generator=torch.Generator().manual_seed(0))
 
 def check(model: PreTrainedModel, leak: float, dtype: torch.dtype) -> None:
     """Try a model to whose result the mean of its whole row is added."""
-    model = model.to(dtype)
+    nn.Module.to(model, dtype)
 
     def run(batch: dict[str, Tensor]) -> Tensor:
         number = (batch["position_ids"] == 0).cumsum(1)

@@ -31,13 +31,13 @@ def guard_methods(model: PreTrainedModel, device: torch.device, dtype: torch.dty
 def entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that goes through `enter` and keeps its own signature, at which trainers look."""
 
-    # Who compiles the whole model means its layers, which are compiled by themselves.
-    @torch.compiler.disable
     @functools.wraps(forward)
     def entering(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         return enter(forward, *args, **kwargs)
 
-    return entering
+    # Who compiles the whole model means its layers, which are compiled by themselves.
+    plain: Callable[..., Any] = torch.compiler.disable(entering)  # type: ignore[no-untyped-call]
+    return plain
 
 
 def _stay(model: nn.Module, here: torch.device, computes: torch.dtype, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401
