@@ -36,7 +36,7 @@ def entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable
         return enter(forward, *args, **kwargs)
 
     # Who compiles the whole model means its layers, which are compiled by themselves.
-    plain: Callable[..., Any] = torch.compiler.disable(entering)  # type: ignore[no-untyped-call]
+    plain: Callable[..., Any] = torch.compiler.disable(entering)
     return plain
 
 
