@@ -74,9 +74,9 @@ def _has_prefix(value: object) -> bool:
 
 
 def _holds_tensors(value: object) -> bool:
-    """Return whether there are numbers in a cache, or in what stands for one."""
+    """Return whether there are keys, values or states in a cache, or in what stands for one."""
     if torch.is_tensor(value):
-        return bool(value.numel())
+        return value.ndim > 0 and value.numel() > 0  # an empty cache may have its window as a tensor
     if isinstance(value, Mapping):
         return any(map(_holds_tensors, value.values()))
     if isinstance(value, list | tuple):
