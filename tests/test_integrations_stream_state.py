@@ -14,7 +14,9 @@ import pytest
 import torch
 from streamed_loops import loop, rate_of, streamed_on, train_config
 from test_durable import watched
+from tiny_models import BASE
 from tiny_runs import exactness_config, one_thread, outcome
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatier
 from megatier import durable
@@ -203,3 +205,31 @@ def test_restore_where_layers_are_compiled_in_another_way_says_so(tmp_path: Path
             streamed.restore(tmp_path)
         streamed.save(tmp_path)
         streamed.restore(tmp_path)
+
+
+def of_layers(count: int, *, tied: bool = False) -> Any:
+    config = AutoConfig.for_model("llama", **BASE)
+    config.num_hidden_layers, config.tie_word_embeddings = count, tied
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "what"),
+    [
+        ({"count": 2}, {"count": 1}, r"this model has no model\.layers\.1\.\S+ and \d+ more"),
+        ({"count": 1}, {"count": 2}, r"it has no model\.layers\.1\.\S+ and \d+ more"),
+        ({"count": 1}, {"count": 1, "tied": True}, r"this model has no lm_head\.weight\."),
+    ],
+)
+def test_restore_of_a_model_with_other_parameters_is_refused_and_leaves_the_state(
+    saved: dict[str, Any], other: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    tiers = {"device": "cpu", "ram": 64 << 20, "state": ["ram"]}
+    with megatier.stream(of_layers(**saved), tiers=tiers) as model:
+        model.save(tmp_path)
+    with megatier.stream(of_layers(**other), tiers=tiers) as model:
+        before = model.state_dict()
+        for restore in (model.restore, model.restore_weights):
+            with pytest.raises(CheckpointError, match=f"is of another model: {what}"):
+                restore(tmp_path)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -204,6 +204,29 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
     return state, manifest
 
 
+def _check_parameters(path: Path, units: Sequence[Unit]) -> None:
+    """Refuse a checkpoint whose parameters are not those of a model, by their names.
+
+    Args:
+        path: the checkpoint. Those of older versions do not say which they have.
+        units: all units of the model, whole.
+
+    Raises:
+        CheckpointError: one of them has a parameter that the other lacks.
+    """
+    if (manifest := _read_root(path)[1]) is None:
+        return
+    start = f"{MASTERS}/"
+    stored = {node.removeprefix(start) for node in manifest.checksums if node.startswith(start)}
+    wanted = parameter_shapes(units).keys()
+    for names, what in ((wanted - stored, "it has no"), (stored - wanted, "this model has no")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"{path} is of another model: {what} {min(names)}{more}. Open the model that it was saved from."
+            )
+
+
 def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> dict[tuple[str, str], StoredArray]:
     """Return arrays that are about to be read, by group and parameter, with the checksums of their chunks.
 
@@ -252,6 +275,7 @@ def restore(
         TransferError: the drive failed.
     """
     root = path.resolve()
+    _check_parameters(path, session.wholes)
 
     # Looked at first, so that a run whose moments are missing is refused before its state is touched.
     for name, parameter in arrays_of(session.wholes):
@@ -308,6 +332,7 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
         CheckpointError: the arrays are not those of this model or checkpoint, or damaged.
         TransferError: the drive failed.
     """
+    _check_parameters(path, units)
     arrays = _open_arrays(path, {("params", name): shape for name, shape in parameter_shapes(units).items()})
     with _files(arrays.values()) as files:
         readers = {name: ArrayReader(files, array) for (_, name), array in arrays.items()}
