@@ -147,8 +147,8 @@ def test_guard_more_steps_in_a_row_than_may_be_left_out_end_the_run(tmp_path: Pa
         found = outcome(session, [])
     assert str(caught.value) == (
         "the gradient norm of step 5 is not finite, and 1 steps before it were left out; first in the gradient of "
-        "lm_head.weight. No update of this step was written. Lower train.learning_rate, set train.clip, or look at "
-        "the data of this step."
+        "lm_head.weight. No update of this step was written. Lower the learning rate, clip gradients to a norm, or "
+        "look at the data of this step."
     )
     with opened(exactness_config("untied"), tmp_path, PLACES["ram"], run.train) as session:
         take_steps(session, run, [2, 3])

@@ -178,7 +178,9 @@ def test_layers_that_take_more_than_was_planned_are_told_what_helps(
     monkeypatch.setattr("megatier.session.workload.HIDDEN_STATE_COUNTS", ())
     config = tiny_config("gemma3n_text")
     source = plain_gradients(config, attention_of(config))[2]
-    with pytest.raises(ConfigError, match=r"more than a hidden state a token: set train\.activations to recompute"):
+    with pytest.raises(
+        ConfigError, match=r"layers of this model take more\. Set train\.activations to recompute or keep"
+    ):
         streamed_gradients(config, tmp_path, source, "offload")
 
 

@@ -312,7 +312,7 @@ def _sentences(plan: Plan, steps: int | None, room: str) -> Iterator[str]:
     trained = f", {format_count(plan.num_trained)} of them trained" if plan.num_trained < plan.num_parameters else ""
     yield f"{format_count(plan.num_parameters)} parameters{trained}, {format_count(plan.tokens)} tokens a step."
     yield f"Attention is computed by {plan.attention} (model.attention)."
-    yield f"Bound by {plan.forecast.bound_by}; compute alone takes {plan.attainment:.0%} of the step."
+    yield f"Bound by {_bound(plan)}; compute alone takes {plan.attainment:.0%} of the step."
     peak = mib(round(plan.activations.peak))
     yield f"In addition to tiers.gpu the GPU holds about {peak} of activations, loss and libraries."
     if plan.mask_bytes:
@@ -359,6 +359,14 @@ def _saves(plan: Plan, room: str) -> Iterator[str]:
         yield f"With tiers.generations NVMe also holds {', '.join(sizes)}."
         words = "" if plan.savepoint_seconds is None else f" and takes {format_seconds(plan.savepoint_seconds)}"
         yield f"A savepoint writes {mib(plan.savepoint_bytes)}{words}; the rest stays where it lies on NVMe."
+
+
+def _bound(plan: Plan) -> str:
+    """Return what a step takes longest for: a lane, or the host, if even that lane works for less time."""
+    alone = plan.forecast.alone_seconds
+    bound = plan.forecast.bound_by
+    by_host = bound in alone and alone.get("host", 0.0) > alone[bound]  # drives stand under one name, for all queues
+    return "the host, which prepares and ends each step" if by_host else bound
 
 
 def _ranks(world: World) -> str:
@@ -412,7 +420,7 @@ def _assumption(rates: Rates, assumed: Sequence[str], mounts: Sequence[str], *, 
     if rates.drives:
         words.append(f"each drive {rates.drives[0].mixed_bytes_per_s / 1e9:.0f} GB/s")
 
-    then = "and so is the choice" if searches else "and no settings are chosen, as in `megatier train`"
+    then = "and so is the choice" if searches else "and no settings are chosen, nor are they by `megatier train`"
     command = "megatier bench" + (f" --nvme {','.join(mounts)}" if mounts else "")
     return (
         f"{what} not measured, so the times are rough, {then}. Assumed: {', '.join(words)}. Run `{command}` to measure "

@@ -39,7 +39,7 @@ from megatier.ranks.ranks import Ranks
 from megatier.readback import on_host
 from megatier.tier import Leg
 
-REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
+REMEDY = "Lower the learning rate, clip gradients to a norm, or look at the data of this step."
 """The advice of messages about numbers that are not finite."""
 
 

@@ -149,6 +149,7 @@ def stream(
     dtype: Any = names.get(compute_dtype) if isinstance(compute_dtype, torch.dtype) else compute_dtype
     require(dtype in COMPUTE_DTYPES, "compute_dtype", compute_dtype, "bf16 or fp32")
     require(optimizer in OPTIMIZERS, "optimizer", optimizer, in_words(OPTIMIZER_NAMES))
+    require(activations in ("keep", "recompute"), "activations", activations, "keep or recompute")
     require(moments in MOMENTS, "moments", moments, in_words(MOMENTS))
     seed = number("seed", seed, "at least 0", least=0, whole=True)
     if num_labels is not None:

@@ -443,8 +443,9 @@ class Streamed(ClosedWhenDropped, StreamedState):
         if made < self.accumulation_steps:
             raise StreamedModelError(
                 f"optimizer.step() after {made} of {self.accumulation_steps} backwards: each step needs as many as "
-                "accumulation_steps of megatier.stream says, and one for gradients of inputs alone is none of them. "
-                "Make the missing ones, or drop the step with abandon()."
+                "accumulation_steps of megatier.stream says. A step() or zero_grad() before took those that were made, "
+                "and a backward for gradients of inputs alone is none. Make the missing ones, or drop the step with "
+                "abandon()."
             )
 
     def _check_open(self) -> None:
