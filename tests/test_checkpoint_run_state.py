@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatier.checkpoint.environment import environment
 from megatier.checkpoint.run_state import RunState
 from megatier.config.data_section import DataConfig
 from megatier.config.output_section import OutputConfig
@@ -52,6 +53,17 @@ def test_variable_by_which_a_library_chooses_its_kernels_is_a_change(monkeypatch
     state = RunState.read(stored())
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert state.changes(CONFIG, CPU) == ["variables was {} and is {'ONEDNN_MAX_CPU_ISA': 'AVX2'}"]
+
+
+def test_environment_is_told_whichever_way_precisions_were_set() -> None:
+    assert environment(CPU)["matmul precision"] == "highest"
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert environment(CPU)["matmul precision"].startswith("cuda tf32, mkldnn ")
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert environment(CPU)["matmul precision"] == "highest"
 
 
 def test_environment_that_an_older_version_noted_is_compared_in_its_own_names() -> None:

@@ -89,6 +89,16 @@ def test_replay_again_restores_autocast(enabled: bool) -> None:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is (torch.bfloat16 if enabled else product.dtype)
 
 
+@pytest.mark.parametrize("name", ["enabled", "deterministic"])
+def test_replay_again_restores_settings_of_mkldnn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = getattr(torch.backends.mkldnn, name)
+    replay = Replay(torch.device("cpu"))
+    monkeypatch.setattr(torch.backends.mkldnn, name, not before)
+    with replay.again():
+        assert getattr(torch.backends.mkldnn, name) is before
+    assert getattr(torch.backends.mkldnn, name) is not before
+
+
 @pytest.mark.gpu
 def test_replay_again_restores_the_device_generator() -> None:
     device = torch.device("cuda", 0)

@@ -207,6 +207,16 @@ def test_restore_where_layers_are_compiled_in_another_way_says_so(tmp_path: Path
         streamed.restore(tmp_path)
 
 
+def test_restore_in_another_environment_says_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed_on("ram", tmp_path, train_config("tied")) as (_, streamed):
+        streamed.save(tmp_path / "saved")
+        streamed.restore(tmp_path / "saved")
+        monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+        with pytest.warns(UserWarning, match="mkldnn was True and is False; variables was {} and is {'MKL_"):
+            streamed.restore(tmp_path / "saved")
+
+
 def of_layers(count: int, *, tied: bool = False) -> Any:
     config = AutoConfig.for_model("llama", **BASE)
     config.num_hidden_layers, config.tie_word_embeddings = count, tied

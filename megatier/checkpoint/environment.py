@@ -6,7 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     """
     found: dict[str, Any] = {name: _version(name) for name in LIBRARIES}
     found["torch"] = str(torch.__version__)
-    found["matmul precision"] = torch.get_float32_matmul_precision()
+    found["matmul precision"] = _matmul_precision()
     found["variables"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     if device.type == "cuda":
         found |= {"triton": _version("triton") or _version("pytorch-triton"), "driver": driver_version()}
@@ -51,12 +51,30 @@ def environment(device: torch.device) -> dict[str, Any]:
         "isa": torch.backends.cpu.get_cpu_capability(),
         "instructions": cpu_instructions(),
         "threads": torch.get_num_threads(),
+        "mkldnn": torch.backends.mkldnn.enabled,
     }
 
 
 def noted_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of an environment that can be compared with an earlier one: older versions noted less."""
     return {name: value for name, value in now.items() if name in before}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str] = ()) -> Iterator[str]:
+    """Yield each name that is not free and whose value is another one now, with both values."""
+    for name in sorted({*before, *now}.difference(free)):
+        if before.get(name) != now.get(name):
+            yield f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+
+
+def _matmul_precision() -> str:
+    """Return how products of fp32 matrices are rounded."""
+    # torch's older getter refuses to answer once somebody has used the newer setters.
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        getter = torch._C._get_fp32_precision_getter
+        return ", ".join(f"{backend} {getter(backend, 'matmul')}" for backend in ("cuda", "mkldnn"))
 
 
 def _version(name: str) -> str | None:

@@ -7,7 +7,7 @@ its checkpoint. Whatever differs is refused by name, unless the user accepts tha
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from megatier.checkpoint.environment import environment, noted_of
+from megatier.checkpoint.environment import differences, environment, noted_of
 from megatier.checkpoint.manifest import digest_of
 from megatier.config.file import to_dict
 from megatier.config.schema import RunConfig
@@ -132,8 +132,8 @@ class RunState:
         """
         return [
             # The checkpoint has what was trained, and the origin describes the rest.
-            *_differences(_numeric(self.config), _numeric(_plain(config)), {PLACE} if self.origin else ()),
-            *_differences(self.environment, noted_of(self.environment, environment(device))),
+            *differences(_numeric(self.config), _numeric(_plain(config)), {PLACE} if self.origin else ()),
+            *differences(self.environment, noted_of(self.environment, environment(device))),
         ]
 
     def check(self, changes: Collection[str], accepted: Container[str] = ()) -> None:
@@ -161,9 +161,9 @@ class RunState:
         """Return what differs of the settings that decide where blocks lie and how large they are, with both values."""
         before = self.config
         now = _plain(config)
-        tiers = _differences(before.get("tiers", {}), now["tiers"])
+        tiers = differences(before.get("tiers", {}), now["tiers"])
         widths = ({name: _numeric(found).get(name) for name in WIDTHS} for found in (before, now))
-        return [*(f"tiers.{change}" for change in tiers), *_differences(*widths)]
+        return [*(f"tiers.{change}" for change in tiers), *differences(*widths)]
 
     def check_text(self, found: dict[str, Any]) -> None:
         """Refuse to go on with other text.
@@ -255,7 +255,7 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
     else:
         is_bound = config.model.lora is not None and note.get("origin")
         now = _numeric(_plain(config))
-        changes = list(_differences({**ADDED, **note["config"]}, now, {PLACE} if is_bound else ()))
+        changes = list(differences({**ADDED, **note["config"]}, now, {PLACE} if is_bound else ()))
     if changes and not accepts_changes:
         raise ConfigError(
             f"these are not the numbers that {path.parent} began with: {'; '.join(changes)}. Set them in its "
@@ -301,10 +301,3 @@ def _numeric(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in settings.items()
         if section not in FREE_SECTIONS and f"{section}.{name}" not in FREE
     }
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str] = ()) -> Iterator[str]:
-    """Yield each name that is not free and whose value is another one now, with both values."""
-    for name in sorted({*before, *now}.difference(free)):
-        if before.get(name) != now.get(name):
-            yield f"{name} was {before.get(name)!r} and is {now.get(name)!r}"

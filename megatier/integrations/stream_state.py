@@ -26,6 +26,7 @@ from megatier.adapters.given import without_adapters
 from megatier.adapters.lora import adapter_config
 from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, restore, settle_replaced
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
+from megatier.checkpoint.environment import differences, environment, noted_of
 from megatier.checkpoint.run_directory import last_checkpoint, step_of
 from megatier.checkpoint.run_state import read_tiles
 from megatier.config.schema import TrainConfig
@@ -260,7 +261,7 @@ class StreamedState(ABC):
         settings = self.optimizer.saved_settings()
         tiles = {path: asdict(found) for path, found in self._session.engine.model.tiles.items()}
         told = {"groups": self.groups, "tiles": tiles, "base": noted(self.model), "compiled": self._compiled}
-        state = {"streamed": settings, **told, **self._kept}
+        state = {"streamed": settings, "environment": environment(self.device), **told, **self._kept}
         return CheckpointWriter(self._session, path, self.steps, state).wait()
 
     def saved_groups(self, folder: str | os.PathLike[str]) -> int | None:
@@ -284,6 +285,9 @@ class StreamedState(ABC):
         Raises:
             CheckpointError: there is no checkpoint, or it is of another model or optimizer, or of moments of another
                 type, or it is damaged.
+
+        Warns:
+            UserWarning: layers are compiled in another way, or libraries, devices or their settings are others.
         """
         # Not `_settle`: a torn state refuses to be drained. `loading` drains a whole one, and resets a torn one.
         self._check_between_steps("Restoring a checkpoint")
@@ -291,6 +295,7 @@ class StreamedState(ABC):
         checkpoint, settings, tiles = self._crew.first(lambda: _find_saved(Path(folder), self._kept))
         self._crew.first(lambda: _check_base(checkpoint, noted(self.model)))
         self._crew.first(lambda: _compare_compiled(checkpoint, self._compiled))
+        self._crew.first(lambda: _compare_environment(checkpoint, self.device))
         self._held.let_go()
 
         def take_rest() -> None:
@@ -384,6 +389,19 @@ def _compare_compiled(checkpoint: Path, now: str) -> None:
             f"{checkpoint} was written where layers are compiled {before}, and here they are compiled {now}. State is "
             "taken bit by bit, but steps are rounded in other places from now on. Open the model with compile="
             f"{before != 'not at all'} to go on as before.",
+            stacklevel=5,
+        )
+
+
+def _compare_environment(checkpoint: Path, device: torch.device) -> None:
+    """Warn if other libraries or devices compute from now on. Older versions noted none."""
+    before = read_state(checkpoint).get("environment")
+    if not isinstance(before, dict):
+        return
+    if others := list(differences(before, noted_of(before, environment(device)))):
+        warnings.warn(
+            f"{checkpoint} was written in another environment: {shown('; '.join(others))}. State is taken bit by bit, "
+            "but steps may be rounded in other ways from now on.",
             stacklevel=5,
         )
 
