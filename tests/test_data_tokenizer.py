@@ -59,6 +59,12 @@ def test_load_tokenizer_empty_folder_raises(tmp_path: Path) -> None:
         load_tokenizer(config(str(tmp_path)))
 
 
+@pytest.mark.parametrize("name", ["/no/such/folder", "./tokenizer", "~/no such", "a/b/c"])
+def test_load_tokenizer_absent_path_is_no_hub_id(name: str) -> None:
+    with pytest.raises(DataError, match=r"no tokenizer at \S.*: there is no such folder\. Give data\.tokenizer"):
+        load_tokenizer(config(name))
+
+
 def test_load_tokenizer_without_end_raises(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None

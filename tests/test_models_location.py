@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,18 @@ def test_resolve_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_resolve_absent_path_is_no_hub_id(path: str) -> None:
     with pytest.raises(ConfigError, match="no such model folder"):
         resolve(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
+def test_resolve_folder_that_may_not_be_read_names_it(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    tmp_path.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(ConfigError, match=r"cannot read \S+/model: Permission denied\. Check your rights there"):
+            resolve(str(tmp_path / "model"))
+    finally:
+        os.seteuid(0)
 
 
 def test_resolve_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,7 +233,7 @@ def _expand(entry: str, suffixes: tuple[str, ...], say: Say) -> list[Path]:
         else:
             found = _matches(path, say)
     except OSError as error:
-        raise DataError(f"data.files: cannot read {entry}: {error.strerror}.") from error
+        raise DataError(f"data.files: cannot read {error.filename or entry}: {error.strerror}.") from error
     except (ValueError, NotImplementedError) as error:
         raise DataError(f"data.files: {entry!r} is neither a path nor a pattern: {error}.") from error
 

@@ -105,7 +105,10 @@ def tokenizer_files(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> li
 
 def _load(name: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or of the hub, after a look at its files."""
-    names = ", ".join(_check_files(_folder_of(name)))
+    folder = _folder_of(name)
+    if folder is None and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise DataError(f"no tokenizer at {shown(name)}: there is no such folder. {REMEDY}")
+    names = ", ".join(_check_files(folder))
     what = f"no tokenizer at {shown(name)}{f', made of {names}' if names else ''}"
     with reading(what, DataError, remedy=REMEDY):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

@@ -49,12 +49,18 @@ def find_local(path_or_id: str) -> Path | None:
     path = Path(path_or_id).expanduser()
 
     # A text that is no path at all, such as a name that is too long, is an error of the system.
-    with contextlib.suppress(OSError):
+    try:
         if path.is_dir():
             _check_folder(path)
             return path
         if path.exists():
             raise ConfigError(_refusal(path, [path], "is a file"))
+    except PermissionError as error:
+        raise ConfigError(
+            f"model.path: cannot read {shown(str(error.filename))}: {error.strerror}. Check your rights there."
+        ) from error
+    except OSError:
+        pass
 
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id) or path_or_id.startswith("."):
         raise ModelNotFoundError(f"no such model folder: {shown(path_or_id)}. Give a folder that exists, or a hub id.")
