@@ -181,9 +181,10 @@ def _one_thread() -> Iterator[None]:
 def composite(model_type: str, options: dict[str, Any]) -> PreTrainedModel:
     torch.manual_seed(0)
     config = known_config(model_type, **options)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     assert isinstance(model, PreTrainedModel)
-    return model.train()
+    model.train()
+    return model
 
 
 def stepped(source: Path | PreTrainedModel, exported: Path) -> tuple[float, dict[str, Tensor]]:
@@ -210,7 +211,8 @@ def test_composite_trained_by_text_has_the_numbers_of_the_plain_model_and_is_exp
     expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     model.zero_grad()
     weights = dict(model.named_parameters())
-    for number, source in enumerate((model, tmp_path / "theirs")):
+    sources: tuple[Path | PreTrainedModel, ...] = (model, tmp_path / "theirs")
+    for number, source in enumerate(sources):
         found_loss, found = stepped(source, tmp_path / f"ours{number}")
         assert found_loss == loss.item()
         assert found.keys() == expected.keys()

@@ -283,6 +283,23 @@ def test_resume_over_a_damaged_token_file_tokenises_again_to_the_same_bits(
     assert [record["heldout_loss"] for record in metrics(tmp_path) if "heldout_loss" in record] == before
 
 
+@pytest.mark.parametrize("change", ["edited", "truncated"])
+def test_resume_over_changed_files_of_text_goes_on_with_the_tokens_of_the_start(
+    change: str, stopped: Path, tmp_path: Path
+) -> None:
+    tokens = (stopped / "data" / "train.tokens").read_bytes()
+    before = metrics(tmp_path)
+    for path in (tmp_path / "texts").iterdir():
+        if change == "edited":
+            path.write_text(path.read_text().replace("words", "sword"))
+        else:
+            os.truncate(path, 1)
+    assert main(["resume", str(stopped)]) == 0
+    assert (stopped / "data" / "train.tokens").read_bytes() == tokens
+    found = {record["step"]: record["loss"] for record in metrics(tmp_path) if "loss" in record}
+    assert all(found[record["step"]] == record["loss"] for record in before if "loss" in record)
+
+
 def test_resume_over_a_damaged_hold_out_whose_text_has_changed_is_refused(
     stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
