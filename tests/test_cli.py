@@ -509,3 +509,10 @@ def test_command_whose_threads_the_system_refuses_says_which_limit_to_raise(
     monkeypatch.setattr("megatier.cli._run", refused)
     assert main(["doctor"]) == 2
     assert "the system starts no more threads. Raise the limit (ulimit -u" in capsys.readouterr().err
+
+
+def test_command_without_docstrings_is_refused_by_name() -> None:
+    words = [sys.executable, "-OO", "-m", "megatier", "plan", "run.yaml"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    expected = "megatier: error: transformers needs docstrings. Unset PYTHONOPTIMIZE, or run python without -OO.\n"
+    assert (done.returncode, done.stderr) == (2, expected)

@@ -177,6 +177,14 @@ def _run(words: Sequence[str]) -> int:
         print(f"megatier: error: no command {command!r}. {hint}", file=sys.stderr)
         return EXIT_ERROR
 
+    # transformers builds its models from docstrings, which `python -OO` leaves out.
+    if sys.flags.optimize > 1:
+        print(
+            "megatier: error: transformers needs docstrings. Unset PYTHONOPTIMIZE, or run python without -OO.",
+            file=sys.stderr,
+        )
+        return EXIT_ERROR
+
     # Imported here, so that --help is fast, and doctor runs even if another command cannot be imported.
     return int(importlib.import_module(f"megatier.cli.{command}").run(rest))
 
