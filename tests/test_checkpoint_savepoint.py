@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -240,8 +239,7 @@ def test_first_savepoint_that_a_drive_refuses_leaves_no_block_files(tmp_path: Pa
 def test_room_that_is_short_is_refused_with_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr("megatier.checkpoint.room.free_bytes", lambda _: 1000)
     assert main(command(tmp_path, settings_of(tmp_path, SPREAD, **{"output.export": False}))) == 2
     assert re.search(r"there is no room for 2 savepoints in \S+: needs .* KiB, 1000 B free", capsys.readouterr().err)
 
