@@ -239,7 +239,7 @@ def test_first_savepoint_that_a_drive_refuses_leaves_no_block_files(tmp_path: Pa
 def test_room_that_is_short_is_refused_with_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megatier.checkpoint.room.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("megatier.checkpoint.savepoint.free_bytes", lambda _: 1000)
     assert main(command(tmp_path, settings_of(tmp_path, SPREAD, **{"output.export": False}))) == 2
     assert re.search(r"there is no room for 2 savepoints in \S+: needs .* KiB, 1000 B free", capsys.readouterr().err)
 
