@@ -15,7 +15,7 @@ from megatier.data.packing import _sorted_out
 from megatier.data.records import BadRecords
 from megatier.data.sources import Source, find_sources
 from megatier.data.text import documents
-from megatier.errors import DataError
+from megatier.errors import DataError, FileChangedError
 
 
 def read(*files: Path | str, **settings: Any) -> list[str]:
@@ -224,3 +224,15 @@ def test_documents_below_a_folder_that_cannot_be_read_are_refused(folder: Path) 
             read(folder)
     finally:
         (folder / "sub").chmod(0o755)
+
+
+def test_documents_of_a_file_that_is_written_while_it_is_read_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{number:09}" * 100}) + "\n" for number in range(3000)))
+    found = documents(DataConfig(files=(str(path),), sequence_length=8))
+    next(iter(found))
+    with path.open("r+b") as file:
+        file.seek(-50, os.SEEK_END)
+        file.write(b"1")
+    with pytest.raises(FileChangedError, match=r"a\.jsonl was replaced or written while it was read"):
+        Counter(found)

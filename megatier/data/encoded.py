@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from megatier.data.formats import Format, said_of
-from megatier.errors import DataError, mib
-from megatier.files import open_regular
+from megatier.errors import DataError, FileChangedError, mib
+from megatier.files import FileVersion, open_regular
 
 PIECE_BYTES = 1 << 20
 """Bytes of a file that are decompressed at once."""
@@ -156,12 +156,22 @@ def _recoded(path: Path, pieces: Iterator[bytes], encoding: str) -> Iterator[byt
 
 
 def _unpacked(path: Path, compression: str | None) -> Iterator[bytes]:
-    """Yield the bytes of a file, decompressed."""
+    """Yield the bytes of a file, decompressed.
+
+    Raises:
+        FileChangedError: somebody wrote to the file meanwhile.
+        DataError: it is not whole.
+    """
     with os.fdopen(open_regular(path), "rb") as file:
+        version = FileVersion.of(file.fileno())
         try:
             with _stream(path, file, compression) as stream:
                 while piece := stream.read(PIECE_BYTES):
                     yield piece
+
+                # Whoever replaces the file leaves this one as it is. Who writes to it would give text of two versions.
+                if FileVersion.of(file.fileno()) != version:
+                    raise FileChangedError(str(path))
         except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
             # Decompressors say by an error without a number that the bytes are not theirs.
             if compression is None or getattr(error, "errno", None):
