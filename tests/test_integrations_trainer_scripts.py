@@ -68,7 +68,7 @@ class OwnRows:
         )
 
 
-class OwnLoader:
+class WithLoader:
     """One that accelerate has not seen."""
 
     train_dataset: Any
@@ -163,7 +163,7 @@ TAKEN: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "two forwards": (train, {"kind": TwoForwards}),
     "loss function": (train, {"compute_loss_func": counted_loss}),
     "own rows": (train, {"kind": OwnRows}),
-    "own loader": (train, {"kind": OwnLoader}),
+    "own loader": (train, {"kind": WithLoader}),
     "own step": (train, {"kind": OwnStep}),
     "settings": (train, {"callbacks": [Settings()]}),
     "generating": (train, {"callbacks": [Generating()]}),
