@@ -42,6 +42,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name bytes by their argument. Some differ from process to process (gzip notes the time), and workers compare."""
+    return argname if isinstance(val, bytes) else None
+
+
 FAULTS = Path(__file__).parent / "faults"
 GRANULE_BYTES = 4096
 LEAK_WAIT_S = 2.0

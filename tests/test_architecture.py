@@ -251,3 +251,14 @@ def test_calls_that_open_a_file_by_its_path_are_known_and_say_what_compares_it()
         if isinstance(call, ast.Call) and OPENING.fullmatch(ast.unparse(call.func))
     )
     assert found == {**COMPARED, **ONCE, **OURS, **OF_THE_SYSTEM}
+
+
+def test_names_of_tests_hold_no_bytes(request: pytest.FixtureRequest) -> None:
+    """Workers refuse to run tests whose names differ, and bytes may hold the time at which they were made."""
+    found = (
+        item.nodeid
+        for item in request.session.items
+        for value in getattr(getattr(item, "callspec", None), "params", {}).values()
+        if isinstance(value, bytes) and len(value) > 8 and repr(value)[2:-1] in item.nodeid
+    )
+    assert list(found) == []
