@@ -23,6 +23,8 @@ from megatier.guards.trainer_methods import (
     UNCALLED,
     check_overrides,
 )
+from megatier.integrations.trainer_files import TrainerFiles
+from megatier.integrations.trainer_rows import TrainerRows
 from megatier.integrations.transformers_trainer import MegatierTrainer, StreamedTraining
 
 SETS = (FOLLOWED, REPLACED, EXTENDED, EXTENDED_BY_RANKS, COMPARED, UNCALLED)
@@ -38,8 +40,9 @@ def test_methods_of_the_trainer_are_each_in_one_set_of_the_table() -> None:
 
 
 def test_methods_that_the_mixin_has_in_place_of_the_trainers_are_known_as_such() -> None:
-    for name in vars(StreamedTraining).keys() & vars(Trainer).keys():
-        function = getattr(vars(StreamedTraining)[name], "__code__", None)
+    own = {**vars(TrainerRows), **vars(TrainerFiles), **vars(StreamedTraining)}
+    for name in own.keys() & vars(Trainer).keys():
+        function = getattr(own[name], "__code__", None)
         if function is not None:
             assert (name in REPLACED) == (name not in function.co_names), name
 

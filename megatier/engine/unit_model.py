@@ -20,9 +20,10 @@ from transformers import PreTrainedModel, masking_utils
 from megatier.engine.experts import ExpertsNode, guard, join
 from megatier.engine.gradient import Gradients
 from megatier.engine.head import IGNORED, can_fuse
-from megatier.engine.loss import FusedLoss, StepLoss
+from megatier.engine.loss import FusedLoss
 from megatier.engine.node import Lender, Node
 from megatier.engine.stage import Stage, UnitPlayer
+from megatier.engine.step_loss import StepLoss
 from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.guards.crossing import OutputCheck
 from megatier.guards.rerun import hooks_inside, warn_of_hooks

@@ -24,7 +24,7 @@ create_scheduler end evaluate evaluation_loop floating_point_ops get_batch_sampl
 get_learning_rates get_num_trainable_parameters get_optimizer_group get_sp_size get_test_dataloader
 get_total_train_batch_size get_tp_size get_train_dataloader init_hf_repo is_local_process_zero
 is_world_process_zero log log_metrics metrics_format num_examples pop_callback predict prediction_step push_to_hub
-remove_callback save_metrics save_model save_state set_initial_training_values store_flos train
+remove_callback save_metrics save_state set_initial_training_values store_flos train
 """
 FOLLOWED = frozenset(CALLED_ALIKE.split())
 """Those that are called as by the plain Trainer, wherever the class stands."""
@@ -43,7 +43,7 @@ REPLACED = frozenset(
 """Those in whose place the mixin has its own: an override comes before the mixin, and calls the mixin's."""
 EXTENDED = frozenset(("_save_optimizer_and_scheduler", "_wrap_model"))
 """Those that the mixin adds to: an override that comes before the mixin calls the mixin's."""
-EXTENDED_BY_RANKS = frozenset(("training_step",))
+EXTENDED_BY_RANKS = frozenset(("save_model", "training_step"))
 """The same, if there are several ranks."""
 COMPARED = frozenset(("get_decay_parameter_names",))
 """Those whose results are compared with what the streamed model was opened with."""

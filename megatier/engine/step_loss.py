@@ -1,0 +1,108 @@
+"""The loss of a step that has several groups: what each of them adds, and the backward that begins in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatier.engine.backward import begin_backward
+from megatier.engine.head import calling_for_loss
+from megatier.engine.loss import FusedLoss
+from megatier.engine.stage import Stage
+from megatier.errors import UnsupportedModelError
+from megatier.guards.methods import entering
+
+
+class StepLoss:
+    """A model's loss function, divided by the tokens that the whole step counts. Some models do not pass them on to it.
+
+    A group's backward begins in it, even if that comes to nothing that is trained.
+    """
+
+    def __init__(self, model: PreTrainedModel, stage: Stage, fused: FusedLoss | None = None) -> None:
+        """Take the place of the model's own loss function, inside the model's forward.
+
+        Args:
+            model: the skeleton.
+            stage: what its nodes share.
+            fused: the loss that is fused with the head; None: the loss function that the model has in each forward.
+        """
+        self.divisor: int | None = None
+        """The tokens that the step counts; None: the mean over the batch is wanted."""
+        self._model = model
+        self._fused = fused
+        self._function: Callable[..., Tensor] = model.loss_function
+        self._stage = stage
+        self._losses: list[tuple[Tensor, Tensor]] | None = None
+        """The losses of a forward that is weighed, each with the tensor that the model was given for it. Otherwise
+        nobody asks for them, and whoever held one would hold the graph of its whole forward."""
+        model.forward = entering(self._run, model.forward)
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Run the model's own forward. The loss function is read each time, since users may change it."""
+        with contextlib.nullcontext() if self._fused is None else self._fused.standing_in():
+            self._function = self._fused or self._model.loss_function
+            with calling_for_loss(self._model, self):
+                return forward(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
+        """Return the loss of what the model gives."""
+        if self.divisor is not None:
+            kwargs["num_items_in_batch"] = self.divisor
+        loss = self._function(*args, **kwargs)
+        watched: Tensor = _Watched.apply(loss, self._stage.anchor, self._stage)  # type: ignore[no-untyped-call]
+        if self._losses is not None:
+            self._losses.append((loss, watched))
+        return watched
+
+    def weighed(self, forward: Callable[[], Tensor], share: float) -> Tensor:
+        """Run a forward; what the model adds to the loss (a router's balance) counts by the group's share.
+
+        The loss function's own part is divided by what the step counts already, so that groups add up to the step's.
+
+        Args:
+            forward: gives the model's loss.
+            share: the group's share of the tokens that the step counts. If it is 1, the model's loss stays as it is.
+
+        Raises:
+            UnsupportedModelError: nobody can tell which part is the loss function's.
+        """
+        losses = self._losses = []
+        try:
+            total = forward()
+        finally:
+            self._losses = None
+
+        # Most models add to it in place, so that the same tensor may come back with another value.
+        if share == 1 or (len(losses) == 1 and total is losses[0][1] and not total._version):
+            return total
+
+        if len(losses) != 1:
+            raise UnsupportedModelError(
+                f"the model calls its loss function {len(losses)} times in a forward, so that groups cannot share the "
+                "rest of its loss; set train.groups to 1."
+            )
+
+        # In fp32, (1 - share) + share is 1: the gradient of the loss function's part is what it was, bit by bit.
+        rounded = torch.tensor(share, dtype=torch.float32, device="cpu").item()
+        return torch.lerp(losses[0][0], total, rounded)
+
+
+class _Watched(torch.autograd.Function):
+    """The loss itself, with a backward that is watched. The anchor makes sure that it has one."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, anchor: Tensor, stage: Stage) -> Tensor:  # noqa: ANN401
+        ctx.stage = stage
+        ctx.number = stage.gradients.forward
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        begin_backward(ctx.stage, ctx.number)
+        return grad, None, None

@@ -1,0 +1,169 @@
+"""The rows of a trainer over a streamed model: steps are whole, and ranks evaluate each row once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accelerate.data_loader import BatchSamplerShard
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_pt_utils import find_batch_size
+
+from megatier.data.samplers import WholeRounds, WholeSteps
+from megatier.errors import ConfigError
+from megatier.integrations.streamed import Streamed
+
+# The parts of the mixin come before some Trainer among the bases of a class, and are none themselves.
+if TYPE_CHECKING:
+    Base = Trainer
+else:
+    Base = object
+
+
+class TrainerRows(Base):
+    """The part of `StreamedTraining` that deals rows out, and evaluates them."""
+
+    streamed: Streamed
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the Trainer's own loader, whose batches make whole steps.
+
+        With `dataloader_drop_last` the rows after the last whole step are left out of each epoch.
+
+        Raises:
+            ConfigError: the last step of an epoch would have fewer backwards than the others, or rows twice.
+        """
+        loader = super().get_train_dataloader()
+        try:
+            rows = len(loader.dataset)  # type: ignore[arg-type]
+            batches = len(loader)
+        except TypeError:  # an iterable dataset does not say how many there are
+            return loader
+
+        # At the end of an epoch the Trainer calls `optimizer.step` after fewer backwards than the step needs.
+        args = self.args
+        batch = self._train_batch_size * self.streamed.num_ranks
+        step = batch * args.gradient_accumulation_steps
+        rest = rows % step
+        shares = self.streamed.num_ranks == 1 or not rows % batch
+        if not batches % args.gradient_accumulation_steps and (shares or args.dataloader_drop_last):
+            return loader
+
+        if rows < step or not args.dataloader_drop_last:
+            remedy = (
+                "Give more rows"
+                if rows < step
+                else f"Set dataloader_drop_last, which leaves {_counted(rest, 'row')} out of each epoch"
+            )
+            raise ConfigError(
+                f"train_dataset has {_counted(rows, 'row')}, {_counted(batches, 'batch')} an epoch for each process, "
+                f"and a step of a streamed model takes {_counted(step, 'row')} (per_device_train_batch_size times "
+                f"gradient_accumulation_steps times the processes). {remedy}, or choose other numbers."
+            )
+        sampler: Any = loader.batch_sampler
+        if isinstance(sampler, BatchSamplerShard):
+            sampler = sampler.batch_sampler
+        sampler.sampler = WholeSteps(sampler.sampler, rows - rest)
+        return loader
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:  # noqa: ANN401 - the Trainer's
+        """Return the Trainer's own loader, which gives each row to one rank alone; see `WholeRounds`.
+
+        Raises:
+            ConfigError: the rows cannot be dealt like that.
+        """
+        return self._dealt(super().get_eval_dataloader(*args, **kwargs))
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:  # noqa: ANN401 - the Trainer's
+        """The same for rows whose predictions are asked for."""
+        return self._dealt(super().get_test_dataloader(*args, **kwargs))
+
+    def _dealt(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Deal the batches of one process over the ranks, where accelerate would give some rows twice.
+
+        Raises:
+            ConfigError: it is not known how many rows there are, or some would be left out.
+        """
+        size = self.streamed.num_ranks
+        if size == 1:
+            return loader
+
+        shard = loader.batch_sampler
+        if not isinstance(shard, BatchSamplerShard):
+            raise ConfigError(
+                "several ranks evaluate a dataset that says how many rows it has, since accelerate gives some rows of "
+                "others twice. Evaluate a dataset with a length, without dispatch_batches."
+            )
+        if not isinstance(shard.batch_sampler, WholeRounds):
+            if self.args.dataloader_drop_last and (rest := len(shard.batch_sampler) % size):
+                raise ConfigError(
+                    f"with dataloader_drop_last {size} ranks leave {rest} batches of the evaluation out, which one "
+                    "process would count. Choose a number of rows that is a multiple of per_device_eval_batch_size "
+                    "times the ranks, or leave dataloader_drop_last out."
+                )
+            shard.batch_sampler = WholeRounds(shard.batch_sampler, size)
+            shard.even_batches = False
+        return loader
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Evaluate a batch as one process does: its loss is the mean over its own tokens, not those of other ranks.
+
+        Raises:
+            ConfigError: logits are asked for, which a fused loss does not make.
+        """
+        only_loss = args[0] if args else kwargs.get("prediction_loss_only")
+        if not only_loss and not self.streamed.has_logits:
+            raise ConfigError(
+                "predictions are logits, which a model with a fused loss does not make: give the trainer "
+                "megatier.stream(..., fused_loss=False), or set prediction_loss_only."
+            )
+        given = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False
+        try:
+            found = super().prediction_step(model, inputs, *args, **kwargs)
+        finally:
+            self.args.average_tokens_across_devices = given
+        return self._filled_up(inputs, *found) if self.streamed.num_ranks > 1 else found
+
+    def _filled_up(self, inputs: dict[str, Any], loss: Any, logits: Any, labels: Any) -> Any:  # noqa: ANN401
+        """Give the logits and labels of a short batch as many rows as those of the other ranks have.
+
+        The Trainer gathers tensors of one size, and cuts off the rows after the last one of the dataset.
+
+        Raises:
+            ConfigError: the rows of a batch are not those of its tensors.
+        """
+        state = self.accelerator.gradient_state
+        size = self.args.eval_batch_size
+        rows = state.remainder % size
+        if not state.end_of_dataloader or state.remainder <= 0 or not rows or (logits is None and labels is None):
+            return loss, logits, labels
+
+        short, rank = state.remainder // size, self.streamed.rank
+        found = self.streamed.all_of(find_batch_size(inputs))
+        if found == [rows] * self.streamed.num_ranks and not short:
+            return loss, logits, labels
+        if found != [rows if number == short else size for number in range(self.streamed.num_ranks)]:
+            raise ConfigError(
+                f"the last batches of an evaluation have {found} rows on the ranks, and the dataset has {rows} for "
+                f"that of rank {short}. Use a collator that keeps one row for each example, set prediction_loss_only, "
+                f"or choose a number of rows that is a multiple of per_device_eval_batch_size times the ranks."
+            )
+
+        def fill(tensor: Tensor) -> Tensor:
+            return tensor.repeat(-(-size // rows), *(tensor.dim() - 1) * [1])[: len(tensor) * size // rows]
+
+        if rank == short:
+            # The Trainer may gather this one as well.
+            name = getattr(self.model, "main_input_name", "input_ids")
+            inputs[name] = fill(inputs[name])
+            logits, labels = recursively_apply(fill, (logits, labels))
+        return loss, logits, labels
+
+
+def _counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 batch` and `7 batches`."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
