@@ -10,7 +10,7 @@ import os
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,22 +24,19 @@ from megatier.adapters.base import noted
 from megatier.adapters.folder import export
 from megatier.adapters.given import without_adapters
 from megatier.adapters.lora import adapter_config
-from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, restore, settle_replaced
+from megatier.checkpoint.checkpoint import restore, settle_replaced
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
-from megatier.checkpoint.environment import differences, environment, noted_of
-from megatier.checkpoint.run_directory import last_checkpoint, step_of
-from megatier.checkpoint.run_state import read_tiles
+from megatier.checkpoint.environment import environment
 from megatier.config.schema import TrainConfig
-from megatier.errors import BlockNotFoundError, CapacityError, CheckpointError, StreamedModelError
-from megatier.foreign import shown
+from megatier.errors import BlockNotFoundError, CapacityError, StreamedModelError
 from megatier.guards.token_rows import few_tokens
 from megatier.hardware import ram_available_bytes
+from megatier.integrations.saved_stream import SavedStream
 from megatier.integrations.stream_optimizer import StreamedOptimizer
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.models.experts import places_of
 from megatier.models.weights import chunks
-from megatier.numerics.tiles import Decision
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.session.held import HeldWeights
@@ -61,9 +58,6 @@ OF_ENGINES = {
     "global_steps": "its .steps",
 }
 """What DeepSpeed's engine, or a model, has, and what a streamed model has for it."""
-
-Settings = Sequence[Mapping[str, Any]]
-"""The settings of each group of an optimizer, as plain JSON."""
 
 
 class StreamedState(ABC):
@@ -273,8 +267,7 @@ class StreamedState(ABC):
         Raises:
             CheckpointError: see `restore`.
         """
-        found = self._crew.first(lambda: read_state(_find_saved(Path(folder))[0]).get("groups"))
-        return found if isinstance(found, int) else None
+        return self._crew.first(lambda: SavedStream.find(Path(folder)).groups)
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
         """Take the state of the last checkpoint of a folder, bit by bit. The tiers may be others than those it is from.
@@ -292,19 +285,17 @@ class StreamedState(ABC):
         # Not `_settle`: a torn state refuses to be drained. `loading` drains a whole one, and resets a torn one.
         self._check_between_steps("Restoring a checkpoint")
         self._meet("restore()")
-        checkpoint, settings, tiles = self._crew.first(lambda: _find_saved(Path(folder), self._kept))
-        self._crew.first(lambda: _check_base(checkpoint, noted(self.model)))
-        self._crew.first(lambda: _compare_compiled(checkpoint, self._compiled))
-        self._crew.first(lambda: _compare_environment(checkpoint, self.device))
+        saved = self._saved(Path(folder), goes_on=True)
+        tiles = saved.tiles  # read before anything is changed, as it may be damaged
         self._held.let_go()
 
         def take_rest() -> None:
-            self.optimizer.take_saved_settings(settings)
+            self.optimizer.take_saved_settings(saved.settings)
             self._session.engine.model.take_tiles(tiles)
-            self.steps = step_of(checkpoint)
+            self.steps = saved.step
 
         # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
-        restore(self._session, checkpoint, take_rest=take_rest)
+        restore(self._session, saved.path, take_rest=take_rest)
 
     def restore_weights(self, folder: str | os.PathLike[str]) -> None:
         """Take the masters of the last checkpoint of a folder alone: moments, settings and steps stay as they are.
@@ -314,10 +305,27 @@ class StreamedState(ABC):
             TornStateError: something was interrupted while state was changed, so `restore` has to mend it.
         """
         self._settle("Restoring weights", "restore_weights()")
-        checkpoint, _, _ = self._crew.first(lambda: _find_saved(Path(folder), self._kept))
-        self._crew.first(lambda: _check_base(checkpoint, noted(self.model)))
+        saved = self._saved(Path(folder), goes_on=False)
         self._held.let_go()
-        restore(self._session, checkpoint, weights_only=True)
+        restore(self._session, saved.path, weights_only=True)
+
+    def _saved(self, folder: Path, *, goes_on: bool) -> SavedStream:
+        """Return the last checkpoint of a folder, which is refused if it is of another optimizer or base.
+
+        Args:
+            folder: the folder.
+            goes_on: whether steps go on from it, so that a warning says what rounds them in other ways.
+        """
+
+        def find() -> SavedStream:
+            saved = SavedStream.find(folder)
+            saved.check(self._kept, noted(self.model))
+            going_on = saved.remarks(self._compiled, environment(self.device)) if goes_on else ()
+            for remark in filter(None, (saved.damage_remark, *going_on)):
+                warnings.warn(remark, stacklevel=5)  # the line that called `restore` or `restore_weights`
+            return saved
+
+        return self._crew.first(find)
 
     @property
     def _compiled(self) -> str:
@@ -379,76 +387,3 @@ def _make_ready(folder: Path) -> None:
 
     # A process that was killed between the two renames of a switch has left the old checkpoint under another name.
     settle_replaced(folder)
-
-
-def _compare_compiled(checkpoint: Path, now: str) -> None:
-    """Warn if layers were compiled in another way. Older versions, which compiled each size by itself, noted none."""
-    before = read_state(checkpoint).get("compiled", now)
-    if before != now:
-        warnings.warn(
-            f"{checkpoint} was written where layers are compiled {before}, and here they are compiled {now}. State is "
-            "taken bit by bit, but steps are rounded in other places from now on. Open the model with compile="
-            f"{before != 'not at all'} to go on as before.",
-            stacklevel=5,
-        )
-
-
-def _compare_environment(checkpoint: Path, device: torch.device) -> None:
-    """Warn if other libraries or devices compute from now on. Older versions noted none."""
-    before = read_state(checkpoint).get("environment")
-    if not isinstance(before, dict):
-        return
-    if others := list(differences(before, noted_of(before, environment(device)))):
-        warnings.warn(
-            f"{checkpoint} was written in another environment: {shown('; '.join(others))}. State is taken bit by bit, "
-            "but steps may be rounded in other ways from now on.",
-            stacklevel=5,
-        )
-
-
-def _find_saved(folder: Path, kept: Mapping[str, str] | None = None) -> tuple[Path, Settings, Mapping[str, Decision]]:
-    """Return the last checkpoint of a folder, the settings of its optimizer, and which modules ran in tiles of tokens.
-
-    Args:
-        folder: the folder.
-        kept: the optimizer and the type of moments that it must have had; None: any.
-
-    Raises:
-        CheckpointError: there is none, or it is of a run of `megatier train`, or of another optimizer or other moments,
-            or it is damaged.
-    """
-    settle_replaced(folder)
-    if (checkpoint := last_checkpoint(folder)) is None:
-        raise CheckpointError(f"{folder} holds no checkpoint of a streamed model; Streamed.save writes them.")
-    state = read_state(checkpoint)
-    settings = state.get("streamed")
-    if not isinstance(settings, list):
-        raise CheckpointError(f"{checkpoint} is of a `megatier train` run; go on with `megatier resume`.")
-
-    # Older versions had AdamW alone, with moments in fp32, and did not note it.
-    for name, now in (kept or {}).items():
-        if now != (before := state.get(name, {"optimizer": "adamw", "moments": "fp32"}[name])):
-            raise CheckpointError(
-                f"{checkpoint} has {name} {shown(before)}, and this model has {now}. Open the model by "
-                f"megatier.stream(..., {name}={shown(before)!r}) to go on from it."
-            )
-
-    # The warning shows the line that called `Streamed.restore`.
-    if not is_bound(checkpoint):
-        warnings.warn(UNBOUND.format(checkpoint), stacklevel=5)
-    return checkpoint, settings, read_tiles(state)
-
-
-def _check_base(checkpoint: Path, base: Mapping[str, str]) -> None:
-    """Refuse a checkpoint of adapters over another base, which it does not hold.
-
-    Args:
-        checkpoint: the checkpoint.
-        base: the identity of the model's base; empty: it has none, or it came from RAM and is not known.
-
-    Raises:
-        CheckpointError: the checkpoint is of another one.
-    """
-    before = read_state(checkpoint).get("base") or {}
-    if base and before and before != base:
-        raise CheckpointError(f"{checkpoint} is of adapters over another base. Stream the base that they belong to.")

@@ -1,0 +1,113 @@
+"""A saved streamed model: the last checkpoint of a folder, and what was noted in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, settle_replaced
+from megatier.checkpoint.environment import differences, noted_of
+from megatier.checkpoint.run_directory import last_checkpoint, step_of
+from megatier.checkpoint.run_state import read_tiles
+from megatier.errors import CheckpointError
+from megatier.foreign import shown
+from megatier.numerics.tiles import Decision
+
+KEPT_BEFORE = {"optimizer": "adamw", "moments": "fp32"}
+"""What older versions had, and did not note."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStream:
+    """A checkpoint of a streamed model."""
+
+    path: Path
+    """Its folder."""
+    state: Mapping[str, Any]
+    """All that it holds besides its arrays."""
+
+    @classmethod
+    def find(cls, folder: Path) -> Self:
+        """Return the last checkpoint of a folder.
+
+        Raises:
+            CheckpointError: there is none, or it is of a run of `megatier train`, or damaged.
+        """
+        settle_replaced(folder)
+        if (path := last_checkpoint(folder)) is None:
+            raise CheckpointError(f"{folder} holds no checkpoint of a streamed model; Streamed.save writes them.")
+        state = read_state(path)
+        if not isinstance(state.get("streamed"), list):
+            raise CheckpointError(f"{path} is of a `megatier train` run; go on with `megatier resume`.")
+        return cls(path, state)
+
+    @property
+    def step(self) -> int:
+        """The last step before it was written."""
+        return step_of(self.path)
+
+    @property
+    def settings(self) -> Sequence[Mapping[str, Any]]:
+        """The settings of each group of its optimizer."""
+        found: Sequence[Mapping[str, Any]] = self.state["streamed"]
+        return found
+
+    @property
+    def groups(self) -> int | None:
+        """How many backwards of all ranks its steps had; None: an older version wrote it."""
+        found = self.state.get("groups")
+        return found if isinstance(found, int) else None
+
+    @property
+    def tiles(self) -> Mapping[str, Decision]:
+        """Which modules ran in tiles of tokens."""
+        return read_tiles(self.state)
+
+    def check(self, kept: Mapping[str, str], base: Mapping[str, str]) -> None:
+        """Refuse it for a model with other state.
+
+        Args:
+            kept: the optimizer and the type of moments of the model.
+            base: the identity of its base; empty: it has none, or it came from RAM and is not known.
+
+        Raises:
+            CheckpointError: it is of another optimizer, of other moments, or of adapters over another base, which it
+                does not hold.
+        """
+        for name, now in kept.items():
+            if now != (before := self.state.get(name, KEPT_BEFORE[name])):
+                raise CheckpointError(
+                    f"{self.path} has {name} {shown(before)}, and this model has {now}. Open the model by "
+                    f"megatier.stream(..., {name}={shown(before)!r}) to go on from it."
+                )
+        of_base = self.state.get("base") or {}
+        if base and of_base and of_base != base:
+            raise CheckpointError(f"{self.path} is of adapters over another base. Stream the base that they belong to.")
+
+    def remarks(self, compiled: str, environment: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what a user should know who goes on from it. Older versions noted less, which is not compared.
+
+        Args:
+            compiled: how layers are compiled now.
+            environment: libraries and devices now.
+        """
+        before = self.state.get("compiled", compiled)
+        if before != compiled:
+            yield (
+                f"{self.path} was written where layers are compiled {before}, and here they are compiled {compiled}. "
+                "State is taken bit by bit, but steps are rounded in other places from now on. Open the model with "
+                f"compile={before != 'not at all'} to go on as before."
+            )
+        noted = self.state.get("environment")
+        if isinstance(noted, dict) and (others := list(differences(noted, noted_of(noted, environment)))):
+            yield (
+                f"{self.path} was written in another environment: {shown('; '.join(others))}. State is taken bit by "
+                "bit, but steps may be rounded in other ways from now on."
+            )
+
+    @property
+    def damage_remark(self) -> str:
+        """What a user should know who reads it; empty: each chunk is compared with what was written at its place."""
+        return "" if is_bound(self.path) else UNBOUND.format(self.path)
