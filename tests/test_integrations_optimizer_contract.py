@@ -292,6 +292,8 @@ def test_inputs_of_torchs_own_tests_have_torchs_numbers_or_are_refused(
         absent = types.ModuleType("expecttest")
         vars(absent)["TestCase"] = unittest.TestCase
         monkeypatch.setitem(sys.modules, "expecttest", absent)
+    # They also freeze the settings of torch's back ends, for all tests that this process runs later.
+    monkeypatch.setattr(torch.backends, "disable_global_flags", lambda: None)
     found = pytest.importorskip("torch.testing._internal.common_optimizers")
     info = next(each for each in found.optim_db if each.optim_cls is torch.optim.AdamW)
     taken = 0

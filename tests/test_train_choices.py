@@ -98,7 +98,7 @@ def test_train_by_epochs_counts_its_steps_and_says_how_much_text_there_is(
 @pytest.mark.parametrize(
     ("epochs", "said"),
     [
-        (0, "train.epochs is 0; it must be above 0"),
+        (0.0, "train.epochs is 0.0; it must be above 0"),
         (-1.0, "train.epochs is -1.0; it must be above 0"),
         (float("inf"), "train.epochs is inf"),
     ],
