@@ -210,6 +210,10 @@ class DamagedCheckpointError(CheckpointError):
         self.reason = f"{path} {what}."
         super().__init__(f"{self.reason} Move this checkpoint away; then the one before it is used.")
 
+    def add_remedy(self, words: str) -> None:
+        """Say what else helps."""
+        self.args = (f"{self} {words}",)
+
 
 class SavepointError(CheckpointError):
     """A run cannot go on from its savepoint."""

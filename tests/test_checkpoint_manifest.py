@@ -17,7 +17,7 @@ from test_checkpoint_checkpoint import SmallGrid, saved, steps
 from tiny_runs import PLACES, Run, exactness_config, one_thread, opened
 
 from megatier.checkpoint import checkpoint, checkpoint_writer, plane_writer
-from megatier.checkpoint.checkpoint import UNBOUND_FORMAT, is_bound, open_masters, read_state, restore
+from megatier.checkpoint.checkpoint import UNBOUND_FORMAT, check_moments, is_bound, open_masters, read_state, restore
 from megatier.checkpoint.manifest import Manifest, digest_of
 from megatier.errors import DamagedCheckpointError
 from megatier.models.decoder import Unit
@@ -199,6 +199,31 @@ def test_open_masters_of_whole_files_in_a_wrong_place_is_refused_by_name(
     harm(*copied)
     with pytest.raises(DamagedCheckpointError, match=words):
         masters(copied[0], list(session.units))
+
+
+MOMENTS = [trial for trial in TRIALS if "moment" in trial or TRIALS[trial][1].startswith("exp_avg")]
+"""Harms that no master shows."""
+
+
+@pytest.mark.parametrize("trial", MOMENTS)
+def test_check_moments_of_files_in_a_wrong_place_is_refused_by_name(
+    trial: str, copied: tuple[Path, Path], session: Session
+) -> None:
+    check_moments(copied[0], session.wholes)
+    harm, words = TRIALS[trial]
+    harm(*copied)
+    with pytest.raises(DamagedCheckpointError, match=words.replace("params", r"(params|exp_avg)")):
+        check_moments(copied[0], session.wholes)
+
+
+def test_restore_of_weights_alone_refuses_exchanged_moments_and_stays_whole(
+    copied: tuple[Path, Path], session: Session
+) -> None:
+    harm, words = TRIALS["both moments of an array"]
+    harm(*copied)
+    with pytest.raises(DamagedCheckpointError, match=words):
+        restore(session, copied[0], weights_only=True)
+    session.player.drain()  # refused before anything was touched
 
 
 def as_older_version(path: Path) -> None:

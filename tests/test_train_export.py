@@ -211,6 +211,22 @@ def test_export_of_a_damaged_checkpoint_says_what_and_leaves_nothing(
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
 
 
+def test_export_of_a_checkpoint_with_exchanged_moments_says_so_and_how_the_weights_come_out(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No export has moments, but a drive that exchanged them is not to be trusted with the weights."""
+    last = run / "checkpoints" / "step-00000002"
+    one, other = (last / name / "lm_head.weight/c/0/0" for name in ("exp_avg", "exp_avg_sq"))
+    between = one.rename(tmp_path / "between")
+    other.rename(one)
+    between.rename(other)
+    error = refused(run, tmp_path / "out", capsys)
+    assert "lm_head.weight/c/0/0 holds other bytes than were written there" in error
+    assert error.rstrip().endswith("with --accept-changes.")
+    assert main(["export", str(run), str(tmp_path / "out"), "--accept-changes"]) == 0
+    assert files(tmp_path / "out") == files(run / "model")
+
+
 def test_export_whose_checkpoint_is_removed_meanwhile_says_so(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

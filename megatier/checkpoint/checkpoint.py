@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatier.checkpoint.arrays import ArrayReader
-from megatier.checkpoint.chunkfile import ChunkFiles
+from megatier.checkpoint.chunkfile import ChunkFiles, check_ends
 from megatier.checkpoint.grid import Grid, StoredArray
 from megatier.checkpoint.manifest import METADATA_FILE, Manifest, digest_of, read_json
 from megatier.checkpoint.run_directory import CHECKPOINT_NAME, checkpoints, step_of
@@ -290,6 +290,9 @@ def restore(
     with crew.together():
         arrays = _open_arrays(path, arrays_of(session.units))
 
+        if weights_only:
+            check_moments(path, session.wholes)
+
     # If something breaks off in here, also on another rank, the state is torn until it is loaded again. `loading` is
     # outermost, so that it sees the error of another rank, which `together` raises here.
     with session.player.loading(), crew.together():
@@ -349,6 +352,28 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
             return values
 
         yield read
+
+
+def check_moments(path: Path, units: Sequence[Unit]) -> None:
+    """Compare moments that nobody reads with the manifest, chunk by chunk, by the ends of their files.
+
+    Args:
+        path: the checkpoint. Those of older versions have nothing to compare with.
+        units: all units of the model, whole. Their optimizer may be another one than that of the checkpoint.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, of another size, or not the one that was written at its place.
+    """
+    manifest = _read_root(path)[1]
+    if manifest is None:
+        return
+
+    # Which moments there are is asked of the checkpoint, since a model that is exported has no optimizer.
+    shapes = parameter_shapes(units)
+    places = (node.partition("/") for node in manifest.checksums)
+    moments = {(name, of): shapes[of] for name, _, of in places if name != MASTERS and of in shapes}
+    for array in _open_arrays(path, moments).values():
+        check_ends(array)
 
 
 def _files(arrays: Iterable[StoredArray]) -> ChunkFiles:

@@ -233,25 +233,15 @@ class ChunkFiles:
         staged = self._free.popleft()
         path = array.folder / chunk.key
         staged.path = path
-        staged.num_bytes = 4 * array.grid.chunk_elements + CRC_BYTES
+        staged.num_bytes = _file_bytes(array)
         staged.expected = None if array.checksums is None else array.checksums[place]
 
-        # `_open` follows no link at the end of a path. Links further up show in the resolved path.
-        try:
-            if os.path.realpath(path) != str(path):
-                raise DamagedCheckpointError(str(path), "leads out of its checkpoint by a link; it was not read")
-            # Among those in flight before it has a file, so that `__exit__` closes what was opened.
-            self._flying.append(staged)
+        # Among those in flight before it has a file, so that `__exit__` closes what was opened.
+        self._flying.append(staged)
+        with _opening(path):
             staged.files.append(_open_direct(path))
             staged.files.append(_open(path))
-        except OSError as error:
-            raise DamagedCheckpointError(str(path), f"cannot be read: {os.strerror(error.errno or 0)}") from error
-
-        # Asked of the open file, which nobody can exchange any more. A pipe or a device is no chunk.
-        found = os.fstat(staged.files[0])
-        if not stat.S_ISREG(found.st_mode) or found.st_size != staged.num_bytes:
-            what = f"has {found.st_size} bytes instead of {staged.num_bytes}; it is damaged"
-            raise DamagedCheckpointError(str(path), what)
+        _check_size(path, staged.files[0], staged.num_bytes)
 
         # Whole pages go by O_DIRECT, and the rest through the descriptor that is without it.
         start = staged.num_bytes // PAGE_BYTES * PAGE_BYTES
@@ -276,10 +266,9 @@ class ChunkFiles:
         if (found := staged.stored_crc()) != staged.computed_crc():
             raise DamagedCheckpointError(str(staged.path), "is damaged: its checksum is not that of its bytes")
 
-        # A write that a drive misdirected or lost leaves whole bytes of another place or time, with their own checksum.
-        if staged.expected is not None and found != staged.expected:
-            what = f"holds other bytes than were written there: their checksum is {found:#010x}, noted"
-            raise DamagedCheckpointError(str(staged.path), f"{what} is {staged.expected:#010x}")
+        if staged.expected is not None:
+            assert staged.path is not None
+            _check_place(staged.path, found, staged.expected)
 
     def _finish_write(self) -> None:
         """Wait for the write that was begun first, and cut its file to the file's size.
@@ -308,6 +297,72 @@ class ChunkFiles:
     def _submit(self, staged: Staged, segments: Sequence[tuple[int, int, int, int]], *, write: bool) -> None:
         # No table of checksums: the file's own covers all of it, and lies in the buffer.
         staged.batch = self._pool.submit_io(write, segments, 0, REQUEST_BYTES, REQUEST_BYTES)
+
+
+def check_ends(array: StoredArray) -> None:
+    """Compare sizes and checksums of chunks that are not read: whether each is the one that was written at its place.
+
+    That costs four bytes a chunk. It finds what was exchanged, and no flipped bit.
+
+    Raises:
+        DamagedCheckpointError: see `ChunkFiles.read`.
+    """
+    num_bytes = _file_bytes(array)
+    for chunk, expected in zip(array.grid.chunks(), array.checksums or (), strict=False):
+        path = array.folder / chunk.key
+        with _opening(path):
+            file = _open(path)
+            try:
+                _check_size(path, file, num_bytes)
+                end = os.pread(file, CRC_BYTES, num_bytes - CRC_BYTES)
+            finally:
+                os.close(file)
+        _check_place(path, int.from_bytes(end, "little"), expected)
+
+
+def _file_bytes(array: StoredArray) -> int:
+    """Return the bytes of each chunk's file."""
+    return 4 * array.grid.chunk_elements + CRC_BYTES
+
+
+@contextlib.contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """Refuse a chunk that cannot be opened, or lies elsewhere.
+
+    Raises:
+        DamagedCheckpointError: its file is missing, or a link leads out of its folder.
+    """
+    # `_open` follows no link at the end of a path. Links further up show in the resolved path.
+    if os.path.realpath(path) != str(path):
+        raise DamagedCheckpointError(str(path), "leads out of its checkpoint by a link; it was not read")
+    try:
+        yield
+    except OSError as error:
+        raise DamagedCheckpointError(str(path), f"cannot be read: {os.strerror(error.errno or 0)}") from error
+
+
+def _check_size(path: Path, file: int, num_bytes: int) -> None:
+    """Refuse a chunk of another size.
+
+    Raises:
+        DamagedCheckpointError: it has one, or is no plain file.
+    """
+    # Asked of the open file, which nobody can exchange any more. A pipe or a device is no chunk.
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
+        raise DamagedCheckpointError(str(path), f"has {found.st_size} bytes instead of {num_bytes}; it is damaged")
+
+
+def _check_place(path: Path, found: int, expected: int) -> None:
+    """Refuse a chunk of another place or time.
+
+    Raises:
+        DamagedCheckpointError: its checksum is not the one that was noted.
+    """
+    # A write that a drive misdirected or lost leaves whole bytes of another place or time, with their own checksum.
+    if found != expected:
+        what = f"holds other bytes than were written there: their checksum is {found:#010x}, noted is {expected:#010x}"
+        raise DamagedCheckpointError(str(path), what)
 
 
 def _create(path: Path) -> int:

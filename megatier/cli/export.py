@@ -38,8 +38,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--accept-changes",
         action="store_true",
-        help="export even if config.json, a buffer or the tokenizer differs from that of the run; the new ones are "
-        "written",
+        help="export even if config.json, a buffer or the tokenizer differs from that of the run (the new ones are "
+        "written), or if moments of the checkpoint were exchanged",
     )
     parser.add_argument(
         "--merge", action="store_true", help="merge the adapters into their base, and write a model that needs no PEFT"

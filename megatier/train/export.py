@@ -16,7 +16,7 @@ from megatier.adapters.lora import adapter_config
 from megatier.adapters.merge import MergedWeights
 from megatier.adapters.stored import read_config
 from megatier.adapters.weights import AdaptedWeights
-from megatier.checkpoint.checkpoint import UNBOUND, is_bound, open_masters, read_state
+from megatier.checkpoint.checkpoint import UNBOUND, check_moments, is_bound, open_masters, read_state
 from megatier.checkpoint.run_directory import (
     CHECKPOINT_FOLDER,
     METRICS_FILE,
@@ -68,7 +68,7 @@ def export_checkpoint(
         shard_bytes: see `models.export.export`.
         base: where the model that the run began with is now; None: where it was.
         accepts_changes: take the config, buffers and tokenizer that the run's model.path and data.tokenizer give now,
-            also if they are not those of the checkpoint.
+            also if they are not those of the checkpoint, and ask nothing about its moments.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -93,6 +93,8 @@ def export_checkpoint(
     units = find_units(model)
 
     try:
+        if not accepts_changes:
+            _check_rest(checkpoint, units)
         with open_masters(checkpoint, units) as read:
             write_model(
                 console, folder, model, units, read, tokenizer, dtype or config.output.export_dtype, shard_bytes
@@ -124,6 +126,19 @@ def _check_same(
     elif not accepts_changes:
         changes = differences(exported(origin), exported(origin_of(config, model, tokenizer)))
         check_origin(changes, config, remedy=", or add --accept-changes to export it with these")
+
+
+def _check_rest(checkpoint: Path, units: Sequence[Unit]) -> None:
+    """Refuse a checkpoint whose moments were exchanged: no export has them, but who knows what else was.
+
+    Raises:
+        DamagedCheckpointError: names the file, and how the weights are exported all the same.
+    """
+    try:
+        check_moments(checkpoint, units)
+    except DamagedCheckpointError as error:
+        error.add_remedy("Or export its weights alone, which are compared as they are read, with --accept-changes.")
+        raise
 
 
 def export_merged(
@@ -170,6 +185,8 @@ def export_merged(
         plain, weights = open_base(config.model, config.train.seed, decodes=True)
         if checkpoint is not None:
             _check_same(console, checkpoint, config, model, tokenizer, accepts_changes=accepts_changes)
+            if not accepts_changes:
+                _check_rest(checkpoint, find_units(model))
     with ExitStack() as stack:
         if checkpoint is not None:
             merged = MergedWeights(weights, model, _reading_whole(stack, checkpoint, find_units(model)))
