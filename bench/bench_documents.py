@@ -25,9 +25,9 @@ from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
 from megatier.models.initialiser import Initialiser
-from megatier.session.machine import choose_device
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
+from megatier.setup.machine import choose_device
 
 FLEX: Any = "flex_attention"
 VARIANTS: dict[str, Any] = {"together": "sdpa", "apart": "sdpa", "together_flex": FLEX, "apart_flex": FLEX}

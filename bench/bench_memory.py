@@ -35,11 +35,11 @@ from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, Tiers
 from megatier.hardware import set_cuda_defaults
 from megatier.models.experts import cut_units
 from megatier.planner.memory import activation_bytes
-from megatier.session.attention import with_kernel
 from megatier.session.process import make_repeatable
 from megatier.session.session import Session
-from megatier.session.skeleton import skeleton_of
-from megatier.session.workload import Workload
+from megatier.setup.attention import with_kernel
+from megatier.setup.skeleton import skeleton_of
+from megatier.setup.workload import Workload
 from megatier.tier import Tier
 
 GIB = 1 << 30

@@ -56,10 +56,10 @@ from megatier.ranks.ranks import Ranks, joined
 from megatier.report.picture import draw, lane_uses
 from megatier.schedule.rates import World, read_rates
 from megatier.schedule.sizes import Budgets
-from megatier.session.attention import with_kernel
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
-from megatier.session.skeleton import open_model
+from megatier.setup.attention import with_kernel
+from megatier.setup.skeleton import open_model
 from megatier.tier import Kind, Tier
 from megatier.trace.events import TraceEvent, stall_seconds, write_trace
 

@@ -19,7 +19,7 @@ from megatier.planner.plan import make_plan
 from megatier.planner.search import Choice, search
 from megatier.schedule.rates import DriveRates, Rates, World, read_rates
 from megatier.schedule.sizes import Budgets
-from megatier.session.skeleton import skeleton_of
+from megatier.setup.skeleton import skeleton_of
 from megatier.tier import Tier
 
 GIB = 1 << 30

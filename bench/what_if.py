@@ -20,7 +20,7 @@ from megatier.planner.search import search
 from megatier.planner.trial import changed
 from megatier.schedule.rates import DriveRates, Rates, read_rates
 from megatier.schedule.sizes import Budgets
-from megatier.session.skeleton import skeleton_of
+from megatier.setup.skeleton import skeleton_of
 
 GIB = 1 << 30
 TIB = 1 << 40

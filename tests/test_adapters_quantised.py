@@ -43,7 +43,7 @@ from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from megatier.models.decoder import find_units
 from megatier.numerics.quantised import QuantisedLinear
 from megatier.session.session import Session
-from megatier.session.skeleton import open_model
+from megatier.setup.skeleton import open_model
 from megatier.tier import Kind, Tier
 
 TRAIN = TrainConfig(steps=3, batch=6, clip=0.5, weight_decay=0.1)

@@ -19,7 +19,7 @@ from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TrainConfig
 from megatier.layout import Layout
 from megatier.models.decoder import Unit, find_units
-from megatier.session.skeleton import open_model
+from megatier.setup.skeleton import open_model
 
 
 @pytest.fixture(scope="module")

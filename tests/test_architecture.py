@@ -44,7 +44,7 @@ COMPARED = {
     "drives/base_files.py": 2,  # with the version of the header; each granule by its checksum
     "models/folder.py": 1,  # after `read_object` of the same file
     "plugins/program_trainer.py": 1,  # after `note`
-    "session/skeleton.py": 1,  # after `read_object` of the same file
+    "setup/skeleton.py": 1,  # after `read_object` of the same file
     "data/tokenizer.py": 1,  # after `read_object` and `read_input` of its files
 }
 """User's files that are opened more than once. What is read of them is compared."""

@@ -155,10 +155,10 @@ def test_budgets_that_nobody_gave_are_those_of_the_start_when_a_run_goes_on(
     more = {"tiers.gpu": None, "tiers.ram": None, "tiers.nvme": str(tmp_path / "drive")}
     settings = settings_of(tmp_path, {"tiers.state": "nvme"}, **more)
     with monkeypatch.context() as patch:
-        patch.setattr("megatier.session.machine.default_budgets", lambda _: Budget(1 << 20, 8 << 20))
+        patch.setattr("megatier.setup.machine.default_budgets", lambda _: Budget(1 << 20, 8 << 20))
         patch.setattr("megatier.drives.mounts.free_bytes", lambda _: 64 << 20)
         run = ended(tmp_path, settings)
-    monkeypatch.setattr("megatier.session.machine.default_budgets", lambda _: Budget(9 << 20, 9 << 20))
+    monkeypatch.setattr("megatier.setup.machine.default_budgets", lambda _: Budget(9 << 20, 9 << 20))
     assert main(["resume", str(run)]) == 0
     assert outcome_of(run) == whole
 

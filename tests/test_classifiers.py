@@ -29,7 +29,7 @@ from megatier.config.schema import ModelConfig
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import is_classifier
-from megatier.session.skeleton import model_config_of, skeleton_of
+from megatier.setup.skeleton import model_config_of, skeleton_of
 from megatier.tier import Kind
 
 SMALL: dict[str, Any] = {"device": "cpu", "gpu": 8 << 20, "ram": 8 << 20, "update_threads": 2, "io_threads": 2}

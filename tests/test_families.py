@@ -31,7 +31,7 @@ from transformers import AutoConfig
 from megatier.config.schema import TrainConfig
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.models.decoder import build_skeleton, check_stops_at_borders
-from megatier.session.workload import boundary_width
+from megatier.setup.workload import boundary_width
 
 NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
 """Slices draw dropout in another order than a whole batch does."""
@@ -175,7 +175,7 @@ def test_argument_that_a_module_does_not_use_is_not_cut(tmp_path: Path) -> None:
 def test_layers_that_take_more_than_was_planned_are_told_what_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatier.session.workload.HIDDEN_STATE_COUNTS", ())
+    monkeypatch.setattr("megatier.setup.workload.HIDDEN_STATE_COUNTS", ())
     config = tiny_config("gemma3n_text")
     source = plain_gradients(config, attention_of(config))[2]
     with pytest.raises(

@@ -209,7 +209,7 @@ def test_stream_of_a_folder_trains_routers_in_fp32(ernie: PreTrainedModel, tmp_p
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.0, "eps": 1.0, "clip": None, "fused_loss": False}
     # A plain model multiplies in bf16 on any processor; a streamed one in fp32 where bf16 has no instructions.
     with (
-        patch("megatier.session.machine.cpu_has_bf16", return_value=True),
+        patch("megatier.setup.machine.cpu_has_bf16", return_value=True),
         megatier.stream(tmp_path / "mixed", tiers=TIERS, **options) as streamed,
     ):
         found = streamed.model(**batch).loss

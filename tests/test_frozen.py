@@ -45,7 +45,7 @@ from megatier.models.decoder import find_units
 from megatier.models.frozen import freeze
 from megatier.planner.plan import make_plan
 from megatier.schedule.sizes import Budgets
-from megatier.session.skeleton import skeleton_of
+from megatier.setup.skeleton import skeleton_of
 from megatier.tier import Kind, Tier
 
 FROZEN = {

@@ -29,7 +29,7 @@ from megatier.models import limits
 from megatier.models.decoder import build_skeleton
 from megatier.models.location import resolve
 from megatier.models.weights import SafetensorsFolder
-from megatier.session.skeleton import read_model_config
+from megatier.setup.skeleton import read_model_config
 
 SECONDS = 60
 """No file may keep a reader busy for that long, on a busy machine."""

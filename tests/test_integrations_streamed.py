@@ -100,7 +100,7 @@ def test_loop_any_model_and_policy_takes_the_steps_of_the_engine(
 
 def test_loop_on_a_cpu_without_bf16_instructions_takes_the_steps_of_the_engine(tmp_path: Path) -> None:
     train = train_config("tied")
-    with patch("megatier.session.machine.cpu_has_bf16", return_value=False):
+    with patch("megatier.setup.machine.cpu_has_bf16", return_value=False):
         with opened(exactness_config("tied"), tmp_path, PLACES["ram"], train, numerics=GUARDED, seed=None) as session:
             torch.manual_seed(5)
             expected = outcome(session, reference(session, train, 160))
@@ -110,7 +110,7 @@ def test_loop_on_a_cpu_without_bf16_instructions_takes_the_steps_of_the_engine(t
 
 
 @pytest.mark.parametrize("model", ["tied", "untied"])
-@patch("megatier.session.machine.cpu_has_bf16", return_value=True)
+@patch("megatier.setup.machine.cpu_has_bf16", return_value=True)
 def test_lent_head_gives_the_gradients_of_the_head_itself(_: object, model: str, tmp_path: Path) -> None:
     train = train_config(model, groups=1)
     outcomes = []

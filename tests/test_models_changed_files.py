@@ -24,7 +24,7 @@ from megatier.foreign import note, one_version, read_input
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.models.folder import read_headers
 from megatier.models.weights import SafetensorsFolder
-from megatier.session.skeleton import open_base
+from megatier.setup.skeleton import open_base
 
 FILE = "model.safetensors"
 

@@ -17,8 +17,8 @@ from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import find_units
 from megatier.planner.memory import ActivationBytes, activation_bytes
-from megatier.session.skeleton import skeleton_of
-from megatier.session.workload import Workload
+from megatier.setup.skeleton import skeleton_of
+from megatier.setup.workload import Workload
 
 RESULTS = Path(__file__).parent.parent / "bench" / "results"
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")

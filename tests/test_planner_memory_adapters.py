@@ -18,7 +18,7 @@ from megatier.config.lora import LoraConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.planner.memory import ActivationBytes, activation_bytes
-from megatier.session.workload import Workload
+from megatier.setup.workload import Workload
 
 ADAPTED = tiny_config("llama")
 TOKENS = 16

@@ -34,8 +34,8 @@ from megatier.planner.plan import Plan, checkpoint_seconds, make_plan, pause_sec
 from megatier.schedule.forecast import Forecast
 from megatier.schedule.rates import DriveRates, Rates, World, read_rates
 from megatier.schedule.sizes import Budgets, Policy, host_ram
-from megatier.session.attention_rule import efficiency
-from megatier.session.skeleton import skeleton_of
+from megatier.setup.attention_rule import efficiency
+from megatier.setup.skeleton import skeleton_of
 from megatier.tier import Kind, Phase, Tier
 
 SLOW = replace(

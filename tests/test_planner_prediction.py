@@ -18,7 +18,7 @@ from megatier.planner.prediction import STEPS, Correction, Prediction, measured_
 from megatier.planner.trial import Trial
 from megatier.schedule.forecast import QUEUES_OF_DISK, Forecast
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.session.skeleton import skeleton_of
+from megatier.setup.skeleton import skeleton_of
 from megatier.trace.events import TraceEvent
 
 WAVERS = replace(

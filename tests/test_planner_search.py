@@ -19,7 +19,7 @@ from megatier.planner.search import MARGIN, WORTH, search
 from megatier.planner.trial import Trial, changed
 from megatier.schedule.rates import DriveRates, Rates, World
 from megatier.schedule.sizes import Budgets
-from megatier.session.skeleton import skeleton_of
+from megatier.setup.skeleton import skeleton_of
 
 MIB = 1 << 20
 LLAMA = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024}

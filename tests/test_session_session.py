@@ -36,8 +36,8 @@ from megatier.models import laws
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.initialiser import Initialiser
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.session import machine
 from megatier.session.session import Session
+from megatier.setup import machine
 from megatier.tier import Activations, Kind
 
 STATE = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)

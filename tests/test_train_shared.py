@@ -27,8 +27,8 @@ from megatier.errors import CapacityError, ExportError
 from megatier.planner.search import Choice, search
 from megatier.schedule.rates import Rates, World
 from megatier.schedule.sizes import Budgets
-from megatier.session import machine
 from megatier.session.session import Session
+from megatier.setup import machine
 from megatier.trace.recorder import Recorder
 from megatier.train import choices, export, loop, shared, trainer
 from megatier.train.saves import Saves, Say

@@ -37,7 +37,7 @@ from megatier.schedule import placement
 from megatier.schedule.rates import World
 from megatier.schedule.sizes import Budgets, Policy, UnitSpec
 from megatier.session.session import Session
-from megatier.session.workload import Workload
+from megatier.setup.workload import Workload
 from megatier.tier import STATE_KINDS, Kind, Tier, round_up
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -177,7 +177,7 @@ def opened(
     budgets = least_budgets(skeleton, model, tiers, train, numerics, tokens, place)
     tiers = replace(tiers, gpu=budgets.gpu, ram=budgets.ram)
     with (
-        patch("megatier.session.machine.cpu_has_bf16", return_value=not fp32_products),
+        patch("megatier.setup.machine.cpu_has_bf16", return_value=not fp32_products),
         Session(skeleton, model, tiers, train, numerics, tokens, seed=seed, savepoints=place.savepoints) as session,
     ):
         session.load(source or Initialiser(session.model, 0))

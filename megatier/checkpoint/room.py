@@ -18,7 +18,7 @@ from megatier.config.output_section import OutputConfig
 from megatier.durable import free_bytes
 from megatier.errors import CapacityError, mib
 from megatier.models.decoder import Unit
-from megatier.session.workload import COMPUTE_DTYPES
+from megatier.setup.workload import COMPUTE_DTYPES
 
 REMEDY = "Free space there, or name another output.directory."
 REMEDY_OF_CHECKPOINTS = "Free space there, set a smaller output.keep_checkpoints, or name another output.directory."

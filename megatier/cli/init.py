@@ -88,7 +88,7 @@ def _check_model(config: ModelConfig) -> None:
     """
     # Imported only here, since it loads torch.
     from megatier.models.experts import cut_units
-    from megatier.session.skeleton import skeleton_of
+    from megatier.setup.skeleton import skeleton_of
 
     cut_units(skeleton_of(config), config.expert_parts)
 

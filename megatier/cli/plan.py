@@ -178,9 +178,9 @@ def _planned(
     from megatier.planner.plan import make_plan
     from megatier.planner.search import search
     from megatier.planner.trial import changed
-    from megatier.session.attention import with_kernel
-    from megatier.session.machine import choose_device, compiles
-    from megatier.session.skeleton import skeleton_of
+    from megatier.setup.attention import with_kernel
+    from megatier.setup.machine import choose_device, compiles
+    from megatier.setup.skeleton import skeleton_of
     from megatier.train.choices import budgets_here, fit_positions, fix_choices, with_true_loss
 
     model = skeleton_of(loaded.model)

@@ -41,8 +41,8 @@ from megatier.optimizers import MOMENTS, OPTIMIZER_NAMES, OPTIMIZERS, Moments, O
 from megatier.ranks.ranks import joined
 from megatier.session.process import share_interpreter
 from megatier.session.session import Session
-from megatier.session.skeleton import read_model_config
-from megatier.session.workload import COMPUTE_DTYPES
+from megatier.setup.skeleton import read_model_config
+from megatier.setup.workload import COMPUTE_DTYPES
 
 ELSEWHERE = {
     "learning_rate": "lr",

@@ -41,7 +41,7 @@ from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.session.held import HeldWeights
 from megatier.session.session import Session
-from megatier.session.workload import COMPUTE_DTYPES
+from megatier.setup.workload import COMPUTE_DTYPES
 from megatier.train.export import SHARD_BYTES
 
 T = TypeVar("T")

@@ -57,8 +57,8 @@ from megatier.numerics.adapted import matrices_in, wrappers_in
 from megatier.numerics.muon import matrices_of
 from megatier.numerics.quantised import PIECE_ELEMENTS
 from megatier.schedule.slots import MATRICES_CARRIED
-from megatier.session.attention_rule import FLEX
-from megatier.session.workload import (
+from megatier.setup.attention_rule import FLEX
+from megatier.setup.workload import (
     COMPUTE_DTYPES,
     Workload,
     attention_parts,

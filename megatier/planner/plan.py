@@ -29,7 +29,7 @@ from megatier.schedule.placement import Placement, all_short, place
 from megatier.schedule.rates import ALONE, DriveRates, Rates, World
 from megatier.schedule.sizes import Budgets, block_bytes, home_bytes
 from megatier.schedule.timeline import Access
-from megatier.session.workload import Workload
+from megatier.setup.workload import Workload
 from megatier.tier import Kind, Tier
 from megatier.trace.events import STEP, TraceEvent
 

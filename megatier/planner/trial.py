@@ -26,8 +26,8 @@ from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import ALONE, Rates, World
 from megatier.schedule.sizes import Budgets
 from megatier.schedule.timeline import Access
-from megatier.session.attention_rule import BACKWARD, FLEX, efficiency
-from megatier.session.workload import Workload, advised, head_width, hidden_width
+from megatier.setup.attention_rule import BACKWARD, FLEX, efficiency
+from megatier.setup.workload import Workload, advised, head_width, hidden_width
 from megatier.tier import Phase, Tier
 
 REPEATED = ((0.0, 0.7), (0.1, 0.6), (0.15, 0.55), (0.3, 0.39), (0.5, 0.16), (0.8, 0.03), (1.0, 0.0))
@@ -232,7 +232,7 @@ def _compute_seconds(
     only sums follow: not counted), and adds up their gradients. Causal attention takes 2 x sequence x width FLOPs for
     each token in the forward, and twice that with a mask of all pairs, whose kernel also computes what is masked. A
     mask by blocks spares the more FLOPs the shorter documents are; that is not counted. Attention of compiled layers
-    has the rate of its kernel (`session.attention_rule`). Parameters with adapters of their own have gradients though
+    has the rate of its kernel (`setup.attention_rule`). Parameters with adapters of their own have gradients though
     they are frozen, and take time to be adapted.
     """
     text = model.config.get_text_config()

@@ -28,8 +28,8 @@ from collections.abc import Iterator
 import torch
 
 from megatier.engine.stage import WeightSource, WeightUse
-from megatier.session.machine import free_gpu_bytes
 from megatier.session.session import Session
+from megatier.setup.machine import free_gpu_bytes
 from megatier.store.copies import POISON
 from megatier.tier import Kind, Leg, Phase, Tier
 

@@ -36,7 +36,8 @@ from megatier.schedule.placement import Placement, all_short, place
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import Budgets, bay_bytes
 from megatier.session.filling import Filling
-from megatier.session.machine import (
+from megatier.session.shards import Read, WholeMasters, reading_masters, shards_of
+from megatier.setup.machine import (
     budgets_of,
     check_attention,
     choose_device,
@@ -47,8 +48,7 @@ from megatier.session.machine import (
     takes_fp32_products,
     world_of,
 )
-from megatier.session.shards import Read, WholeMasters, reading_masters, shards_of
-from megatier.session.workload import COMPUTE_DTYPES, Workload, advised
+from megatier.setup.workload import COMPUTE_DTYPES, Workload, advised
 from megatier.store.store import TieredStore
 from megatier.tier import Kind, Tier
 

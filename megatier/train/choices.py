@@ -26,9 +26,9 @@ from megatier.planner.trial import changed
 from megatier.report.metrics import wavering
 from megatier.schedule.rates import Rates, World
 from megatier.schedule.sizes import Budgets
-from megatier.session.attention import with_kernel
-from megatier.session.machine import budgets_of, choose_device, compiles
-from megatier.session.skeleton import skeleton_of
+from megatier.setup.attention import with_kernel
+from megatier.setup.machine import budgets_of, choose_device, compiles
+from megatier.setup.skeleton import skeleton_of
 from megatier.train.outlet import say
 
 WITHOUT_FLEX = "model.attention is {}, not flex_attention, because {}"

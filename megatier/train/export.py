@@ -39,8 +39,8 @@ from megatier.models.decoder import Unit, find_units
 from megatier.ranks.channel import Alone
 from megatier.report.history import read_what_there_is
 from megatier.session.session import Session
-from megatier.session.skeleton import open_base, open_model
-from megatier.session.workload import COMPUTE_DTYPES
+from megatier.setup.skeleton import open_base, open_model
+from megatier.setup.workload import COMPUTE_DTYPES
 from megatier.train.origin import UNKNOWN, check_origin, differences, exported, origin_of
 from megatier.train.saves import Saves
 

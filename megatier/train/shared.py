@@ -28,7 +28,7 @@ from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.sizes import Budgets
-from megatier.session.machine import choose_device, world_of
+from megatier.setup.machine import choose_device, world_of
 from megatier.train.choices import budgets_here, fix_choices, plan_choices
 from megatier.train.outlet import say
 

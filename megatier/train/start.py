@@ -29,8 +29,8 @@ from megatier.models.weights import WeightReader
 from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_count, format_seconds
 from megatier.report.report import WorkBar
-from megatier.session.machine import choose_device
 from megatier.session.session import Session
+from megatier.setup.machine import choose_device
 from megatier.train.origin import UNKNOWN, Origin, check_origin, differences
 from megatier.train.outlet import say
 

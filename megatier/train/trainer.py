@@ -47,7 +47,7 @@ from megatier.report.report import WorkBar
 from megatier.report.tensorboard import ScalarEvents, load_tensorboard
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
-from megatier.session.skeleton import open_model
+from megatier.setup.skeleton import open_model
 from megatier.trace.events import write_trace
 from megatier.train.description import (
     describe,

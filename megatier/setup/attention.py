@@ -9,9 +9,9 @@ from transformers import PretrainedConfig
 
 from megatier.config.schema import RunConfig
 from megatier.models.decoder import supports_flex
-from megatier.session.attention_rule import HOPPER, Attention, chosen
-from megatier.session.machine import choose_device, compiles
-from megatier.session.skeleton import model_config_of
+from megatier.setup.attention_rule import HOPPER, Attention, chosen
+from megatier.setup.machine import choose_device, compiles
+from megatier.setup.skeleton import model_config_of
 
 DROPOUTS = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Names of the dropout of attention in configs."""

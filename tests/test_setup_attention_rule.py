@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatier.session.attention_rule import (
+from megatier.setup.attention_rule import (
     FLEX,
     HOPPER,
     MEASURED,

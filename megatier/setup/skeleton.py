@@ -27,7 +27,7 @@ from megatier.models.limits import check_counts
 from megatier.models.location import CONFIG_FILE, find_local, resolve
 from megatier.models.shards import StoredTensor
 from megatier.models.weights import SafetensorsFolder, WeightReader
-from megatier.session.workload import COMPUTE_DTYPES
+from megatier.setup.workload import COMPUTE_DTYPES
 
 NAME_CHARACTERS_MAX = 100
 """Characters of a name that are compared. A longer name resembles none, and comparing it would take long."""

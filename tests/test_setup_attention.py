@@ -10,8 +10,8 @@ import torch
 
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
-from megatier.session import attention as choosing
-from megatier.session.attention import with_kernel
+from megatier.setup import attention as choosing
+from megatier.setup.attention import with_kernel
 from megatier.train.choices import fix_choices
 
 WIDE = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
