@@ -28,9 +28,9 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from megatier.compute.compilation import Compilation
+from megatier.compute.tiles import Decision, TiledModule, running
 from megatier.models.masks import BlockMasks
-from megatier.numerics.compilation import Compilation
-from megatier.numerics.tiles import Decision, TiledModule, running
 
 KERNELS = ("without", "sdpa", "flex_attention")
 """`without` gives the values in the place of attention's output: the layer's products and norms alone."""

@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from megatier.compute import compilation
+from megatier.compute.compilation import Compilation
 from megatier.models.masks import TAKEN_FOR_GRANTED
-from megatier.numerics import compilation
-from megatier.numerics.compilation import Compilation
 
 LAYERS = {128: "8b", 64: "1b"}
 """The shape of a whole layer, by its head size."""

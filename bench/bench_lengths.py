@@ -28,8 +28,8 @@ from peers.shapes import SHAPES, peak_gpu_bytes
 from record import facts, folder_of
 from rows import RATE, ROWS, changed, config_of, skeleton
 
+from megatier.compute.compilation import compile_seconds
 from megatier.hardware import set_cuda_defaults
-from megatier.numerics.compilation import compile_seconds
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from megatier import _native
 from megatier.cli import main as megatier
 from megatier.hardware import cores_usable
-from megatier.numerics.optimizer import RunOptimizer
+from megatier.optim.optimizer import RunOptimizer
 from megatier.tier import Kind
 
 VARIANTS = {"fp32": "fp32", "bf16": "bf16", "bf16 to nearest": "fp32", "fp8": "fp8"}

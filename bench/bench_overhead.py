@@ -34,7 +34,7 @@ from megatier.engine.node import Node
 from megatier.hardware import cores_usable
 from megatier.layout import Layout
 from megatier.models.decoder import Unit, build_skeleton
-from megatier.numerics.optimizer import RunOptimizer
+from megatier.optim.optimizer import RunOptimizer
 from megatier.play.gradients import UnitGradients
 from megatier.play.weights import UnitWeights, Use
 from megatier.session.session import Session

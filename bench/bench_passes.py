@@ -27,7 +27,7 @@ from megatier import _native
 from megatier.engine.gradient import Gradients
 from megatier.hardware import cores_usable
 from megatier.layout import Layout
-from megatier.numerics.adamw import adamw_threads, begin_adamw, step_scalars
+from megatier.optim.adamw import adamw_threads, begin_adamw, step_scalars
 from megatier.tier import Kind
 
 LAYER = Layout.of(

@@ -24,8 +24,8 @@ from peers.shapes import SHAPES, adapted_config, llama_config, trained_shape
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megatier.compute.compilation import Compilation
 from megatier.engine.loss import add_product, slopes
-from megatier.numerics.compilation import Compilation
 
 
 class _Loss(torch.autograd.Function):

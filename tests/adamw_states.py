@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatier import _native
-from megatier.numerics.masters import narrow, widen
+from megatier.optim.masters import narrow, widen
 from megatier.tier import Kind
 
 Floats = npt.NDArray[np.float32]

@@ -95,7 +95,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def compiler_settings() -> Iterator[None]:
     """After a test torch's compiler has its settings of before. They are those of the process, and runs set them."""
     # To import it takes seconds, and no test can set it before.
-    if "megatier.numerics.compilation" not in sys.modules:
+    if "megatier.compute.compilation" not in sys.modules:
         yield
         return
     found = settings_of_compiler()

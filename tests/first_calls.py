@@ -2,7 +2,7 @@
 
 python first_calls.py FUNCTION COUNT cold|warm
 
-`cold` shows the fault of the vector maths library that `numerics.vector_math` is there for: 0.4 to 1.7 % of the
+`cold` shows the fault of the vector maths library that `compute.vector_math` is there for: 0.4 to 1.7 % of the
 processes differ, on two busy cores with torch 2.13. The parent itself computes nothing, since threads do not survive a
 fork.
 """
@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from megatier.numerics.vector_math import warm
+from megatier.compute.vector_math import warm
 
 ELEMENTS = 4096
 """Enough for two threads."""

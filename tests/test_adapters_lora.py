@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from megatier.adapters.lora import add_adapters
 from megatier.adapters.weights import base_name
+from megatier.compute.adapted import wrappers_in
 from megatier.config.lora import LoraConfig
 from megatier.errors import ConfigError
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.models.experts import cut_units, most_parts
-from megatier.numerics.adapted import wrappers_in
 
 pytest.importorskip("peft")
 

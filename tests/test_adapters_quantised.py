@@ -37,11 +37,11 @@ from megatier.adapters.lora import stored_names
 from megatier.adapters.quantised import open_quantised
 from megatier.adapters.weights import AdaptedWeights
 from megatier.cli import main
+from megatier.compute.quantised import QuantisedLinear
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from megatier.models.decoder import find_units
-from megatier.numerics.quantised import QuantisedLinear
 from megatier.session.session import Session
 from megatier.setup.skeleton import open_model
 from megatier.tier import Kind, Tier

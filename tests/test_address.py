@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatier.address import address_of, fill_bytes
 from megatier.errors import AddressError
-from megatier.numerics.masters import join_master, split_master
+from megatier.optim.masters import join_master, split_master
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])

@@ -23,7 +23,7 @@ POINTERS = {
     "engine/carried.py": 1,  # the same
     "engine/node.py": 1,  # a key
     "guards/held_parts.py": 2,  # whether one tensor lies in another
-    "numerics/optimizer.py": 2,  # whether two tensors begin alike
+    "optim/optimizer.py": 2,  # whether two tensors begin alike
     "ranks/pulls.py": 2,  # how far one tensor lies in another
     "ranks/shared_ram.py": 1,  # page-locking, which takes bytes whatever they are
     "store/arena.py": 1,  # page-locking, and the drive probes' own arithmetic
@@ -103,7 +103,7 @@ JOURNEY = {
     2: "store/lanes.py",
     3: "engine/node.py",
     4: "store/lanes.py",
-    5: "numerics/optimizer.py",
+    5: "optim/optimizer.py",
     6: "drives/blockfile.py",
 }
 
@@ -126,8 +126,8 @@ def test_the_bytes_journey_is_marked_once_per_hop() -> None:
         "megatier.schedule.sizes",
         "megatier.schedule.timeline",
         "megatier.schedule.rates",
-        "megatier.schedule.simulate",
-        "megatier.schedule.forecast",
+        "megatier.forecast.simulate",
+        "megatier.forecast.forecast",
         "megatier.config.schema",
         "megatier.config.file",
         "megatier.tier",
@@ -173,7 +173,7 @@ def test_streams_events_and_threads_are_named_where_bytes_move_and_by_what_watch
 
 
 def test_results_of_compute_are_read_past_no_copy_that_leaves() -> None:
-    rooms = ("engine", "play", "store", "numerics", "guards", "models")
+    rooms = ("engine", "play", "store", "optim", "compute", "guards", "models")
     pattern = re.compile(r"\.(item|tolist|cpu)\(\)")
     lines = [line for room in rooms for path in (PACKAGE / room).glob("*.py") for line in path.read_text().splitlines()]
     found = [line.strip() for line in lines if pattern.search(line) and "on_host(" not in line]
@@ -186,7 +186,7 @@ def test_generators_are_seeded_where_their_owner_is_known() -> None:
     """`torch.manual_seed` seeds every GPU's too, whose states a loop around us would not get back."""
     pattern = re.compile(r"\b(torch|cuda)\.(manual_seed|manual_seed_all|seed)\(")
     found = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if pattern.search(path.read_text())]
-    assert found == ["numerics/seeds.py"]
+    assert found == ["compute/seeds.py"]
 
 
 def test_locks_are_those_that_an_interrupt_cannot_leave_locked() -> None:

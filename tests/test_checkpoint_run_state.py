@@ -9,11 +9,11 @@ import torch
 
 from megatier.checkpoint.environment import environment
 from megatier.checkpoint.run_state import RunState
+from megatier.compute.tiles import Decision
 from megatier.config.data_section import DataConfig
 from megatier.config.output_section import OutputConfig
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import CheckpointError, ConfigError, DataError
-from megatier.numerics.tiles import Decision
 
 CPU = torch.device("cpu")
 CONFIG = RunConfig(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_numerics_compilation import ACTIVATIONS, PLAIN, saved_by
+from test_compute_compilation import ACTIVATIONS, PLAIN, saved_by
 from tiny_runs import Run, one_thread, run_in_fresh_process
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -20,8 +20,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from megatier.numerics.attention import FLEX, is_attention
-from megatier.numerics.compilation import Compilation
+from megatier.compute.attention import FLEX, is_attention
+from megatier.compute.compilation import Compilation
 
 
 @pytest.fixture(autouse=True, scope="module")

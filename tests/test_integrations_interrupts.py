@@ -18,12 +18,12 @@ from torch import Tensor
 from megatier.config.schema import NumericsConfig, TrainConfig
 from megatier.errors import CheckpointError, StreamedModelError, TornStateError
 from megatier.integrations.streamed import Streamed
-from megatier.numerics import masters
+from megatier.optim import masters
 from megatier.store.queue import Queue
 
 PLACES_INTERRUPTED = ("play", "store", "drives", "engine/gradient", "integrations/streamed")
 TRAIN = TrainConfig(steps=6, batch=6, groups=1, clip=0.5, weight_decay=0.1, learning_rate=1e-2)
-PLACES_OF_RESTORE = (*PLACES_INTERRUPTED, "session", "checkpoint", "integrations", "numerics/masters", "tear")
+PLACES_OF_RESTORE = (*PLACES_INTERRUPTED, "session", "checkpoint", "integrations", "optim/masters", "tear")
 LAST = 4
 
 

@@ -28,7 +28,7 @@ from torch import nn
 from megatier.errors import NonFiniteError, OptimizerError
 from megatier.integrations import placed_state
 from megatier.integrations.chunks import CHUNK_ELEMENTS_MIN
-from megatier.numerics.masters import join_master
+from megatier.optim.masters import join_master
 from megatier.tier import Tier
 
 

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, set_seed
 
 import megatier
+from megatier.compute.tiles import TiledModule
 from megatier.errors import AbsentWeightError, ConfigError
 from megatier.integrations.streamed import Streamed
-from megatier.numerics.tiles import TiledModule
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")

@@ -29,7 +29,7 @@ from adamw_states import (
 )
 
 from megatier import _native
-from megatier.numerics.adamw import lion_scalars
+from megatier.optim.adamw import lion_scalars
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,8 @@ from adamw_states import (
 )
 
 from megatier import _native
-from megatier.numerics.masters import narrow, widen
-from megatier.numerics.seeds import rounding_key
+from megatier.compute.seeds import rounding_key
+from megatier.optim.masters import narrow, widen
 from megatier.tier import Kind
 
 

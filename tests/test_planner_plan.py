@@ -29,9 +29,9 @@ from tiny_runs import (
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError
+from megatier.forecast.forecast import Forecast
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import Plan, checkpoint_seconds, make_plan, pause_seconds
-from megatier.schedule.forecast import Forecast
 from megatier.schedule.rates import DriveRates, Rates, World, read_rates
 from megatier.schedule.sizes import Budgets, Policy, host_ram
 from megatier.setup.attention_rule import efficiency

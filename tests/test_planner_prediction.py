@@ -12,11 +12,11 @@ from small_timelines import RATES
 from test_planner_plan import MIB, SLOW, budgets, run_config
 
 from megatier.cli import main
+from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
 from megatier.measure.probe import cache_rates
 from megatier.models.experts import cut_units
 from megatier.planner.prediction import STEPS, Correction, Prediction, measured_rate
 from megatier.planner.trial import Trial
-from megatier.schedule.forecast import QUEUES_OF_DISK, Forecast
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.setup.skeleton import skeleton_of
 from megatier.trace.events import TraceEvent

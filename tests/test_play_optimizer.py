@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatier.errors import TransferError
 from megatier.layout import Layout
-from megatier.numerics.adamw import Planes, Scalars
-from megatier.numerics.muon import Muon
+from megatier.optim.adamw import Planes, Scalars
+from megatier.optim.muon import Muon
 from megatier.play.optimizer import Apply, Carrier, Optimizer
 from megatier.state import MUON
 from megatier.store.lanes import Lanes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatier.numerics.masters import plane_dtype
+from megatier.optim.masters import plane_dtype
 from megatier.state import ADAMW, ADAMW_BF16, ADAMW_FP32, ARRAYS, LION, MASTERS, MUON, StateSchema
 from megatier.tier import STATE_KINDS, Kind
 

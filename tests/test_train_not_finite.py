@@ -11,7 +11,7 @@ from small_commands import IMMEDIATE, PLACES, command, metrics
 from torch import Tensor
 
 from megatier.cli import main
-from megatier.numerics.optimizer import RunOptimizer
+from megatier.optim.optimizer import RunOptimizer
 
 STEPS, SPOILT = 5, 4
 UNITS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head"]

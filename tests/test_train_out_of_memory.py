@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatier.cli import main
 from megatier.engine.gradient import Gradients
-from megatier.numerics.optimizer import RunOptimizer
+from megatier.optim.optimizer import RunOptimizer
 
 SAID = "CUDA out of memory. Tried to allocate 3.20 GiB"
 RUN: dict[str, Any] = {"train.steps": 4, "output.checkpoint_every": 0}

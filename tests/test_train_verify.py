@@ -12,7 +12,7 @@ from rich.console import Console
 from tiny_runs import one_thread
 
 from megatier._native import Batch
-from megatier.numerics.optimizer import RunOptimizer
+from megatier.optim.optimizer import RunOptimizer
 from megatier.tier import Activations, Kind
 from megatier.train import verify
 

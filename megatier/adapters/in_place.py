@@ -21,7 +21,7 @@ from megatier.models.conversion import Assembly, assemble, holding
 from megatier.models.decoder import Unit
 from megatier.models.folder import read_headers
 from megatier.models.shards import DTYPE_NAMES, DTYPES, StoredTensor
-from megatier.numerics.masters import weight_dtype
+from megatier.optim.masters import weight_dtype
 
 NOTED = "tensors_of_base"
 """The attribute of a skeleton that has the tensors of its base."""

@@ -23,12 +23,12 @@ from transformers.pytorch_utils import Conv1D
 
 from megatier.adapters.stored import PREFIX, read_settings
 from megatier.adapters.weights import base_name
+from megatier.compute.adapted import wrappers_in
+from megatier.compute.quantised import QuantisedLinear
 from megatier.config.lora import ALL_LINEAR, LoraConfig
 from megatier.errors import ConfigError
 from megatier.foreign import reading
 from megatier.models.decoder import decoder_layers, is_adapter
-from megatier.numerics.adapted import wrappers_in
-from megatier.numerics.quantised import QuantisedLinear
 
 ADAPTER = "default"
 """The name that an adapter has in its model, as with PEFT."""

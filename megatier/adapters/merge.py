@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from megatier.adapters.lora import ADAPTER
 from megatier.adapters.weights import adapter_module, base_name, is_of_adapter
+from megatier.compute.adapted import wrappers_in
+from megatier.compute.quantised import QuantisedLinear
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.models.weights import WeightReader
-from megatier.numerics.adapted import wrappers_in
-from megatier.numerics.quantised import QuantisedLinear
 
 COPY = f".modules_to_save.{ADAPTER}."
 """The part of a name by which a module that is trained whole is known."""

@@ -20,8 +20,8 @@ from megatier.adapters.given import without_adapters
 from megatier.adapters.lora import ADAPTER, adapter_config
 from megatier.adapters.methods import refuse_unknown
 from megatier.adapters.weights import base_name
+from megatier.compute.adapted import is_wrapper, wrappers_in
 from megatier.errors import ConfigError
-from megatier.numerics.adapted import is_wrapper, wrappers_in
 
 KIND = "STREAMED"
 """The task for which PEFT's `get_peft_model` makes a `StreamedPeftModel`."""

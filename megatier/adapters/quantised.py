@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from megatier.compute.quantised import CODES, Fp8, Nf4, Part, QuantisedLinear, Scheme, decode
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, parse_json, shown
 from megatier.layout import Layout, TensorSlice
@@ -29,7 +30,6 @@ from megatier.models.dtypes import names_in_fp32
 from megatier.models.folder import read_headers
 from megatier.models.shards import DTYPES, StoredTensor
 from megatier.models.weights import SafetensorsFolder, chunks, read_exactly
-from megatier.numerics.quantised import CODES, Fp8, Nf4, Part, QuantisedLinear, Scheme, decode
 
 SETTINGS = "quantization_config"
 """The setting of a model's config that says how its weights are quantised."""

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatier.adapters.stored import StoredAdapter
+from megatier.compute.adapted import is_wrapper
+from megatier.compute.quantised import QuantisedLinear
+from megatier.compute.seeds import drawing_from
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
 from megatier.models.weights import WeightReader, chunks
-from megatier.numerics.adapted import is_wrapper
-from megatier.numerics.quantised import QuantisedLinear
-from megatier.numerics.seeds import drawing_from
 
 AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
 """The parts of names that PEFT puts between a module of the base and what is above it."""

@@ -24,7 +24,7 @@ from megatier.checkpoint.grid import Grid
 from megatier.errors import StepAbandonedError
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
-from megatier.numerics.masters import join_master, plane_dtype, widen
+from megatier.optim.masters import join_master, plane_dtype, widen
 from megatier.play.generations import Generation
 from megatier.ranks.channel import Alone, Channel
 from megatier.session.session import Session

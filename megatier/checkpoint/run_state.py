@@ -17,11 +17,11 @@ import torch
 
 from megatier.checkpoint.environment import differences, environment, noted_of
 from megatier.checkpoint.manifest import digest_of
+from megatier.compute.tiles import Decision
 from megatier.config.file import to_dict
 from megatier.config.schema import RunConfig
 from megatier.errors import CheckpointError, ConfigError, DataError
 from megatier.files import read_regular, replace_file
-from megatier.numerics.tiles import Decision
 
 FREE_SECTIONS = ("tiers", "output")
 """Sections of the config that change no number."""

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
+from megatier.compute.tiles import TiledModule
 from megatier.engine.carried import Arguments, Written, copied_out
 from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
 from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from megatier.guards.crossing import check_inside, claim
-from megatier.numerics.tiles import TiledModule
 from megatier.tier import Activations, Phase
 
 collector: ContextVar[dict[str, Any] | None] = _active_collector  # type: ignore[assignment]

@@ -29,7 +29,7 @@ from torch.autograd import Variable
 
 from megatier.errors import StreamedModelError
 from megatier.layout import Layout
-from megatier.numerics.masters import weight_dtype
+from megatier.optim.masters import weight_dtype
 
 WITHOUT = (
     "{} had no gradient in a step that used other parameters of its unit. It counts as zero there: moments and weight "

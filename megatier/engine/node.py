@@ -22,6 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from megatier.compute.adapted import adapted, take_over, wrappers_in
+from megatier.compute.compilation import Compiled
+from megatier.compute.tiles import TiledModule, running
 from megatier.engine.backward import sever
 from megatier.engine.call import Call, collector, uncaught
 from megatier.engine.carried import Arguments, copy_attributes
@@ -35,9 +38,6 @@ from megatier.guards.transforms import check_transforms
 from megatier.guards.unbound import make_unbound
 from megatier.guards.unchanged import REMEDY, Unchanged, refused
 from megatier.models.decoder import Binding
-from megatier.numerics.adapted import adapted, take_over, wrappers_in
-from megatier.numerics.compilation import Compiled
-from megatier.numerics.tiles import TiledModule, running
 from megatier.tier import Activations
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node as Step
 from torch.autograd.graph import get_gradient_edge
 
+from megatier.compute.compilation import Compilation
 from megatier.engine.gradient import Gradients, GradSink
-from megatier.numerics.compilation import Compilation
 from megatier.tier import Leg, Phase
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatier.compute.seeds import group_seed, seed_generators
 from megatier.engine.head import check_calls_loss_function
 from megatier.engine.stage import UnitPlayer, learning
 from megatier.engine.unit_model import Batch, EngineOptions, UnitModel, num_learnt
@@ -32,8 +33,7 @@ from megatier.guards.documents import check_documents
 from megatier.guards.no_gradient import FirstNorms
 from megatier.guards.token_rows import few_tokens
 from megatier.models.decoder import Unit, check_rows_are_apart
-from megatier.numerics.optimizer import RunOptimizer
-from megatier.numerics.seeds import group_seed, seed_generators
+from megatier.optim.optimizer import RunOptimizer
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.readback import on_host

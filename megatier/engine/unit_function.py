@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatier.compute.attention import KeptAttention, LastModule
 from megatier.engine.activation import Beside, Rebinding, dropping
 from megatier.engine.backward import GONE, Purpose, begin_backward
 from megatier.engine.call import Call, Called, join
@@ -26,7 +27,6 @@ from megatier.engine.replay import Replay
 from megatier.errors import StreamedModelError
 from megatier.guards.crossing import check_inside
 from megatier.guards.rerun import Given, Left
-from megatier.numerics.attention import KeptAttention, LastModule
 from megatier.tier import Phase
 
 

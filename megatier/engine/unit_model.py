@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.nn.modules import module as hooks_of_all
 from transformers import PreTrainedModel, masking_utils
 
+from megatier.compute.compilation import Compilation
+from megatier.compute.matmul import Fp32Products
+from megatier.compute.tiles import Decision, TiledModule
 from megatier.engine.experts import ExpertsNode, guard, join
 from megatier.engine.gradient import Gradients
 from megatier.engine.head import IGNORED, can_fuse
@@ -32,11 +35,8 @@ from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Binding, Unit, bindings, tiled_names
 from megatier.models.dtypes import place_buffers
 from megatier.models.masks import BlockMasks
-from megatier.numerics.compilation import Compilation
-from megatier.numerics.masters import weight_dtype
-from megatier.numerics.matmul import Fp32Products
-from megatier.numerics.optimizer import RunOptimizer
-from megatier.numerics.tiles import Decision, TiledModule
+from megatier.optim.masters import weight_dtype
+from megatier.optim.optimizer import RunOptimizer
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.tier import Activations

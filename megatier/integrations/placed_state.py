@@ -21,10 +21,10 @@ from megatier.hardware import cores_usable
 from megatier.integrations.chunk_store import ChunkStore
 from megatier.integrations.chunks import AHEAD, ChunkPlan, ElementRun, StateChunk
 from megatier.integrations.parameters import form_of, in_order, schema_of
-from megatier.numerics.adamw import Scalars, adamw_threads, begin_adamw, rounding_of, step_scalars
-from megatier.numerics.masters import plane_dtype
-from megatier.numerics.muon import Matrix, update_matrix
-from megatier.numerics.optimizer import PIECE_ELEMENTS, TILE_ELEMENTS
+from megatier.optim.adamw import Scalars, adamw_threads, begin_adamw, rounding_of, step_scalars
+from megatier.optim.masters import plane_dtype
+from megatier.optim.muon import Matrix, update_matrix
+from megatier.optim.optimizer import PIECE_ELEMENTS, TILE_ELEMENTS
 from megatier.owner import Owner
 from megatier.store.lease import Lease
 from megatier.tier import Kind, Tier
@@ -309,7 +309,7 @@ def _planes(run: ElementRun, chunk: Tensor) -> Iterator[tuple[Kind, Tensor]]:
 def _sum_squares(grad: Tensor) -> Tensor:
     """Return the sums of squares of a flat tensor, fp64 [tiles]."""
     if grad.is_cuda:
-        from megatier.numerics import kernels  # Triton comes with torch's CUDA builds alone
+        from megatier.optim import kernels  # Triton comes with torch's CUDA builds alone
 
         return kernels.sum_squares(grad)
 

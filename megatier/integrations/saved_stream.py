@@ -11,9 +11,9 @@ from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, settle
 from megatier.checkpoint.environment import differences, noted_of
 from megatier.checkpoint.run_directory import last_checkpoint, step_of
 from megatier.checkpoint.run_state import read_tiles
+from megatier.compute.tiles import Decision
 from megatier.errors import CheckpointError
 from megatier.foreign import shown
-from megatier.numerics.tiles import Decision
 
 KEPT_BEFORE = {"optimizer": "adamw", "moments": "fp32"}
 """What older versions had, and did not note."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from megatier.compute.vector_math import warm
 from megatier.config.values import byte_count, number, parse_list, parse_mount, require
 from megatier.drives.mounts import budget_bytes
 from megatier.dropped import ClosedWhenDropped
@@ -29,7 +30,6 @@ from megatier.integrations.parameters import check_parameters, schema_of
 from megatier.integrations.placed_state import PlacedState
 from megatier.integrations.state_elsewhere import StateElsewhere, StateView, check_group
 from megatier.integrations.state_file import write_state_file
-from megatier.numerics.vector_math import warm
 
 
 class TieredOptimizer(ClosedWhenDropped, StateElsewhere):

@@ -27,7 +27,7 @@ from megatier.drives.blockfile import BlockFiles, FileBatch, IoOptions
 from megatier.drives.extent import STRIPE_BYTES
 from megatier.measure.block_device import block_device
 from megatier.measure.link_traffic import UpdateTraffic
-from megatier.numerics.adamw import adamw_threads
+from megatier.optim.adamw import adamw_threads
 from megatier.store.arena import Arena
 
 BLOCK_BYTES = STRIPE_BYTES

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from megatier.forecast.jobs import UPDATE_BYTES
 from megatier.hardware import ram_available_bytes
 from megatier.measure.link_traffic import (
     STATE_BYTES_PER_PARAMETER,
@@ -21,7 +22,6 @@ from megatier.measure.link_traffic import (
     at_once,
     matmul_flops_per_s,
 )
-from megatier.schedule.jobs import UPDATE_BYTES
 
 UPDATE_ELEMENTS = 1 << 27
 """The parameters that AdamW updates. They have 1.9 GB of state and gradient, more than the caches of a CPU hold."""

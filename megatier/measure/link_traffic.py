@@ -15,7 +15,7 @@ from typing import Self
 import torch
 
 from megatier import _native
-from megatier.numerics.adamw import adamw_threads
+from megatier.optim.adamw import adamw_threads
 from megatier.state import ADAMW_BF16
 from megatier.store.arena import Arena
 from megatier.store.lanes import Lanes
@@ -164,7 +164,7 @@ class UpdateTraffic:
 
     def on_gpu(self, seconds: float) -> float:
         """Update with the kernel of the GPU; return parameters per second."""
-        from megatier.numerics.kernels import adamw  # Triton comes with the CUDA builds of torch only
+        from megatier.optim.kernels import adamw  # Triton comes with the CUDA builds of torch only
 
         # The planes lie one after the other in the arena, each with all elements.
         starts = [self.num_elements * width for width in itertools.accumulate(self.WIDTHS, initial=0)]

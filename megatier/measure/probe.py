@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatier import hardware
-from megatier.schedule.jobs import UPDATE_BYTES
+from megatier.forecast.jobs import UPDATE_BYTES
 from megatier.schedule.rates import OF_RANKS, WAVERING, DriveRates, Rates
 from megatier.tier import Way
 

@@ -17,8 +17,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from megatier.compute.seeds import drawing_from
 from megatier.errors import UnsupportedModelError
-from megatier.numerics.seeds import drawing_from
 
 MOST_ELEMENTS = 1 << 24
 """Elements of a tensor that a constructor makes for real, at most: 64 MiB in fp32. A larger one is a parameter, or a

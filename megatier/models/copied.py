@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from megatier.compute.vector_math import warm
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
 from megatier.guards.given_model import check_modules, check_parameters
 from megatier.guards.held_parts import TREE, HeldParts
 from megatier.models.decoder import check_config, decoder_layers, implementation_of, is_adapter, known_class
 from megatier.models.dtypes import names_in_fp32
-from megatier.numerics.vector_math import warm
 
 
 def copied_skeleton(model: PreTrainedModel, attention: str) -> PreTrainedModel:

@@ -25,6 +25,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from megatier.compute.quantised import STANDS_FOR
+from megatier.compute.vector_math import warm
 from megatier.defaults import usual_defaults
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
@@ -32,8 +34,6 @@ from megatier.guards.token_rows import names_of_rows
 from megatier.layout import Layout, TensorSlice
 from megatier.models.buffers import initialise_buffers, parameters_on_meta
 from megatier.models.limits import counted
-from megatier.numerics.quantised import STANDS_FOR
-from megatier.numerics.vector_math import warm
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Parameters that Hugging Face's Trainer leaves out of weight decay, by lower-case name."""

@@ -15,10 +15,10 @@ from itertools import pairwise
 from torch import nn
 from transformers import PreTrainedModel
 
+from megatier.compute.adapted import wrappers_in
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit, find_units
-from megatier.numerics.adapted import wrappers_in
 
 WHOLE = "Set model.expert_parts to 1: then a layer is one unit."
 """The remedy that always helps."""

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
+from megatier.compute.seeds import drawing_from
 from megatier.errors import UnsupportedModelError
 from megatier.layout import Layout, TensorSlice
 from megatier.models.buffers import constructed_value
 from megatier.models.decoder import Unit, bindings, find_units
 from megatier.models.laws import Law, Noting, has_law
 from megatier.models.weights import ReadPart, WeightReader, chunks
-from megatier.numerics.seeds import drawing_from
 
 
 class Initialiser:

@@ -50,12 +50,12 @@ from transformers import PreTrainedModel
 
 from megatier.adapters.lora import adapter_config
 from megatier.adapters.weights import MAGNITUDE
+from megatier.compute.adapted import matrices_in, wrappers_in
+from megatier.compute.quantised import PIECE_ELEMENTS
 from megatier.config.schema import RunConfig, TrainConfig
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, tiled_names
-from megatier.numerics.adapted import matrices_in, wrappers_in
-from megatier.numerics.muon import matrices_of
-from megatier.numerics.quantised import PIECE_ELEMENTS
+from megatier.optim.muon import matrices_of
 from megatier.schedule.slots import MATRICES_CARRIED
 from megatier.setup.attention_rule import FLEX
 from megatier.setup.workload import (

@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from megatier.checkpoint.room import Room
 from megatier.config.schema import RunConfig, TrainConfig
 from megatier.errors import PlanError
+from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
+from megatier.forecast.jobs import HOST_SECONDS
 from megatier.models.experts import cut_units
 from megatier.planner.memory import ActivationBytes, mask_bytes
 from megatier.planner.shortage import with_ways
 from megatier.planner.trial import Trial, changed, with_parts
-from megatier.schedule.forecast import QUEUES_OF_DISK, Forecast
-from megatier.schedule.jobs import HOST_SECONDS
 from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.placement import Placement, all_short, place
 from megatier.schedule.rates import ALONE, DriveRates, Rates, World

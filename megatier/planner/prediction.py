@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
 from megatier.planner.search import Choice
 from megatier.planner.trial import Trial
-from megatier.schedule.forecast import QUEUES_OF_DISK, Forecast
 from megatier.schedule.placement import Placement
 from megatier.trace.events import TraceEvent
 

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from megatier.config.schema import RunConfig
 from megatier.errors import PlanError
+from megatier.forecast.forecast import Forecast
 from megatier.hardware import readable_bytes
 from megatier.models.experts import cut_units
 from megatier.planner.shortage import nearest, with_ways
 from megatier.planner.trial import Trial, changed, with_parts
-from megatier.schedule.forecast import Forecast
 from megatier.schedule.placement import Placement
 from megatier.schedule.rates import ALONE, Rates, World
 from megatier.schedule.sizes import Budgets

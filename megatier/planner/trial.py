@@ -12,16 +12,16 @@ from typing import Any, Self
 
 from transformers import PreTrainedModel
 
+from megatier.compute.adapted import matrices_in, wrappers_in
 from megatier.config.schema import RunConfig
 from megatier.errors import PlanError, mib
+from megatier.forecast.forecast import Forecast, floor, forecast
+from megatier.forecast.jobs import UPDATE_BYTES
 from megatier.layout import Layout
 from megatier.models.decoder import Unit
 from megatier.models.experts import cut_units
-from megatier.numerics.adapted import matrices_in, wrappers_in
 from megatier.planner.memory import ActivationBytes, activation_bytes, in_tiles, interpolated, keeps_attention
 from megatier.ranks.ranks import check_groups
-from megatier.schedule.forecast import Forecast, floor, forecast
-from megatier.schedule.jobs import UPDATE_BYTES
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import ALONE, Rates, World
 from megatier.schedule.sizes import Budgets

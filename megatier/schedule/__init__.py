@@ -1,1 +1,1 @@
-"""What goes where and when, as pure figures: sizes, slots, placement, the timeline, and how long a step takes."""
+"""What goes where and when, as pure figures: sizes, slots, placement, moves, and the timeline."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatier.models.decoder import Unit
 from megatier.models.weights import PartReader, ReadPart
-from megatier.numerics.masters import narrow, plane_dtype, split_master
+from megatier.optim.masters import narrow, plane_dtype, split_master
 from megatier.play.blocks import UnitBlocks
 from megatier.play.optimizer import Elements
 from megatier.schedule.slots import CHUNK_ELEMENTS_MAX, UPDATE_DEPTH

@@ -8,8 +8,8 @@ import sys
 import psutil
 import torch
 
+from megatier.compute.vector_math import warm
 from megatier.config.schema import RunConfig
-from megatier.numerics.vector_math import warm
 from megatier.ranks.ranks import Ranks
 
 SWITCH_SECONDS = 0.0005

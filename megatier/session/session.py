@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatier.compute.compilation import Compilation
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.defaults import usual_defaults
 from megatier.drives.blockfile import IoOptions
@@ -25,9 +26,8 @@ from megatier.hardware import cores_usable
 from megatier.measure.probe import io_threads
 from megatier.models.decoder import Unit, decays
 from megatier.models.weights import PartReader, WeightReader
-from megatier.numerics.compilation import Compilation
-from megatier.numerics.masters import join_master, plane_dtype
-from megatier.numerics.optimizer import Hyperparameters, RunOptimizer
+from megatier.optim.masters import join_master, plane_dtype
+from megatier.optim.optimizer import Hyperparameters, RunOptimizer
 from megatier.owner import Owner
 from megatier.play.blocks import block_key
 from megatier.play.player import Player

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megatier.adapters.in_place import InPlace, in_place
+from megatier.compute.adapted import wrappers_in
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import PlanError, UnsupportedModelError
@@ -17,8 +18,7 @@ from megatier.layout import Layout
 from megatier.models.decoder import Unit, decoder_layers
 from megatier.models.dtypes import with_schemas
 from megatier.models.experts import cut_units, most_parts
-from megatier.numerics.adapted import wrappers_in
-from megatier.numerics.muon import matrices_of
+from megatier.optim.muon import matrices_of
 from megatier.schedule.rates import ALONE, World
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import GPU_SLOTS

@@ -19,7 +19,7 @@ from megatier.config.schema import RunConfig, TrainConfig
 from megatier.data.packing import num_real_tokens
 from megatier.engine.step import StepResult
 from megatier.errors import GpuMemoryError, NonFiniteError, mib
-from megatier.numerics.learning_rate import learning_rate
+from megatier.optim.learning_rate import learning_rate
 from megatier.planner.prediction import Prediction
 from megatier.play.speculation import Speculation
 from megatier.ranks.channel import Alone

@@ -13,9 +13,9 @@ from megatier.checkpoint.run_directory import SAVEPOINT_FOLDER
 from megatier.checkpoint.savepoint import check_savepoint_room
 from megatier.config.output_section import OutputConfig
 from megatier.errors import mib
+from megatier.forecast.forecast import Forecast
 from megatier.planner.plan import checkpoint_seconds, pause_seconds
 from megatier.ranks.channel import Alone
-from megatier.schedule.forecast import Forecast
 from megatier.session.session import Session
 from megatier.tier import Tier
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.cli import main
-from megatier.numerics.optimizer import RunOptimizer
+from megatier.optim.optimizer import RunOptimizer
 from megatier.play.player import Player
 from megatier.report.metrics import MetricsLog
 from megatier.store.arena import SlotPool

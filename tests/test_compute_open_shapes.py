@@ -16,8 +16,8 @@ from tiny_runs import one_thread
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from megatier.numerics import open_shapes
-from megatier.numerics.compilation import Compilation, Compiled
+from megatier.compute import open_shapes
+from megatier.compute.compilation import Compilation, Compiled
 
 Shape = tuple[int, int]
 

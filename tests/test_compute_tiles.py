@@ -18,12 +18,12 @@ from tiny_runs import ModelWeights, Run, one_thread, plain_model, run_in_fresh_p
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megatier.compute.tiles import Decision, TiledModule
 from megatier.engine.step import Engine, StepResult
 from megatier.errors import UnsupportedModelError
 from megatier.guards.crossing import check_inside
 from megatier.guards.token_rows import names_of_rows, why_joined
 from megatier.models.decoder import build_skeleton, decoder_layers
-from megatier.numerics.tiles import Decision, TiledModule
 
 TILE = 20
 """Tokens of a tile: the last one of a batch has fewer."""

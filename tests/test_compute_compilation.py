@@ -20,11 +20,11 @@ from tiny_runs import PLACES, Run, exactness_config, one_thread, opened, run_in_
 from torch import Tensor, nn
 from torch.utils import flop_counter
 
+from megatier.compute.compilation import Compilation
 from megatier.engine.gradient import Gradients
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage, learning
 from megatier.layout import Layout
-from megatier.numerics.compilation import Compilation
 from megatier.state import ADAMW_FP32
 from megatier.tier import Activations
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from megatier.forecast.simulate import Job
 from megatier.schedule.activations import SPILLING_MAX, AwayActivations
 from megatier.schedule.moves import Gradient, Move, Moves
 from megatier.schedule.placement import Placement
-from megatier.schedule.simulate import Job
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import ACTIVATION_SLOTS, GRAD_DEPTH, MATRICES_CARRIED, SLOTS_MIN, UPDATE_DEPTH
 from megatier.schedule.timeline import Access, Exchange, Item, Load, Timeline, Update

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 from small_timelines import planned_scatters
 
-from megatier.schedule.forecast import Forecast, floor, forecast, lanes_of
-from megatier.schedule.jobs import HOST_SECONDS
+from megatier.forecast.forecast import Forecast, floor, forecast, lanes_of
+from megatier.forecast.jobs import HOST_SECONDS
 from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import DriveRates, Rates

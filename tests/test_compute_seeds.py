@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatier.numerics.seeds import drawing_from, group_seed, rounding_key, seed_generators
+from megatier.compute.seeds import drawing_from, group_seed, rounding_key, seed_generators
 
 CPU = torch.device("cpu")
 

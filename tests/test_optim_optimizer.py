@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatier import _native
 from megatier.layout import Layout, TensorSlice
-from megatier.numerics.optimizer import TILE_ELEMENTS, Hyperparameters, RunOptimizer
+from megatier.optim.optimizer import TILE_ELEMENTS, Hyperparameters, RunOptimizer
 from megatier.state import MUON
 from megatier.tier import Kind
 

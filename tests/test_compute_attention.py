@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from megatier.compute.attention import KERNELS, KeptAttention, is_attention
 from megatier.engine.activation import dropping
-from megatier.numerics.attention import KERNELS, KeptAttention, is_attention
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 

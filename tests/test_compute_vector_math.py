@@ -12,10 +12,10 @@ import torch
 from tiny_models import tiny_config
 
 from megatier import TieredAdamW
+from megatier.compute import vector_math
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.models.decoder import build_skeleton
-from megatier.numerics import vector_math
 from megatier.session.process import make_repeatable
 
 SCRIPT = Path(__file__).parent / "first_calls.py"

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from megatier.layout import Layout
-from megatier.numerics.adamw import Planes, Scalars
-from megatier.numerics.masters import join_master, split_master
+from megatier.optim.adamw import Planes, Scalars
+from megatier.optim.masters import join_master, split_master
 from megatier.tier import Kind
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

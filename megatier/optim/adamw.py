@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatier import _native
 from megatier.address import address_of
-from megatier.numerics.seeds import rounding_key
+from megatier.compute.seeds import rounding_key
 from megatier.state import StateSchema
 from megatier.tier import Kind
 
@@ -113,7 +113,7 @@ def begin_adamw(
     """
     remainder = planes.get(Kind.REMAINDER)
     if grad.is_cuda:
-        from megatier.numerics import kernels  # Triton comes with torch's CUDA builds alone
+        from megatier.optim import kernels  # Triton comes with torch's CUDA builds alone
 
         assert not before, "on the GPU AdamW is in place"
         moments = planes[Kind.EXP_AVG if Kind.EXP_AVG in planes else Kind.MOMENTUM], planes.get(Kind.EXP_AVG_SQ)

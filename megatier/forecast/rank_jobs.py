@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatier.schedule.jobs import StepJobs
+from megatier.forecast.jobs import StepJobs
 from megatier.schedule.placement import Placement
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import SLOTS_MIN

@@ -32,7 +32,7 @@ from megatier import _native
 from megatier.address import address_of
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
-from megatier.numerics.adamw import (
+from megatier.optim.adamw import (
     Planes,
     Scalars,
     adamw_threads,
@@ -41,8 +41,8 @@ from megatier.numerics.adamw import (
     rounding_of,
     step_scalars,
 )
-from megatier.numerics.masters import weight_dtype
-from megatier.numerics.muon import Muon
+from megatier.optim.masters import weight_dtype
+from megatier.optim.muon import Muon
 from megatier.ranks.ranks import Ranks
 from megatier.readback import on_host
 from megatier.state import LION
@@ -116,7 +116,7 @@ class RunOptimizer:
 
         # Triton comes with torch's CUDA builds alone.
         if torch.cuda.is_available():
-            from megatier.numerics import kernels
+            from megatier.optim import kernels
 
             self._kernels = kernels
 

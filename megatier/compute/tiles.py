@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatier.compute.attention import LastModule
+from megatier.compute.compilation import Compilation
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
-from megatier.numerics.attention import LastModule
-from megatier.numerics.compilation import Compilation
 
 LOOKED_AT = 2
 """The number of backwards of a module whose graph is looked at."""

@@ -31,8 +31,8 @@ from torch.fx import Graph
 from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy
 
-from megatier.numerics.attention import FLEX, is_attention
-from megatier.numerics.open_shapes import Rule, install, open_up, planning, tensors_in
+from megatier.compute.attention import FLEX, is_attention
+from megatier.compute.open_shapes import Rule, install, open_up, planning, tensors_in
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from megatier.schedule import simulate as simulation
-from megatier.schedule.simulate import Job, Lane, least_seconds
+from megatier.forecast import simulate as simulation
+from megatier.forecast.simulate import Job, Lane, least_seconds
 
 
 def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float, float]]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatier.schedule.jobs import UPDATE_BYTES, StepJobs
+from megatier.forecast.jobs import UPDATE_BYTES, StepJobs
+from megatier.forecast.rank_jobs import LANES, RankJobs
+from megatier.forecast.simulate import Lane, least_seconds, simulate
 from megatier.schedule.placement import Placement
-from megatier.schedule.rank_jobs import LANES, RankJobs
 from megatier.schedule.rates import Rates
-from megatier.schedule.simulate import Lane, least_seconds, simulate
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.timeline import Access, Timeline, build, scatters_of
 from megatier.tier import Phase, Way

@@ -15,9 +15,9 @@ from torch._functorch.compilers import nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn import functional
 
-from megatier.numerics import quantised
-from megatier.numerics.masters import write_rounded
-from megatier.numerics.quantised import CODES, STANDS_FOR, Fp8, Nf4, Part, QuantisedLinear, Scheme, decode
+from megatier.compute import quantised
+from megatier.compute.quantised import CODES, STANDS_FOR, Fp8, Nf4, Part, QuantisedLinear, Scheme, decode
+from megatier.optim.masters import write_rounded
 
 ROWS, COLUMNS = 72, 64
 ENDS = {

@@ -1,7 +1,7 @@
 """The Triton kernels against the C definitions, bit for bit.
 
 Without a GPU, Triton's interpreter shows the order of operations and the integer logic, not what the compiler does:
-`TRITON_INTERPRET=1 pytest -m gpu -W ignore tests/test_numerics_kernels.py`.
+`TRITON_INTERPRET=1 pytest -m gpu -W ignore tests/test_optim_kernels.py`.
 """
 
 import importlib
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatier import _native
-from megatier.numerics.adamw import lion_scalars
+from megatier.optim.adamw import lion_scalars
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -41,7 +41,7 @@ SPECIAL = [
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    return importlib.import_module("megatier.numerics.kernels")
+    return importlib.import_module("megatier.optim.kernels")
 
 
 @pytest.fixture(scope="module")

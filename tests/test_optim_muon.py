@@ -11,10 +11,10 @@ from tiny_runs import one_thread
 from torch import Tensor
 
 from megatier.layout import Layout
-from megatier.numerics import muon as numerics_muon
-from megatier.numerics.adamw import Scalars
-from megatier.numerics.masters import join_master, split_by_torch, split_master
-from megatier.numerics.muon import Muon, matrices_of, orthogonal
+from megatier.optim import muon as optim_muon
+from megatier.optim.adamw import Scalars
+from megatier.optim.masters import join_master, split_by_torch, split_master
+from megatier.optim.muon import Muon, matrices_of, orthogonal
 from megatier.state import ADAMW_FP32, MUON
 from megatier.tier import Kind
 
@@ -87,7 +87,7 @@ def test_update_of_a_matrix_in_a_unit_is_that_of_torchs_muon(shape: tuple[int, i
 def test_experts_of_a_stack_are_updated_as_matrices_of_their_own_however_many_at_once(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numerics_muon, "BATCH_ELEMENTS", at_once * 350)
+    monkeypatch.setattr(optim_muon, "BATCH_ELEMENTS", at_once * 350)
     torch.manual_seed(0)
     stacked = layout_of({"experts": (3, 5, 70)}, "fp32")
     single = layout_of({"expert": (5, 70)}, "fp32")
@@ -113,7 +113,7 @@ def test_experts_of_a_stack_are_updated_as_matrices_of_their_own_however_many_at
 
 
 def test_runs_are_matrices_with_the_padding_behind_them_and_cover_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics_muon, "BATCH_ELEMENTS", 24)
+    monkeypatch.setattr(optim_muon, "BATCH_ELEMENTS", 24)
     shapes = {"a": (3, 5), "stack": (2, 4, 6), "b": (30, 70)}
     layout = layout_of(shapes, "bf16")
     muon = Muon({"layer": layout, "head": Layout(layout.tensors, layout.num_elements, 2048, ADAMW_FP32)})

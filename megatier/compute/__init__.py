@@ -1,0 +1,1 @@
+"""The arithmetic of layers: compilation, attention, products, tiles, quantised weights; and what repeats its bits."""

@@ -1,1 +1,0 @@
-"""The arithmetic itself: kernels, AdamW, matrix products, and what makes them repeatable."""

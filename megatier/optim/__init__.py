@@ -1,0 +1,1 @@
+"""The optimizers' arithmetic: planes of masters and moments, AdamW, Muon, their kernels, and learning rates."""
