@@ -18,6 +18,9 @@ from typing import Any
 if "PYTEST_XDIST_WORKER" in os.environ:  # several at once: torch's threads would only wait for each other's cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A test may take what a test of another room has made.
+sys.path.extend(str(room) for room in sorted(Path(__file__).parent.iterdir()) if room.is_dir())
+
 import numpy as np
 import numpy.typing as npt
 import pytest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class Watched:
 def watch(folder: Path, settings: dict[str, Any]) -> Watched:
     """Train in a fresh process."""
     words = [sys.executable, __file__, *command(folder, settings)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=540)
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(words, env=here, capture_output=True, text=True, check=False, timeout=540)
     assert done.returncode == 0, done.stderr
     return Watched(**json.loads(done.stdout.splitlines()[-1]))
 

@@ -25,7 +25,7 @@ from megatier.checkpoint.run_directory import checkpoints, last_checkpoint
 from megatier.cli import main
 from megatier.engine.step import Engine
 
-KILLED_RUNS = Path(__file__).parent / "killed_runs.py"
+KILLED_RUNS = Path(__file__).parent / "support" / "killed_runs.py"
 TIERS_OF_BAD_STEPS: list[dict[str, Any]] = [
     {"tiers.state": "gpu"},
     {"tiers.state": "ram", "tiers.gpu": "512KiB"},

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-SOAKED_RUNS = Path(__file__).parent / "soaked_runs.py"
+SOAKED_RUNS = Path(__file__).parent / "support" / "soaked_runs.py"
 GROWTH_MAX = 2 << 20
 """Of the resident bytes over the last two thirds; they go up and down by 0.6 to 1.3 MiB without a trend.
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.extend(str(room) for room in Path(__file__).parents[1].iterdir() if room.is_dir())
 from rank_runs import RankRun, train_on_ranks
 from test_ranks_checkpoints import train_beside
 from tiny_runs import Place

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from conftest import GRANULE_BYTES, check_invariants, pattern, probe
 
 from megatier.drives.blockfile import IoOptions

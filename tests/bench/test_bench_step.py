@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import one_thread
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from bench_step import measure
 from rows import ROWS
+from tiny_runs import one_thread
 
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.session import session as session_module

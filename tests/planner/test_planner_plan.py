@@ -52,7 +52,7 @@ LLAMA: dict[str, Any] = {
 }
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 MIB = 1 << 20
-H200 = Path(__file__).parent.parent / "examples" / "machines" / "h200.yaml"
+H200 = Path(__file__).parents[2] / "examples" / "machines" / "h200.yaml"
 
 
 @pytest.fixture(autouse=True, scope="module")

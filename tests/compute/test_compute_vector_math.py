@@ -18,7 +18,7 @@ from megatier.config.schema import ModelConfig, RunConfig
 from megatier.models.decoder import build_skeleton
 from megatier.session.process import make_repeatable
 
-SCRIPT = Path(__file__).parent / "first_calls.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "first_calls.py"
 
 
 def num_wrong(function: str, count: int) -> int:

@@ -7,11 +7,9 @@ import re
 import sys
 from pathlib import Path
 
+import compare
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-import compare
 from peers.shapes import SHAPES, LanguageModel, Shape, adapted_config, build, trained_shape
 from record import (
     COMMON_KEYS,

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import compare_fio
+import pytest
 from compare_fio import FLOWS, Rounds, compare, rate_of, summary, table
 
 GB = 10**9

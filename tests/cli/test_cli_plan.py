@@ -18,7 +18,7 @@ from megatier.schedule.rates import ASSUMED, OF_RANKS, DriveRates, Rates, as_dic
 from megatier.train.choices import fix_choices
 from megatier.train.shared import choices_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "examples/quickstart.yaml")
 H200 = str(ROOT / "examples/machines/h200.yaml")
 LONG = """

@@ -1,7 +1,7 @@
 """Checksums in Triton against the C definition, bit for bit.
 
 Without a GPU, Triton's interpreter shows the arithmetic, not what the compiler does:
-`TRITON_INTERPRET=1 pytest -m gpu -W ignore tests/test_drives_gpu_checksums.py`.
+`TRITON_INTERPRET=1 pytest -m gpu -W ignore tests/drives/test_drives_gpu_checksums.py`.
 """
 
 import importlib

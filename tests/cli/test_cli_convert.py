@@ -11,7 +11,7 @@ from megatier.cli import main
 from megatier.config.file import load
 from megatier.config.schema import RunConfig
 
-EXAMPLES = Path(__file__).parent.parent / "examples" / "convert"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "convert"
 MEGATRAIN = (EXAMPLES / "megatrain.yaml").read_text()
 Z3_OFFLOAD = (EXAMPLES / "ds_z3_offload.json").read_text()
 INFINITY = (EXAMPLES / "ds_z3_infinity.json").read_text()

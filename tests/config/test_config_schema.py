@@ -385,7 +385,7 @@ def test_sections_made_in_python_take_text_as_files_do() -> None:
 
 
 def test_load_quickstart_is_valid() -> None:
-    example = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
+    example = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
     assert load(example).data.files == ("python-stdlib",)
 
 

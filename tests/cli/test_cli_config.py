@@ -19,7 +19,7 @@ from megatier.config.values import parse_bytes
 from megatier.measure.probe import cache_rates
 from megatier.schedule.rates import DriveRates, read_rates
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"
 
 

@@ -11,7 +11,7 @@ from megatier.cli import main
 from megatier.errors import PlanError
 from megatier.planner.shortage import nearest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MACHINE = str(ROOT / "examples/machines/h200.yaml")
 MODEL = """
 model:

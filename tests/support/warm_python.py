@@ -26,7 +26,7 @@ TIMEOUT_S = 300.0
 MESSAGE_BYTES = 1 << 17
 OUTPUT_BYTES = 1 << 20
 """The most that a program may write, since nobody reads before it has ended."""
-MEGATIER = str(Path(__file__).parent.parent / "megatier" / "__main__.py")
+MEGATIER = str(Path(__file__).parents[2] / "megatier" / "__main__.py")
 """The program `megatier`, as `python -m megatier` runs it."""
 
 

@@ -19,7 +19,7 @@ from megatier.config.schema import RunConfig
 from megatier.config.values import MountBudget
 from megatier.errors import DataError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LEAST = ["--data.files=python-stdlib", "--data.tokenizer", "bytes", "--model.config.model_type", "llama"]
 
 
@@ -212,7 +212,7 @@ def test_doctor_missing_package_fails(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_doctor_names_each_extra_as_the_package_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     bring = {name: wanted[-1].partition(",")[0] for name, wanted in project["optional-dependencies"].items()}
     others = {"gds", "gds-cu12", "test", "docs", "dev"}
     assert {name: wanted for name, wanted in bring.items() if name not in others} == doctor.EXTRAS

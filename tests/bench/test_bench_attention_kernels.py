@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from bench_attention_kernels import PAIRS, best_options
 
 FLEX = {"kernel": "flex_attention", "tokens": 128}

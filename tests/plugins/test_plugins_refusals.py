@@ -11,7 +11,7 @@ import yaml
 from megatier.errors import ConfigError
 from megatier.plugins.refusals import AXOLOTL, LLAMA_FACTORY, check_axolotl, check_llama_factory, read_section
 
-EXAMPLES = Path(__file__).parent.parent / "examples" / "plugins"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 TRAINING: dict[str, Any] = {"do_train": True}
 
 

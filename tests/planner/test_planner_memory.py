@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from bench_memory import CASES
 
 from megatier.config.data_section import DataConfig
@@ -20,7 +17,7 @@ from megatier.planner.memory import ActivationBytes, activation_bytes
 from megatier.setup.skeleton import skeleton_of
 from megatier.setup.workload import Workload
 
-RESULTS = Path(__file__).parent.parent / "bench" / "results"
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
 SHAPES = {"8b": (4096, 14336, 32, 8, 32, 128256), "3b": (2048, 11008, 16, 2, 36, 151936)}
 

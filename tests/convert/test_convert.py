@@ -17,7 +17,7 @@ from megatier.convert.source import convert
 from megatier.errors import ConfigError
 
 MICRO = "train_micro_batch_size_per_gpu"
-EXAMPLES = Path(__file__).parent.parent / "examples" / "convert"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "convert"
 """Files as the trainers' users have them."""
 MEGATRAIN = (EXAMPLES / "megatrain.yaml").read_text()  # 2e-5 in it is text to plain YAML
 LLAMA_FACTORY = (EXAMPLES / "llama_factory.yaml").read_text()

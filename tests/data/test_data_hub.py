@@ -115,7 +115,7 @@ def test_load_damaged_file_says_which_dataset(tmp_path: Path) -> None:
 
 
 def test_stream_of_a_branch_that_moved_goes_on_at_its_commit(tmp_path: Path) -> None:
-    script = Path(__file__).parent / "small_hub.py"
+    script = Path(__file__).parents[1] / "support" / "small_hub.py"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     made = subprocess.run(
         [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120, env=environment, check=False

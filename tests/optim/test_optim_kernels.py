@@ -1,7 +1,7 @@
 """The Triton kernels against the C definitions, bit for bit.
 
 Without a GPU, Triton's interpreter shows the order of operations and the integer logic, not what the compiler does:
-`TRITON_INTERPRET=1 pytest -m gpu -W ignore tests/test_optim_kernels.py`.
+`TRITON_INTERPRET=1 pytest -m gpu -W ignore tests/optim/test_optim_kernels.py`.
 """
 
 import importlib
