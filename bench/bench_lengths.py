@@ -28,7 +28,7 @@ from peers.shapes import SHAPES, peak_gpu_bytes
 from record import facts, folder_of
 from rows import RATE, ROWS, changed, config_of, skeleton
 
-from megatier.compute.compilation import compile_seconds
+from megatier.compute.compile_clock import CLOCK
 from megatier.hardware import set_cuda_defaults
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
@@ -83,8 +83,7 @@ def measure(options: argparse.Namespace, shapes: list[tuple[int, int]], *, any_s
     model = skeleton(row, config.model.attention)
     settings = config.model, config.tiers, config.train, config.numerics
     with Session(model, *settings, row.sequence, any_shape=any_shape) as session:
-        # Opening it may have reset the compiler, and what it counts.
-        compiled = compile_seconds()
+        compiled = CLOCK.seconds
         session.store.seal()
         fill(session)
         steps: list[dict[str, Any]] = []
@@ -94,7 +93,7 @@ def measure(options: argparse.Namespace, shapes: list[tuple[int, int]], *, any_s
             until_first = until_first or time.time() - psutil.Process().create_time()
             print({name: round(value, 3) for name, value in step.items()}, flush=True)
     found = {"any_shape": any_shape, "seconds_until_the_end_of_step_1": until_first, "steps": steps}
-    found["compile_seconds"] = compile_seconds() - compiled
+    found["compile_seconds"] = CLOCK.seconds - compiled
     return found | (summary(steps) if len(steps) > WARMUP else {})
 
 

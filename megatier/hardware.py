@@ -210,6 +210,15 @@ def scratch_directory() -> Path:
     return Path("/var/tmp") if mount_of(usual).is_memory else usual
 
 
+def cache_directory() -> Path:
+    """Return where this user's caches lie; whoever writes there makes it.
+
+    Raises:
+        RuntimeError: this user has no home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatier"
+
+
 def gpus() -> tuple[Gpu, ...]:
     """Return the CUDA devices that this process sees."""
     if not _has_gpu_driver():

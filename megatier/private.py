@@ -135,6 +135,24 @@ def lock_directory(directory: Path) -> int:
     return lock
 
 
+def make_private(directory: Path) -> None:
+    """Create a directory in which code is to lie, and what it lies in, unless it is there.
+
+    Raises:
+        ConfigError: it cannot be made, other users may open it, or all users may put another in its place.
+    """
+    try:
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        above, status = directory.parent.stat(), directory.lstat()
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    if found := "it is a link" if stat.S_ISLNK(status.st_mode) else _shared_by(status):
+        raise _refused(directory, found)
+    if above.st_mode & stat.S_IWOTH:
+        raise _refused(directory.parent, "all users may write in it")
+
+
 def is_ours_alone(status: os.stat_result) -> bool:
     """Return whether a file or directory belongs to this user, who alone may open it, and has no other name."""
     return not _shared_by(status)

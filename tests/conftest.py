@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from warm_python import WarmPython
 
 from megatier import _native
@@ -38,6 +39,10 @@ from megatier.tier import Tier
 pytest.register_assert_rewrite("store_contract")
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(scratch_directory()))
 """Parent of every tmp_path: a mount of the NVMe tier may not lie in RAM, and on many machines /tmp does."""
+
+
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+"""What tests compile is kept for other test runs, and not in the user's own place."""
 
 
 def pytest_collection_finish() -> None:

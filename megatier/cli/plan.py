@@ -313,6 +313,7 @@ def _sentences(plan: Plan, steps: int | None, room: str) -> Iterator[str]:
     yield f"{format_count(plan.num_parameters)} parameters{trained}, {format_count(plan.tokens)} tokens a step."
     yield f"Attention is computed by {plan.attention} (model.attention)."
     yield f"Bound by {_bound(plan)}; compute alone takes {plan.attainment:.0%} of the step."
+    yield from _compiling(plan)
     peak = mib(round(plan.activations.peak))
     yield f"In addition to tiers.gpu the GPU holds about {peak} of activations, loss and libraries."
     if plan.mask_bytes:
@@ -345,7 +346,14 @@ def _sentences(plan: Plan, steps: int | None, room: str) -> Iterator[str]:
         yield f"A step writes {mib(round(written))} to NVMe, which is {day}{whole}. Drives are rated in TBW."
     if steps is not None:
         seconds = format_seconds(plan.forecast.seconds * steps)
-        yield f"The {steps:,} steps of the run take {seconds}, in addition to its start and its saves."
+        yield f"The {steps:,} steps of the run take {seconds}, in addition to its start, compiling and its saves."
+
+
+def _compiling(plan: Plan) -> Iterator[str]:
+    """Yield a sentence about what the first step takes in addition, if that is anything."""
+    if plan.compiling.kinds:
+        fresh, kept = format_seconds(plan.compiling.seconds), format_seconds(plan.compiling.kept_seconds)
+        yield f"In its first step a run also compiles, for about {fresh}; {kept} if an earlier one did."
 
 
 def _saves(plan: Plan, room: str) -> Iterator[str]:

@@ -77,6 +77,8 @@ def _table(step: int, seconds: float, uses: Iterable[LaneUse], spent: Account) -
     table.add_section()
     stalls = {f"stall: {cause}": stalled for cause, stalled in spent.stall_seconds.items()}
     causes = {"compute alone": spent.compute_seconds, **stalls, "host": spent.host_seconds}
+    if spent.compile_seconds:
+        causes["compiler"] = spent.compile_seconds
     for cause, lasted in sorted(causes.items(), key=lambda item: -item[1]):
         table.add_row(escape(cause), format_seconds(lasted), format_share(lasted, seconds))
     return table

@@ -24,7 +24,6 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch.compiler.config
-from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
@@ -32,6 +31,7 @@ from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy
 
 from megatier.compute.attention import FLEX, is_attention
+from megatier.compute.compile_clock import CLOCK
 from megatier.compute.open_shapes import Rule, install, open_up, planning, tensors_in
 
 P = ParamSpec("P")
@@ -190,6 +190,7 @@ class Compiled(Generic[P, R]):
 
     def _compiling(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
         """A context for the call. torch reads all this when it compiles, in a call that nobody knows beforehand."""
+        CLOCK.watch()
         if self._any_shape:
             open_up(args, kwargs)
         if not self._settings:
@@ -218,12 +219,6 @@ class Compiled(Generic[P, R]):
             reason = _cause(str(error)).rstrip(".")
             text = f"{self._name} runs uncompiled{which}, because torch.compile refuses it: {reason}. {COST}."
             warnings.warn(text, stacklevel=3)
-
-
-def compile_seconds() -> float:
-    """The seconds that torch's compiler has taken in this process."""
-    spent = dynamo_utils.cumulative_time_spent_ns
-    return (spent.get("entire_frame_compile", 0) + spent.get("entire_backward_compile", 0)) / 1e9
 
 
 def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Size, ...]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatier.compute.compile_clock import CLOCK
 from megatier.compute.seeds import group_seed, seed_generators
 from megatier.engine.head import check_calls_loss_function
 from megatier.engine.stage import UnitPlayer, learning
@@ -55,6 +56,8 @@ class StepResult:
     """The factor on the gradients: 1 if nothing was clipped, 0 if the step was left out."""
     skipped: str | None = None
     """If the step was left out, a parameter whose gradient was not finite; "loss" if the loss alone was not."""
+    compile_seconds: float = 0.0
+    """Seconds of the step in which torch's compiler worked."""
     own_seconds: tuple[float, ...] = ()
     """Seconds that each rank took itself, in their order; what it waited for others does not count."""
 
@@ -95,6 +98,8 @@ class Engine:
         """Whether nodes know which of their arguments are cut into slices."""
         self._step = 0
         """The step that was begun last."""
+        self._clocked = 0.0
+        """Seconds that the compiler had taken when that step was begun."""
         self._skips = 0
         """The number of steps in a row, up to now, that were left out."""
         self._first_norms = FirstNorms()
@@ -167,6 +172,7 @@ class Engine:
     def begin_step(self, step: int, rate: float) -> None:
         """Start a step, 1, 2, ..., with its learning rate, and the updates of the one before."""
         self._step = step
+        self._clocked = CLOCK.seconds
         self.model.begin_step()
 
         # Updates of the step before start in `begin`. They read the scalars that `clip` noted, not those noted here.
@@ -240,7 +246,8 @@ class Engine:
         if self._optimizer.hyper.deferred:
             self._player.defer_updates(clipped=coefficient != 1.0 or is_revised)
 
-        return StepResult(loss=loss, grad_norm=norm, clip_coefficient=coefficient)
+        compiled = CLOCK.seconds - self._clocked
+        return StepResult(loss=loss, grad_norm=norm, clip_coefficient=coefficient, compile_seconds=compiled)
 
     def abandon(self) -> None:
         """Leave a step half-way: none of its updates is made."""
@@ -375,7 +382,8 @@ class Engine:
         parameter = self._optimizer.first_non_finite()
         if self._skips > self.options.max_skips:
             raise self._error(step, "gradient norm" if math.isfinite(loss) else "loss", parameter, batch)
-        return StepResult(loss=loss, grad_norm=norm, clip_coefficient=0.0, skipped=parameter or "loss")
+        left_out, compiled = parameter or "loss", CLOCK.seconds - self._clocked
+        return StepResult(loss=loss, grad_norm=norm, clip_coefficient=0.0, skipped=left_out, compile_seconds=compiled)
 
     def _learn(self, batch: Batch) -> None:
         """Find out, before the first step with slices, which arguments of each module are batched."""

@@ -95,7 +95,7 @@ def mount_facts(directory: Path) -> dict[str, Any]:
 
 def cache_path() -> Path:
     """Return the file that keeps this user's rates."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatier" / "rates.json"
+    return hardware.cache_directory() / "rates.json"
 
 
 def cache_rates(rates: Rates, device: str, path: Path | None = None) -> Path:

@@ -21,6 +21,7 @@ from megatier.errors import PlanError
 from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
 from megatier.forecast.jobs import HOST_SECONDS
 from megatier.models.experts import cut_units
+from megatier.planner.compile_time import CompileTime, compile_time
 from megatier.planner.memory import ActivationBytes, mask_bytes
 from megatier.planner.shortage import with_ways
 from megatier.planner.trial import Trial, changed, with_parts
@@ -99,6 +100,8 @@ class Plan:
     """Shortest and longest step, as the drives waver. The two are equal if that was not measured."""
     compute_seconds: float
     """Seconds that a step's compute takes with nothing else going on."""
+    compiling: CompileTime
+    """What compiling adds to the first step."""
     room: Room
     """Bytes that the run directory takes, of all ranks together: one checkpoint, and the export."""
     checkpoint_seconds: float | None
@@ -151,6 +154,8 @@ class Plan:
             "tokens_per_s": self.tokens_per_s,
             "attainment": self.attainment,
             "bound_by": made.bound_by,
+            "compile_seconds": self.compiling.seconds,
+            "kept_compile_seconds": self.compiling.kept_seconds,
             "attention": self.attention,
             "hidden_at_tokens": self.hidden_at,
             "budget_bytes": dataclasses.asdict(self.budgets),
@@ -249,6 +254,7 @@ def make_plan(
         forecast=made,
         seconds_range=trial.seconds_range(placement, made),
         compute_seconds=trial.compute_seconds,
+        compiling=compile_time(model, work.units, compiles=compiles, is_fused=config.model.fused_loss),
         room=room,
         checkpoint_seconds=written_s,
         checkpoint_pause_seconds=pause_seconds(written_s, made) if written_s is not None else None,

@@ -44,7 +44,9 @@ class StepReport:
     num_tokens: int
     """Tokens of this step without those that fill rows."""
     seconds: float
-    """Seconds from its batch to its result."""
+    """Seconds from its batch to its result, without those of the compiler."""
+    compile_seconds: float = 0.0
+    """Seconds besides, in which compute waited for the compiler."""
     compute_seconds: float = 0.0
     """Seconds in which compute was busy."""
     stall_seconds: Mapping[str, float] = field(default_factory=dict)

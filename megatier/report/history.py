@@ -95,6 +95,8 @@ class Step(RankWork):
     loss: float
     tokens: float
     seconds: float
+    """Seconds of the step without those of the compiler."""
+    compile_seconds: float
     attainment: float | None
     skipped: str | None
     """Why the step was left out; None: it was not."""
@@ -297,6 +299,7 @@ def _step(
         loss=float(record["loss"]),
         tokens=_figure(record["tokens"]),
         seconds=_figure(record["seconds"]),
+        compile_seconds=_figure(record.get("compile_seconds", 0.0)),
         attainment=_optional(record.get("attainment")),
         skipped=None if skipped is None else _text(skipped),
         compute_seconds=_optional(record.get("compute_seconds")),

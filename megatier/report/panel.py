@@ -67,7 +67,9 @@ def bound_of(report: StepReport) -> str:
     return report.main_stall or "compute"
 
 
-def panel(report: StepReport, num_steps: int, seconds_left: float, losses: Course) -> RenderableType:
+def panel(
+    report: StepReport, num_steps: int, seconds_left: float, losses: Course, compile_seconds: float = 0.0
+) -> RenderableType:
     """Return the panel after a finished step.
 
     Args:
@@ -75,6 +77,7 @@ def panel(report: StepReport, num_steps: int, seconds_left: float, losses: Cours
         num_steps: number of the last step.
         seconds_left: seconds until then.
         losses: losses of the steps so far.
+        compile_seconds: seconds that the steps so far waited for the compiler.
     """
     grid = Table.grid(*(Column(no_wrap=True) for _ in range(3)), padding=(0, 2))
     norm = "" if report.gradient_norm is None else f"  norm {report.gradient_norm:.3f}"
@@ -86,6 +89,8 @@ def panel(report: StepReport, num_steps: int, seconds_left: float, losses: Cours
     shares = f"{format_seconds(stalled)}, {format_share(stalled, report.seconds)}"
     spent = f"stalled {shares}, host {format_share(report.host_seconds, report.seconds)}"
     _row(grid, "bound by", Text(bound_of(report)), spent)
+    if compile_seconds:
+        _row(grid, "compiled", Text(format_seconds(compile_seconds)), "so far, which counts in no step")
 
     if (slowest := report.slowest) is not None:
         words = f"{format_seconds(slowest.seconds)} itself, the fastest {format_seconds(slowest.least_seconds)}"

@@ -80,7 +80,7 @@ class RecordedRun:
             passed = datetime.fromisoformat(made[-1].time) - datetime.fromisoformat(began)
             return format_seconds(max(0.0, passed.total_seconds()))
         except (ValueError, TypeError):
-            return format_seconds(sum(each.seconds for each in made))
+            return format_seconds(sum(each.seconds + each.compile_seconds for each in made))
 
 
 def smoothed(points: Sequence[tuple[float, float]], weight: float = SMOOTHING) -> list[tuple[float, float]]:

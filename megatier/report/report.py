@@ -50,6 +50,7 @@ class Progress:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._num_reports = 0
         self._seconds_per_step = 0.0
+        self._compile_seconds = 0.0
         self._losses = Course()
         self._shown_at: float | None = None
 
@@ -68,6 +69,7 @@ class Progress:
         """Show a finished step, unless the last one was shown just now."""
         self._num_reports += 1
         self._losses.add(report.loss)
+        self._compile_seconds += report.compile_seconds
 
         # The first step of a process learns the order of units, so its time says little about the next one.
         past = SMOOTHING if self._num_reports > 2 else 0.0
@@ -83,7 +85,7 @@ class Progress:
         if self._live is None:
             self.note(step_line(report, self._num_steps, left))
         else:
-            self._live.update(panel(report, self._num_steps, left, self._losses), refresh=True)
+            self._live.update(panel(report, self._num_steps, left, self._losses, self._compile_seconds), refresh=True)
 
     def note(self, text: str) -> None:
         """Print a line of its own, above the panel if there is one."""
@@ -199,6 +201,7 @@ def _figures(report: StepReport, num_steps: int, seconds_left: float) -> list[tu
         *([("attainment", f"{report.attainment:.0%} ({report.bound_by})")] if report.attainment is not None else []),
         ("ETA", format_seconds(seconds_left)),
         *([("slowest", _slowest(report.slowest))] if report.slowest is not None else []),
+        *([("compiled", format_seconds(report.compile_seconds))] if report.compile_seconds else []),
     ]
     if report.main_stall is not None:
         figures.append(("stalled", f"{format_share(report.stalled_seconds, report.seconds)} ({report.main_stall})"))

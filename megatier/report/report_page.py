@@ -131,6 +131,9 @@ def _figures(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
     last = run.steps[-1]
     yield "tokens/s", f"{median(map(tokens_per_s, run.steady)):,.0f}", "median"
     yield "a step", format_seconds(seconds), f"median; {format_seconds(sum(s.seconds for s in run.steps))} in all"
+    if compiled := [step.compile_seconds for step in run.steps if step.compile_seconds]:
+        remark = f"in {len(compiled):,} of {len(run.steps):,} steps, and in the time of none"
+        yield "compiled", format_seconds(sum(compiled)), remark
     attainments = [step.attainment for step in run.steady if step.attainment is not None]
     if attainments and opening is not None and opening.expected is not None:
         yield "attainment", f"{median(attainments):.0%}", f"bound by {opening.expected.bound_by}, as planned"

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatier.compute.compilation import Compilation
+from megatier.compute.compile_clock import CLOCK
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.defaults import usual_defaults
 from megatier.drives.blockfile import IoOptions
@@ -36,6 +37,7 @@ from megatier.schedule.placement import Placement, all_short, place
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import Budgets, bay_bytes
 from megatier.session.filling import Filling
+from megatier.session.kept_code import keep_code
 from megatier.session.shards import Read, WholeMasters, reading_masters, shards_of
 from megatier.setup.machine import (
     budgets_of,
@@ -51,6 +53,7 @@ from megatier.setup.machine import (
 from megatier.setup.workload import COMPUTE_DTYPES, Workload, advised
 from megatier.store.store import TieredStore
 from megatier.tier import Kind, Tier
+from megatier.trace.events import COMPILER
 
 
 class Session:
@@ -129,6 +132,8 @@ class Session:
         self.units = work.units if ranks is None else shards_of(work.units, ranks)
         device = choose_device(tiers, ranks)
         options = _engine_options(work, model_config, train, numerics, device, seed, any_shape=any_shape)
+        if options.compilation is not None:
+            keep_code()
         self.rates = measured_rates(tiers, device)
         self.io_threads = io_threads(tiers.io_threads, self.rates)
 
@@ -194,6 +199,7 @@ class Session:
         """Start the lanes that play the timeline, and name those of its parts that others use."""
         self.player = Player(self.store, work.specs, self.placement, work.policy, self.optimizer, self.ranks)
         opened.callback(self.player.close)
+        opened.enter_context(CLOCK.pausing(partial(self.player.waiting, COMPILER)))
         self.blocks = self.player.blocks
         self._filling = Filling(self.blocks)
         self.reader = self.player.reader

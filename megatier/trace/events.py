@@ -36,6 +36,8 @@ class TraceEvent:
         return (self.end_ns - self.start_ns) / 1e9
 
 
+COMPILER = "compiler"
+"""The cause of a wait for torch's compiler, which is no part of a step: it comes once."""
 STEP = "step"
 """The lane of the event that is a whole step, as it is printed: from its first row of text to its end."""
 
@@ -53,7 +55,7 @@ def stall_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
 class Account:
     """Where the time of a step went: at each moment compute was busy, or waited for one cause, or the host worked.
 
-    The three add up to the whole step.
+    The three add up to the whole step, from which the compiler's time is left out.
     """
 
     compute_seconds: float
@@ -62,6 +64,8 @@ class Account:
     """Seconds that compute waited, by cause."""
     host_seconds: float
     """Seconds of neither: the host prepares the step, enqueues compute, or ends the step."""
+    compile_seconds: float
+    """Seconds besides, in which compute waited for the compiler."""
 
 
 def account(events: Iterable[TraceEvent], start_ns: int, end_ns: int) -> Account:
@@ -81,10 +85,12 @@ def account(events: Iterable[TraceEvent], start_ns: int, end_ns: int) -> Account
             stalled[event.cause] += lasted
 
     # In `busy` is every moment with compute or a wait.
+    compiled = stalled.pop(COMPILER, 0)
     return Account(
         compute_seconds=(busy - waits) / 1e9,
         stall_seconds={cause: lasted / 1e9 for cause, lasted in stalled.items() if lasted},
         host_seconds=(end_ns - start_ns - busy) / 1e9,
+        compile_seconds=compiled / 1e9,
     )
 
 
@@ -96,7 +102,7 @@ def own_seconds(events: Iterable[TraceEvent]) -> float:
 
 def _waits_for_own(event: TraceEvent) -> bool:
     """Return whether compute waited for a lane that does not wait for other ranks."""
-    return event.lane == "stall" and event.cause != "ranks"
+    return event.lane == "stall" and event.cause not in ("ranks", COMPILER)
 
 
 def busy_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:

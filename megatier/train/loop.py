@@ -102,6 +102,8 @@ class Loop:
         self._last_step = 0
         self._tokens_seen = 0
         """Tokens of all steps so far, those of earlier processes included."""
+        self._compile_seconds = 0.0
+        """Seconds in which steps of this process waited for the compiler."""
         self._crew = session.ranks or Alone()
         self._hosts = self._crew.agree(platform.node())
         self._device = session.engine.options.device
@@ -172,6 +174,9 @@ class Loop:
         if self._session.placement.speculative:
             _describe_speculation(self._console, self._session.speculation)
 
+        if self._compile_seconds:
+            say(self._console, f"compiled for {format_seconds(self._compile_seconds)}, which count in no step")
+
         # Queues that this run has no use for are left out.
         shown = [row for row in rows if row.queue != "nvme_to_gpu" or store.gpu_path is not None]
         shown = [row for row in shown if row.queue != RANKS or self._session.ranks is not None]
@@ -216,7 +221,6 @@ class Loop:
         # The loss was read, so the device is through with forward and backward. In the deferred mode updates of this
         # step may still be running; the next step waits for them, and has their time.
         ended_ns = time.perf_counter_ns()
-        seconds = (ended_ns - began_ns) / 1e9
         self._last_step = step
 
         # The same events give the printed figures, the records, the picture and the trace.
@@ -228,6 +232,8 @@ class Loop:
             events.append(TraceEvent(lane="stall", name="text", start_ns=began_ns, end_ns=read_ns, cause=cause))
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
         spent = account(events, began_ns, ended_ns)
+        seconds = (ended_ns - began_ns) / 1e9 - spent.compile_seconds
+        self._compile_seconds += spent.compile_seconds
         busy = busy_seconds(events)
         self._saves.step(seconds, spent.stall_seconds.get("checkpoint", 0.0), learnt=result.skipped is None)
         of_ranks = self._of_ranks(seconds, spent, busy)
@@ -241,6 +247,7 @@ class Loop:
             gradient_norm=result.grad_norm,
             num_tokens=num_real_tokens(batch),
             seconds=seconds,
+            compile_seconds=spent.compile_seconds,
             compute_seconds=spent.compute_seconds,
             stall_seconds=spent.stall_seconds,
             host_seconds=spent.host_seconds,
@@ -279,6 +286,7 @@ class Loop:
             "tokens_seen": self._tokens_seen,
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": report.seconds,
+            "compile_seconds": report.compile_seconds,
             "tokens_per_s": report.num_tokens / report.seconds,
             "attainment": report.attainment,
             "compute_seconds": report.compute_seconds,

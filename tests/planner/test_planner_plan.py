@@ -75,6 +75,26 @@ def llama(rates: Rates = RATES, **changes: object) -> Plan:
     return make_plan(skeleton_of(config.model), config, rates, budgets(**changes), compiles=True)
 
 
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        (LLAMA, 3),
+        ({**LLAMA, "num_hidden_layers": 9}, 3),
+        ({**LLAMA, "model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"] * 2}, 4),
+    ],
+)
+def test_plan_estimates_what_compiling_takes_from_the_kinds_of_modules(config: dict[str, Any], kinds: int) -> None:
+    asked = run_config(config=config)
+    skeleton = skeleton_of(asked.model)
+    plan = make_plan(skeleton, asked, RATES, budgets(gpu=64 * MIB), compiles=True)
+    assert plan.compiling.kinds == kinds  # kinds of layers, the last norm, and the loss
+    assert 0 < plan.compiling.kept_seconds < plan.compiling.seconds
+    assert plan.as_dict()["compile_seconds"] == plan.compiling.seconds
+    plain = make_plan(skeleton, asked, RATES, budgets(gpu=64 * MIB), compiles=False)
+    assert plain.as_dict()["compile_seconds"] == 0
+    assert plain.forecast.seconds > 0
+
+
 def budgets(**changes: object) -> Budgets:
     return replace(Budgets(2 * MIB, 16 * MIB, 64 * MIB), **changes)  # type: ignore[arg-type]
 

@@ -54,6 +54,13 @@ def test_panel_has_a_row_for_every_figure_and_lane_in_a_fixed_order() -> None:
     assert rows[4][-3:] == ["busy", "25.0", "%"]
 
 
+def test_panel_shows_what_all_steps_so_far_waited_for_the_compiler() -> None:
+    target = io.StringIO()
+    Console(file=target, width=100).print(panel(report(STALLS), 20, 90, Course(), 6.5))
+    assert "compiled     6.50 s" in target.getvalue()
+    assert "compiled" not in " ".join(word for row in drawn(report(STALLS), 100) for word in row)
+
+
 def test_panel_of_several_ranks_names_the_slowest() -> None:
     slowest = SlowestRank(rank=3, host="b", seconds=0.45, least_seconds=0.25)
     rows = drawn(replace(report(STALLS), slowest=slowest), 100)

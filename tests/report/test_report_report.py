@@ -50,6 +50,11 @@ def test_step_line_of_a_planned_run_shows_attainment_and_what_bounds_it() -> Non
     assert "tokens/s 8,192  attainment 96% (nvme)  ETA" in line
 
 
+def test_step_line_of_a_step_that_compiled_says_so_and_has_the_rate_without_it() -> None:
+    line = step_line(replace(report(7), compile_seconds=4.5), 20, 90)
+    assert "tokens/s 8,192  ETA 1 min 30 s  compiled 4.50 s  stalled" in line
+
+
 def test_step_line_of_several_ranks_names_the_slowest() -> None:
     slowest = SlowestRank(rank=3, host="b", seconds=0.45, least_seconds=0.25)
     line = step_line(replace(report(7), slowest=slowest), 20, 90)

@@ -145,6 +145,14 @@ def test_page_of_a_planned_run_compares_it_with_the_plan(run: Path) -> None:
     assert "Units with two generations, updated in the backward: 1." in page.section("What lies where")
 
 
+def test_page_shows_what_steps_waited_for_the_compiler_and_counts_it_in_none(run: Path) -> None:
+    page = record(run, step(1, compile_seconds=7.25), step(2), step(3, compile_seconds=0.5))
+    at = page.words.index("compiled")
+    assert page.words[at + 1 : at + 3] == ["7.75 s", "in 2 of 3 steps, and in the time of none"]
+    assert "500 ms" in page.words
+    assert "compiled" not in record(run, step(1), step(2)).words
+
+
 def test_page_of_several_ranks_names_the_slowest_ones(run: Path) -> None:
     found = [(0, 2.0), (1, 1.5), (1, 1.25), (1, 1.125)]
     slowest = [{"rank": rank, "host": "<b>", "seconds": seconds, "least_seconds": 1.0} for rank, seconds in found]

@@ -262,6 +262,7 @@ def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
         "tokens_seen",
         "time",
         "seconds",
+        "compile_seconds",
         "tokens_per_s",
         "attainment",
         "compute_seconds",

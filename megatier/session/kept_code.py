@@ -1,0 +1,33 @@
+"""Where torch keeps what it has compiled, so that the next process need not compile it again."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+from megatier.errors import ConfigError
+from megatier.hardware import cache_directory
+from megatier.private import make_private
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""torch's own setting. torch sets it too, when it compiles for the first time."""
+FOLDER = "compiled"
+"""The folder among this user's caches. torch's default lies in `/tmp`, which many machines empty when they start."""
+
+
+def keep_code() -> None:
+    """Let torch keep compiled code among this user's caches, unless it was told a place, or has one already.
+
+    What lies there is run, so nobody else may write there. Where that does not hold, torch's default stays, and a
+    warning says so. Which code is found there changes no bit: it is found by all that it was made of.
+    """
+    if VARIABLE in os.environ:
+        return
+    try:
+        directory = cache_directory().absolute() / FOLDER
+        make_private(directory)
+    except (ConfigError, RuntimeError) as error:
+        text = f"compiled code may have to be compiled again in each process: {error} Or set {VARIABLE}."
+        warnings.warn(text, stacklevel=2)
+        return
+    os.environ[VARIABLE] = str(directory)
