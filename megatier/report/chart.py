@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from statistics import fmean
 
 from megatier.report.html import CELL_MAX, NUM_TONES, legend
@@ -89,7 +89,10 @@ class _Bucket:
 
 def byte_unit(most: float) -> tuple[str, int]:
     """Return the unit in which so many bytes are a small number, and its bytes."""
-    return next((unit for unit in BYTE_UNITS if most >= unit[1]), BYTE_UNITS[-1])
+    for unit, scale in BYTE_UNITS:
+        if most >= scale:
+            return unit, scale
+    return BYTE_UNITS[-1]
 
 
 def draw(
@@ -109,10 +112,11 @@ def draw(
         scales: rows of numbers below those of the steps.
         from_zero: whether the axis begins at 0; False: at the least value.
     """
-    drawn = {line: runs for line in _distinct(lines) if (runs := _buckets(line.points))}
+    drawn = {line: _buckets(line.points) for line in _distinct(lines)}
     buckets = [bucket for runs in drawn.values() for run in runs for bucket in run]
     if not buckets:
         return ""
+
     axes = _Axes.of(buckets, from_zero=from_zero)
     parts = [*axes.draw(scales)]
     entries = []
@@ -120,32 +124,50 @@ def draw(
 
     # A dashed line keeps the colour of the line before it, so the tone goes on with the others alone.
     for line, runs in drawn.items():
+        if not runs:
+            continue
         tone += not line.is_dashed
-        name = f"tone{tone % NUM_TONES}"
-        entries.append((name + " dashed" * line.is_dashed, line.name))
+        style = f"tone{tone % NUM_TONES}"
         for run in runs:
-            parts += _run(run, axes, name, is_dashed=line.is_dashed)
+            parts += _run(run, axes, style, is_dashed=line.is_dashed)
+        if line.is_dashed:
+            style += " dashed"
+        entries.append((style, line.name))
 
     for mark in marks:
-        entries.append((f"tone{mark.tone} dashed", mark.name))
+        style = f"tone{mark.tone} dashed"
+        entries.append((style, mark.name))
+        parts.append(_marked(mark, axes, style))
 
-        # Marks on one pixel are one line, so that thousands of them stay a small page.
-        places = sorted({round(axes.x(step)) for step in mark.steps if axes.first <= step <= axes.last})
-        path = "".join(f"M{x} {TOP}V{BOTTOM}" for x in places)
-        parts.append(f'<path class="tone{mark.tone} dashed" d="{path}"/>')
-
+    # The pointers are above all else, since SVG gives a pointer what was drawn last.
     parts += _pointers(lines, axes)
     height = HEIGHT + SCALE_HEIGHT * len(scales)
-    svg = f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{plain(title)}">'
-    head = f"<div><p><b>{plain(title)}</b></p>"
+    name = plain(title)
+    svg = f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{name}">'
+    head = f"<div><p><b>{name}</b></p>"
     return "\n".join([head, legend(entries), f'<div class="wide">{svg}', *parts, "</svg></div></div>"])
+
+
+def _marked(mark: Mark, axes: _Axes, style: str) -> str:
+    """Return the upright lines of a mark, as far as they are within the axes."""
+    shown = [step for step in mark.steps if axes.first <= step <= axes.last]
+
+    # Marks on one pixel are one line, so that thousands of them stay a small page.
+    places = sorted({round(axes.x(step)) for step in shown})
+    path = "".join(f"M{x} {TOP}V{BOTTOM}" for x in places)
+    return f'<path class="{style}" d="{path}"/>'
 
 
 def draw_bytes(title: str, lines: Sequence[Line]) -> str:
     """Return a chart of bytes, in the unit that fits; empty if no line has a finite point."""
-    most = max((size for line in lines for _, size in line.points if size < math.inf), default=0.0)
+    sizes = [size for line in lines for _, size in line.points]
+    most = max((size for size in sizes if size < math.inf), default=0.0)
     unit, scale = byte_unit(most)
-    scaled = [replace(line, points=[(step, size / scale) for step, size in line.points]) for line in lines]
+
+    scaled = []
+    for line in lines:
+        points = [(step, size / scale) for step, size in line.points]
+        scaled.append(replace(line, points=points))
     return draw(f"{title}, {unit}", scaled)
 
 
@@ -163,22 +185,30 @@ class _Axes:
         """Return axes that show all buckets, with some room above them."""
         low = min(bucket.low for bucket in buckets)
         high = max(bucket.high for bucket in buckets)
-        low = min(low, 0.0) if from_zero else low
-        if high <= low:
-            # All figures are equal, so there is no range to scale by.
-            low, high = (low, low + 1) if from_zero else (low - 0.5, low + 0.5)
+        if from_zero:
+            low = min(low, 0.0)
+
+        # All figures may be equal, and then there is no range to scale by.
+        if high <= low and from_zero:
+            high = low + 1
+        elif high <= low:
+            low, high = low - 0.5, low + 0.5
         high += HEADROOM * (high - low)
-        return cls(min(bucket.x for bucket in buckets), max(bucket.x for bucket in buckets), low, high)
+
+        steps = [bucket.x for bucket in buckets]
+        return cls(min(steps), max(steps), low, high)
 
     def x(self, step: float) -> float:
         """Return the pixels of a step; the middle if there is but one step."""
         if self.last == self.first:
             return (LEFT + RIGHT) / 2
-        return LEFT + (step - self.first) / (self.last - self.first) * (RIGHT - LEFT)
+        share = (step - self.first) / (self.last - self.first)
+        return LEFT + share * (RIGHT - LEFT)
 
     def y(self, value: float) -> float:
         """Return the pixels of a value."""
-        return BOTTOM - (value - self.low) / (self.high - self.low) * (BOTTOM - TOP)
+        share = (value - self.low) / (self.high - self.low)
+        return BOTTOM - share * (BOTTOM - TOP)
 
     def draw(self, scales: Sequence[Scale]) -> Iterator[str]:
         """Yield level lines with their values, and numbers of steps, with further rows of numbers below."""
@@ -186,44 +216,71 @@ class _Axes:
             y = self.y(tick)
             yield f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/>'
             yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:,.10g}</text>'
-        for step in _ticks(self.first, self.last, least=1.0):
-            yield f'<text x="{self.x(step):.1f}" y="{BOTTOM + 18}" text-anchor="middle">{step:,.0f}</text>'
-        yield f'<text x="{LEFT - 8}" y="{BOTTOM + 18}" text-anchor="end">step</text>'
-        for row, scale in enumerate(scales, 1):
-            y = BOTTOM + 18 + SCALE_HEIGHT * row
+
+        steps = [*_ticks(self.first, self.last, least=1.0)]
+        y = BOTTOM + 18
+        for step in steps:
+            yield self._number(step, y, f"{step:,.0f}")
+        yield f'<text x="{LEFT - 8}" y="{y}" text-anchor="end">step</text>'
+
+        for scale in scales:
+            y += SCALE_HEIGHT
             yield f'<text x="{LEFT - 8}" y="{y}" text-anchor="end">{plain(scale.name)}</text>'
-            for step in _ticks(self.first, self.last, least=1.0):
-                yield f'<text x="{self.x(step):.1f}" y="{y}" text-anchor="middle">{plain(scale.at(step))}</text>'
+            for step in steps:
+                yield self._number(step, y, plain(scale.at(step)))
+
+    def _number(self, step: float, y: float, words: str) -> str:
+        """Return what stands below a step."""
+        return f'<text x="{self.x(step):.1f}" y="{y}" text-anchor="middle">{words}</text>'
 
 
 def _pointers(lines: Sequence[Line], axes: _Axes) -> Iterator[str]:
     """Yield columns that show the figures of a step while a pointer is over them, at most COLUMNS_MAX and a few."""
-    found = [(line.name, dict(line.points)) for line in lines if line.points]
-    steps = sorted({step for _, points in found for step in points})
-    shown = set(steps[:: math.ceil(len(steps) / COLUMNS_MAX)])
-    for _, points in found:
-        shown |= set(points) if len(points) <= DOTS_MAX else set()
+    figures = [(line.name, dict(line.points)) for line in lines if line.points]
+    steps = sorted({step for _, points in figures for step in points})
+    every = math.ceil(len(steps) / COLUMNS_MAX)
+    chosen = set(steps[::every])
+
+    # A line of few points, such as held-out losses, has dots, and a dot without its figure is of no use.
+    for _, points in figures:
+        if len(points) <= DOTS_MAX:
+            chosen.update(points)
 
     # A column ends half-way to its neighbours, so there is one under every place of the pointer.
-    places = [axes.x(step) for step in sorted(shown)]
-    edges = [LEFT, *((one + two) / 2 for one, two in pairwise(places)), RIGHT]
-    for step, (left, right) in zip(sorted(shown), pairwise(edges), strict=True):
-        values = ((name, points.get(step, math.nan)) for name, points in found)
-        said = ", ".join(f"{name} {value:,.5g}" for name, value in values if abs(value) < VALUE_MAX)
-        size = f'x="{left:.1f}" y="{TOP}" width="{max(right - left, 0.1):.1f}" height="{BOTTOM - TOP}"'
-        yield f'<rect class="pointer" {size}><title>{plain(f"step {step:,.0f}: {said}", CELL_MAX)}</title></rect>'
+    shown = sorted(chosen)
+    places = [axes.x(step) for step in shown]
+    middles = [(one + two) / 2 for one, two in pairwise(places)]
+    columns = pairwise([LEFT, *middles, RIGHT])
+    for step, (left, right) in zip(shown, columns, strict=True):
+        width = max(right - left, 0.1)
+        words = plain(_said(step, figures), CELL_MAX)
+        size = f'x="{left:.1f}" y="{TOP}" width="{width:.1f}" height="{BOTTOM - TOP}"'
+        yield f'<rect class="pointer" {size}><title>{words}</title></rect>'
+
+
+def _said(step: float, figures: Sequence[tuple[str, Mapping[float, float]]]) -> str:
+    """Return the figures of a step in words, without those that leave a gap."""
+    said = []
+    for name, points in figures:
+        value = points.get(step, math.nan)
+        if abs(value) < VALUE_MAX:
+            said.append(f"{name} {value:,.5g}")
+    return f"step {step:,.0f}: {', '.join(said)}"
 
 
 def _distinct(lines: Sequence[Line]) -> list[Line]:
     """Return lines that do not hide one another: equal ones become one with all names, but for dashed ones."""
-    found: list[Line] = []
+    distinct: list[Line] = []
     for line in lines:
-        twin = None if line.is_dashed else next((other for other in found if other.points == line.points), None)
-        if twin is None:
-            found.append(line)
-        else:
-            found[found.index(twin)] = replace(twin, name=f"{twin.name}, {line.name}")
-    return found
+        twins = [number for number, other in enumerate(distinct) if other.points == line.points]
+
+        # A dashed line lets the one below it be seen.
+        if line.is_dashed or not twins:
+            distinct.append(line)
+            continue
+        twin = distinct[twins[0]]
+        distinct[twins[0]] = replace(twin, name=f"{twin.name}, {line.name}")
+    return distinct
 
 
 def _ticks(low: float, high: float, least: float = 0.0) -> Iterator[float]:
@@ -236,35 +293,55 @@ def _ticks(low: float, high: float, least: float = 0.0) -> Iterator[float]:
         step *= 2
 
     # A limit that is a round number itself gets its tick although the division misses it by a rounding.
-    for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    for index in range(first, last + 1):
         yield index * step
 
 
 def _buckets(points: Sequence[Point]) -> list[list[_Bucket]]:
     """Return the runs of points between gaps, in all at most POINTS_MAX buckets."""
     size = max(1, math.ceil(len(points) / POINTS_MAX))
-    groups = (points[start : start + size] for start in range(0, len(points), size))
+    runs = []
+    run: list[_Bucket] = []
+    for start in range(0, len(points), size):
+        group = points[start : start + size]
 
-    # A point that is not finite is left out of its bucket. A bucket of such points alone is a gap.
-    finite = ([point for point in group if abs(point[1]) < VALUE_MAX] for group in groups)
-    return [[_bucket(group) for group in run] for is_shown, run in groupby(finite, bool) if is_shown]
+        # A point that is not finite is left out of its bucket. A bucket of such points alone is a gap.
+        finite = [point for point in group if abs(point[1]) < VALUE_MAX]
+        if finite and not run:
+            runs.append(run)
+        if finite:
+            run.append(_bucket(finite))
+        else:
+            run = []
+    return runs
 
 
 def _bucket(points: Sequence[Point]) -> _Bucket:
+    steps = [step for step, _ in points]
     values = [value for _, value in points]
-    return _Bucket(fmean(step for step, _ in points), min(values), fmean(values), max(values))
+    return _Bucket(fmean(steps), min(values), fmean(values), max(values))
 
 
 def _run(run: Sequence[_Bucket], axes: _Axes, tone: str, *, is_dashed: bool) -> Iterator[str]:
     """Yield a line without a gap, its band if there is one, and dots if there are few points."""
     if any(bucket.low < bucket.high for bucket in run):
-        edge = [(bucket.x, bucket.high) for bucket in run] + [(bucket.x, bucket.low) for bucket in reversed(run)]
-        yield f'<path class="band fill-{tone}" d="{_path(edge, axes)}Z"/>'
-    line = _path([(bucket.x, bucket.mean) for bucket in run], axes)
-    yield f'<path class="{tone}{" dashed" * is_dashed}" d="{line}"/>'
-    for bucket in run if len(run) <= DOTS_MAX and not is_dashed else ():
-        yield f'<circle class="fill-{tone}" cx="{axes.x(bucket.x):.1f}" cy="{axes.y(bucket.mean):.1f}" r="2.5"/>'
+        # The edge of the band goes along the greatest figures and back along the least.
+        over = [(bucket.x, bucket.high) for bucket in run]
+        back = [(bucket.x, bucket.low) for bucket in reversed(run)]
+        yield f'<path class="band fill-{tone}" d="{_path(over + back, axes)}Z"/>'
+
+    means = [(bucket.x, bucket.mean) for bucket in run]
+    style = f"{tone} dashed" if is_dashed else tone
+    yield f'<path class="{style}" d="{_path(means, axes)}"/>'
+
+    if is_dashed or len(run) > DOTS_MAX:
+        return
+    for step, value in means:
+        yield f'<circle class="fill-{tone}" cx="{axes.x(step):.1f}" cy="{axes.y(value):.1f}" r="2.5"/>'
 
 
 def _path(points: Sequence[Point], axes: _Axes) -> str:
-    return "M" + "L".join(f"{axes.x(x):.1f} {axes.y(y):.1f}" for x, y in points)
+    places = [f"{axes.x(x):.1f} {axes.y(y):.1f}" for x, y in points]
+    return "M" + "L".join(places)

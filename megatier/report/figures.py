@@ -72,9 +72,11 @@ class StepReport:
     @property
     def main_stall(self) -> str | None:
         """The cause that compute waited longest for; None if it waited for less than `STALLED_MIN` of the step."""
-        if not self.stall_seconds or self.stalled_seconds < STALLED_MIN * self.seconds:
+        stalls = self.stall_seconds
+        least = STALLED_MIN * self.seconds
+        if not stalls or self.stalled_seconds < least:
             return None
-        return max(self.stall_seconds, key=self.stall_seconds.__getitem__)
+        return max(stalls, key=stalls.__getitem__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

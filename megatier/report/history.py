@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,10 +171,11 @@ class History:
         if type(step) is not int or not 0 <= step < FIGURE_MAX:
             raise ValueError(step)
 
-        # A new process counts its bytes from 0. Those of a step are the difference to the record before.
         if record.get("run") == "begins":
             self.openings.append(_opening(step, record))
             self.outcome = ""
+
+            # A new process counts its bytes from 0.
             self.moved_bytes = {}
             self.demanded_bytes = {}
             self.others_moved_bytes = {}
@@ -183,17 +184,7 @@ class History:
             self.moved_bytes = _amounts(record, "moved_bytes")
             self.demanded_bytes = _amounts(record, "demanded_bytes")
         elif "loss" in record:
-            moved = _amounts(record, "moved_bytes")
-            demanded = _amounts(record, "demanded_bytes")
-
-            # The file has sums since the process began, so that a record that was lost loses no bytes.
-            made = _grown(self.moved_bytes, moved), _grown(self.demanded_bytes, demanded)
-            told = record.get("other_ranks", ())
-            others = tuple(_other(found, self.others_moved_bytes) for found in told)
-            self.steps.append(_step(step, record, *made, others))
-            self.others_moved_bytes = {_rank(found): _amounts(found, "moved_bytes") for found in told}
-            self.moved_bytes = moved
-            self.demanded_bytes = demanded
+            self._add_step(step, record)
         elif "heldout_loss" in record:
             self.heldout.append((step, float(record["heldout_loss"])))
         elif "correction" in record:
@@ -204,6 +195,22 @@ class History:
             self.checkpoints.append(_saved(step, record, "checkpoint"))
         elif "savepoint_bytes" in record:
             self.savepoints.append(_saved(step, record, "savepoint"))
+
+    def _add_step(self, step: int, record: Mapping[str, Any]) -> None:
+        """Take the record of a step, which has sums since its process began, so that a lost record loses no bytes."""
+        moved = _amounts(record, "moved_bytes")
+        demanded = _amounts(record, "demanded_bytes")
+        grown = _grown(self.moved_bytes, moved)
+        grown_demanded = _grown(self.demanded_bytes, demanded)
+
+        told = record.get("other_ranks", ())
+        others = tuple(_other(found, self.others_moved_bytes) for found in told)
+        self.steps.append(_step(step, record, grown, grown_demanded, others))
+
+        # Last, because a line that was cut raises above, and must leave these sums as they were.
+        self.others_moved_bytes = {_rank(found): _amounts(found, "moved_bytes") for found in told}
+        self.moved_bytes = moved
+        self.demanded_bytes = demanded
 
 
 def read_history(path: Path) -> History:
@@ -248,18 +255,22 @@ def read_what_there_is(path: Path) -> History:
 def _opening(step: int, record: Mapping[str, Any]) -> RunStart:
     """Return an opening record; this and what follows raises what `History.add` does."""
     expected = record["expected"]
+    homes = {}
+    for unit, kinds in record["homes"].items():
+        homes[unit] = {kind: _text(tier) for kind, tier in kinds.items()}
     return RunStart(
         step=step,
         time=_text(record["time"]),
         device=_text(record["device"]),
         num_parameters=round(_figure(record["num_parameters"])),
-        homes={unit: {kind: _text(tier) for kind, tier in kinds.items()} for unit, kinds in record["homes"].items()},
-        streamed=tuple(map(_text, record["streamed"])),
-        speculative=tuple(map(_text, record["speculative"])),
-        tiers=tuple(_tier(tier) for tier in record["tiers"]),
+        homes=homes,
+        streamed=_texts(record["streamed"]),
+        speculative=_texts(record["speculative"]),
+        tiers=tuple(map(_tier, record["tiers"])),
         expected=None if expected is None else _expected(expected),
+        # Older versions wrote neither of these.
         flops_per_s=_optional(record.get("flops_per_s")),
-        changes=tuple(map(_text, record.get("changes", ()))),
+        changes=_texts(record.get("changes", ())),
     )
 
 
@@ -346,11 +357,12 @@ def _slowest(found: Mapping[str, Any]) -> SlowestRank:
 
 
 def _saved(step: int, record: Mapping[str, Any], what: str) -> Saved:
+    num_bytes = _figure(record[f"{what}_bytes"])
     seconds = _figure(record[f"{what}_seconds"])
 
     # Training waits for a savepoint all the time, so there is no pause of its own on file.
-    paused = record.get(f"{what}_pause_seconds", seconds)
-    return Saved(step=step, num_bytes=_figure(record[f"{what}_bytes"]), seconds=seconds, paused_seconds=_figure(paused))
+    paused = _figure(record.get(f"{what}_pause_seconds", seconds))
+    return Saved(step=step, num_bytes=num_bytes, seconds=seconds, paused_seconds=paused)
 
 
 def _amounts(record: Mapping[str, Any], name: str) -> dict[str, float]:
@@ -376,10 +388,16 @@ def _text(value: object) -> str:
     return value
 
 
+def _texts(values: Iterable[object]) -> tuple[str, ...]:
+    return tuple(map(_text, values))
+
+
 def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """Return what came to each queue between two records.
 
     If there is less than before, a process began without an opening record and counted from 0.
     """
     began = any(after.get(queue, 0.0) < size for queue, size in before.items())
-    return {queue: size - (0.0 if began else before.get(queue, 0.0)) for queue, size in after.items()}
+    if began:
+        return dict(after)
+    return {queue: size - before.get(queue, 0.0) for queue, size in after.items()}

@@ -68,11 +68,15 @@ summary { cursor: pointer; }
 
 def _rules() -> Iterator[str]:
     """Yield rules of the style, one for each colour."""
-    for tone in (f"tone{number}" for number in range(NUM_TONES)):
-        yield f".chart .{tone} {{ stroke: var(--{tone}); }} .chart .fill-{tone} {{ fill: var(--{tone}); }}"
-        yield f"i.{tone} {{ background: var(--{tone}); color: var(--{tone}); }}"
+    for number in range(NUM_TONES):
+        tone = f"tone{number}"
+        colour = f"var(--{tone})"
+        yield f".chart .{tone} {{ stroke: {colour}; }} .chart .fill-{tone} {{ fill: {colour}; }}"
+        yield f"i.{tone} {{ background: {colour}; color: {colour}; }}"
+
     for tone in TIER_TONES:
-        yield f".map .{tone} {{ fill: var(--{tone}); }} i.{tone} {{ background: var(--{tone}); }}"
+        colour = f"var(--{tone})"
+        yield f".map .{tone} {{ fill: {colour}; }} i.{tone} {{ background: {colour}; }}"
 
     # A picture has its colours as attributes, so that it can be read alone. A rule of the page wins over an attribute.
     yield "@media (prefers-color-scheme: dark) {"
@@ -110,23 +114,32 @@ def note(words: str) -> str:
 
 def cards(figures: Iterable[tuple[str, str, str]]) -> str:
     """Return large figures: the name, the figure, and a remark in small letters."""
-    made = (
-        f"<div><span>{plain(name)}</span><b>{plain(figure)}</b><span>{plain(words, CELL_MAX)}</span></div>"
-        for name, figure, words in figures
-    )
+    made = []
+    for name, figure, words in figures:
+        remark = plain(words, CELL_MAX)
+        made.append(f"<div><span>{plain(name)}</span><b>{plain(figure)}</b><span>{remark}</span></div>")
     return f'<div class="cards">{"".join(made)}</div>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table whose first column holds names and whose others hold figures."""
     head = "".join(f"<th>{plain(name)}</th>" for name in columns)
-    body = "\n".join("<tr>" + "".join(f"<td>{plain(cell, CELL_MAX)}</td>" for cell in row) + "</tr>" for row in rows)
+    lines = []
+    for row in rows:
+        cells = (f"<td>{plain(cell, CELL_MAX)}</td>" for cell in row)
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    body = "\n".join(lines)
+
+    # A wide table scrolls inside its own frame, so that a narrow screen need not scroll the whole page.
     return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>'
 
 
 def row(*parts: str) -> str:
     """Return parts side by side, as far as there is room for them; empty if all parts are."""
-    return f'<div class="row">{"".join(f"<div>{part}</div>" for part in parts)}</div>' if any(parts) else ""
+    if not any(parts):
+        return ""
+    cells = (f"<div>{part}</div>" for part in parts)
+    return f'<div class="row">{"".join(cells)}</div>'
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
@@ -137,4 +150,6 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 def details(summary: str, text: str) -> str:
     """Return text as it is, below a line that opens it."""
-    return f"<details><summary>{plain(summary)}</summary><pre>{plain(text, len(text))}</pre></details>"
+    # Settings are given whole: a text that is cut could not be used as a config again.
+    whole = plain(text, len(text))
+    return f"<details><summary>{plain(summary)}</summary><pre>{whole}</pre></details>"

@@ -13,6 +13,9 @@ from typing import IO, Self
 from megatier.errors import REMEDIES, ConfigError
 from megatier.files import open_regular, read_regular, replace_file
 
+OTHER_DIRECTORY = "Set output.directory to a directory of yours."
+"""The remedy where a file of a run cannot be written, for errors that have none of their own."""
+
 
 class MetricsLog:
     """A file of JSON objects, one a line. Each is on file when `write` returns, so a killed run keeps its record."""
@@ -39,8 +42,10 @@ class MetricsLog:
         Raises:
             ConfigError: the drive is full or gone.
         """
+        # Made whole before it is written, and written at once: only a kill can leave half a line.
+        line = json.dumps(plain(record), allow_nan=False) + "\n"
         try:
-            self._file.write(json.dumps(plain(record), allow_nan=False).encode() + b"\n")
+            self._file.write(line.encode())
         except OSError as error:
             raise self._refused(error) from error
 
@@ -55,12 +60,19 @@ class MetricsLog:
         Raises:
             ConfigError: the drive is full or gone.
         """
+        kept = []
+        damaged = []
         try:
             lines = read_regular(self._path).splitlines(keepends=True)
-            steps = [_step_of(line) for line in lines]
+            for number, line in enumerate(lines, 1):
+                its_step = _step_of(line)
+                if its_step <= step:
+                    kept.append(line)
+                if not math.isfinite(its_step):
+                    damaged.append(number)
 
             # Whole or not at all, since a kill in here must not lose the records of the steps that stay.
-            replace_file(self._path, b"".join(line for line, its in zip(lines, steps, strict=True) if its <= step))
+            replace_file(self._path, b"".join(kept))
 
             # The file has another inode now.
             self._file.close()
@@ -68,7 +80,7 @@ class MetricsLog:
         except OSError as error:
             raise self._refused(error) from error
 
-        return [number for number, its in enumerate(steps, 1) if not math.isfinite(its)]
+        return damaged
 
     def close(self) -> None:
         """Close the file. Closing twice is safe."""
@@ -76,7 +88,7 @@ class MetricsLog:
 
     def _refused(self, error: OSError) -> ConfigError:
         """Return an error of the drive as one that says what to do."""
-        remedy = REMEDIES.get(error.errno or 0, "Set output.directory to a directory of yours.")
+        remedy = REMEDIES.get(error.errno or 0, OTHER_DIRECTORY)
         return ConfigError(f"cannot write {self._path}: {error.strerror}. {remedy}")
 
     def __enter__(self) -> Self:
@@ -104,14 +116,20 @@ def format_seconds(seconds: float) -> str:
 def wavering(seconds: tuple[float, float]) -> str:
     """Return words that follow the seconds of a planned step: their range, if drives waver; else none."""
     low, high = (f"{value:.3g}" for value in seconds)
+
+    # Compared as they are written: a range whose ends read the same says nothing.
     return f" ({low} to {high} as the drives waver)" if low != high else ""
 
 
 def format_count(number: float) -> str:
     """Return a count as "950", "2.40M", "8.03B"."""
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g}{suffix}" if number >= 100 * scale else f"{number / scale:.2f}{suffix}"
+        if number < scale:
+            continue
+        count = number / scale
+
+        # Two decimals beside three digits would be more than anyone reads.
+        return f"{count:.3g}{suffix}" if number >= 100 * scale else f"{count:.2f}{suffix}"
     return f"{number:.0f}"
 
 

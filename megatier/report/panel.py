@@ -42,7 +42,8 @@ class Course:
         if len(self._waiting) < self._values_per_point:
             return
 
-        self.points.append(math.fsum(self._waiting) / len(self._waiting))
+        mean = math.fsum(self._waiting) / len(self._waiting)
+        self.points.append(mean)
         self._waiting.clear()
 
         # When the line is full two points become one, so a run of any length fits.
@@ -56,8 +57,11 @@ def sparkline(points: Sequence[float]) -> str:
     """Return points as characters whose heights go from the least to the most."""
     low = min(points, default=0.0)
     high = max(points, default=0.0)
+
+    # Equal points have no range to scale by, and lie at the bottom.
     scale = (len(LEVELS) - 1) / (high - low) if high > low else 0.0
-    return "".join(LEVELS[round((point - low) * scale)] for point in points)
+    heights = [round((point - low) * scale) for point in points]
+    return "".join(LEVELS[height] for height in heights)
 
 
 def bound_of(report: StepReport) -> str:
@@ -79,16 +83,22 @@ def panel(
         losses: losses of the steps so far.
         compile_seconds: seconds that the steps so far waited for the compiler.
     """
-    grid = Table.grid(*(Column(no_wrap=True) for _ in range(3)), padding=(0, 2))
-    norm = "" if report.gradient_norm is None else f"  norm {report.gradient_norm:.3f}"
-    speed = f"{report.num_tokens / report.seconds:,.0f}" if report.seconds > 0 else "-"
-    _row(grid, "step", _bar(report.step, num_steps), f"{report.step}/{num_steps}  ETA {format_seconds(seconds_left)}")
-    _row(grid, "loss", Text(sparkline(losses.points)), f"{report.loss:.4f}  lr {report.learning_rate:.2e}{norm}")
-    _row(grid, "tokens/s", Text(speed), f"{report.seconds:.3f} s/step")
+    columns = [Column(no_wrap=True) for _ in range(3)]
+    grid = Table.grid(*columns, padding=(0, 2))
+    left = f"{report.step}/{num_steps}  ETA {format_seconds(seconds_left)}"
+    _row(grid, "step", _bar(report.step, num_steps), left)
+
+    words = f"{report.loss:.4f}  lr {report.learning_rate:.2e}"
+    if report.gradient_norm is not None:
+        words += f"  norm {report.gradient_norm:.3f}"
+    _row(grid, "loss", Text(sparkline(losses.points)), words)
+    _row(grid, "tokens/s", Text(tokens_a_second(report)), f"{report.seconds:.3f} s/step")
+
     stalled = report.stalled_seconds
-    shares = f"{format_seconds(stalled)}, {format_share(stalled, report.seconds)}"
-    spent = f"stalled {shares}, host {format_share(report.host_seconds, report.seconds)}"
-    _row(grid, "bound by", Text(bound_of(report)), spent)
+    share = format_share(stalled, report.seconds)
+    host = format_share(report.host_seconds, report.seconds)
+    words = f"stalled {format_seconds(stalled)}, {share}, host {host}"
+    _row(grid, "bound by", Text(bound_of(report)), words)
     if compile_seconds:
         _row(grid, "compiled", Text(format_seconds(compile_seconds)), "so far, which counts in no step")
 
@@ -96,19 +106,31 @@ def panel(
         words = f"{format_seconds(slowest.seconds)} itself, the fastest {format_seconds(slowest.least_seconds)}"
         _row(grid, "slowest", Text(f"rank {slowest.rank} on {slowest.host}"), words)
 
-    # The bars are those of the first rank. What the slowest one does stands beside them.
     for lane in in_row_order(report.busy_seconds):
-        # Work that began under the step before counts for this one, so a lane may be busy for longer than the step.
-        busy = min(report.busy_seconds[lane], report.seconds)
-        words = f"busy {format_share(busy, report.seconds)}"
-        if slowest is not None and report.slowest_busy_seconds:
-            other = min(report.slowest_busy_seconds.get(lane, 0.0), report.seconds)
-            words += f", rank {slowest.rank} {format_share(other, report.seconds)}"
-        _row(grid, lane, _bar(busy, report.seconds), words)
+        _lane_row(grid, lane, report)
     return grid
 
 
+def tokens_a_second(report: StepReport) -> str:
+    """Return the tokens a second of a step in words; "-" if its clock did not move."""
+    if report.seconds <= 0:
+        return "-"
+    return f"{report.num_tokens / report.seconds:,.0f}"
+
+
+def _lane_row(grid: Table, lane: str, report: StepReport) -> None:
+    """Add how busy a lane was. The bar is that of the first rank; what the slowest one does stands beside it."""
+    # Work that began under the step before counts for this one, so a lane may be busy for longer than the step.
+    busy = min(report.busy_seconds[lane], report.seconds)
+    words = f"busy {format_share(busy, report.seconds)}"
+    if report.slowest is not None and report.slowest_busy_seconds:
+        other = min(report.slowest_busy_seconds.get(lane, 0.0), report.seconds)
+        words += f", rank {report.slowest.rank} {format_share(other, report.seconds)}"
+    _row(grid, lane, _bar(busy, report.seconds), words)
+
+
 def _bar(part: float, whole: float) -> ProgressBar:
+    # A bar whose whole is 0 would be full at once, and one that is more than full is drawn wrong.
     return ProgressBar(total=whole or 1, completed=min(part, whole), width=WIDTH)
 
 

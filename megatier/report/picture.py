@@ -6,6 +6,7 @@ The module also reads back what `write_trace` wrote, and adds up how long each l
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,9 @@ def read_trace(path: Path) -> dict[int, list[TraceEvent]]:
         steps: dict[int, list[TraceEvent]] = {}
         for row in rows:
             if row["ph"] == "X":
-                steps.setdefault(int(row["args"]["step"]), []).append(_event(lanes[row["tid"]], row))
+                step = int(row["args"]["step"])
+                event = _event(lanes[row["tid"]], row)
+                steps.setdefault(step, []).append(event)
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}. A run writes its trace when it ends, with --output.trace true."
@@ -127,13 +130,22 @@ def lane_uses(events: Sequence[TraceEvent]) -> list[LaneUse]:
             span_seconds[event.lane] += event.seconds
 
     # Stalls are no lane of their own, because it is compute that waits.
-    lanes = in_row_order({_row_lane(event) for event in events if event.lane != STEP})
-    return [LaneUse(lane, busy.get(lane, 0.0), span_seconds.get(lane, 0.0)) for lane in lanes]
+    lanes = {_row_lane(event) for event in events if event.lane != STEP}
+    uses = []
+    for lane in in_row_order(lanes):
+        uses.append(LaneUse(lane, busy.get(lane, 0.0), span_seconds.get(lane, 0.0)))
+    return uses
 
 
 def in_row_order(lanes: Iterable[str]) -> list[str]:
     """Return lanes in the order of their rows."""
-    return sorted(lanes, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane))
+
+    # By name where the picture knows no order: a set has another order in each process.
+    def place(lane: str) -> tuple[int, str]:
+        number = LANES.index(lane) if lane in LANES else len(LANES)
+        return number, lane
+
+    return sorted(lanes, key=place)
 
 
 def draw(events: Sequence[TraceEvent], title: str) -> str:
@@ -148,21 +160,26 @@ def draw(events: Sequence[TraceEvent], title: str) -> str:
     spent = account_of(events)
     colours = _colours(events)
     legend, top = _legend(colours, spent.stall_seconds)
-    bottom = top + ROW * len(uses)
     parts = [text(16, 48, _summary(seconds, spent)), *legend]
 
     for right, name in zip(FIGURES_RIGHT, ("busy", "share", "at once"), strict=True):
         parts.append(text(right, top - 6, name, "end"))
-    for index, use in enumerate(uses):
-        parts += _row(events, use, colours, top + ROW * index + ROW / 2)
-    return page(bottom + 36, title, [*parts, *_axis(seconds, top, bottom)])
+    bottom = top
+    for use in uses:
+        parts += _row(events, use, colours, bottom + ROW / 2)
+        bottom += ROW
+
+    # The axis goes over the rows, whose spans would cover its lines.
+    parts += _axis(seconds, top, bottom)
+    return page(bottom + 36, title, parts)
 
 
 def _summary(seconds: float, spent: Account) -> str:
     """Return the step in one line: how long it took, and what compute did."""
-    stalled = sum(spent.stall_seconds.values())
-    words = f"compute busy {format_share(spent.compute_seconds, seconds)}, stalled {format_seconds(stalled)}"
-    return f"{format_seconds(seconds)} in all; {words}, host {format_seconds(spent.host_seconds)}"
+    busy = format_share(spent.compute_seconds, seconds)
+    stalled = format_seconds(sum(spent.stall_seconds.values()))
+    host = format_seconds(spent.host_seconds)
+    return f"{format_seconds(seconds)} in all; compute busy {busy}, stalled {stalled}, host {host}"
 
 
 def account_of(events: Iterable[TraceEvent]) -> Account:
@@ -173,35 +190,48 @@ def account_of(events: Iterable[TraceEvent]) -> Account:
 
 def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str], middle: float) -> Iterator[str]:
     """Yield name, spans and figures of a lane."""
-    start_ns, end_ns = _window(events)
-    scale = PLOT / max(end_ns - start_ns, 1)
-
-    # Spans of a colour are one path, so that thousands of them stay a small file.
-    spans: dict[str, list[tuple[float, float]]] = {label: [] for label in colours}
-    for event in events:
-        if _row_lane(event) == use.lane:
-            # Work may begin under the step before, or end under the next one.
-            left, right = ((min(max(ns, start_ns), end_ns) - start_ns) * scale for ns in (event.start_ns, event.end_ns))
-            spans[_label(event)].append((LEFT + left, LEFT + max(right, left + GAP_MIN)))
-
     yield text(LEFT - 10, middle + 4, use.lane, "end", NAME_MAX)
     yield bar(LEFT, middle - BAR / 2, PLOT, BAR, TRACK)
 
+    # Spans of a colour are one path, so that thousands of them stay a small file.
     # Stalls come last in `colours`, so nothing covers them.
-    for label, found in spans.items():
-        if found:
-            path = "".join(f"M{left:.1f} {middle:g}H{right:.1f}" for left, right in _merged(found, GAP_MIN))
-            yield f'<path d="{path}" stroke="{colours[label]}" stroke-width="{BAR}"/>'
+    spans = _spans(events, use.lane)
+    for label, colour in colours.items():
+        if label in spans:
+            lines = [f"M{left:.1f} {middle:g}H{right:.1f}" for left, right in _merged(spans[label], GAP_MIN)]
+            yield f'<path d="{"".join(lines)}" stroke="{colour}" stroke-width="{BAR}"/>'
 
-    figures = format_seconds(use.busy_seconds), format_share(use.busy_seconds, step_seconds(events)), use.at_once
+    share = format_share(use.busy_seconds, step_seconds(events))
+    figures = (format_seconds(use.busy_seconds), share, use.at_once)
     for right, figure in zip(FIGURES_RIGHT, figures, strict=True):
         yield text(right, middle + 4, figure, "end")
 
 
+def _spans(events: Sequence[TraceEvent], lane: str) -> dict[str, list[tuple[float, float]]]:
+    """Return the spans of a lane in pixels, by their label."""
+    start_ns, end_ns = _window(events)
+    scale = PLOT / max(end_ns - start_ns, 1)
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        if _row_lane(event) != lane:
+            continue
+
+        # Work may begin under the step before, or end under the next one.
+        began_ns = min(max(event.start_ns, start_ns), end_ns)
+        ended_ns = min(max(event.end_ns, start_ns), end_ns)
+        left = (began_ns - start_ns) * scale
+        right = (ended_ns - start_ns) * scale
+        right = max(right, left + GAP_MIN)
+        spans[_label(event)].append((LEFT + left, LEFT + right))
+    return spans
+
+
 def _axis(seconds: float, top: int, bottom: int) -> Iterator[str]:
     """Yield ticks at round times, as lines across all rows with their time below."""
+    if not seconds:
+        return
     unit, per_second = ("s", 1) if seconds >= 1 else ("ms", 1000)
-    for tick in ticks(seconds) if seconds else ():
+    for tick in ticks(seconds):
         x = LEFT + PLOT * tick / seconds
         yield grid_line(x, top, bottom + 4)
         yield text(x, bottom + 20, f"{tick * per_second:g} {unit}", "middle")
@@ -213,25 +243,31 @@ def _legend(colours: Mapping[str, str], stalls: Mapping[str, float]) -> tuple[li
     x = 16.0
     y = 74
     for label, colour in colours.items():
-        cause = label.removeprefix(STALL)
-        name = label if label == cause else f"{label} {format_seconds(stalls.get(cause, 0.0))}"
+        name = label
+        if label.startswith(STALL):
+            seconds = stalls.get(label.removeprefix(STALL), 0.0)
+            name = f"{label} {format_seconds(seconds)}"
+
+        # SVG breaks no lines, and no viewer tells how wide its letters are: `LETTER` is at most.
         width = 18 + LETTER * len(name) + 18
         if x + width > WIDTH:
             x = 16.0
-            y = y + 20
+            y += 20
         parts += [bar(x, y - 10, 12, 12, colour), text(x + 18, y, name)]
         x += width
 
     return parts, y + 32
 
 
-def _colours(events: Iterable[TraceEvent]) -> dict[str, str]:
+def _colours(events: Sequence[TraceEvent]) -> dict[str, str]:
     """Return colours by label, for the labels that there are; stalls come last."""
-    events = list(events)
     labels = {_label(event) for event in events if event.lane != STEP}
-    causes = in_row_order({event.cause for event in events if event.lane == "stall"})
-    tones = {STALL + cause: STALL_COLOURS.get(cause, STALL_COLOUR_OTHER) for cause in causes}
-    return {label: colour for label, colour in COLOURS.items() if label in labels} | tones | {IDLE: TRACK}
+    colours = {label: colour for label, colour in COLOURS.items() if label in labels}
+
+    causes = {event.cause for event in events if event.lane == "stall"}
+    for cause in in_row_order(causes):
+        colours[STALL + cause] = STALL_COLOURS.get(cause, STALL_COLOUR_OTHER)
+    return colours | {IDLE: TRACK}
 
 
 def _label(event: TraceEvent) -> str:
@@ -239,7 +275,8 @@ def _label(event: TraceEvent) -> str:
     if event.lane == "stall":
         return STALL + event.cause
     if event.lane == "compute":
-        phase = event.name.split(" ")[-2:-1]  # "unit phase group"
+        # Compute is named "unit phase group", and the name of a unit may have spaces.
+        phase = event.name.split(" ")[-2:-1]
         return phase[0] if phase and phase[0] in COLOURS else "compute"
     if event.lane.startswith("update"):
         return "update"
@@ -275,16 +312,21 @@ def _row_lane(event: TraceEvent) -> str:
 def _window(events: Iterable[TraceEvent]) -> tuple[int, int]:
     """Return start and end of the step, or else of all events together, in nanoseconds; (0, 0) without events."""
     events = list(events)
-    events = [event for event in events if event.lane == STEP] or events
-    return min((event.start_ns for event in events), default=0), max((event.end_ns for event in events), default=0)
+    whole = [event for event in events if event.lane == STEP] or events
+    start_ns = min((event.start_ns for event in whole), default=0)
+    end_ns = max((event.end_ns for event in whole), default=0)
+    return start_ns, end_ns
 
 
 def _merged(spans: Iterable[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
     """Return the union of (start, end) spans, in order; those less than a gap apart become one."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
-        if merged and start - merged[-1][1] <= gap:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
+        if not merged or start - merged[-1][1] > gap:
             merged.append((start, end))
+            continue
+
+        # A span may lie within the one before, which then ends later.
+        first, last = merged[-1]
+        merged[-1] = first, max(last, end)
     return merged

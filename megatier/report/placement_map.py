@@ -7,13 +7,12 @@ from collections.abc import Iterator
 
 from megatier.report.history import RunStart
 from megatier.report.html import legend
-from megatier.report.svg import plain
+from megatier.report.svg import WIDTH, plain
 from megatier.tier import STATE_KINDS, Kind
 
-WIDTH = 1200
 LEFT = 110
 TOP = 8
-"""Pixels of the map's width, and of the place where its cells begin."""
+"""Pixels of the place where cells begin."""
 ROW = 26
 CELL_MAX = 90
 """Pixels of a column, at most."""
@@ -33,41 +32,53 @@ MEANINGS = {"gpu": "gpu", "ram": "ram", "nvme": "nvme", "slot": "in a slot until
 
 def draw(opening: RunStart) -> str:
     """Return the map with its legend."""
-    kinds = [kind for kind in KINDS if any(kind in homes for homes in opening.homes.values())]
+    held = {kind for homes in opening.homes.values() for kind in homes}
+    kinds = [kind for kind in KINDS if kind in held]
     units = list(opening.homes)
     bottom = TOP + ROW * len(kinds)
     width = min(CELL_MAX, (WIDTH - LEFT) / max(len(units), 1))
+
     parts = []
     for number, kind in enumerate(kinds):
         y = TOP + ROW * number
         parts.append(f'<text x="{LEFT - 10}" y="{y + 17}" text-anchor="end">{kind}</text>')
-        for column, unit in enumerate(units):
-            if kind in opening.homes[unit]:
-                parts += _cell(LEFT + column * width, y, width, opening.homes[unit][kind], f"{unit} {kind}")
+        for column, (unit, homes) in enumerate(opening.homes.items()):
+            # A frozen unit has no moments and no gradient, so its column has gaps.
+            if kind in homes:
+                parts += _cell(LEFT + column * width, y, width, homes[kind], f"{unit} {kind}")
 
     names = [unit.removeprefix("model.") for unit in units]
     parts += _names(names, width, bottom)
-    height = bottom + 24 + LETTER_HEIGHT * min(NAME_MAX, max(map(len, names), default=0))
+    longest = max(map(len, names), default=0)
+    height = bottom + 24 + LETTER_HEIGHT * min(NAME_MAX, longest)
+
     used = {tier for homes in opening.homes.values() for tier in homes.values()}
-    shown = legend((f"{tier} square", MEANINGS[tier]) for tier in MEANINGS if tier in used)
+    colours = [(f"{tier} square", meaning) for tier, meaning in MEANINGS.items() if tier in used]
     svg = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="what lies where">'
-    return "\n".join([shown, f'<div class="map wide">{svg}', *parts, "</svg></div>"])
+    return "\n".join([legend(colours), f'<div class="map wide">{svg}', *parts, "</svg></div>"])
 
 
 def _cell(x: float, y: float, width: float, tier: str, words: str) -> Iterator[str]:
     """Yield a block; a pointer over it shows its name."""
-    size = f'width="{max(width - GAP, 0.5):.2f}" height="{ROW - GAP}"'
+    # Among thousands of units a cell is thinner than its gap, and still must be seen.
+    shown = max(width - GAP, 0.5)
+    size = f'width="{shown:.2f}" height="{ROW - GAP}"'
+    name = plain(f"{words}: {tier}")
+
+    # The tier is read from a file, and a class of another name would be a cell without colour.
     tone = tier if tier in MEANINGS else "slot"
-    yield f'<rect class="{tone}" x="{x:.2f}" y="{y}" {size}><title>{plain(f"{words}: {tier}")}</title></rect>'
+    yield f'<rect class="{tone}" x="{x:.2f}" y="{y}" {size}><title>{name}</title></rect>'
     if width >= NAMED_MIN:
-        yield f'<text class="label" x="{x + width / 2:.1f}" y="{y + 17}" text-anchor="middle">{plain(tier, 5)}</text>'
+        middle = x + width / 2
+        yield f'<text class="label" x="{middle:.1f}" y="{y + 17}" text-anchor="middle">{plain(tier, 5)}</text>'
 
 
 def _names(names: list[str], width: float, top: float) -> Iterator[str]:
     """Yield names of units, slanted, below their columns; if there are many units, so many that they keep apart."""
-    every = math.ceil(len(names) / NAMES_MAX)
-    for column in range(0, len(names), every or 1):
+    every = max(1, math.ceil(len(names) / NAMES_MAX))
+    y = top + 14
+    for column in range(0, len(names), every):
         x = LEFT + (column + 0.5) * width
-        y = top + 14
         name = plain(names[column], NAME_MAX)
-        yield f'<text x="{x:.1f}" y="{y}" text-anchor="end" transform="rotate(-50 {x:.1f} {y})">{name}</text>'
+        turn = f"rotate(-50 {x:.1f} {y})"
+        yield f'<text x="{x:.1f}" y="{y}" text-anchor="end" transform="{turn}">{name}</text>'

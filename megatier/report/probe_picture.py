@@ -69,10 +69,11 @@ def draw(drives: Sequence[DriveFigures], links: LinkFigures, title: str) -> str:
     columns = ("GB/s", "p50 a block", "p99 a block")
 
     # One scale for all drives, so that their bars can be compared.
-    fastest = max((row.value for drive in drives for row in _drive_bars(drive)), default=0.0)
-    for drive in drives:
-        parts += _section(_heading(drive), columns, _drive_bars(drive), drive.flags, y, fastest)
-        y += _section_height(3, drive.flags)
+    rows_of = [_drive_bars(drive) for drive in drives]
+    fastest = max((row.value for rows in rows_of for row in rows), default=0.0)
+    for drive, rows in zip(drives, rows_of, strict=True):
+        parts += _section(_heading(drive), columns, rows, drive.flags, y, fastest)
+        y += _section_height(len(rows), drive.flags)
         if len(drive.sustained_bytes_per_s) >= STEP_MIN:
             parts += _curve(drive, y)
             y += CURVE + 76
@@ -93,42 +94,41 @@ def _heading(drive: DriveFigures) -> str:
 
 
 def _drive_bars(drive: DriveFigures) -> list[Bar]:
-    flows = ("read", drive.read, READ), ("write", drive.write, WRITE), ("mixed 14:12", drive.mixed, MIXED)
-    return [
-        Bar(
-            name=name,
-            value=flow.bytes_per_s / 1e9,
-            inner=0.0,
-            colour=colour,
-            figures=(f"{flow.bytes_per_s / 1e9:.2f}", f"{flow.p50_ms:.1f} ms", f"{flow.p99_ms:.1f} ms"),
-        )
-        for name, flow, colour in flows
-    ]
+    # A step reads 14 bytes and writes 12 of each parameter that spills, hence the mix.
+    flows = (
+        ("read", drive.read, READ),
+        ("write", drive.write, WRITE),
+        ("mixed 14:12", drive.mixed, MIXED),
+    )
+    bars = []
+    for name, flow, colour in flows:
+        rate = flow.bytes_per_s / 1e9
+        figures = (f"{rate:.2f}", f"{flow.p50_ms:.1f} ms", f"{flow.p99_ms:.1f} ms")
+        bars.append(Bar(name=name, value=rate, inner=0.0, colour=colour, figures=figures))
+    return bars
 
 
 def _copy_bars(links: LinkFigures) -> list[Bar]:
     rows = []
     for copies in links.copies:
+        # Without a GPU a copy inside RAM stands for one over the link.
         name = copies.device if links.device == "cuda" else "native copy"
-        for way, colour, alone, both in (
-            ("RAM to GPU", TO_GPU, copies.to_gpu_bytes_per_s, copies.to_gpu_both_bytes_per_s),
-            ("GPU to RAM", TO_RAM, copies.to_ram_bytes_per_s, copies.to_ram_both_bytes_per_s),
-        ):
-            rows.append(_compared(f"{name}: {way}", alone, both, colour))
+        to_gpu = copies.to_gpu_bytes_per_s
+        to_ram = copies.to_ram_bytes_per_s
+        rows.append(_compared(f"{name}: RAM to GPU", to_gpu, copies.to_gpu_both_bytes_per_s, TO_GPU))
+        rows.append(_compared(f"{name}: GPU to RAM", to_ram, copies.to_ram_both_bytes_per_s, TO_RAM))
 
     return rows
 
 
 def _update_bars(links: LinkFigures) -> list[Bar]:
-    return [
-        _compared(
-            f"{update.threads} thread{'s' if update.threads > 1 else ''}",
-            update.parameters_per_s,
-            update.shared_parameters_per_s,
-            UPDATE,
-        )
-        for update in links.updates
-    ]
+    bars = []
+    for update in links.updates:
+        name = f"{update.threads} thread"
+        if update.threads > 1:
+            name += "s"
+        bars.append(_compared(name, update.parameters_per_s, update.shared_parameters_per_s, UPDATE))
+    return bars
 
 
 def _compared(name: str, alone: float, shared: float, colour: str) -> Bar:
@@ -154,13 +154,7 @@ def _section(
         y += 18
         yield text(16, y, f"not to be believed: {flag}", colour=FLAG)
     top = y + 14
-    bottom = top + ROW * len(bars)
-
-    for tick in ticks(most):
-        x = LEFT + PLOT * tick / most
-        yield grid_line(x, top, bottom + 4)
-        yield text(x, bottom + 20, f"{tick:g}", "middle")
-
+    yield from _ticks_across(most, top, top + ROW * len(bars))
     for right, name in zip(COLUMNS_RIGHT, columns, strict=False):
         yield text(right, y, name, "end")
     for index, row in enumerate(bars):
@@ -173,35 +167,47 @@ def _section(
             yield text(right, middle + 4, figure, "end")
 
 
+def _ticks_across(most: float, top: float, bottom: float) -> Iterator[str]:
+    """Yield upright lines at round numbers up to `most`, which is at the right end, with their numbers below."""
+    for tick in ticks(most):
+        x = LEFT + PLOT * tick / most
+        yield grid_line(x, top, bottom + 4)
+        yield text(x, bottom + 20, f"{tick:g}", "middle")
+
+
 def _curve(drive: DriveFigures, y: float) -> Iterator[str]:
     """Yield the rate of each GiB of the long write over what was written; where the write cache ends, a line."""
     rates = [rate / 1e9 for rate in drive.sustained_bytes_per_s]
-    step = max(SUSTAINED_STEP_BYTES, drive.block_bytes) / (1 << 30)
     most = max(rates)
-    total = len(rates) * step
     top = y + 14.0
-    bottom = y + 14.0 + CURVE
-    across = [LEFT + PLOT * index / len(rates) for index in range(len(rates) + 1)]
-    heights = [bottom - CURVE * rate / most for rate in rates]
+    bottom = top + CURVE
     yield text(16, y, "sustained write: GB/s of each GiB, over GiB written")
 
+    # Half of the ticks, as this plot is low.
     for tick in ticks(most)[::2]:
         level = bottom - CURVE * tick / most
         yield text(LEFT - 10, level + 4, f"{tick:g}", "end")
         yield f'<path d="M{LEFT} {level:.1f}H{LEFT + PLOT}" stroke="#1f2933" stroke-opacity="0.2"/>'
 
-    for tick in ticks(total):
-        x = LEFT + PLOT * tick / total
-        yield grid_line(x, bottom, bottom + 4)
-        yield text(x, bottom + 20, f"{tick:g}", "middle")
+    # A block may be larger than the step of a rate, and then each rate is of one block.
+    step_gib = max(SUSTAINED_STEP_BYTES, drive.block_bytes) / (1 << 30)
+    total_gib = len(rates) * step_gib
+    yield from _ticks_across(total_gib, bottom, bottom)
 
-    levels = "".join(f"V{level:.1f}H{right:.1f}" for level, right in zip(heights, across[1:], strict=True))
-    yield f'<path d="M{LEFT} {heights[0]:.1f}{levels}" fill="none" stroke="{WRITE}" stroke-width="2"/>'
-    found = "no knee"
+    # Steps and no slanted lines, because a rate is the mean over its whole step.
+    corners = []
+    for index, rate in enumerate(rates, 1):
+        level = bottom - CURVE * rate / most
+        corners.append(f"V{level:.1f}H{LEFT + PLOT * index / len(rates):.1f}")
+    path = f"M{LEFT} {bottom - CURVE * rates[0] / most:.1f}{''.join(corners)}"
+    yield f'<path d="{path}" fill="none" stroke="{WRITE}" stroke-width="2"/>'
+
+    knee = "no knee"
     if drive.knee_bytes is not None:
-        found = f"write cache ends after {mib(drive.knee_bytes)}"
-        x = LEFT + PLOT * drive.knee_bytes / (1 << 30) / total
+        knee = f"write cache ends after {mib(drive.knee_bytes)}"
+        x = LEFT + PLOT * drive.knee_bytes / (1 << 30) / total_gib
         yield f'<path d="M{x:.1f} {top:g}V{bottom:g}" stroke="{FLAG}" stroke-dasharray="4 3"/>'
 
-    yield text(COLUMNS_RIGHT[-1], top + 10, f"{min(rates):.2f} to {most:.2f} GB/s", "end")
-    yield text(COLUMNS_RIGHT[-1], top + 28, found, "end")
+    right = COLUMNS_RIGHT[-1]
+    yield text(right, top + 10, f"{min(rates):.2f} to {most:.2f} GB/s", "end")
+    yield text(right, top + 28, knee, "end")

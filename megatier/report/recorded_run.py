@@ -47,6 +47,7 @@ class RecordedRun:
     @property
     def steady(self) -> Sequence[Step]:
         """The steps without the first one of each process, which learns the order of units; else all steps."""
+        # A run of an older version has no opening records, and began with step 1.
         first = {opening.step + 1 for opening in self.history.openings} or {1}
         return [step for step in self.steps if step.step not in first] or self.steps
 
@@ -60,8 +61,11 @@ class RecordedRun:
         Returns:
             Steps and figures, nan for a figure that a step lacks.
         """
-        found = ((step.step, figure(step)) for step in self.steps)
-        return [(step, math.nan if value is None else value / scale) for step, value in found]
+        points: list[tuple[float, float]] = []
+        for step in self.steps:
+            value = figure(step)
+            points.append((step.step, math.nan if value is None else value / scale))
+        return points
 
     def tokens_at(self, step: float) -> str:
         """Return the tokens of all steps up to this one, as people read them."""
@@ -75,25 +79,31 @@ class RecordedRun:
         made = [each for each in self.steps if each.step <= step]
         if not made:
             return "0 ms"
-        began = self.history.openings[0].time if self.history.openings else ""
+        openings = self.history.openings
+        began = openings[0].time if openings else ""
         try:
             passed = datetime.fromisoformat(made[-1].time) - datetime.fromisoformat(began)
-            return format_seconds(max(0.0, passed.total_seconds()))
         except (ValueError, TypeError):
+            # No time on file, or only one of the two with a zone.
             return format_seconds(sum(each.seconds + each.compile_seconds for each in made))
+
+        # The clock of a host may have been set back in between.
+        return format_seconds(max(0.0, passed.total_seconds()))
 
 
 def smoothed(points: Sequence[tuple[float, float]], weight: float = SMOOTHING) -> list[tuple[float, float]]:
     """Return the running mean of points, in which each one counts `weight` times as much as the next."""
-    found = []
+    means = []
     total = 0.0
     count = 0.0
     for step, value in points:
         if math.isfinite(value):
             total = weight * total + value
             count = weight * count + 1.0
-        found.append((step, total / count if count else math.nan))
-    return found
+
+        # Divided by the weights so far, so that the line does not begin near 0.
+        means.append((step, total / count if count else math.nan))
+    return means
 
 
 def tokens_per_s(step: Step) -> float:
@@ -108,22 +118,27 @@ def amount_of(amounts: Amounts, name: str) -> Callable[[Step], float]:
 
 def by_rank(steps: Iterable[Step]) -> dict[str, list[RankWork]]:
     """Return what each rank did in the steps, by the name of the rank; empty if one process trained alone."""
-    found: dict[str, list[RankWork]] = defaultdict(list)
+    works: dict[str, list[RankWork]] = defaultdict(list)
     for step in steps:
+        # The record of a step is that of the first rank, with the others in it.
         if step.others:
-            found["rank 0"].append(step)
+            works["rank 0"].append(step)
         for other in step.others:
-            found[f"rank {other.rank} on {other.host}"].append(other)
-    return found
+            works[f"rank {other.rank} on {other.host}"].append(other)
+    return works
 
 
 def behind_of(steps: Iterable[Step]) -> dict[str, list[float]]:
     """Return by how many seconds each rank that was ever the slowest was behind the fastest, most often first."""
-    found: dict[str, list[float]] = defaultdict(list)
+    behind: dict[str, list[float]] = defaultdict(list)
     for step in steps:
-        if (slowest := step.slowest) is not None:
-            found[f"rank {slowest.rank} on {slowest.host}"].append(slowest.seconds - slowest.least_seconds)
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+        slowest = step.slowest
+        if slowest is not None:
+            name = f"rank {slowest.rank} on {slowest.host}"
+            behind[name].append(slowest.seconds - slowest.least_seconds)
+
+    often = sorted(behind, key=lambda name: -len(behind[name]))
+    return {name: behind[name] for name in often}
 
 
 def totals_of(steps: Iterable[RankWork], amounts: Amounts) -> Counter[str]:
@@ -143,9 +158,14 @@ def use_of_compute(opening: RunStart, tokens_per_s: float) -> tuple[str, str, st
     Returns:
         The name of the figure, the figure, and a remark.
     """
+    # A product and a sum for each parameter, in the forward and twice in the backward.
     flops = 6 * opening.num_parameters * tokens_per_s
     if opening.flops_per_s:
-        measured = f"of the {opening.flops_per_s / 1e12:.3g} TFLOP/s that `megatier bench` measured"
-        return "MFU", f"{flops / opening.flops_per_s:.0%}", measured
-    written = f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
+        measured = opening.flops_per_s / 1e12
+        share = f"{flops / opening.flops_per_s:.0%}"
+        return "MFU", share, f"of the {measured:.3g} TFLOP/s that `megatier bench` measured"
+
+    written = f"{flops / 1e9:.3g} GFLOP/s"
+    if flops >= 1e12:
+        written = f"{flops / 1e12:.3g} TFLOP/s"
     return "compute", written, "six operations a parameter and token"

@@ -6,7 +6,7 @@ Plain figures come in, and everything goes out through the console that the call
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -19,7 +19,7 @@ from rich.table import Table
 from megatier.errors import mib
 from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierState
 from megatier.report.metrics import format_seconds, format_share
-from megatier.report.panel import WIDTH, Course, panel
+from megatier.report.panel import WIDTH, Course, panel, tokens_a_second
 
 SMOOTHING = 0.9
 """Weight of the past in seconds per step, from which the time left follows."""
@@ -74,18 +74,22 @@ class Progress:
         # The first step of a process learns the order of units, so its time says little about the next one.
         past = SMOOTHING if self._num_reports > 2 else 0.0
         self._seconds_per_step = past * self._seconds_per_step + (1 - past) * report.seconds
-        left = self._seconds_per_step * (self._num_steps - report.step)
+        steps_left = self._num_steps - report.step
+        seconds_left = self._seconds_per_step * steps_left
 
+        # The first and the last step are always shown, however soon the last one comes.
         now = time.monotonic()
         pause = self._line_seconds if self._live is None else REDRAW_SECONDS
-        if self._shown_at is not None and report.step < self._num_steps and now - self._shown_at < pause:
+        was_just_shown = self._shown_at is not None and now - self._shown_at < pause
+        if steps_left > 0 and was_just_shown:
             return
 
         self._shown_at = now
         if self._live is None:
-            self.note(step_line(report, self._num_steps, left))
-        else:
-            self._live.update(panel(report, self._num_steps, left, self._losses, self._compile_seconds), refresh=True)
+            self.note(step_line(report, self._num_steps, seconds_left))
+            return
+        drawn = panel(report, self._num_steps, seconds_left, self._losses, self._compile_seconds)
+        self._live.update(drawn, refresh=True)
 
     def note(self, text: str) -> None:
         """Print a line of its own, above the panel if there is one."""
@@ -124,8 +128,15 @@ class WorkBar:
         self._shown_at = time.monotonic()
         self._bar: Bar | None = None
         if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(WIDTH), TextColumn("{task.fields[shown]}"))
-            self._bar = Bar(*columns, TimeRemainingColumn(), console=console, auto_refresh=False, transient=True)
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(WIDTH),
+                TextColumn("{task.fields[shown]}"),
+                TimeRemainingColumn(),
+            )
+
+            # No thread that refreshes it: one would draw while the caller prints.
+            self._bar = Bar(*columns, console=console, auto_refresh=False, transient=True)
             self._bar.add_task(name, total=total, shown="")
 
     def __enter__(self) -> Self:
@@ -143,36 +154,41 @@ class WorkBar:
         """Note that so much more is done, and show it if the last picture is old."""
         self._done += amount
         now = time.monotonic()
-        if now - self._shown_at < (self._line_seconds if self._bar is None else REDRAW_SECONDS):
+        pause = self._line_seconds if self._bar is None else REDRAW_SECONDS
+        if now - self._shown_at < pause:
             return
 
         self._shown_at = now
-        whole = "" if self._total is None else f" of {self._form(self._total)}"
-        shown = f"{self._form(self._done)}{whole}"
+        shown = self._form(self._done)
+        if self._total is not None:
+            shown += f" of {self._form(self._total)}"
         if self._bar is None:
             self._console.print(f"{self._name}: {shown}", markup=False, highlight=False, soft_wrap=True)
             return
-        self._bar.update(self._bar.task_ids[0], completed=self._done, shown=shown, refresh=True)
+        task = self._bar.task_ids[0]
+        self._bar.update(task, completed=self._done, shown=shown, refresh=True)
 
 
 def step_line(report: StepReport, num_steps: int, seconds_left: float) -> str:
     """Return a step as one line."""
-    return "  ".join(f"{name} {value}" for name, value in _figures(report, num_steps, seconds_left))
+    figures = _figures(report, num_steps, seconds_left)
+    return "  ".join(f"{name} {value}" for name, value in figures)
 
 
 def print_placement(console: Console, tiers: Sequence[TierState], num_ranks: int = 1) -> None:
     """Print a table of what lies where: bytes of state per tier, their share, what else is there, and the budget."""
     total = sum(tier.state_bytes for tier in tiers)
-    shared = f", of each of {num_ranks} ranks" if num_ranks > 1 else ""
-    table = _table(f"what lies where{shared}", "tier", "state", "share", "slots, gradients", "budget")
-    for tier in tiers:
-        share = format_share(tier.state_bytes, total)
-        table.add_row(tier.tier, mib(tier.state_bytes), share, mib(tier.other_bytes), mib(tier.budget_bytes))
-
     others = sum(tier.other_bytes for tier in tiers)
     budgets = sum(tier.budget_bytes for tier in tiers)
-    table.add_section()
-    table.add_row("all", mib(total), format_share(total, total), mib(others), mib(budgets))
+    whole = TierState(tier="all", state_bytes=total, other_bytes=others, budget_bytes=budgets)
+
+    shared = f", of each of {num_ranks} ranks" if num_ranks > 1 else ""
+    table = _table(f"what lies where{shared}", "tier", "state", "share", "slots, gradients", "budget")
+    for tier in (*tiers, whole):
+        if tier is whole:
+            table.add_section()
+        share = format_share(tier.state_bytes, total)
+        table.add_row(tier.tier, mib(tier.state_bytes), share, mib(tier.other_bytes), mib(tier.budget_bytes))
     console.print(table)
 
 
@@ -180,32 +196,36 @@ def print_moves(console: Console, queues: Sequence[QueueBytes]) -> None:
     """Print a table of what moved, in bytes, and what the placement demands."""
     table = _table("what moved, in bytes", "queue", "moved", "demanded", "difference")
     for queue in queues:
+        moved = f"{queue.moved_bytes:,}"
+        demanded = f"{queue.demanded_bytes:,}"
         difference = queue.moved_bytes - queue.demanded_bytes
+
+        # All bytes of it, because a difference is a fault, and one of a few bytes must be seen.
         written = f"{difference:+,}" if difference else "none"
-        table.add_row(queue.queue, f"{queue.moved_bytes:,}", f"{queue.demanded_bytes:,}", written)
+        table.add_row(queue.queue, moved, demanded, written)
     console.print(table)
 
 
-def _figures(report: StepReport, num_steps: int, seconds_left: float) -> list[tuple[str, str]]:
-    """Return name and value of everything worth showing of a step."""
-    figures = [
-        ("step", f"{report.step}/{num_steps}"),
-        ("loss", f"{report.loss:.4f}"),
-        ("lr", f"{report.learning_rate:.2e}"),
-    ]
+def _figures(report: StepReport, num_steps: int, seconds_left: float) -> Iterator[tuple[str, str]]:
+    """Yield name and value of everything worth showing of a step."""
+    yield "step", f"{report.step}/{num_steps}"
+    yield "loss", f"{report.loss:.4f}"
+    yield "lr", f"{report.learning_rate:.2e}"
     if report.gradient_norm is not None:
-        figures.append(("norm", f"{report.gradient_norm:.3f}"))
+        yield "norm", f"{report.gradient_norm:.3f}"
 
-    figures += [
-        ("tokens/s", f"{report.num_tokens / report.seconds:,.0f}" if report.seconds > 0 else "-"),
-        *([("attainment", f"{report.attainment:.0%} ({report.bound_by})")] if report.attainment is not None else []),
-        ("ETA", format_seconds(seconds_left)),
-        *([("slowest", _slowest(report.slowest))] if report.slowest is not None else []),
-        *([("compiled", format_seconds(report.compile_seconds))] if report.compile_seconds else []),
-    ]
+    yield "tokens/s", tokens_a_second(report)
+    if report.attainment is not None:
+        yield "attainment", f"{report.attainment:.0%} ({report.bound_by})"
+    yield "ETA", format_seconds(seconds_left)
+
+    if report.slowest is not None:
+        yield "slowest", _slowest(report.slowest)
+    if report.compile_seconds:
+        yield "compiled", format_seconds(report.compile_seconds)
     if report.main_stall is not None:
-        figures.append(("stalled", f"{format_share(report.stalled_seconds, report.seconds)} ({report.main_stall})"))
-    return figures
+        share = format_share(report.stalled_seconds, report.seconds)
+        yield "stalled", f"{share} ({report.main_stall})"
 
 
 def _slowest(slowest: SlowestRank) -> str:

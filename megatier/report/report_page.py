@@ -23,7 +23,7 @@ from megatier.guards.no_gradient import REMARK, learns_nothing
 from megatier.report import chart, picture, placement_map
 from megatier.report.chart import Line, Mark, Scale
 from megatier.report.figures import NO_GPU
-from megatier.report.history import Corrected, History, RunStart, Saved, read_history
+from megatier.report.history import Corrected, Expected, History, RunStart, Saved, read_history
 from megatier.report.html import cards, details, note, page, row, section, table
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
 from megatier.report.picture import in_row_order
@@ -56,21 +56,26 @@ def build(directory: Path) -> str:
     Raises:
         ConfigError: there is no run, or a file of it is damaged.
     """
-    if not (directory / CONFIG_FILE).is_file():
-        raise ConfigError(f"{directory} holds no run: {CONFIG_FILE} is missing. Give a run's output.directory.")
+    config = directory / CONFIG_FILE
     metrics = directory / METRICS_FILE
     trace = directory / TRACE_FILE
+    if not config.is_file():
+        raise ConfigError(f"{directory} holds no run: {CONFIG_FILE} is missing. Give a run's output.directory.")
+
+    # The config is there before the first step. A run without the others is young, and still has a page.
     run = RecordedRun(
         directory=directory,
-        config=load_saved(directory / CONFIG_FILE),
+        config=load_saved(config),
         history=read_history(metrics) if metrics.exists() else History(),
         trace=picture.read_trace(trace) if trace.exists() else {},
     )
-    return page(f"run {directory.resolve().name}", [_status(run), cards(_figures(run)), *_sections(run)])
+    parts = [_status(run), cards(_figures(run)), *_sections(run)]
+    return page(f"run {directory.resolve().name}", parts)
 
 
 def _sections(run: RecordedRun) -> Iterator[str]:
     """Yield the sections from top to bottom."""
+    settings = dump(to_dict(run.config))
     yield section("Loss and throughput", _course(run))
     yield section("The plan against what happened", _plan(run))
     yield section("Memory", _memory(run))
@@ -80,7 +85,7 @@ def _sections(run: RecordedRun) -> Iterator[str]:
     yield section("A step", _timeline(run))
     yield section("What lies where", _placement(run))
     yield section("Checkpoints and savepoints", _saved(run))
-    yield section("Settings", details(f"all settings, as in {CONFIG_FILE}", dump(to_dict(run.config))))
+    yield section("Settings", details(f"all settings, as in {CONFIG_FILE}", settings))
 
 
 # ---------------------------------------------------------------------- at the top
@@ -89,23 +94,11 @@ def _sections(run: RecordedRun) -> Iterator[str]:
 def _status(run: RecordedRun) -> str:
     """Return how far the run is, what became of its processes, and what is unusual about it."""
     steps = run.steps
-    openings = run.history.openings
-    planned = run.config.train.steps
     last = steps[-1].step if steps else 0
     outcomes = {"whole": "The run is whole", "stopped": "The run was stopped"}
     said = outcomes.get(run.history.outcome, "The run goes on, or was killed or ended by an error")
-    words = [f"{said}: step {last:,} of {planned:,}."]
-    if openings:
-        began = openings[0].time.replace("T", " ").replace("+00:00", " UTC")
-        words.append(f"On {openings[-1].device}, begun {began}.")
-
-    if openings and openings[-1].device == "cpu":
-        words.append(NO_GPU)
-    if len(openings) > 1:
-        words.append(f"It went on after step {', '.join(f'{opening.step:,}' for opening in openings[1:][-5:])}.")
-    for opening in openings:
-        if opening.changes:
-            words.append(f"After step {opening.step:,} its numbers changed, as accepted: {'; '.join(opening.changes)}.")
+    words = [f"{said}: step {last:,} of {run.config.train.steps:,}."]
+    words += _processes(run.history.openings)
 
     if run.history.is_cut:
         words.append(f"The last line of {METRICS_FILE} is cut, as a kill may leave it, and is not shown.")
@@ -116,40 +109,88 @@ def _status(run: RecordedRun) -> str:
     return note(" ".join(words))
 
 
+def _processes(openings: Sequence[RunStart]) -> Iterator[str]:
+    """Yield sentences about where the run went on, and with which changes."""
+    if not openings:
+        return
+    began = openings[0].time.replace("T", " ").replace("+00:00", " UTC")
+    device = openings[-1].device
+    yield f"On {device}, begun {began}."
+    if device == "cpu":
+        yield NO_GPU
+
+    # A run on a machine that is taken away often has hundreds of processes.
+    if later := openings[1:]:
+        steps = ", ".join(f"{opening.step:,}" for opening in later[-5:])
+        yield f"It went on after step {steps}."
+    for opening in openings:
+        if opening.changes:
+            yield f"After step {opening.step:,} its numbers changed, as accepted: {'; '.join(opening.changes)}."
+
+
 def _figures(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
     """Yield large figures with their names and a remark; those that are missing are left out."""
-    model = run.config.model
     opening = run.opening
-    size = f"{format_count(opening.num_parameters)} parameters, " if opening is not None else ""
-    name = Path(model.path).name if model.path is not None else str((model.config or {}).get("model_type", "model"))
-    yield "model", name, f"{size}{model.compute_dtype}"
+    yield "model", *_model(run)
     if not run.steps:
         return
 
     # Medians, because single steps wait for evaluations, checkpoints and other users of the machine.
     seconds = median(step.seconds for step in run.steady)
-    last = run.steps[-1]
-    yield "tokens/s", f"{median(map(tokens_per_s, run.steady)):,.0f}", "median"
-    yield "a step", format_seconds(seconds), f"median; {format_seconds(sum(s.seconds for s in run.steps))} in all"
+    speed = median(map(tokens_per_s, run.steady))
+    in_all = sum(step.seconds for step in run.steps)
+    yield "tokens/s", f"{speed:,.0f}", "median"
+    yield "a step", format_seconds(seconds), f"median; {format_seconds(in_all)} in all"
     if compiled := [step.compile_seconds for step in run.steps if step.compile_seconds]:
         remark = f"in {len(compiled):,} of {len(run.steps):,} steps, and in the time of none"
         yield "compiled", format_seconds(sum(compiled)), remark
+
     attainments = [step.attainment for step in run.steady if step.attainment is not None]
     if attainments and opening is not None and opening.expected is not None:
         yield "attainment", f"{median(attainments):.0%}", f"bound by {opening.expected.bound_by}, as planned"
+    yield "compute waits", *_waits(run)
 
-    stalls = totals_of(run.steady, lambda step: step.stall_seconds)
-    share = format_share(sum(stalls.values()), sum(step.seconds for step in run.steady))
-    yield "compute waits", share, f"of the time, most for {max(stalls, key=stalls.__getitem__)}" if stalls else ""
+    last = run.steps[-1]
     yield "loss", f"{last.loss:.4f}", f"step {last.step:,}"
     if run.history.heldout:
-        step, loss = run.history.heldout[-1]
-        best, least = min(run.history.heldout, key=lambda pair: (math.isnan(pair[1]), pair[1]))
-        yield "held-out loss", f"{loss:.4f}", f"step {step:,}; best {least:.4f} at step {best:,}"
+        yield "held-out loss", *_heldout(run.history.heldout)
     tokens = sum(step.tokens for step in run.steps)
     yield "tokens seen", format_count(tokens), f"{format_count(last.tokens)} in the last step"
     if opening is not None:
-        yield use_of_compute(opening, median(map(tokens_per_s, run.steady)))
+        yield use_of_compute(opening, speed)
+
+
+def _model(run: RecordedRun) -> tuple[str, str]:
+    """Return the name of the model, and its size and dtype."""
+    model = run.config.model
+    name = (model.config or {}).get("model_type", "model")
+    if model.path is not None:
+        name = Path(model.path).name
+    if run.opening is None:
+        return str(name), model.compute_dtype
+    return str(name), f"{format_count(run.opening.num_parameters)} parameters, {model.compute_dtype}"
+
+
+def _waits(run: RecordedRun) -> tuple[str, str]:
+    """Return the share of the time that compute waited, and for what most."""
+    stalls = totals_of(run.steady, lambda step: step.stall_seconds)
+    seconds = sum(step.seconds for step in run.steady)
+    share = format_share(sum(stalls.values()), seconds)
+    if not stalls:
+        return share, ""
+    return share, f"of the time, most for {max(stalls, key=stalls.__getitem__)}"
+
+
+def _heldout(losses: Sequence[tuple[int, float]]) -> tuple[str, str]:
+    """Return the last loss of an evaluation, and the best one."""
+
+    # NaN is neither less nor more than others, so that it would be the best one where it comes first.
+    def place(pair: tuple[int, float]) -> tuple[bool, float]:
+        return math.isnan(pair[1]), pair[1]
+
+    step, loss = losses[-1]
+    best, least = min(losses, key=place)
+    return f"{loss:.4f}", f"step {step:,}; best {least:.4f} at step {best:,}"
 
 
 # ---------------------------------------------------------------------- over steps
@@ -157,48 +198,57 @@ def _figures(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
 
 def _course(run: RecordedRun) -> str:
     """Return loss and tokens a second over the steps, with what happened in between."""
-    expected = run.opening.expected if run.opening is not None else None
     losses = run.points(lambda step: step.loss)
+    norms = run.points(lambda step: step.grad_norm)
+    rates = run.points(lambda step: step.learning_rate)
+
     loss = [Line("training", losses), Line("held-out", run.history.heldout)]
     if len(losses) >= SMOOTHED_MIN:
         loss.append(Line("training, smoothed", smoothed(losses)))
     speed = [Line("measured", run.points(tokens_per_s))]
+    expected = run.opening.expected if run.opening is not None else None
     if expected is not None:
-        speed.append(Line("as planned", run.points(lambda step: step.tokens / expected.seconds), is_dashed=True))
+        planned = run.points(lambda step: step.tokens / expected.seconds)
+        speed.append(Line("as planned", planned, is_dashed=True))
 
-    marks = [
-        Mark("went on", [opening.step for opening in run.history.openings[1:]], tone=7),
-        Mark("left out", [step.step for step in run.steps if step.skipped is not None], tone=3),
-    ]
+    went_on = [opening.step for opening in run.history.openings[1:]]
+    left_out = [step.step for step in run.steps if step.skipped is not None]
+    marks = [Mark("went on", went_on, tone=7), Mark("left out", left_out, tone=3)]
     shown = [mark for mark in marks if mark.steps]
     scales = [Scale("tokens", run.tokens_at), Scale("time", run.time_at)]
-    return row(
+
+    # A loss hardly ever comes near 0, and from there its course would be a level line.
+    charts = row(
         chart.draw("loss", loss, shown, scales, from_zero=False),
         chart.draw("tokens/s", speed, shown, scales),
-        chart.draw("gradient norm", [Line("before clipping", run.points(lambda step: step.grad_norm))], shown),
-        chart.draw("learning rate", [Line("learning rate", run.points(lambda step: step.learning_rate))], shown),
-    ) or note(NO_STEP)
+        chart.draw("gradient norm", [Line("before clipping", norms)], shown),
+        chart.draw("learning rate", [Line("learning rate", rates)], shown),
+    )
+    return charts or note(NO_STEP)
 
 
 def _memory(run: RecordedRun) -> str:
     """Return what the tiers hold, and what the process took over time."""
     if run.opening is None:
         return note(OLDER if run.steps else NO_STEP)
-    words = "What a tier holds is reserved before the first step and stays: blocks pass through slots that are counted."
     held = {tier.tier: tier.state_bytes + tier.other_bytes for tier in run.opening.tiers}
     on_gpu = held.get(Tier.GPU, 0)
     in_ram = held.get(Tier.RAM, 0)
+
+    # Without a GPU, RAM holds what stands for its memory.
     has_gpu = any(step.gpu_bytes for step in run.steps)
+    tiers_in_ram = in_ram if has_gpu else in_ram + on_gpu
     lines = [
         Line("resident in RAM", run.points(lambda step: step.resident_bytes)),
-        Line("of it tiers", run.points(lambda step: in_ram if has_gpu else in_ram + on_gpu), is_dashed=True),
+        Line("of it tiers", run.points(lambda step: tiers_in_ram), is_dashed=True),
     ]
-
     if has_gpu:
         lines += [
             Line("on the GPU, held by torch", run.points(lambda step: step.gpu_bytes)),
             Line("of it the tier", run.points(lambda step: on_gpu), is_dashed=True),
         ]
+
+    words = "What a tier holds is reserved before the first step and stays: blocks pass through slots that are counted."
     return row(_tiers(run.opening) + note(words), chart.draw_bytes("memory of the process", lines))
 
 
@@ -207,36 +257,48 @@ def _tiers(opening: RunStart) -> str:
     rows = []
     for tier in opening.tiers:
         sizes = map(mib, (tier.state_bytes, tier.other_bytes, tier.budget_bytes))
-        rows.append((tier.tier, *sizes, format_share(tier.state_bytes + tier.other_bytes, tier.budget_bytes)))
+        used = format_share(tier.state_bytes + tier.other_bytes, tier.budget_bytes)
+        rows.append((tier.tier, *sizes, used))
     return table(("tier", "state", "slots, gradients", "budget", "used"), rows)
 
 
 def _moves(run: RecordedRun) -> str:
     """Return bytes per queue, moved and demanded."""
-    moved = run.history.moved_bytes
-    demanded = run.history.demanded_bytes
+    if not run.steps:
+        return note(NO_STEP)
 
     # Bytes are counted anew by each process, so those of the last one need a step of it.
-    if not run.steps or (run.opening is not None and run.steps[-1].step <= run.opening.step):
-        return note(NO_STEP if not run.steps else "No step of the last process is on file yet.")
+    if run.opening is not None and run.steps[-1].step <= run.opening.step:
+        return note("No step of the last process is on file yet.")
+    moved = run.history.moved_bytes
+    demanded = run.history.demanded_bytes
     if not moved:
         return note("Nothing moved: all state is at home on the GPU.")
 
-    queues = [queue for queue in QUEUES if moved.get(queue) or demanded.get(queue)]
-    columns = ("queue", "a step", "moved in all", "demanded", "difference")
     rows = []
-    for queue in queues:
+    lines = []
+    for queue in QUEUES:
+        in_all = moved.get(queue, 0.0)
+        planned = demanded.get(queue, 0.0)
+        if not in_all and not planned:
+            continue
         a_step = median(step.moved_bytes.get(queue, 0.0) for step in run.steady)
-        difference = moved.get(queue, 0.0) - demanded.get(queue, 0.0)
-        whole = mib(round(moved.get(queue, 0.0))), mib(round(demanded.get(queue, 0.0)))
-        rows.append((queue, mib(round(a_step)), *whole, f"{difference:+,.0f} B" if difference else "none"))
+        difference = in_all - planned
+        written = f"{difference:+,.0f} B" if difference else "none"
+        rows.append((queue, _size(a_step), _size(in_all), _size(planned), written))
+        lines.append(Line(queue, run.points(amount_of(lambda step: step.moved_bytes, queue))))
 
+    columns = ("queue", "a step", "moved in all", "demanded", "difference")
     words = (
         "Bytes since the last process began; a step's are the median. What the placement says must move is demanded; "
         "a run that goes on or was cut off has some of it under way. Moves of an evaluation count to the next step."
     )
-    lines = [Line(queue, run.points(amount_of(lambda step: step.moved_bytes, queue))) for queue in queues]
     return row(table(columns, rows) + note(words), chart.draw_bytes("bytes moved, a step", lines))
+
+
+def _size(num_bytes: float) -> str:
+    """Return bytes, which medians and means may leave with a fraction."""
+    return mib(round(num_bytes))
 
 
 def _stalls(run: RecordedRun) -> str:
@@ -244,33 +306,41 @@ def _stalls(run: RecordedRun) -> str:
     if not run.steps:
         return note(NO_STEP)
     totals = totals_of(run.steady, lambda step: step.stall_seconds)
-    seconds = sum(step.seconds for step in run.steady)
     if not totals:
         return note("Compute waited for nothing.")
 
     causes = sorted(totals, key=totals.__getitem__, reverse=True)
-    worst = {cause: max(step.stall_seconds.get(cause, 0.0) for step in run.steady) for cause in causes}
-    rows = [
-        (cause, format_seconds(totals[cause]), format_share(totals[cause], seconds), format_seconds(worst[cause]))
-        for cause in causes
-    ]
+    seconds = sum(step.seconds for step in run.steady)
+    rows = []
+    longest = 0.0
+    for cause in causes:
+        worst = max(step.stall_seconds.get(cause, 0.0) for step in run.steady)
+        longest = max(longest, worst)
+        share = format_share(totals[cause], seconds)
+        rows.append((cause, format_seconds(totals[cause]), share, format_seconds(worst)))
     rows += _unstalled(run, seconds)
-    unit, scale = ("s", 1.0) if max(worst.values()) >= 1 else ("ms", 1e-3)
-    lines = [Line(cause, run.points(amount_of(lambda step: step.stall_seconds, cause), scale)) for cause in causes]
-    columns = "waited for", "in all", "share of the time", "longest in a step"
+
+    unit, scale = ("s", 1.0) if longest >= 1 else ("ms", 1e-3)
+    lines = []
+    for cause in causes:
+        waited = amount_of(lambda step: step.stall_seconds, cause)
+        lines.append(Line(cause, run.points(waited, scale)))
+    columns = ("waited for", "in all", "share of the time", "longest in a step")
     words = "The first step of each process, which learns the order of the units, is in the chart alone."
     return row(table(columns, rows) + note(words), chart.draw(f"stalled, {unit} a step", lines))
 
 
 def _unstalled(run: RecordedRun, seconds: float) -> Iterator[tuple[str, str, str, str]]:
     """Yield what compute was at besides, so that the table adds up to all of the time, if that is on file."""
-    for name, of_step in (
-        ("nothing: compute was busy", [step.compute_seconds for step in run.steady]),
-        ("nothing: the host worked", [step.host_seconds for step in run.steady]),
-    ):
+    compute = [step.compute_seconds for step in run.steady]
+    host = [step.host_seconds for step in run.steady]
+    for name, of_step in (("nothing: compute was busy", compute), ("nothing: the host worked", host)):
         known = [lasted for lasted in of_step if lasted is not None]
+
+        # The sum of some steps alone would be too little, beside stalls of all of them.
         if known and len(known) == len(of_step):
-            yield name, format_seconds(sum(known)), format_share(sum(known), seconds), format_seconds(max(known))
+            total = sum(known)
+            yield name, format_seconds(total), format_share(total, seconds), format_seconds(max(known))
 
 
 def _ranks(run: RecordedRun) -> str:
@@ -280,10 +350,10 @@ def _ranks(run: RecordedRun) -> str:
         return note("One process trained alone.")
 
     count = sum(map(len, behind.values()))
-    often = [
-        (name, format_share(len(more), count), format_seconds(median(more)))
-        for name, more in list(behind.items())[:RANKS_SHOWN]
-    ]
+    often = []
+    for name, seconds in list(behind.items())[:RANKS_SHOWN]:
+        share = format_share(len(seconds), count)
+        often.append((name, share, format_seconds(median(seconds))))
     words = (
         "All ranks end a step together. The slowest one takes longest itself: it computes, or waits for its own "
         "lanes, while the others wait for it. Below are medians of a step, for each rank."
@@ -293,19 +363,25 @@ def _ranks(run: RecordedRun) -> str:
         + note(words)
         + _by_rank(run, "waited for", lambda work: work.stall_seconds, format_seconds)
         + _by_rank(run, "busy", lambda work: work.busy_seconds, format_seconds)
-        + _by_rank(run, "moved", lambda work: work.moved_bytes, lambda size: mib(round(size)))
+        + _by_rank(run, "moved", lambda work: work.moved_bytes, _size)
     )
 
 
 def _by_rank(run: RecordedRun, title: str, amounts: Amounts, form: Callable[[float], str]) -> str:
     """Return a table of what each rank has of some amounts in a step; empty if no rank has any, or none is on file."""
-    found = by_rank(run.steady)
-    names = in_row_order({name for works in found.values() for name in totals_of(works, amounts)})
-    rows = [
-        (rank, *(form(median(amounts(work).get(name, 0.0) for work in works)) for name in names))
-        for rank, works in found.items()
-    ]
-    return table((title, *names), rows) if names else ""
+    ranks = by_rank(run.steady)
+    names: set[str] = set()
+    for works in ranks.values():
+        names |= totals_of(works, amounts).keys()
+    if not names:
+        return ""
+
+    columns = in_row_order(names)
+    rows = []
+    for rank, works in ranks.items():
+        medians = [median(amounts(work).get(name, 0.0) for work in works) for name in columns]
+        rows.append((rank, *map(form, medians)))
+    return table((title, *columns), rows)
 
 
 # ---------------------------------------------------------------------- plan, step, placement
@@ -318,28 +394,34 @@ def _plan(run: RecordedRun) -> str:
     expected = run.opening.expected
     if expected is None:
         return note("Nothing was planned: `megatier bench` measures the machine, and from then on `train` plans.")
-
+    waver = wavering(expected.seconds_range)
     if not run.steps:
-        planned = f"{format_seconds(expected.seconds)} a step{wavering(expected.seconds_range)}"
+        planned = f"{format_seconds(expected.seconds)} a step{waver}"
         return note(f"Planned: {planned}, bound by {expected.bound_by}. {NO_STEP}")
-    rows = [_compared("a step", expected.seconds, median(step.seconds for step in run.steady), format_seconds)]
 
-    # The host's work is in the forecast, and no trace measures it.
-    lanes = [lane for lane, seconds in expected.busy_seconds.items() if seconds and lane != "host"]
-    for lane in in_row_order(lanes):
-        busy = median(step.busy_seconds.get(lane, 0.0) for step in run.steady)
-        rows.append(_compared(f"{lane} busy", expected.busy_seconds[lane], busy, format_seconds))
-
-    for queue in (queue for queue in QUEUES if expected.moved_bytes.get(queue)):
-        moved = median(step.moved_bytes.get(queue, 0.0) for step in run.steady)
-        rows.append(_compared(f"{queue} moves", expected.moved_bytes[queue], moved, lambda size: mib(round(size))))
     words = f"Bound by {expected.bound_by}, as planned. Measured: medians of all steps but each process's first."
-    if waver := wavering(expected.seconds_range):
+    if waver:
         words += f" Planned{waver}."
-
     if run.history.corrections:
         words += f" {_correction(run.history.corrections[-1])}"
-    return table(("", "planned", "measured", "measured to planned"), rows) + note(words)
+    return table(("", "planned", "measured", "measured to planned"), _planned(run, expected)) + note(words)
+
+
+def _planned(run: RecordedRun, expected: Expected) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the rows of that table: the step, its lanes, and what its queues move."""
+    seconds = median(step.seconds for step in run.steady)
+    yield _compared("a step", expected.seconds, seconds, format_seconds)
+
+    # The host's work is in the forecast, and no trace measures it.
+    lanes = [lane for lane, planned in expected.busy_seconds.items() if planned and lane != "host"]
+    for lane in in_row_order(lanes):
+        busy = median(step.busy_seconds.get(lane, 0.0) for step in run.steady)
+        yield _compared(f"{lane} busy", expected.busy_seconds[lane], busy, format_seconds)
+
+    for queue in QUEUES:
+        if planned := expected.moved_bytes.get(queue):
+            moved = median(step.moved_bytes.get(queue, 0.0) for step in run.steady)
+            yield _compared(f"{queue} moves", planned, moved, _size)
 
 
 def _correction(made: Corrected) -> str:
@@ -354,7 +436,8 @@ def _correction(made: Corrected) -> str:
 
 def _compared(name: str, planned: float, measured: float, form: Callable[[float], str]) -> tuple[str, str, str, str]:
     """Return a row of the table: planned, measured, and by how much the two differ."""
-    return name, form(planned), form(measured), f"{measured / planned - 1:+.1%}" if planned else "-"
+    more = f"{measured / planned - 1:+.1%}" if planned else "-"
+    return name, form(planned), form(measured), more
 
 
 def _timeline(run: RecordedRun) -> str:
@@ -362,29 +445,32 @@ def _timeline(run: RecordedRun) -> str:
     if not run.trace:
         return note("No trace: a run writes that of its last steps when it ends, with output.trace: true.")
     step = max(run.trace)
-    return f'<div class="timeline wide">{picture.draw(run.trace[step], f"step {step:,}")}</div>'
+    drawn = picture.draw(run.trace[step], f"step {step:,}")
+    return f'<div class="timeline wide">{drawn}</div>'
 
 
 def _placement(run: RecordedRun) -> str:
     """Return the map of homes, and what it does not show."""
-    if run.opening is None:
+    opening = run.opening
+    if opening is None:
         return note(OLDER if run.steps else NO_STEP)
-    words = [f"Units in forward order: {len(run.opening.homes)}; a pointer over a block shows its name."]
-    if count := len(run.opening.streamed):
-        words.append(f"Units that stream their state through the GPU to be updated there: {count}.")
-    if count := len(run.opening.speculative):
-        words.append(f"Units with two generations, updated in the backward: {count}.")
-    return placement_map.draw(run.opening) + note(" ".join(words))
+    words = [f"Units in forward order: {len(opening.homes)}; a pointer over a block shows its name."]
+    if opening.streamed:
+        words.append(f"Units that stream their state through the GPU to be updated there: {len(opening.streamed)}.")
+    if opening.speculative:
+        words.append(f"Units with two generations, updated in the backward: {len(opening.speculative)}.")
+    return placement_map.draw(opening) + note(" ".join(words))
 
 
 def _saved(run: RecordedRun) -> str:
     """Return tables of checkpoints and savepoints."""
-    output = run.config.output
     history = run.history
     checkpoint = _saved_table(history.checkpoints, "checkpoint", run.directory / CHECKPOINT_FOLDER)
     savepoint = _saved_table(history.savepoints, "savepoint", run.directory / SAVEPOINT_FOLDER)
-    if checkpoint or savepoint:
-        return row(*filter(None, (checkpoint, savepoint)))
+    tables = [found for found in (checkpoint, savepoint) if found]
+    if tables:
+        return row(*tables)
+    output = run.config.output
     every = f"output.checkpoint_every is {output.checkpoint_every}, output.savepoint_every {output.savepoint_every}"
     return note(f"None was written: {every}.")
 
@@ -395,18 +481,16 @@ def _saved_table(saved: Sequence[Saved], what: str, folder: Path) -> str:
         return ""
 
     # Older ones go when newer ones are whole, so the table says which are left.
-    there = {step_of(path) for path in checkpoints(folder)}
-    rows = [
-        (
-            f"{made.step:,}",
-            mib(round(made.num_bytes)),
-            format_seconds(made.seconds),
-            format_seconds(made.paused_seconds),
-            "yes" if made.step in there else "no",
-        )
-        for made in saved[-SAVED_SHOWN:]
-    ]
+    kept = {step_of(path) for path in checkpoints(folder)}
+    rows = []
+    for made in saved[-SAVED_SHOWN:]:
+        took = format_seconds(made.seconds)
+        waited = format_seconds(made.paused_seconds)
+        is_there = "yes" if made.step in kept else "no"
+        rows.append((f"{made.step:,}", _size(made.num_bytes), took, waited, is_there))
+
     paused = format_seconds(sum(made.paused_seconds for made in saved))
-    shown = f" The last {SAVED_SHOWN} are shown." if len(saved) > len(rows) else ""
-    words = f"{what}s written: {len(saved)}, for which training waited {paused} in all.{shown}"
+    words = f"{what}s written: {len(saved)}, for which training waited {paused} in all."
+    if len(saved) > len(rows):
+        words += f" The last {SAVED_SHOWN} are shown."
     return table((f"{what} of step", "written", "in", "training waited", "still there"), rows) + note(words)

@@ -67,12 +67,21 @@ def grid_line(x: float, top: float, bottom: float) -> str:
 def plain(words: str, most: int = TEXT_MAX) -> str:
     """Return text as XML takes it, cut to so many characters."""
     words = UNPRINTABLE.sub("\ufffd", words)
-    return escape(words if len(words) <= most else words[: most - 1] + "…")
+    if len(words) > most:
+        words = words[: most - 1] + "…"
+
+    # Escaped after the cut, which could go through the middle of an entity.
+    return escape(words)
 
 
 def ticks(most: float) -> list[float]:
     """Return 6 to 11 round numbers from 0 to at most a given one, which is above 0."""
     power = 10.0 ** math.floor(math.log10(most / 10))
+
     # The least of 1, 2, 5, 10 times a power of ten of which ten steps reach the end.
-    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * 10 >= most * (1 - 1e-9))
-    return [index * step for index in range(math.floor(most / step + 1e-9) + 1)]
+    # A billionth either way is rounding, and must not cost a tick.
+    reached = most * (1 - 1e-9)
+    steps = [power * digit for digit in (1, 2, 5, 10)]
+    step = next(step for step in steps if step * 10 >= reached)
+    num_steps = math.floor(most / step + 1e-9)
+    return [index * step for index in range(num_steps + 1)]

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatier.errors import REMEDIES, ConfigError
+from megatier.report.metrics import OTHER_DIRECTORY
 
 FLUSH_SECONDS = 10
 """Seconds after which events are on file; a killed run loses younger ones."""
@@ -80,14 +81,17 @@ class ScalarEvents:
         try:
             yield
         except OSError as error:
-            remedy = REMEDIES.get(error.errno or 0, "Set output.directory to a directory of yours.")
+            remedy = REMEDIES.get(error.errno or 0, OTHER_DIRECTORY)
             raise ConfigError(f"cannot write to {self._folder}: {error.strerror}. {remedy}") from error
 
 
 def _numbers(record: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield names and numbers, those of inner mappings as "stall_seconds/ram_to_gpu"."""
     for name, value in record.items():
+        # The step is the place of every point, and no curve of its own.
+        if name == "step":
+            continue
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and name != "step":
+        elif isinstance(value, int | float):
             yield prefix + name, value
