@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import BASE, FAMILIES, LATENT, MOE, known_config
 from tiny_runs import one_thread, read_parameters
-from tiny_vision import LINEAR, QWEN_VISION, ROPE, TEXT, TOKENS_OF_QWEN, TOWER, text_batch
+from tiny_vision import LINEAR, LLAVA_ONEVISION, QWEN_VISION, ROPE, TEXT, TOKENS_OF_QWEN, TOWER, text_batch
 from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
@@ -136,13 +136,7 @@ COMPOSITES: dict[str, dict[str, Any]] = {
         "image_token_id": IMAGE,
         "alignment_intermediate_size": 64,
     },
-    "llava_onevision": {
-        "text_config": QWEN2,
-        "vision_config": SIGLIP,
-        "image_token_index": IMAGE,
-        "video_token_index": 151,
-        "image_grid_pinpoints": [[16, 16]],
-    },
+    "llava_onevision": LLAVA_ONEVISION,
     "vipllava": {
         "text_config": LLAMA,
         "vision_config": CLIP,
@@ -167,7 +161,10 @@ COMPOSITES: dict[str, dict[str, Any]] = {
     },
 }
 """Further types whose configs hold the config of a language model, beside those of `tiny_vision`."""
-QUICK = ("gemma4_unified", "mistral3", "glm4v", "internvl", "aya_vision", "paligemma")
+QUICK = (
+    *("gemma4_unified", "mistral3", "glm4v", "internvl", "aya_vision", "paligemma"),
+    *("aria", "lfm2_vl", "qwen3_5_moe"),
+)
 """Each of another text part and projector; the others are slow tests."""
 AUDIO: dict[str, Any] = {"num_mel_bins": 16, "max_source_positions": 16}
 

@@ -10,7 +10,7 @@ from tiny_models import BASE, MOE
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-VOCAB, IMAGE_TOKEN, NUM_IMAGE_TOKENS = 160, 150, 4
+VOCAB, IMAGE_TOKEN, VIDEO_TOKEN, NUM_IMAGE_TOKENS = 160, 150, 151, 4
 TEXT = {key: value for key, value in BASE.items() if key not in ("head_dim", "pad_token_id")}
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 LINEAR: dict[str, Any] = {
@@ -42,7 +42,7 @@ TOWER: dict[str, Any] = {
 }
 TOKENS_OF_QWEN: dict[str, Any] = {
     "image_token_id": IMAGE_TOKEN,
-    "video_token_id": 151,
+    "video_token_id": VIDEO_TOKEN,
     "vision_start_token_id": 152,
     "vision_end_token_id": 153,
 }
@@ -89,6 +89,13 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """The model's own last vision block is not used by LLaVA, which takes the features of the one before."""
+LLAVA_ONEVISION: dict[str, Any] = {
+    "text_config": {"model_type": "qwen2", **TEXT},
+    "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False, **TOWER},
+    "image_token_index": IMAGE_TOKEN,
+    "video_token_index": VIDEO_TOKEN,
+    "image_grid_pinpoints": [[16, 16]],
+}
 
 
 def vision_config(family: str, **overrides: Any) -> PretrainedConfig:
@@ -125,3 +132,30 @@ def image_batch(family: str, rows: int = 2, seed: int = 1) -> dict[str, Tensor]:
     pixels = torch.randn(rows, 3, 16, 16, generator=generator)
     more = {"token_type_ids": image.long()} if family == "gemma3" else {}
     return {**batch, "pixel_values": pixels, **more}
+
+
+def seen_batch(family: str, images: int, videos: int, seed: int = 1) -> dict[str, Tensor]:
+    """Two rows, each with so many images and then so many videos of one frame: of a Qwen model or LLaVA-OneVision."""
+    is_qwen = family.startswith("qwen")
+    kinds = torch.zeros(2, 64, dtype=torch.long)
+    begin = 2
+    # LLaVA-OneVision has an image whole and in pieces, with a token that ends each line, and one that ends a video.
+    for kind, tokens in [(1, 4 if is_qwen else 36)] * images + [(2, 4 if is_qwen else 5)] * videos:
+        kinds[:, begin : begin + tokens] = kind
+        begin += tokens + 2
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 140, kinds.shape, generator=generator)
+    seen = ids.masked_fill(kinds == 1, IMAGE_TOKEN).masked_fill(kinds == 2, VIDEO_TOKEN)
+    batch = {"input_ids": seen, "attention_mask": torch.ones_like(ids), "labels": ids.masked_fill(kinds > 0, -100)}
+    if is_qwen:
+        batch["mm_token_type_ids"] = kinds
+    for name, count in (("image", 2 * images), ("video", 2 * videos)):
+        pixels = "pixel_values" if name == "image" else "pixel_values_videos"
+        if count and is_qwen:
+            batch[pixels] = torch.randn(count * 16, 96, generator=generator)
+            batch[f"{name}_grid_thw"] = torch.tensor([[1, 4, 4]] * count)
+        elif count:
+            batch[pixels] = torch.randn(count, 2 if name == "image" else 1, 3, 16, 16, generator=generator)
+    if images and not is_qwen:
+        batch["image_sizes"] = torch.tensor([[16, 16]] * 2 * images)
+    return batch
