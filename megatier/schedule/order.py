@@ -42,21 +42,22 @@ def passed_over(
         is_lost = other.phase is Phase.BACKWARD and other.unit in trained
         known = {*left_out, *((past.unit, past.group) for past in skipped)}
         if (other.unit, other.group) not in known and (is_lost or other in used):
-            raise _another_order(len(used), access, other)
+            raise _another_order(len(used), access, other, repeats=other in used or access in used)
         skipped.append(other)
 
     if access is not None:
-        raise _another_order(len(used), access, None)
+        raise _another_order(len(used), access, None, repeats=access in used)
     return skipped
 
 
-def _another_order(index: int, access: Access | None, recorded: Access | None) -> TimelineError:
+def _another_order(index: int, access: Access | None, recorded: Access | None, *, repeats: bool) -> TimelineError:
     """The error that names the difference.
 
     Args:
         index: number of the access in the pass.
         access: the access of the pass; None: it ended.
         recorded: the access that was recorded; None: the one of the pass is not among those that follow.
+        repeats: whether a unit was used in the pass before that comes once more, or no more.
     """
     if access is not None:
         use = f"{access.unit} ({access.phase}, group {access.group})"
@@ -65,7 +66,14 @@ def _another_order(index: int, access: Access | None, recorded: Access | None) -
         assert recorded is not None
         what = f"the pass ended before {recorded.unit} ({recorded.phase}, group {recorded.group}), which step 1 used"
 
-    return TimelineError(
-        f"{what}. megatier needs the same order of units in every step. A step may leave units out, such as a vision "
-        "tower where there is no image, if the first one used them: put an image into each batch of the first step."
-    )
+    if repeats:
+        remedy = (
+            "A unit runs as often as in the first step. A vision tower runs once for images and once for videos: give "
+            "them in batches of their own, or both in each batch that has one of them."
+        )
+    else:
+        remedy = (
+            "A step may leave units out, such as a vision tower where there is no image, if the first one used them: "
+            "put an image into each batch of the first step."
+        )
+    return TimelineError(f"{what}. megatier needs the same order of units in every step. {remedy}")
