@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -38,6 +39,9 @@ DEPTH_MAX = 50
 """The most lists and objects inside each other. Nobody writes so many, and a library that copies them recurses."""
 REASON_CHARACTERS_MAX = 300
 """The most characters of a reason in a message."""
+
+INSTALLED_BY = re.compile(r"`pip install ([^`]+)`")
+"""What transformers says of a package that is missing."""
 
 Kind = Callable[[str], MegatierError]
 """Makes the error that a caller promises from a message."""
@@ -233,9 +237,22 @@ def reading(
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the message of an exception of another library, in one short line."""
-    lines = str(error).strip().splitlines()
-    return shown(lines[0] if lines else type(error).__name__).rstrip(".")
+    """Return the message of an exception of another library, in one short line.
+
+    That is its first line, and what this announces. Of packages that are missing it is all that are to be installed.
+    """
+    if isinstance(error, ImportError) and (packages := INSTALLED_BY.findall(str(error))):
+        found = " ".join(dict.fromkeys(packages))
+        return shown(f"{str(error).split()[0]} needs packages that are not installed: pip install {found}")
+
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    number = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    return shown(" ".join(filter(None, lines[:number])) or type(error).__name__).rstrip(".")
+
+
+def first_sentence(error: BaseException) -> str:
+    """Return the first sentence of that message. What follows in one about attention asks for help elsewhere."""
+    return reason_of(error).partition(". ")[0].rstrip(".")
 
 
 def shown(text: str, max_characters: int = REASON_CHARACTERS_MAX) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from composite_models import composite_config
 from plain_adamw import PlainAdamW
-from tiny_models import known_config
 from tiny_runs import one_thread
-from tiny_vision import LLAVA_ONEVISION, VISION_FAMILIES, seen_batch
+from tiny_vision import seen_batch, vision_config
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 import megatier
@@ -21,10 +21,7 @@ from megatier.integrations.streamed import Streamed
 
 MIB = 1 << 20
 TIERS = TiersConfig(device="cpu", gpu=8 * MIB, ram=64 * MIB, io_threads=2, update_threads=2)
-FAMILIES = {
-    **{name: VISION_FAMILIES[name] for name in ("qwen2_5_vl", "qwen3_vl")},
-    "llava_onevision": LLAVA_ONEVISION,
-}
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava_onevision")
 RATE = 1e-2
 APART = r"runs once for images and once for videos: give them in batches of their own"
 
@@ -71,7 +68,7 @@ class Loops:
 def loops(request: pytest.FixtureRequest) -> Iterator[Loops]:
     family, accumulation_steps = request.param
     torch.manual_seed(0)
-    config = known_config(family, **FAMILIES[family])
+    config = vision_config(family) if family.startswith("qwen") else composite_config(family)
     plain: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     plain.train()
     options: dict[str, Any] = {"compute_dtype": "fp32", "fused_loss": False, "weight_decay": 0.1, "lr": RATE}

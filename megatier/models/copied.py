@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from megatier.compute.vector_math import warm
 from megatier.errors import UnsupportedModelError
-from megatier.foreign import reading
+from megatier.foreign import first_sentence, reading
 from megatier.guards.given_model import check_modules, check_parameters
 from megatier.guards.held_parts import TREE, HeldParts
 from megatier.models.decoder import check_config, decoder_layers, implementation_of, is_adapter, known_class
@@ -145,7 +145,9 @@ def _set_attention(skeleton: PreTrainedModel, attention: str) -> None:
         UnsupportedModelError: it cannot.
     """
     if skeleton.config._attn_implementation != attention:
-        with reading(f"{type(skeleton).__name__} does not take attention {attention}", UnsupportedModelError):
+        what = f"{type(skeleton).__name__} does not take attention {attention}"
+        remedy = f"Leave attention out, for that of the model ({skeleton.config._attn_implementation})."
+        with reading(what, UnsupportedModelError, first_sentence, remedy):
             skeleton.set_attn_implementation(attention)
     if skeleton.config._attn_implementation != attention:
         raise UnsupportedModelError(

@@ -29,7 +29,7 @@ from megatier.compute.quantised import STANDS_FOR
 from megatier.compute.vector_math import warm
 from megatier.defaults import usual_defaults
 from megatier.errors import UnsupportedModelError
-from megatier.foreign import reading
+from megatier.foreign import first_sentence, reading
 from megatier.guards.token_rows import names_of_rows
 from megatier.layout import Layout, TensorSlice
 from megatier.models.buffers import initialise_buffers, parameters_on_meta
@@ -56,6 +56,9 @@ AutoClass = type[
 """What makes a model of a config."""
 CLASSIFIERS: tuple[AutoClass, ...] = (AutoModelForSequenceClassification, AutoModelForTokenClassification)
 """Makers of decoders without a head over the vocabulary, but with a score of the whole sequence or of each token."""
+
+USUAL_ATTENTION = ("auto", "sdpa")
+"""Names of the attention of PyTorch, or eager where a part of a model has none of it."""
 
 MIXES_ROWS = ("DogeCDMoE",)
 """Modules whose output for a row depends on the other rows of its batch: Doge's router cuts its logits across rows."""
@@ -93,8 +96,9 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     Args:
         config: the config of a decoder-only model. It is the classifier that the config names, or else the language
             model, with its vision tower if it has one.
-        attention: Hugging Face's name, such as `sdpa`. If a model has no `sdpa` (GPT-OSS), `eager` takes its place.
-            `auto` is `sdpa`: what it becomes in a run is chosen before the run's model is built.
+        attention: Hugging Face's name, such as `sdpa`. Where a part of a model has no `sdpa` (GPT-OSS, PaliGemma 2),
+            `eager` takes its place. `auto` is `sdpa`: what it becomes in a run is chosen before the run's model is
+            built.
 
     Raises:
         UnsupportedModelError: the model is no causal decoder, quantised, or larger than any model (`models.limits`), or
@@ -102,18 +106,34 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     """
     # Every way to a streamed model comes by here, before the first buffer is computed.
     warm()
-    config = copy.deepcopy(config)
     check_config(config)
-    with reading(f"{config.model_type} cannot be built from this config", UnsupportedModelError):
-        with parameters_on_meta(), counted():
-            implementation = implementation_of(_model_class(auto_class(config), config), attention)
-            options = {"dtype": torch.float32, "attn_implementation": implementation}
-            model = auto_class(config).from_config(config, **options)  # type: ignore[no-untyped-call]
-        assert isinstance(model, PreTrainedModel)
-        initialise_buffers(model)
+    try:
+        model = _built(config, attention)
+    except UnsupportedModelError as error:
+        if attention in USUAL_ATTENTION:
+            raise
+        # If it cannot be built with the usual attention either, that says why.
+        _built(config, "sdpa")
+        raise UnsupportedModelError(f"{first_sentence(error)}. Set attention to sdpa.") from error
 
     # A cache of keys and values serves generation alone, and would keep activations alive.
     model.config.use_cache = False
+    return model
+
+
+def _built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    """Return the model of a config, with its buffers."""
+    config = copy.deepcopy(config)
+    with reading(f"{config.model_type} cannot be built from this config", UnsupportedModelError):
+        # Named, sdpa is asked of every part. Where nothing is named, transformers takes it where a part has it.
+        is_usual = attention in USUAL_ATTENTION
+        if is_usual:
+            config._attn_implementation = None
+        options = {"dtype": torch.float32, "attn_implementation": None if is_usual else attention}
+        with parameters_on_meta(), counted():
+            model = auto_class(config).from_config(config, **options)  # type: ignore[no-untyped-call]
+        assert isinstance(model, PreTrainedModel)
+        initialise_buffers(model)
     return model
 
 
@@ -136,17 +156,27 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 def auto_class(config: PretrainedConfig) -> AutoClass:
-    """Return the auto class that makes the whole model of a config, with its vision tower if it has one."""
-    if (classifier := _classifier_of(config)) is not None:
-        return classifier
+    """Return the auto class that makes the model of a config: the one that its `architectures` name.
+
+    If they name none of transformers, it is the whole language model, with its vision tower if it has one.
+
+    Raises:
+        UnsupportedModelError: they name another class of transformers, or there is no language model of this config.
+    """
+    made = _classes(config)
+    named = _architectures(config)
+    if (found := next((auto for auto, kind in made.items() if kind.__name__ in named), None)) is not None:
+        return found
+    if other := next((name for name in named if name in vars(transformers)["__all__"]), None):
+        raise _not_streamed(other, config)
 
     # The causal class of some models that see would leave the vision tower out.
-    sees = getattr(config, "vision_config", None) is not None
-    return (
-        AutoModelForImageTextToText
-        if sees and _model_class(AutoModelForImageTextToText, config)
-        else AutoModelForCausalLM
-    )
+    sees = config.get_text_config() is not config
+    order: tuple[AutoClass, ...] = (AutoModelForImageTextToText, AutoModelForCausalLM)
+    found = next((auto for auto in (order if sees else order[::-1]) if auto in made), None)
+    if found is None:
+        raise _not_streamed(f"The model of type {config.model_type}", config)
+    return found
 
 
 def known_class(model: PreTrainedModel) -> type[PreTrainedModel]:
@@ -156,15 +186,20 @@ def known_class(model: PreTrainedModel) -> type[PreTrainedModel]:
         UnsupportedModelError: it is neither a classifier nor the language model, with or without vision, that
             transformers loads for its config.
     """
-    autos: tuple[AutoClass, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, *CLASSIFIERS)
-    known = [_model_class(auto, model.config) for auto in autos]
+    known = _classes(model.config).values()
     for kind in type(model).__mro__:
         if kind in known:
             return kind
-    names = " or ".join(dict.fromkeys(kind.__name__ for kind in known[:2] if isinstance(kind, type)))
-    raise UnsupportedModelError(
-        f"{type(model).__name__} is neither a classifier nor the language model, with or without vision, that "
-        f"transformers loads for its config ({names or type(model.config).__name__}); only these are streamed."
+    raise _not_streamed(type(model).__name__, model.config)
+
+
+def _not_streamed(name: str, config: PretrainedConfig) -> UnsupportedModelError:
+    """Return the error about a model of a class that is not streamed."""
+    made = _classes(config)
+    known = dict.fromkeys(kind.__name__ for auto, kind in made.items() if auto not in CLASSIFIERS)
+    return UnsupportedModelError(
+        f"{name} is neither a classifier nor the language model, with or without vision, that transformers loads for "
+        f"its config ({' or '.join(known) or type(config).__name__}); only these are streamed."
     )
 
 
@@ -176,7 +211,8 @@ def implementation_of(model_class: object, attention: str) -> str:
 
 def is_classifier(config: PretrainedConfig) -> bool:
     """Return whether a config is that of a classifier, such as a reward model: its `architectures` name one."""
-    return _classifier_of(config) is not None
+    named = _architectures(config)
+    return any(kind.__name__ in named for auto, kind in _classes(config).items() if auto in CLASSIFIERS)
 
 
 def supports_flex(config: PretrainedConfig) -> bool:
@@ -349,11 +385,17 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def _classifier_of(config: PretrainedConfig) -> AutoClass | None:
-    """Return the auto class that makes the classifier that a config names; None: it names none."""
-    named = config.architectures if isinstance(config.architectures, list) else []
-    made = ((auto, _model_class(auto, config)) for auto in CLASSIFIERS)
-    return next((auto for auto, found in made if isinstance(found, type) and found.__name__ in named), None)
+def _classes(config: PretrainedConfig) -> dict[AutoClass, type[PreTrainedModel]]:
+    """Return the classes of models that are streamed and that transformers makes of a config, by their auto classes."""
+    autos: tuple[AutoClass, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, *CLASSIFIERS)
+    made = {auto: _model_class(auto, config) for auto in autos}
+    return {auto: kind for auto, kind in made.items() if isinstance(kind, type)}
+
+
+def _architectures(config: PretrainedConfig) -> list[str]:
+    """Return the names of classes in a config."""
+    named = config.architectures
+    return list(map(str, named)) if isinstance(named, list) else []
 
 
 def _model_class(auto: AutoClass, config: PretrainedConfig) -> object:

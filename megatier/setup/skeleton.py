@@ -19,7 +19,7 @@ from megatier.adapters.weights import AdaptedWeights
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.defaults import usual_defaults
 from megatier.errors import UnsupportedModelError
-from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, reason_of, shown
+from megatier.foreign import SETTINGS_BYTES_MAX, first_sentence, read_object, reading, shown
 from megatier.models.decoder import build_skeleton, is_classifier
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
@@ -193,7 +193,7 @@ def _complaint(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     if isinstance(error, StrictDataclassError) and lines:
         return shown(lines[-1].strip()).rstrip(".")
-    return reason_of(error).partition(". ")[0].rstrip(".")
+    return first_sentence(error)
 
 
 def _hint(settings: Mapping[str, Any]) -> str:

@@ -98,7 +98,7 @@ def test_skeleton_built_leaves_the_callers_config_and_random_state_alone() -> No
     [
         (tiny_config("llama", quantization_config={"quant_method": "fp8"}), "quantised"),
         (AutoConfig.for_model("t5"), "encoder-decoder"),
-        (AutoConfig.for_model("vit"), "cannot be built"),
+        (AutoConfig.for_model("vit"), "type vit is neither a classifier nor the language model"),
     ],
     ids=["quantised", "encoder-decoder", "no language model"],
 )

@@ -89,13 +89,6 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """The model's own last vision block is not used by LLaVA, which takes the features of the one before."""
-LLAVA_ONEVISION: dict[str, Any] = {
-    "text_config": {"model_type": "qwen2", **TEXT},
-    "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False, **TOWER},
-    "image_token_index": IMAGE_TOKEN,
-    "video_token_index": VIDEO_TOKEN,
-    "image_grid_pinpoints": [[16, 16]],
-}
 
 
 def vision_config(family: str, **overrides: Any) -> PretrainedConfig:

@@ -1,0 +1,118 @@
+"""The class of a folder's model: that of the model which was saved there, with the same parameters, or refused."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composite_models import COMPOSITES, composite_config
+from tiny_models import FAMILIES, known_config, tiny_config
+from tiny_vision import VISION_FAMILIES, vision_config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from megatier.config.schema import ModelConfig
+from megatier.errors import UnsupportedModelError
+from megatier.foreign import reason_of
+from megatier.models.buffers import parameters_on_meta
+from megatier.models.decoder import CLASSIFIERS, auto_class, build_skeleton
+from megatier.setup.skeleton import read_model_config
+
+AUTOS: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, *CLASSIFIERS)
+TABLES: list[dict[str, Any]] = [
+    table for name, table in inspect.getmembers(modeling_auto) if name.endswith("_MAPPING_NAMES")
+]
+"""The names of classes by type of model, for each task."""
+
+
+def config_of(name: str) -> PretrainedConfig:
+    if name in VISION_FAMILIES:
+        return vision_config(name)
+    return composite_config(name) if name in COMPOSITES else tiny_config(name)
+
+
+def shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def named(config: PretrainedConfig, *architectures: str) -> PretrainedConfig:
+    found = copy.deepcopy(config)
+    found.architectures = list(architectures)
+    return found
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *VISION_FAMILIES, *COMPOSITES])
+def test_folder_gives_the_class_and_parameters_of_the_model_that_was_saved_there(name: str, tmp_path: Path) -> None:
+    config = config_of(name)
+    made: set[str] = set()
+    for auto in AUTOS:
+        if type(config) not in auto._model_mapping:
+            continue
+        with parameters_on_meta():
+            model = auto.from_config(copy.deepcopy(config))
+        kind = type(model).__name__
+        if kind in made:
+            continue
+        made.add(kind)
+        named(model.config, kind).save_pretrained(tmp_path)
+        read = read_model_config(ModelConfig(path=""), tmp_path)
+        if not any(type(read) in auto._model_mapping for auto in AUTOS):  # such as Emu 3's text model
+            assert f"{kind} is neither a classifier nor" in str(unbuilt(read))
+            continue
+        if auto in CLASSIFIERS:  # theirs are compared in the tests of classifiers
+            assert auto_class(read) is auto
+            continue
+        found = build_skeleton(read, "sdpa")
+        assert type(found) is type(model)
+        assert shapes(found) == shapes(model)
+
+    # Any other class that transformers has for such a config is not the one that is streamed.
+    others = {table.get(config.model_type) for table in TABLES} - {None} - made
+    for other in (each for each in others if isinstance(each, str)):
+        with pytest.raises(UnsupportedModelError, match=f"{other} is neither a classifier nor the language model"):
+            auto_class(named(config, other))
+
+
+def test_folder_that_names_no_class_of_transformers_gives_the_whole_language_model() -> None:
+    for name, expected in (("llama", "LlamaForCausalLM"), ("emu3", "Emu3ForConditionalGeneration")):
+        config = config_of(name)
+        for architectures in ((), ("MyOwnForCausalLM",)):
+            assert type(build_skeleton(named(config, *architectures), "sdpa")).__name__ == expected
+
+
+# ---- what is refused, with what serves
+
+
+def test_attention_that_a_model_does_not_have_is_refused_with_the_one_that_serves() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"Flash ?Attention ?2.*\. Set attention to sdpa\.$"):
+        build_skeleton(composite_config("paligemma"), "flash_attention_2")
+    assert "Set attention" not in str(unbuilt(known_config("emu3", vocabulary_map=None), "flash_attention_2"))
+
+
+def unbuilt(config: PretrainedConfig, attention: str = "sdpa") -> UnsupportedModelError:
+    with pytest.raises(UnsupportedModelError) as caught:
+        build_skeleton(config, attention)
+    return caught.value
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n", "perception_lm"])
+def test_model_that_needs_missing_packages_names_all_of_them(model_type: str) -> None:
+    try:
+        import timm  # type: ignore[import-not-found] # noqa: F401
+    except ImportError:
+        assert str(unbuilt(known_config(model_type))).partition("pip install ")[2].split()[-1] == "timm."
+    else:
+        pytest.skip("timm is installed")
+
+
+def test_reason_of_another_library_goes_on_to_what_its_first_line_announces() -> None:
+    asked = "A requires the {0} library but it was not found. Install it with pip:\n`pip install {0}`. Then restart.\n"
+    both = ImportError(f"\n{asked.format('pillow')}\n{asked.format('timm')}")
+    assert reason_of(both) == "A needs packages that are not installed: pip install pillow timm"
+    assert reason_of(ValueError("keys are missing:\n  a, b.\nmore")) == "keys are missing: a, b"
+    assert reason_of(ValueError("nothing follows:\n")) == "nothing follows:"
+    assert reason_of(ValueError("")) == "ValueError"
