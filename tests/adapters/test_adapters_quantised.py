@@ -192,6 +192,46 @@ def test_step_that_is_not_finite_blames_no_unit_for_its_codes(kind: str, tmp_pat
     assert "unit model.layers" not in str(raised.value)
 
 
+def spoil(folder: Path, file: str, ends: str) -> None:
+    """Make the first number of a stored tensor infinite, or NaN where its dtype has no infinity."""
+    tensors = load_file(folder / file)
+    [name] = [name for name in tensors if name.endswith(ends)]
+    if tensors[name].dtype is torch.float8_e4m3fn:
+        tensors[name].view(torch.uint8).view(-1)[0] = 0x7F
+    else:
+        tensors[name].view(-1)[0] = math.inf
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoilt", "activations"),
+    [
+        ("channel", "weight", "recompute"),
+        ("tensor", "weight_scale", "offload"),
+        ("block", "weight_scale_inv", "recompute"),
+        ("nf4", "weight.absmax", "offload"),
+        ("nested", "weight.nested_absmax", "recompute"),
+        ("channel", "lora_A.weight", "offload"),
+        ("nested", "lora_B.weight", "recompute"),
+    ],
+)
+def test_step_that_is_not_finite_names_the_unit_whose_codes_or_adapter_are_not(
+    kind: str, spoilt: str, activations: Any, tmp_path: Path
+) -> None:
+    quantised, plain = quantised_folders(tmp_path, kind, num_hidden_layers=4)
+    adapter = stored_adapter(plain, tmp_path / "adapter", target_modules=["q_proj", "o_proj"])
+    if spoilt.startswith("lora"):
+        spoil(adapter, "adapter_model.safetensors", f"layers.1.self_attn.q_proj.{spoilt}")
+    else:
+        spoil(quantised, "model.safetensors", f"layers.1.self_attn.k_proj.{spoilt}")
+    train, strict = replace(TRAIN, activations=activations), NumericsConfig(max_skips=0)
+    with opened_over(quantised, adapter, tmp_path, "ram", train, "bf16", numerics=strict) as session:
+        [step] = random_groups(TRAIN, session.model.config.vocab_size, 1)
+        with pytest.raises(NonFiniteError, match=r"of unit model\.layers\.1 .* is not finite") as raised:
+            session.engine.train_step(1, 1e-2, [step])
+    assert str(raised.value).count("of unit ") == 1
+
+
 def test_codes_are_read_in_shards_as_whole(tmp_path: Path) -> None:
     quantised, plain = quantised_folders(tmp_path, "nested")
     adapter = stored_adapter(plain, tmp_path / "adapter")
