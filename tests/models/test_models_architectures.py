@@ -12,14 +12,20 @@ import torch
 from composite_models import COMPOSITES, composite_config
 from tiny_models import FAMILIES, known_config, tiny_config
 from tiny_vision import VISION_FAMILIES, vision_config
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto import modeling_auto
 
 from megatier.config.schema import ModelConfig
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reason_of
 from megatier.models.buffers import parameters_on_meta
-from megatier.models.decoder import CLASSIFIERS, auto_class, build_skeleton
+from megatier.models.decoder import CLASSIFIERS, auto_class, build_skeleton, check_config
 from megatier.setup.skeleton import read_model_config
 
 AUTOS: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, *CLASSIFIERS)
@@ -116,3 +122,31 @@ def test_reason_of_another_library_goes_on_to_what_its_first_line_announces() ->
     assert reason_of(ValueError("keys are missing:\n  a, b.\nmore")) == "keys are missing: a, b"
     assert reason_of(ValueError("nothing follows:\n")) == "nothing follows:"
     assert reason_of(ValueError("")) == "ValueError"
+
+
+# ---- models that hear, or encode before they decode
+
+
+REASONS = ("is an encoder-decoder", "is neither a classifier nor the language model")
+TAKEN = {"gemma4": "Gemma4ForConditionalGeneration", "gemma4_unified": "Gemma4UnifiedForConditionalGeneration"}
+"""Types that hear, whose models are streamed."""
+REFUSED = {"florence2", "qwen2_audio", "voxtral", "whisper", "qwen2_5_omni", "granite_speech", "csm", "bark"}
+
+
+def test_each_type_that_hears_speaks_or_encodes_has_its_class_or_is_refused_by_name() -> None:
+    found = dict[str, str]()
+    named = getattr(modeling_auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", {}).keys()  # transformers 5.6 has none
+    more = {"florence2", "whisper", *TAKEN} & CONFIG_MAPPING.keys()
+    for model_type in sorted((named - modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()) | more):
+        config = AutoConfig.for_model(model_type)
+        try:
+            check_config(config)
+            auto: Any = auto_class(config)
+            found[model_type] = auto._model_mapping[type(config)].__name__
+        except UnsupportedModelError as refusal:
+            found[model_type] = str(refusal)
+            assert model_type in found[model_type]
+    is_refused = {name: any(reason in said for reason in REASONS) for name, said in found.items()}
+    assert [name for name, said in found.items() if not (is_refused[name] or said.isidentifier())] == []
+    assert all(found[name] == TAKEN[name] for name in TAKEN.keys() & found.keys())
+    assert all(is_refused.get(name, True) for name in REFUSED)
