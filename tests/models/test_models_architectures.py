@@ -13,6 +13,7 @@ from composite_models import COMPOSITES, composite_config
 from tiny_models import FAMILIES, known_config, tiny_config
 from tiny_vision import VISION_FAMILIES, vision_config
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -136,7 +137,7 @@ REFUSED = {"florence2", "qwen2_audio", "voxtral", "whisper", "qwen2_5_omni", "gr
 def test_each_type_that_hears_speaks_or_encodes_has_its_class_or_is_refused_by_name() -> None:
     found = dict[str, str]()
     named = getattr(modeling_auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", {}).keys()  # transformers 5.6 has none
-    more = {"florence2", "whisper", *TAKEN} & CONFIG_MAPPING.keys()
+    more = {"florence2", "whisper", *TAKEN} & set(CONFIG_MAPPING)
     for model_type in sorted((named - modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()) | more):
         config = AutoConfig.for_model(model_type)
         try:
