@@ -125,16 +125,22 @@ def brings_right_bytes(carrier: RankCarrier, own: torch.Tensor, rank: int, size:
         rank: this rank.
         size: the number of ranks.
     """
+    # Of zeros nobody could tell whether they came.
     own.fill_(rank + 1)
     whole = torch.zeros(size * TRIAL_BYTES, dtype=torch.uint8, device=own.device)
     torch.cuda.synchronize()
 
     carrier.gather(whole, own)
+
+    # A stream that waits for a number which never comes would hold up `synchronize` for ever.
     deadline = time.monotonic() + TRIAL_S
-    while not torch.cuda.current_stream().query():
+    stream = torch.cuda.current_stream()
+    while not stream.query():
         if time.monotonic() > deadline:
             return False
-    return all(set(row) == {number + 1} for number, row in enumerate(whole.view(size, -1).tolist()))
+
+    shards = whole.view(size, -1).tolist()
+    return all(set(shard) == {number + 1} for number, shard in enumerate(shards))
 
 
 class Sign(IntEnum):
@@ -177,10 +183,13 @@ class Board:
         self.rank = rank
         """This rank."""
         self._size = size
+
         count = size * len(Sign) * size
-        self.numbers = np.frombuffer(memory, dtype=np.int32, count=count).reshape(size, len(Sign), size)
+        numbers = np.frombuffer(memory, dtype=np.int32, count=count)
+        self.numbers = numbers.reshape(size, len(Sign), size)
         """All numbers that ranks write: int32 [reader, sign, writer]."""
-        offsets = np.frombuffer(memory, dtype=np.int64, count=2 * size, offset=self.numbers.nbytes)
+
+        offsets = np.frombuffer(memory, dtype=np.int64, count=2 * size, offset=numbers.nbytes)
         self._offsets = offsets.reshape(size, 2)
         """Where the bytes of each rank lie in the last two collectives, with the numbers of these above OFFSET_BITS."""
 
@@ -209,8 +218,12 @@ class Board:
         column = self._offsets[:, number % 2]
         column[self.rank] = turn << OFFSET_BITS | offset
 
-        self.wait(lambda: bool((column >> OFFSET_BITS == turn).all()), check)
-        return [int(found) for found in column & (1 << OFFSET_BITS) - 1]
+        def have_come() -> bool:
+            return bool((column >> OFFSET_BITS == turn).all())
+
+        self.wait(have_come, check)
+        offsets = column & (1 << OFFSET_BITS) - 1
+        return [int(found) for found in offsets]
 
     def wait(self, holds: Callable[[], bool], check: Check) -> None:
         """Wait until something holds that other ranks write here.
@@ -225,6 +238,8 @@ class Board:
         while not holds():
             pause.wait(pause_s)
             waited_s += pause_s
+
+            # Mostly the others come within microseconds. Longer pauses leave the interpreter to other threads.
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
             if waited_s > TICK_S:
                 check(waited_s)
@@ -299,11 +314,13 @@ class StreamSigns:
     def write(self, peer: int, sign: Sign, number: int) -> None:
         """See `Signs`."""
         # The driver puts a memory barrier before it: other GPUs see all that the stream has written so far.
-        self._call(self._write, self._board.place(peer, sign, self._board.rank), number, 0)
+        address = self._board.place(peer, sign, self._board.rank)
+        self._call(self._write, address, number, 0)
 
     def wait(self, peer: int, sign: Sign, number: int) -> None:
         """See `Signs`."""
-        self._call(self._wait, self._board.place(self._board.rank, sign, peer), number, GREATER_OR_EQUAL)
+        address = self._board.place(self._board.rank, sign, peer)
+        self._call(self._wait, address, number, GREATER_OR_EQUAL)
 
     def meet(self, number: int, offset: int) -> list[int]:
         """See `Signs`."""
@@ -318,6 +335,7 @@ class StreamSigns:
         self._lock.close()
 
     def _call(self, function: Callable[..., int], address: int, number: int, flags: int) -> None:
-        code = function(torch.cuda.current_stream().cuda_stream, address, number, flags)
+        stream = torch.cuda.current_stream()
+        code = function(stream.cuda_stream, address, number, flags)
         if code:
             raise MegatierError(f"CUDA refused an operation on a stream (CUresult {code}).")

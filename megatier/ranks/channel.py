@@ -53,11 +53,19 @@ class Channel:
             PeerError: a rank has failed; so do all that call this.
         """
         own = torch.frombuffer(bytearray(pickle.dumps(record)), dtype=torch.uint8)
-        sizes = self._collect(torch.tensor([own.numel()], dtype=torch.int64, device="cpu")).tolist()
+        own_size = torch.tensor([own.numel()], dtype=torch.int64, device="cpu")
+        sizes = self._collect(own_size).tolist()
+
+        # A collective takes tensors of one size.
         padded = torch.nn.functional.pad(own, (0, max(sizes) - own.numel()))
         rows = self._collect(padded).view(self.size, -1)
-        records = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
-        return [found for found in records if found is not None]
+
+        records: list[T] = []
+        for row, size in zip(rows, sizes, strict=True):
+            found: T | None = pickle.loads(row[:size].numpy().tobytes())
+            if found is not None:
+                records.append(found)
+        return records
 
     def any(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank."""
@@ -69,7 +77,8 @@ class Channel:
         # ends the processes that find them too long.
         self._peers.check()
         whole = own.new_empty(self.size * own.numel())
-        self.finish(gather_into(whole, own, group=self._group, async_op=True), self._peers.check)
+        work = gather_into(whole, own, group=self._group, async_op=True)
+        self.finish(work, self._peers.check)
         return whole
 
     def first(self, make: Callable[[], T]) -> T:
@@ -98,7 +107,10 @@ class Channel:
         except Exception as found:  # noqa: BLE001 - raised below, when the others know of it
             error = found
 
-        if errors := self.agree(None if error is None else self._told(error)):
+        # Also those that did not fail come here, or the others would wait for them.
+        told = None if error is None else self._told(error)
+        errors = self.agree(told)
+        if errors:
             raise errors[0] from error
 
     @contextlib.contextmanager
@@ -126,6 +138,7 @@ class Channel:
         """
         import torch.distributed as dist
 
+        # For the reason that `_collect` has.
         self._peers.check()
         received = torch.empty(sum(taken), dtype=torch.float32, device="cpu")
         work = dist.all_to_all_single(received, sent, list(taken), list(given), group=self._group, async_op=True)

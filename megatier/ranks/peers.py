@@ -161,8 +161,9 @@ class Peers:
 
     def first_error(self) -> BaseException | None:
         """The same, or this rank's own error if it was the first."""
-        is_own = self._first is not None and self._first[0] == self._rank and self._error is not None
-        return self._error if is_own else self.failed()
+        if self._error is not None and self._first is not None and self._first[0] == self._rank:
+            return self._error
+        return self.failed()
 
     def check(self, waited_s: float = 0.0) -> None:
         """Call this in a wait for another rank, every TICK_S.
@@ -179,7 +180,9 @@ class Peers:
         self._waited_s += waited_s
         if self._first is None and self._waited_s > SILENT_LOOKS * LOOK_S:
             self._note((0, NO_STORE))
-        if (error := self.failed()) is not None:
+
+        error = self.failed()
+        if error is not None:
             raise error
 
     def fail(self, error: BaseException) -> None:
@@ -197,9 +200,16 @@ class Peers:
     def explain(self, error: Exception) -> PeerError:
         """Wait until it is known why a collective failed, and return the error that says so."""
         self._has_broken = True
+
+        # Most often the connection broke because another rank has failed, and that one knows why.
         if not self._known.wait(ANSWER_S):
             self._fail(sentence(f"its connection to another rank broke: {error}"))
-        return self.failed() or PeerError(self._rank, self._members[self._rank].host, NO_STORE)
+
+        found = self.failed()
+        if found is None:
+            # Not even this rank's own post came back.
+            found = PeerError(self._rank, self._members[self._rank].host, NO_STORE)
+        return found
 
     def leave(self) -> None:
         """Say that this rank has come to its end, and that its silence means nothing from now on."""
@@ -211,6 +221,8 @@ class Peers:
         self._has_ended = True
         os.eventfd_write(self._wake, 1)
         self._looked.wait(ANSWER_S)
+
+        # After a failure the thread goes on until the process ends, and may use them.
         if self._first is None:
             for descriptor in (*self._processes, self._wake):
                 os.close(descriptor)
@@ -228,7 +240,8 @@ class Peers:
             # not find it any more.
             self._wait(TICK_S)
             if not self._is_leaving:
-                self._note((min(self._dead), DIED) if self._dead else (0, NO_STORE))
+                first = (min(self._dead), DIED) if self._dead else (0, NO_STORE)
+                self._note(first)
 
         # A process group of gloo cannot be told to stop. To destroy it waits for the collectives under way, and so for
         # ever; if this thread never ends, nobody destroys it.
@@ -254,17 +267,29 @@ class Peers:
 
         self._num_looks += 1
         self._store.set(f"beat {self._rank}", LEFT if self._is_leaving else str(self._num_looks))
-        patience = BROKEN_LOOKS if self._has_broken else SILENT_LOOKS
-        for rank, beat in enumerate(self._store.multi_get([f"beat {rank}" for rank in range(len(self._members))])):
-            self._still[rank] = self._still[rank] + 1 if beat == self._beats[rank] else 0
-            self._beats[rank] = beat
-            if beat != LEFT.encode() and rank != self._rank and (rank in self._dead or self._still[rank] >= patience):
-                self._post(rank, DIED if rank in self._dead else SILENT)
+        beats = self._store.multi_get([f"beat {rank}" for rank in range(len(self._members))])
+        for rank, beat in enumerate(beats):
+            self._see(rank, beat)
 
         if self._store.check([FIRST]):
             rank, cause = json.loads(self._store.get(FIRST))
             self._note((rank, cause))
         self._waited_s = 0.0
+
+    def _see(self, rank: int, beat: bytes) -> None:
+        """Compare a rank's beat with that of the last look, and post that it died or is silent."""
+        is_still = beat == self._beats[rank]
+        self._still[rank] = self._still[rank] + 1 if is_still else 0
+        self._beats[rank] = beat
+
+        # A rank that has left ends its process without failing.
+        if beat == LEFT.encode() or rank == self._rank:
+            return
+        patience = BROKEN_LOOKS if self._has_broken else SILENT_LOOKS
+        if rank in self._dead:
+            self._post(rank, DIED)
+        elif self._still[rank] >= patience:
+            self._post(rank, SILENT)
 
     def _post(self, rank: int, cause: str) -> None:
         """Tell all ranks that one has failed, unless one has before."""
@@ -272,6 +297,7 @@ class Peers:
 
     def _note(self, first: tuple[int, str]) -> None:
         """Take note of the failure, and end what waits for it."""
+        # In this order: whoever is woken asks `failed`.
         self._first = first
         self._stop()
         self._known.set()

@@ -43,11 +43,14 @@ if TYPE_CHECKING:
 
 def hindrance(local_rank: int, local_size: int) -> str | None:
     """Why this rank's GPU cannot read the memory of the others of its host; None if it can."""
+    # Who sets it for NCCL knows that such copies go wrong on this machine.
     if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         return "NCCL_P2P_DISABLE is set"
-    others = (gpu for gpu in range(local_size) if gpu != local_rank)
-    hidden = [gpu for gpu in others if not torch.cuda.can_device_access_peer(local_rank, gpu)]
-    return f"GPU {local_rank} cannot read the memory of GPU {hidden[0]}" if hidden else None
+
+    for gpu in range(local_size):
+        if gpu != local_rank and not torch.cuda.can_device_access_peer(local_rank, gpu):
+            return f"GPU {local_rank} cannot read the memory of GPU {gpu}"
+    return None
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
@@ -60,15 +63,17 @@ def allocate(num_bytes: int) -> torch.Tensor:
 
     # Nothing is sent to several GPUs at once here, so nothing of that kind has to be set up.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    device = torch.device("cuda", torch.cuda.current_device())
     try:
-        memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+        memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise torch.OutOfMemoryError(str(error)) from error
 
     # torch's pool does not know of this memory, so its limit is lowered by as much.
-    total_bytes = torch.cuda.mem_get_info()[1]
-    if (share := torch.cuda.get_per_process_memory_fraction()) < 1:
-        torch.cuda.set_per_process_memory_fraction(max(0.0, share - num_bytes / total_bytes))
+    limit = torch.cuda.get_per_process_memory_fraction()
+    if limit < 1:
+        _, total_bytes = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(max(0.0, limit - num_bytes / total_bytes))
 
     return memory.zero_()
 
@@ -104,6 +109,8 @@ def views(memory: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
 
     shared = symmetric.rendezvous(memory, group)
     found = [shared.get_buffer(rank, memory.shape, memory.dtype) for rank in range(shared.world_size)]
+
+    # Its own memory is the tensor that `allocate` gave, by whose addresses `Pulls` counts.
     found[shared.rank] = memory
     return found
 
@@ -130,22 +137,13 @@ class Pulls:
         self._others = [(rank + distance) % size for distance in range(1, size)]
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """Bring the shards of all ranks together, in the order of the ranks.
-
-        Args:
-            whole: uint8 [size * n], overwritten.
-            own: uint8 [n], this rank's shard, in its shared memory.
-        """
+        """See `RankCarrier`. `own` lies in the shared memory of this rank."""
         self._pull(whole, own, 0)
 
     def scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Give every rank its shard of this rank's bytes, and take this rank's shard of the bytes of all.
-
-        Args:
-            received: uint8 [size * n], overwritten: piece r is what rank r sent.
-            sent: uint8 [size * n], in this rank's shared memory: piece r goes to rank r.
-        """
-        self._pull(received, sent, self._rank * (received.numel() // len(self._memories)))
+        """See `RankCarrier`. `sent` lies in the shared memory of this rank."""
+        shard_bytes = received.numel() // len(self._memories)
+        self._pull(received, sent, self._rank * shard_bytes)
 
     def work(self) -> bool:
         """Gather a few bytes of the memory; see `brings_right_bytes`."""
@@ -158,11 +156,11 @@ class Pulls:
         return True
 
     def release(self) -> None:
-        """Let every stream go on that waits for another rank; see `Signs`. What it reads is worth nothing then."""
+        """See `RankCarrier`."""
         self._signs.release()
 
     def close(self) -> None:
-        """Give back what the signs hold. No stream pulls any more."""
+        """See `RankCarrier`."""
         self._signs.close()
 
     def _pull(self, target: torch.Tensor, source: torch.Tensor, start: int) -> None:
@@ -174,17 +172,20 @@ class Pulls:
         # The slot that a block has may differ from rank to rank, since slots are given back at different times.
         self._number += 1
         offsets = self._signs.meet(self._number, offset)
-        pieces = target.view(len(self._memories), -1)
         for peer in self._others:
             self._signs.write(peer, Sign.READY, self._number)
 
+        pieces = target.view(len(self._memories), -1)
         size = pieces.shape[1]
         pieces[self._rank].copy_(source[start : start + size], non_blocking=True)
+
         for peer in self._others:
             self._signs.wait(peer, Sign.READY, self._number)
             first = offsets[peer] + start
-            pieces[peer].copy_(self._memories[peer][first : first + size], non_blocking=True)
+            theirs = self._memories[peer][first : first + size]
+            pieces[peer].copy_(theirs, non_blocking=True)
             self._signs.write(peer, Sign.DONE, self._number)
 
+        # The caller's next write to the source is in stream order, so it comes after the reads of all others.
         for peer in self._others:
             self._signs.wait(peer, Sign.DONE, self._number)

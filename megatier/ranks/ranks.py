@@ -119,14 +119,16 @@ class Ranks(Channel):
             torch.OutOfMemoryError: the GPU has no room.
         """
         self.drop_memory()
-        if found := self._first_of(self._apart() or hindrance(self.local_rank, self.local_size)):
-            memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
-        else:
+        reason = self._first_of(self._apart() or hindrance(self.local_rank, self.local_size))
+        if reason is None:
             memory = allocate(num_bytes)
             self.shared_bytes = num_bytes
-            found = self._pull_from(memory)
-        if found is not None:
-            self.share_ram(bay_bytes, prefers=prefers, why=found)
+            reason = self._pull_from(memory)
+        else:
+            memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+
+        if reason is not None:
+            self.share_ram(bay_bytes, prefers=prefers, why=reason)
         return memory
 
     def share_ram(self, bay_bytes: int, *, prefers: Way | None = None, why: str = "") -> None:
@@ -140,40 +142,51 @@ class Ranks(Channel):
             why: why they do not go between GPUs.
         """
         self.way = Way.KERNELS if self._is_nccl else Way.GLOO
-        found = self._apart() or unshared(is_on_gpu=self._is_nccl)
+        reason = self._apart() or unshared(is_on_gpu=self._is_nccl)
         if prefers is self.way:
-            found = f"{prefers} {'were' if self._is_nccl else 'was'} measured to be faster than shared RAM"
-        if (found := self._first_of(found)) is None:
+            verb = "were" if self._is_nccl else "was"
+            reason = f"{prefers} {verb} measured to be faster than shared RAM"
+
+        # Ranks agree first, because all of them or none have to go on.
+        reason = self._first_of(reason)
+        if reason is None:
+            device = "cuda" if self._is_nccl else "cpu"
+            least_bytes = min(self.agree(bay_bytes))
             try:
-                device = "cuda" if self._is_nccl else "cpu"
-                self._carrier = open_shared_ram(self, min(self.agree(bay_bytes)), self._check_data, device=device)
+                self._carrier = open_shared_ram(self, least_bytes, self._check_data, device=device)
                 self.way = Way.RAM
             except PeerError:
                 raise
             except (MegatierError, OSError, RuntimeError) as error:
-                found = _first_line(error)
-        self.why = "; ".join(dict.fromkeys(reason for reason in (why, found) if reason))
+                reason = _first_line(error)
+
+        # Copies between GPUs may have failed for the same reason.
+        reasons = [each for each in (why, reason) if each]
+        self.why = "; ".join(dict.fromkeys(reasons))
 
     def _pull_from(self, memory: torch.Tensor) -> str | None:
         """Share this rank's memory with the other GPUs; returns why that cannot be."""
         pulls: Pulls | None = None
         try:
             pulls = open_pulls(self, self._group, memory, self._check_data)
-            found = None if pulls.work() else "a trial of copies between GPUs failed"
+            reason = None if pulls.work() else "a trial of copies between GPUs failed"
         except PeerError:
             raise
         except (MegatierError, OSError, RuntimeError) as error:
             # A container may forbid what this needs, and there are other ways.
-            found = _first_line(error)
+            reason = _first_line(error)
 
-        if (found := self._first_of(found)) is None:
+        # One rank that cannot pull is enough: the others would wait for its numbers.
+        reason = self._first_of(reason)
+        if reason is None:
             self._carrier = pulls
-            self.way, self.why = Way.COPIES, ""
+            self.way = Way.COPIES
+            self.why = ""
         elif pulls is not None:
             pulls.release()
             torch.cuda.synchronize()
             pulls.close()
-        return found
+        return reason
 
     def _apart(self) -> str | None:
         """Why ranks are too far apart to share memory; None if they are not."""
@@ -204,7 +217,8 @@ class Ranks(Channel):
         if self._carrier is not None:
             self._carrier.gather(whole, own)
         else:
-            self.finish(gather_into(whole, own, group=self._data, async_op=not self._is_nccl), self._check_data)
+            work = gather_into(whole, own, group=self._data, async_op=not self._is_nccl)
+            self.finish(work, self._check_data)
         self.moved_bytes["ranks"] += whole.numel() - own.numel()
 
     def scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
@@ -223,7 +237,8 @@ class Ranks(Channel):
         else:
             work = dist.all_to_all_single(received, sent, group=self._data, async_op=not self._is_nccl)
             self.finish(work, self._check_data)
-        self.moved_bytes["ranks"] += received.numel() - received.numel() // self.size
+        own_bytes = received.numel() // self.size
+        self.moved_bytes["ranks"] += received.numel() - own_bytes
 
     def give_up(self) -> None:
         """End a gather or scatter that is under way, because this rank comes to none of those that follow."""
@@ -235,6 +250,7 @@ class Ranks(Channel):
         if self._carrier is not None:
             self._carrier.release()
         elif self._is_nccl and not self._is_aborted:
+            # This is called again and again, and a group is aborted once.
             self._is_aborted = True
             self._data.abort()
 
@@ -287,8 +303,10 @@ class Ranks(Channel):
         """End the connection to the others. Every rank has to call it."""
         import torch.distributed as dist
 
+        # Nobody stops looking before all have come here: until then a rank may still fail.
         self._peers.leave()
-        self.finish(dist.barrier(group=self._group, async_op=True), self._peers.check)
+        barrier = dist.barrier(group=self._group, async_op=True)
+        self.finish(barrier, self._peers.check)
         self._peers.end()
         for group in self._groups:
             dist.destroy_process_group(group)
@@ -374,10 +392,11 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
+    # torchrun sets all four. Other launchers set the first two, as torch's `env://` asks for them.
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if device == "cuda":
         torch.cuda.set_device(local_rank)  # of this thread
 
@@ -385,8 +404,10 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if is_guest and device == "cuda" else "gloo"
         store, _, _ = next(rendezvous("env://"))
-        met = PrefixStore(_meet(store, rank, size, is_given_up), store)
+        name = _meet(store, rank, size, is_given_up)
+        met = PrefixStore(name, store)
         dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=TIMEOUT)
+
     own = dist.new_group(backend="gloo", timeout=TIMEOUT)
     beside = dist.new_group(backend="gloo", timeout=TIMEOUT)
     data = dist.new_group(backend="nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
@@ -396,9 +417,14 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
     told: list[tuple[Member, str] | None] = [None] * size
     dist.all_gather_object(told, (Member.here(), secrets.token_hex(8)), group=own)
     known = [found for found in told if found is not None]
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    watching = PrefixStore(f"megatier {known[0][1]}", TCPStore(*address, timeout=STORE_TIMEOUT))
-    watched = partial(Peers, watching, rank, [member for member, _ in known], groups)
+    members = [member for member, _ in known]
+    _, run = known[0]
+
+    # A connection of its own: a call of another thread would hold up the looks.
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    connection = TCPStore(host, port, timeout=STORE_TIMEOUT)
+    watched = partial(Peers, PrefixStore(f"megatier {run}", connection), rank, members, groups)
     return Ranks(rank, size, local_rank, local_size, groups, watched)
 
 
@@ -427,13 +453,17 @@ def _meet(store: Store, rank: int, size: int, is_given_up: _native.Latch) -> str
 
     if rank == 0:
         store.set("megatier", word)
-        store.set(f"{word} met", " ".join(come(f"{word} {other}", other) for other in range(1, size)))
+        words = [come(f"{word} {other}", other) for other in range(1, size)]
+        store.set(f"{word} met", " ".join(words))
         return word
 
     while True:
         name = come("megatier", 0)
         store.set(f"{name} {rank}", word)
-        if store.check([f"{name} met"]) and word in store.get(f"{name} met").decode():
+
+        # Under an old name there may be an answer too, but to the words of processes that have ended.
+        answer = f"{name} met"
+        if store.check([answer]) and word in store.get(answer).decode():
             return name
         if is_given_up.wait(MEET_S):
             raise StepAbandonedError("nobody waits for the other ranks any more")

@@ -123,15 +123,19 @@ class SharedRam:
         self._signs.meet(self._collective, 0)
         target[self._rank].copy_(own, non_blocking=True)
 
-        run_bytes = self._stages.shape[2] // len(sent) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        # A bay holds a run for each piece that is sent.
+        bay_bytes = self._stages.shape[2]
+        run_bytes = bay_bytes // len(sent) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         spans = [slice(start, start + run_bytes) for start in range(0, target.shape[1], run_bytes)]
         first = self._rank * run_bytes if len(sent) > 1 else 0
         if self._writes is not None:
             self._writes.wait_stream(torch.cuda.current_stream())
 
+        # A round is written before the one before it is read, so that both directions of the link are busy.
         for index in range(len(spans) + 1):
             if index < len(spans):
-                self._put(self._round + index + 1, run_bytes, [piece[spans[index]] for piece in sent])
+                runs = [piece[spans[index]] for piece in sent]
+                self._put(self._round + index + 1, run_bytes, runs)
             if index:
                 self._take(self._round + index, first, target[:, spans[index - 1]])
         self._round += len(spans)
@@ -143,13 +147,20 @@ class SharedRam:
     def _put(self, number: int, run_bytes: int, runs: Sequence[torch.Tensor]) -> None:
         """Write the runs of a round to this rank's bay, once all others have read what was in it."""
         bay = self._stages[number % SHARED_STAGES, self._rank]
-        with contextlib.nullcontext() if self._writes is None else torch.cuda.stream(self._writes):
+        last_of_bay = max(0, number - SHARED_STAGES)
+
+        # Not `torch.cuda.stream(None)`, which looks for a GPU.
+        stream = contextlib.nullcontext() if self._writes is None else torch.cuda.stream(self._writes)
+        with stream:
             for peer in self._others:
-                self._signs.wait(peer, Sign.DONE, max(0, number - SHARED_STAGES))
+                self._signs.wait(peer, Sign.DONE, last_of_bay)
+
             for place, run in enumerate(runs):
-                if len(runs) == 1 or place != self._rank:
+                is_for_others = len(runs) == 1 or place != self._rank
+                if is_for_others:
                     first = place * run_bytes
                     bay[first : first + run.numel()].copy_(run, non_blocking=True)
+
             for peer in self._others:
                 self._signs.write(peer, Sign.READY, number)
 
@@ -161,9 +172,10 @@ class SharedRam:
             self._reads.popleft().synchronize()
 
         bays = self._stages[number % SHARED_STAGES]
+        end = first + target.shape[1]
         for peer in self._others:
             self._signs.wait(peer, Sign.READY, number)
-            target[peer].copy_(bays[peer, first : first + target.shape[1]], non_blocking=True)
+            target[peer].copy_(bays[peer, first:end], non_blocking=True)
             self._signs.write(peer, Sign.DONE, number)
 
         if self._writes is not None:
@@ -174,8 +186,9 @@ class SharedRam:
 
 def unshared(*, is_on_gpu: bool) -> str | None:
     """Why ranks of this host cannot share RAM; None if they can, as far as is known before it was tried."""
-    if not is_on_gpu and platform.machine() not in ORDERED:
-        return f"stores of {platform.machine()} may be seen in another order"
+    processor = platform.machine()
+    if not is_on_gpu and processor not in ORDERED:
+        return f"stores of {processor} may be seen in another order"
     return None
 
 
@@ -214,6 +227,7 @@ def open_shared_ram(channel: Channel, bay_bytes: int, check: Check, *, device: s
         with channel.together():
             found.try_out(device)
     except (MegatierError, OSError, RuntimeError):
+        # Streams may still wait for a number that will not come, and nothing may be unmapped under them.
         found.release()
         torch.cuda.synchronize()
         found.close()
@@ -224,4 +238,5 @@ def open_shared_ram(channel: Channel, bay_bytes: int, check: Check, *, device: s
 def _stages(memory: mmap.mmap, first: int, size: int) -> torch.Tensor:
     """The bays of all ranks: uint8 [SHARED_STAGES, size, n]."""
     # np.frombuffer holds the mapping, so that it outlives every view.
-    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, offset=first)).view(SHARED_STAGES, size, -1)
+    stages = np.frombuffer(memory, dtype=np.uint8, offset=first)
+    return torch.from_numpy(stages).view(SHARED_STAGES, size, -1)
