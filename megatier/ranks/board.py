@@ -200,6 +200,7 @@ class Board:
 
     def place(self, reader: int, sign: Sign, writer: int) -> int:
         """The address of a number."""
+        # As `numbers` lies in memory. A driver takes an address, and no array.
         index = (reader * len(Sign) + sign) * self._size + writer
         return int(self.numbers.ctypes.data) + index * NUMBER_BYTES
 
@@ -247,6 +248,7 @@ class Board:
 
     def release(self) -> None:
         """End all waits of this rank."""
+        # A plain store of the host, which needs no stream: those may all be waiting.
         self.numbers[self.rank] = OPEN
 
 
@@ -303,6 +305,7 @@ class StreamSigns:
         """
         self._board = board
         self._check = check
+        # torch has no call for these two. A signal of its symmetric memory is a kernel, which nobody can end.
         driver = ctypes.CDLL(CUDA_DRIVER)
         self._write = driver.cuStreamWriteValue32_v2
         self._wait = driver.cuStreamWaitValue32_v2

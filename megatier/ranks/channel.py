@@ -124,6 +124,7 @@ class Channel:
 
     def _told(self, error: Exception) -> Exception:
         """Return an error as other ranks raise it. Of one that is not ours they get the words."""
+        # These can be pickled, and mean the same anywhere. Of others nobody knows.
         if isinstance(error, MegatierError | OSError):
             return error
         return MegatierError(f"rank {self.rank} failed: {error!r}")
@@ -153,6 +154,8 @@ class Channel:
         """
         if work is None:
             return
+
+        # In slices, because a wait in C++ hears neither a signal nor that a rank has failed.
         waited_s = 0.0
         while not work.is_completed():
             check(waited_s)

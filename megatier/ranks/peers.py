@@ -61,6 +61,7 @@ class Member:
     @classmethod
     def here(cls) -> Self:
         """This process."""
+        # Containers of one machine have the same boot, but number their processes apart.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return cls(socket.gethostname(), f"{boot} {Path('/proc/self/ns/pid').readlink()}", os.getpid())
 
@@ -187,6 +188,7 @@ class Peers:
 
     def fail(self, error: BaseException) -> None:
         """Post why this rank fails, unless another one failed before, or has caused this. A forked child is no rank."""
+        # The first error counts: those after it are mostly what it has led to.
         if self._owner.is_here and not comes_of_peers(error):
             self._error = self._error or error
             self._fail(cause_of(error))
@@ -262,9 +264,11 @@ class Peers:
 
     def _look(self) -> None:
         """Give a sign of life, post what is known here, and see what others have posted."""
+        # Before what is found of others: this rank knows its cause, and of others only that they are silent.
         if self._own is not None:
             self._post(self._rank, self._own)
 
+        # A number that changes, and no time: clocks of two machines differ.
         self._num_looks += 1
         self._store.set(f"beat {self._rank}", LEFT if self._is_leaving else str(self._num_looks))
         beats = self._store.multi_get([f"beat {rank}" for rank in range(len(self._members))])
@@ -304,6 +308,7 @@ class Peers:
 
     def _watch(self, rank: int, process: int) -> None:
         """Have the system say when a process of this machine ends. Some containers do not allow it."""
+        # A descriptor and not a number, which another process may have by the time that this one has ended.
         with contextlib.suppress(PermissionError):
             try:
                 descriptor = os.pidfd_open(process)

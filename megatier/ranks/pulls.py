@@ -147,6 +147,7 @@ class Pulls:
 
     def work(self) -> bool:
         """Gather a few bytes of the memory; see `brings_right_bytes`."""
+        # In the very memory that will be pulled: other memory might be mapped in another way.
         own = self._memories[self._rank][:TRIAL_BYTES]
         before = own.clone()
         if not brings_right_bytes(self, own, self._rank, len(self._memories)):

@@ -190,6 +190,7 @@ class Ranks(Channel):
 
     def _apart(self) -> str | None:
         """Why ranks are too far apart to share memory; None if they are not."""
+        # Containers of one machine may count as one host to torchrun, and share no memory.
         if self.local_size < self.size:
             return "several hosts"
         return None if self._peers.is_one_machine else "several hosts or containers"
@@ -287,12 +288,8 @@ class Ranks(Channel):
         """Whether this process is the rank, and not a forked child of it."""
         return self._peers.is_here
 
-    def failed(self) -> PeerError | None:
-        """The error that names the rank that failed first; None if none has."""
-        return self._peers.failed()
-
     def first_error(self) -> BaseException | None:
-        """The same, or this rank's own error if it was the first."""
+        """The error that names the rank that failed first, or this rank's own if it was the first; None: none has."""
         return self._peers.first_error()
 
     def fail(self, error: BaseException) -> None:
@@ -361,6 +358,7 @@ def joined(device: str, *, is_guest: bool = False) -> Iterator[Ranks | None]:
         if not is_guest:
             dist.destroy_process_group()
     except BaseException as error:
+        # Others are told before anything is closed here: else they would see no more than a broken connection.
         ranks.fail(error)
         first = ranks.first_error() if comes_of_peers(error) else None
         if first is None:
@@ -408,6 +406,7 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
         met = PrefixStore(name, store)
         dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=TIMEOUT)
 
+    # One for each thread that talks, so that none waits for what another one is at.
     own = dist.new_group(backend="gloo", timeout=TIMEOUT)
     beside = dist.new_group(backend="gloo", timeout=TIMEOUT)
     data = dist.new_group(backend="nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
