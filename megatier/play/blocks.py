@@ -58,13 +58,19 @@ class StateRun:
         for kind, span in self.spans.items():
             home = self.homes[kind]
             key = self.keys[kind]
+            start, stop = span
+
             extent = self.store.extents.get(key)
-            if extent is not None and span[0] >= extent.own_bytes:
+            if extent is not None and start >= extent.own_bytes:
                 assert self.store.files is not None
-                address = address_of(self.planes[kind], torch.uint8, span[1] - span[0])
-                self.store.files.note(extent, *span, address)
+                address = address_of(self.planes[kind], torch.uint8, stop - start)
+                self.store.files.note(extent, start, stop, address)
                 continue
+
             self.store.mark_dirty(key, self.tier, span)
+
+            # The rest of a streamed unit's state follows later (`UnitBlocks.return_state`): the CPU's updates need all
+            # that memory gives.
             if home is Tier.NVME or (home is not self.tier and kind is Kind.WEIGHT):
                 self.store.write_back(key, self.tier, span)
 
@@ -103,7 +109,9 @@ class UnitBlocks:
     def chunks(self, name: str) -> list[Elements]:
         """The runs of trained elements of a unit: AdamW works on one run at a time."""
         unit = self.units[name]
-        return [(0, unit.num_trained)] if unit.schema.by_matrix else self._cut(name, 0, unit.num_trained)
+        if unit.schema.by_matrix:
+            return [(0, unit.num_trained)]
+        return self._cut(name, 0, unit.num_trained)
 
     def frozen_chunks(self, name: str) -> list[Elements]:
         """The runs of a unit's frozen elements, which follow the trained ones."""
@@ -111,8 +119,12 @@ class UnitBlocks:
 
     def runs(self, name: str) -> list[tuple[Elements, tuple[Kind, ...]]]:
         """All runs of a unit's elements, in order, each with the kinds of state that it has."""
-        chunks = [(elements, self.kinds(name)) for elements in self.chunks(name)]
-        return [*chunks, *((elements, (Kind.WEIGHT,)) for elements in self.frozen_chunks(name))]
+        runs = []
+        for elements in self.chunks(name):
+            runs.append((elements, self.kinds(name)))
+        for elements in self.frozen_chunks(name):
+            runs.append((elements, (Kind.WEIGHT,)))
+        return runs
 
     def _cut(self, name: str, start: int, stop: int) -> list[Elements]:
         """Cut elements into runs of a chunk each; into a single one, if the unit is updated whole."""
@@ -131,8 +143,10 @@ class UnitBlocks:
     def gathered_spans(self, name: str) -> list[tuple[int, int]]:
         """The bytes of a rank's shard of the weights that are gathered at once: trained ones, then frozen ones."""
         unit = self.units[name]
-        runs = (0, unit.num_trained), (unit.num_trained, unit.num_elements)
-        return [self.span(name, Kind.WEIGHT, run) for run in runs if run[0] < run[1]]
+        trained = 0, unit.num_trained
+        frozen = unit.num_trained, unit.num_elements
+        spans = self.span(name, Kind.WEIGHT, trained), self.span(name, Kind.WEIGHT, frozen)
+        return [(start, stop) for start, stop in spans if start < stop]
 
     def spilled(self, name: str) -> list[Kind]:
         """The kinds of a unit's state that are at home on NVMe."""
@@ -168,22 +182,23 @@ class UnitBlocks:
         spans = {kind: self.span(unit, kind, elements) for kind in kinds}
         keys = {kind: self.key(unit, kind, generation) for kind in kinds}
         homes = {kind: self.placement.homes[unit, kind] for kind in kinds}
-        tear = self.store.tear
+        store = self.store
+        tear = store.tear
 
         # An interrupt between a lease and its entry on the stack leaves one that nobody gives back: the region notes
         # it. One that comes while the caller works finds all leases on the stack, so it tears nothing.
         with tear.call, contextlib.ExitStack() as stack:
             planes = {}
             for kind in kinds:
-                lease = self.store.lease(keys[kind], tier, spans[kind], fresh=kind in fresh, wait=True)
+                lease = store.lease(keys[kind], tier, spans[kind], fresh=kind in fresh, wait=True)
                 planes[kind] = stack.enter_context(lease).bytes
             with tear.waiting():
-                yield StateRun(store=self.store, homes=homes, keys=keys, tier=tier, planes=planes, spans=spans)
+                yield StateRun(store=store, homes=homes, keys=keys, tier=tier, planes=planes, spans=spans)
 
         # After the leases, which forbid it. A copy that is being written stays until it is home.
         for kind in kinds:
             if homes[kind] is Tier.NVME:
-                self.store.evict(keys[kind], Tier.RAM, spans[kind])
+                store.evict(keys[kind], Tier.RAM, spans[kind])
 
     @contextlib.contextmanager
     def open_update(self, unit: str, elements: Elements, old: Generation, new: Generation) -> Iterator[StateRun]:
@@ -202,10 +217,12 @@ class UnitBlocks:
 
         Call it when they were written to the generation that holds. No update would carry them over.
         """
-        places = [Generation(place, place) for place in self.generations.places(unit, Kind.WEIGHT)]
-        for other in places if len(places) > 1 else ():
+        for place in self.generations.places(unit, Kind.WEIGHT):
+            # Wherever the weights lie: the other number is not looked at.
+            other = Generation(nvme=place, ram=place)
             if self.key(unit, Kind.WEIGHT, other) == self.key(unit, Kind.WEIGHT):
                 continue
+
             for elements in self.frozen_chunks(unit):
                 with (
                     self.open_state(unit, elements, [Kind.WEIGHT]) as held,
@@ -216,8 +233,9 @@ class UnitBlocks:
 
     def feed_frozen(self, unit: str) -> None:
         """Start bringing a unit's frozen weights to the GPU slot that its update has fed with the trained ones."""
-        if frozen := self.frozen_chunks(unit):
-            span = self.span(unit, Kind.WEIGHT, (frozen[0][0], frozen[-1][1]))
+        spec = self.units[unit]
+        if spec.num_trained < spec.num_elements:
+            span = self.span(unit, Kind.WEIGHT, (spec.num_trained, spec.num_elements))
             self.store.prefetch(self.key(unit, Kind.WEIGHT), Tier.GPU, span, wait=True)
 
     def make_room(self, load: Load, gate: Gate) -> None:
@@ -250,8 +268,9 @@ class UnitBlocks:
     def return_state(self, unit: str) -> None:
         """Start writing a streamed unit's state home. Its GPU slots are free when that is over."""
         for kind in self.units[unit].schema.passing_kinds:
-            self.store.write_back(self.key(unit, kind), Tier.GPU)
-            self.store.evict(self.key(unit, kind), Tier.GPU)
+            key = self.key(unit, kind)
+            self.store.write_back(key, Tier.GPU)
+            self.store.evict(key, Tier.GPU)
 
     def read_ahead(self, name: str, elements: Elements, generation: Generation) -> int:
         """Start reading what a chunk's update needs from NVMe into RAM slots; returns how many bytes that is.
@@ -271,7 +290,9 @@ class UnitBlocks:
 
     def _read(self, name: str, elements: Elements, generation: Generation) -> list[tuple[str, tuple[int, int]]]:
         """The blocks and spans that a chunk's update reads from NVMe."""
-        found = [(self.key(name, kind, generation), self.span(name, kind, elements)) for kind in self.spilled(name)]
+        found = []
+        for kind in self.spilled(name):
+            found.append((self.key(name, kind, generation), self.span(name, kind, elements)))
         if self.placement.grad_homes[name] is Tier.NVME:
             found.append((grad_key(name), self.grads.span(name, elements)))
         return found
@@ -280,11 +301,15 @@ class UnitBlocks:
         """Register the blocks of all units, and reserve slots: homes are set aside first, then all slots."""
         for unit in self.units.values():
             for kind in unit.kinds:
-                size = self.whole(unit.name, kind)[1]
+                _, size = self.whole(unit.name, kind)
                 home = self.placement.homes[unit.name, kind]
+
+                # A frozen base may lie in files of its own, which this run does not make.
                 elsewhere = block_bytes(unit, kind) - home_bytes(unit, kind, home)
                 for place in self.generations.places(unit.name, kind):
-                    self.store.register(BlockSpec(block_key(unit.name, kind, place), size, home, kind, elsewhere))
+                    key = block_key(unit.name, kind, place)
+                    self.store.register(BlockSpec(key, size, home, kind, elsewhere))
+
             if unit.num_trained:
                 self.grads.register(unit.name)
             if self.policy.ranks > 1:
@@ -303,11 +328,13 @@ class UnitBlocks:
 
     def _register_shared(self, unit: UnitSpec) -> None:
         """Register what ranks send each other of a unit. These blocks have no home: their bytes are only in slots."""
-        self.store.register(BlockSpec(gathered_key(unit.name), gathered_bytes(unit, self.policy), None, Kind.GATHERED))
+        store = self.store
+        size = gathered_bytes(unit, self.policy)
+        store.register(BlockSpec(gathered_key(unit.name), size, None, Kind.GATHERED))
         if unit.num_trained:
             size = group_grad_bytes(unit, self.policy)
-            self.store.register(BlockSpec(group_grad_key(unit.name), size, None, Kind.GROUP_GRAD))
-            self.store.register(BlockSpec(received_key(unit.name), size, None, Kind.RECEIVED))
+            store.register(BlockSpec(group_grad_key(unit.name), size, None, Kind.GROUP_GRAD))
+            store.register(BlockSpec(received_key(unit.name), size, None, Kind.RECEIVED))
 
 
 def block_key(unit: str, kind: Kind, place: int = 0) -> str:

@@ -150,11 +150,13 @@ class Collectives:
             planned: a load to gather for, or a scatter.
             own: for a load, the items that bring this rank's own shard and, if it is streamed, update it.
         """
+        unit = planned.unit
         if isinstance(planned, Load):
-            return self._append(planned.unit, partial(self._gather, planned.unit, planned, own), own)
+            return self._append(unit, partial(self._gather, unit, planned, own), own)
 
-        handover = self._handovers[planned.unit, planned.group] = Handover(planned)
-        handover.scattered = self._append(planned.unit, partial(self._scatter, handover))
+        handover = Handover(planned)
+        self._handovers[unit, planned.group] = handover
+        handover.scattered = self._append(unit, partial(self._scatter, handover))
         return handover.scattered
 
     def wait(self) -> None:
@@ -169,20 +171,22 @@ class Collectives:
     def drop_left_out(self) -> None:
         """Forget the gradients of units that every rank has left out of the step: they are not updated."""
         with self._recorder.waiting("ranks"):
-            handed = set[str]().union(*self._ranks.agree(self._handed))
+            handed_by_rank = self._ranks.agree(self._handed)
+        handed = set[str]().union(*handed_by_rank)
         self._gradients.final &= handed
 
     def pass_over(self) -> None:
         """Hand over zeros for what this rank left out of a group, where its turn has come: other ranks may use it."""
-        left_out = self._pass.left_out
-        if self._pass.timeline is None or not left_out or not self._pass.trains:
+        played = self._pass
+        if played.timeline is None or not played.left_out or not played.trains:
             return
 
-        done = {(scatter.unit, scatter.group) for scatter in self._pass.scatters}
-        for item in self._pass.timeline.items:
-            if not isinstance(item, Scatter) or item.after_access >= len(self._pass.accesses):
+        # An earlier call may have handed some of them over.
+        missing = played.left_out - {(scatter.unit, scatter.group) for scatter in played.scatters}
+        for item in played.timeline.items:
+            if not isinstance(item, Scatter) or item.after_access >= len(played.accesses):
                 continue
-            if (named := (item.unit, item.group)) in left_out and named not in done:
+            if (item.unit, item.group) in missing:
                 self._make(item.unit, item.width).zero_()
                 self._hand_over(item.unit, item.group)
 
@@ -232,7 +236,8 @@ class Collectives:
             unit: the unit.
             fits: whether the buffer is for elements of the compute dtype, which lose nothing; else it is for fp32.
         """
-        return self._make(unit, self._blocks.units[unit].schema.grad_width if fits else FP32_BYTES)
+        width = self._blocks.units[unit].schema.grad_width if fits else FP32_BYTES
+        return self._make(unit, width)
 
     def ship_grad(self, unit: str, *, group: int) -> None:
         """Hand over the gradient of a group, of which every rank gets its shard."""
@@ -250,7 +255,8 @@ class Collectives:
 
         # Other ranks may be a whole group behind, and then the lane waits for them with that gradient.
         with self._recorder.waiting(self._recorder.busy["ranks"]):
-            if (before := self._handed_last.pop(unit, None)) is not None:
+            before = self._handed_last.pop(unit, None)
+            if before is not None:
                 before.order()
 
             # An interrupt between the lease and its entry would leave a lease that nobody gives back.
@@ -350,15 +356,16 @@ class Collectives:
 
     def _gather_now(self, unit: str) -> None:
         """Gather a unit's weights, of which this rank's shard has come."""
-        blocks = self._blocks
+        key = self._blocks.key(unit, Kind.WEIGHT)
         with (
-            self._store.lease(blocks.key(unit, Kind.WEIGHT), Tier.GPU, wait=True) as own,
+            self._store.lease(key, Tier.GPU, wait=True) as own,
             self._store.lease(gathered_key(unit), Tier.GPU, fresh=True, wait=True) as whole,
         ):
             # Frozen weights lie behind the trained ones in each shard, and behind all trained ones in the whole.
             size = self._ranks.size
-            for start, stop in blocks.gathered_spans(unit):
-                self._ranks.gather(whole.bytes[size * start : size * stop], own.bytes[start:stop])
+            for start, stop in self._blocks.gathered_spans(unit):
+                gathered = whole.bytes[size * start : size * stop]
+                self._ranks.gather(gathered, own.bytes[start:stop])
 
     def _scatter(self, handover: Handover) -> None:
         """Send a group's gradient to the owners of its shards, and add the pieces of this rank's shard to its sum."""
@@ -388,11 +395,11 @@ class Collectives:
         """Add the pieces of all ranks to the sum of this rank's shard."""
         unit = scatter.unit
         gradients = self._gradients
-        is_first = gradients.is_first(unit)
-        total = gradients.take_grad(unit)
-        pieces = received.view(self._ranks.size, -1)
+        adds = not gradients.is_first(unit)
         is_last = scatter.group == self._blocks.policy.groups - 1
-        self._optimizer.sum_groups(unit, total, pieces, spare, adds=not is_first, is_last=is_last)
+        pieces = received.view(self._ranks.size, -1)
+        total = gradients.take_grad(unit)
+        self._optimizer.sum_groups(unit, total, pieces, spare, adds=adds, is_last=is_last)
 
         # If this rank left the unit out, it does not know yet whether any rank has a gradient of it.
         gradients.ship_grad(unit, group=scatter.group, speculates=unit in self._handed)

@@ -56,9 +56,12 @@ class Generations:
 
     def places(self, unit: str, kind: Kind) -> range:
         """The places that there are for a unit's state of one kind."""
-        if self._placement.homes[unit, kind] is Tier.NVME:
-            return range(self._placement.generations if unit in self._placement.spilled else 1)
-        return range(2 if unit in self._placement.speculative else 1)
+        placement = self._placement
+        if placement.homes[unit, kind] is Tier.NVME:
+            return range(placement.generations if unit in placement.spilled else 1)
+
+        # Two are enough in RAM, where a savepoint keeps none.
+        return range(2 if unit in placement.speculative else 1)
 
     def place(self, unit: str, kind: Kind, generation: Generation | None = None) -> int:
         """The place of a unit's state of one kind, in the generation that holds unless another one is named."""
@@ -68,12 +71,13 @@ class Generations:
     def spare(self, unit: str) -> Generation | None:
         """A generation that neither holds nor is kept, if there is one: it may be overwritten."""
         valid = self.valid[unit]
-        taken = {valid.nvme, self.kept.get(unit)}
-        free = (place for place in range(self._placement.generations) if place not in taken)
 
         # A savepoint keeps no place in RAM: it copies what lies there to its folder. So two places are enough.
         ram = 1 - valid.ram if unit in self._placement.speculative else 0
-        return next((Generation(place, ram) for place in free), None)
+        for place in range(self._placement.generations):
+            if place not in (valid.nvme, self.kept.get(unit)):
+                return Generation(place, ram)
+        return None
 
     def advance(self, unit: str) -> tuple[Generation, Generation]:
         """The generations from which and into which a unit's next update goes. The latter holds from now on.
@@ -109,11 +113,13 @@ class Generations:
         """The transfers that read from a place of this generation. Whatever overwrites it comes behind them."""
         if unit not in self._readers:
             return []
+        read, reader = self._readers[unit]
+        if reader.done():
+            return []
 
         # One shared place is enough: two generations may differ on NVMe and have the same place in RAM.
-        read, reader = self._readers[unit]
         shares = read.nvme == generation.nvme or read.ram == generation.ram
-        return [reader] if shares and not reader.done() else []
+        return [reader] if shares else []
 
     def forget_readers(self) -> None:
         """Forget all readers, which are over."""
@@ -151,7 +157,8 @@ class StateReader:
             before: work of this lane; if it failed, this one fails with the same error, undone.
             unit: the unit that it reads, if it reads one; no update changes that unit's state before the work is over.
         """
-        transfer = self.queue.submit(name, 0, work, [before] if before is not None else [])
+        after = [before] if before is not None else []
+        transfer = self.queue.submit(name, 0, work, after)
         self._recorder.watch(transfer)
 
         # No update was submitted since `drain`, so the generation that holds is still the one that the work reads.

@@ -44,9 +44,12 @@ class GradBlocks:
         size = grad_bytes(self._units[name], self._policy)
         if self.sums_in_ram(name):
             # The sum takes the home, and the gradient of each group merely passes through slots.
-            self._store.register(BlockSpec(sum_key(name), size, home, Kind.GRAD))
+            total = BlockSpec(sum_key(name), size, home, Kind.GRAD)
+            self._store.register(total)
             home = None
-        self._store.register(BlockSpec(grad_key(name), size, home, Kind.GRAD))
+
+        gradient = BlockSpec(grad_key(name), size, home, Kind.GRAD)
+        self._store.register(gradient)
 
     def sums_in_ram(self, name: str) -> bool:
         """Whether the gradients of several groups are added up in RAM; else that is done on the GPU."""
@@ -67,7 +70,8 @@ class GradBlocks:
         # RAM. Evicting now means that a slot is free as soon as its bytes are written.
         if self._placement.grad_homes[name] is Tier.NVME:
             chunk = self._placement.chunk_elements
-            step = max(chunk, updated_at_once(unit, chunk)) * unit.schema.grad_width
+            num_elements = max(chunk, updated_at_once(unit, chunk))
+            step = num_elements * unit.schema.grad_width
             for start in range(0, size, step):
                 span = start, min(start + step, size)
                 self._store.write_back(key, Tier.GPU, span, wait=True)
@@ -91,12 +95,17 @@ class GradBlocks:
 
         # Without a home the gradient lies in one slot, whole.
         if home is None:
+            start, stop = span
             with self._store.lease(key, Tier.RAM) as lease:
-                yield lease.bytes[span[0] : span[1]]
+                yield lease.bytes[start:stop]
             return
 
-        with self._store.lease(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span, wait=True) as lease:
-            yield lease.bytes[: (elements[1] - elements[0]) * self._units[name].schema.grad_width]
+        # The span may have padding at its end.
+        first, end = elements
+        size = (end - first) * self._units[name].schema.grad_width
+        tier = Tier.GPU if home is Tier.GPU else Tier.RAM
+        with self._store.lease(key, tier, span, wait=True) as lease:
+            yield lease.bytes[:size]
 
         # It is read once, so nobody needs its slot any more.
         if home is Tier.NVME:
@@ -119,11 +128,11 @@ class GradBlocks:
         """Bytes of a run of elements in the final gradient."""
         # On NVMe a block is padded to whole granules, and the last run has the padding as well.
         unit = self._units[name]
+        first, end = elements
         width = unit.schema.grad_width
-        start = elements[0] * width
-        if self._placement.grad_homes[name] is Tier.NVME and elements[1] == unit.num_trained:
-            return start, final_grad_bytes(unit, self._policy)
-        return start, elements[1] * width
+        if self._placement.grad_homes[name] is Tier.NVME and end == unit.num_trained:
+            return first * width, final_grad_bytes(unit, self._policy)
+        return first * width, end * width
 
 
 def grad_key(unit: str) -> str:

@@ -61,12 +61,14 @@ class UnitGradients:
         fresh = unit not in self._summed or not self.sums_here(unit)
         store = self._blocks.store
         with self._recorder.waiting("gpu_to_ram" if fresh else "ram_to_gpu"):
-            if (fetched := self._updates.fetched(unit)) is not None:
+            fetched = self._updates.fetched(unit)
+            if fetched is not None:
                 fetched.over()
 
             # An interrupt between the lease and its entry would leave a lease that nobody gives back.
             with store.tear.call:
-                lease = self._buffers[unit] = store.lease(grad_key(unit), Tier.GPU, fresh=fresh, wait=True)
+                lease = store.lease(grad_key(unit), Tier.GPU, fresh=fresh, wait=True)
+                self._buffers[unit] = lease
         return lease.bytes
 
     def ship_grad(self, unit: str, *, group: int, speculates: bool = True) -> None:

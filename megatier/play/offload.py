@@ -87,9 +87,11 @@ class Offload:
                 f"{unit} runs more than once in a forward of this model, and train.activations: offload has room for "
                 "one input of each layer. Set train.activations to recompute or keep."
             )
-        if tensor.nbytes > (planned := self._units[unit].activation_bytes):
+        planned = self._units[unit].activation_bytes
+        if tensor.nbytes > planned:
+            dtype = str(tensor.dtype).removeprefix("torch.")
             raise ConfigError(
-                f"the input of {unit} is {tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}, "
+                f"the input of {unit} is {tuple(tensor.shape)} in {dtype}, "
                 f"{tensor.nbytes} bytes; train.activations: offload has set {planned} aside, by train.batch and "
                 "data.sequence_length, for one hidden state a token in model.compute_dtype. If the batch is no larger, "
                 "layers of this model take more. Set train.activations to recompute or keep."
@@ -100,6 +102,7 @@ class Offload:
         if len(self._spilling) == SPILLING_MAX:
             self._spilling[0].over()
 
+        # Two moves: it goes on from RAM to NVMe.
         left = self._push(unit, tensor, tensor, 0)
         if len(self._moves.stash(unit, tensor.nbytes)) > 1:
             self._spilling.append(left)
@@ -112,11 +115,14 @@ class Offload:
             unit: the unit.
             tensor: on the GPU. It may be permuted, but has no gaps and no overlaps.
         """
-        start = self._moves.next_part(self._stashed[unit][-1].stop)
+        last = self._stashed[unit][-1]
+        start = self._moves.next_part(last.stop)
+        fits = start + tensor.nbytes <= self._units[unit].activation_bytes
         flat = _in_memory_order(tensor)
-        if start + tensor.nbytes > self._units[unit].activation_bytes or not flat.is_contiguous():
+        if not fits or not flat.is_contiguous():
             return False
 
+        # In the place of the input before it: a queue is in order, so that one has left as well.
         left = self._push(unit, tensor, flat, start)
         if len(self._moves.stash(unit, tensor.nbytes, start)) > 1:
             self._spilling[-1] = left
@@ -151,9 +157,11 @@ class Offload:
     def _ask(self, unit: str) -> None:
         """Start bringing a unit's tensors back."""
         back = self._fetched[unit] = []
+        key = activation_key(unit)
+        device = self._store.device
         for stashed in self._stashed.pop(unit):
-            tensor = torch.empty_strided(stashed.shape, stashed.stride, dtype=stashed.dtype, device=self._store.device)
-            transfer = self._store.pull(activation_key(unit), _in_memory_order(tensor), stashed.start)
+            tensor = torch.empty_strided(stashed.shape, stashed.stride, dtype=stashed.dtype, device=device)
+            transfer = self._store.pull(key, _in_memory_order(tensor), stashed.start)
             back.append((tensor, transfer))
             self._demand.add(self._moves.unstash(unit, stashed.num_bytes, stashed.start))
 

@@ -146,7 +146,8 @@ class Carrier:
         # Each plane is read where the generation before has it, and written where the new one has it.
         sources = _cut({**planes, **before, Kind.GRAD: grad}, elements, runs)
         targets = _cut(planes, elements, runs)
-        with self._turn, contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with self._turn, stream:
             self._carry(apply, unit, runs, sources, targets)
         return None
 
@@ -164,12 +165,13 @@ class Carrier:
                     self._bring(unit, sources[index + 1], under_way)
 
                 _wait(matrix.moves)
-                target = targets[index]
-                apply(unit, run, {kind: matrix.planes[kind] for kind in target}, matrix.planes[Kind.GRAD], {})
+                grad = matrix.planes.pop(Kind.GRAD)
+                apply(unit, run, matrix.planes, grad, {})
                 if self._stream is not None:
                     self._stream.synchronize()
+                del grad
 
-                del matrix.planes[Kind.GRAD]
+                target = targets[index]
                 matrix.moves.clear()
                 for kind, plane in target.items():
                     matrix.moves.append(self._store.carry(unit, plane, matrix.planes[kind], to_gpu=False))
@@ -183,10 +185,14 @@ class Carrier:
 
     def _bring(self, unit: str, parts: Planes, under_way: deque[_Matrix]) -> None:
         """Take memory on the device for a matrix, and start copying it there."""
-        planes = {kind: torch.empty_like(part, device=self._store.device) for kind, part in parts.items()}
-        under_way.append(matrix := _Matrix(planes, []))
+        matrix = _Matrix({}, [])
         for kind, part in parts.items():
-            matrix.moves.append(self._store.carry(unit, planes[kind], part, to_gpu=True))
+            matrix.planes[kind] = torch.empty_like(part, device=self._store.device)
+
+        # In the list before its first copy begins: whatever fails then, `_carry` waits for those that did.
+        under_way.append(matrix)
+        for kind, part in parts.items():
+            matrix.moves.append(self._store.carry(unit, matrix.planes[kind], part, to_gpu=True))
 
 
 def _end(under_way: deque[_Matrix], left: int) -> None:
@@ -212,11 +218,14 @@ def _wait(moves: Sequence[Transfer]) -> None:
 def _cut(planes: Planes, elements: Elements, runs: Sequence[Elements]) -> list[Planes]:
     """Return the bytes that each run has in the planes of some elements."""
     first, stop = elements
-    widths = {kind: plane.numel() // (stop - first) for kind, plane in planes.items()}
-    return [
-        {kind: plane[(a - first) * widths[kind] : (b - first) * widths[kind]] for kind, plane in planes.items()}
-        for a, b in runs
-    ]
+    cut: list[Planes] = []
+    for a, b in runs:
+        parts = {}
+        for kind, plane in planes.items():
+            width = plane.numel() // (stop - first)
+            parts[kind] = plane[(a - first) * width : (b - first) * width]
+        cut.append(parts)
+    return cut
 
 
 class Applied:

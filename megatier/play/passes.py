@@ -77,9 +77,14 @@ class Pass:
     @property
     def updates_ahead(self) -> bool:
         """Whether accesses that have not come yet are planned with an update of their unit."""
-        items = () if self.timeline is None else self.timeline.items
-        updating = (item for item in items if isinstance(item, Update) or (isinstance(item, Load) and item.updates))
-        return any(item.access >= len(self.accesses) for item in updating)
+        if self.timeline is None:
+            return False
+
+        for item in self.timeline.items:
+            updates = isinstance(item, Update) or (isinstance(item, Load) and item.updates)
+            if updates and item.access >= len(self.accesses):
+                return True
+        return False
 
     def check_turn(self, *, is_alone: bool) -> None:
         """Refuse to leave the planned course where what is left cannot be planned anew.
@@ -114,7 +119,8 @@ class Pass:
         """
         assert self.timeline is not None
         skipped = passed_over(self.timeline.accesses, self.accesses, access, self.left_out, trained)
-        self.left_out.update((recorded.unit, recorded.group) for recorded in skipped)
+        for recorded in skipped:
+            self.left_out.add((recorded.unit, recorded.group))
         return skipped
 
 
@@ -159,7 +165,9 @@ class Orders:
 
         # Taken out and put back: the last one is last.
         known = courses.pop(course, None)
-        courses[course] = known or _Course(tuple(played.accesses), tuple(played.scatters))
+        if known is None:
+            known = _Course(tuple(played.accesses), tuple(played.scatters))
+        courses[course] = known
         self._forget(name)
 
     def _last(self, name: str) -> str:
@@ -169,11 +177,12 @@ class Orders:
     def _forget(self, name: str) -> None:
         """Forget the courses of a name that came longest ago, if they are too many or too long. The last one stays."""
         courses = self._courses[name]
-        count = sum(len(kept.accesses) for kept in courses.values())
-        while len(courses) > 1 and (len(courses) > COURSES_MAX or count > ACCESSES_MAX):
-            gone = next(iter(courses))
-            count -= len(courses.pop(gone).accesses)
-            self._followed.pop((name, gone), None)
+        num_accesses = sum(len(course.accesses) for course in courses.values())
+        while len(courses) > 1 and (len(courses) > COURSES_MAX or num_accesses > ACCESSES_MAX):
+            oldest = next(iter(courses))
+            gone = courses.pop(oldest)
+            num_accesses -= len(gone.accesses)
+            self._followed.pop((name, oldest), None)
 
     def knows(self, name: str) -> bool:
         """Whether the order of a pass was recorded."""
@@ -203,14 +212,18 @@ class Orders:
             return None
 
         known = self._courses[name][self.expected(name)]
-        found = known.timelines.pop((due, ahead), None) or build(
-            known.accesses,
-            self._placement,
-            due=due,
-            ahead=ahead,
-            scatters=known.scatters,
-            trains=name == TRAIN,
-        )
+        found = known.timelines.pop((due, ahead), None)
+        if found is None:
+            found = build(
+                known.accesses,
+                self._placement,
+                due=due,
+                ahead=ahead,
+                scatters=known.scatters,
+                trains=name == TRAIN,
+            )
+
+        # As with courses: what was played last is last.
         known.timelines[due, ahead] = found
         if len(known.timelines) > TIMELINES_MAX:
             del known.timelines[next(iter(known.timelines))]
@@ -225,8 +238,9 @@ class Orders:
         played.timeline = None
         played.recorded_from = done
 
+        so_far = tuple(played.accesses)
         for course, known in self._courses[played.name].items():
-            if course.startswith(played.course) and known.accesses[:done] == tuple(played.accesses):
+            if course.startswith(played.course) and known.accesses[:done] == so_far:
                 played.planned = course
                 played.timeline = rest(known.accesses, done, self._placement)
                 return

@@ -123,8 +123,10 @@ class Speculation:
         self.updated = frozenset()
 
         # Until steps have been decided, nothing speaks against it.
-        if self._units and 2 * sum(self._clipped) <= len(self._clipped):
-            self._attempt = Attempt(apply=self._carrier.in_ram(self._optimizer.unclipped()))
+        num_clipped = sum(self._clipped)
+        if self._units and 2 * num_clipped <= len(self._clipped):
+            apply = self._carrier.in_ram(self._optimizer.unclipped())
+            self._attempt = Attempt(apply=apply)
 
     def submit(self, unit: str, after: Sequence[Transfer]) -> None:
         """Update a unit whose gradient is final, if this pass speculates and the unit has a spare generation.
@@ -133,19 +135,23 @@ class Speculation:
             unit: the name of the unit.
             after: what makes its gradient, or adds it up.
         """
-        if (attempt := self._attempt) is None or unit not in self._units:
+        attempt = self._attempt
+        if attempt is None or unit not in self._units:
             return
-        if (new := self._blocks.generations.spare(unit)) is None:
+        generations = self._blocks.generations
+        new = generations.spare(unit)
+        if new is None:
             return
 
-        old = self._blocks.generations.valid[unit]
+        old = generations.valid[unit]
         chunks = [
             SpeculativeChunk(unit=unit, elements=elements, old=old, new=new, attempt=attempt)
             for elements in self._blocks.chunks(unit)
         ]
         work = partial(self._update, attempt, len(chunks))
+
         # A checkpoint may still read the generation that is written now.
-        behind = self._blocks.generations.readers(unit, new)
+        behind = generations.readers(unit, new)
 
         with self._store.tear.change:
             attempt.units[unit] = new
@@ -235,21 +241,28 @@ class Speculation:
     def _read_ahead(self) -> None:
         """Ask for the next chunks, also those of units that come later, but not for those that are void."""
         self._recorder.busy["update_nvme"] = "nvme_to_ram"
-        while self._planned and len(self._asked) < CHUNK_DEPTH and not self._planned[0].attempt.is_void:
+        while self._planned and len(self._asked) < CHUNK_DEPTH:
+            chunk = self._planned[0]
+            if chunk.attempt.is_void:
+                return
+
             # Noted before it is read: if reading fails half-way, `_next` drops what it brought.
-            chunk = self._planned.popleft()
+            self._planned.popleft()
             self._asked.append(chunk)
             size = self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.old)
             self._count(chunk.attempt, read(size))
 
     def _update_chunk(self, chunk: SpeculativeChunk) -> None:
         """Run AdamW on one chunk, and start its way to the new generation."""
-        update_chunk(self._blocks, self._recorder, chunk.attempt.apply, chunk, feeds=False)
-        for move in carried(self._blocks.units[chunk.unit]):
-            self._count(chunk.attempt, move)
-        for kind in self._blocks.spilled(chunk.unit):
-            start, stop = self._blocks.span(chunk.unit, kind, chunk.elements)
-            self._count(chunk.attempt, write(round_up(stop) - start))
+        unit = chunk.unit
+        attempt = chunk.attempt
+        update_chunk(self._blocks, self._recorder, attempt.apply, chunk, feeds=False)
+
+        for move in carried(self._blocks.units[unit]):
+            self._count(attempt, move)
+        for kind in self._blocks.spilled(unit):
+            start, stop = self._blocks.span(unit, kind, chunk.elements)
+            self._count(attempt, write(round_up(stop) - start))
 
     def _next(self) -> None:
         """Take the first chunk out. If it was read in vain, its slots are free again."""

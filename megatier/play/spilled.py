@@ -63,7 +63,8 @@ def update_chunk(blocks: UnitBlocks, recorder: Recorder, apply: Apply, chunk: Up
     ):
         recorder.busy["update_nvme"] = "update"
         start = time.perf_counter_ns()
-        if (work := apply(chunk.unit, chunk.elements, state.planes, grad, state.before)) is not None:
+        work = apply(chunk.unit, chunk.elements, state.planes, grad, state.before)
+        if work is not None:
             work.wait()
         recorder.work("update_nvme", chunk.unit, start, time.perf_counter_ns())
 
@@ -71,8 +72,9 @@ def update_chunk(blocks: UnitBlocks, recorder: Recorder, apply: Apply, chunk: Up
 
         # While the slot in RAM is leased: once it is left to the drive, the weights would be read from there.
         if feeds:
+            key = blocks.key(chunk.unit, Kind.WEIGHT, chunk.new)
             span = blocks.span(chunk.unit, Kind.WEIGHT, chunk.elements)
-            blocks.store.prefetch(blocks.key(chunk.unit, Kind.WEIGHT, chunk.new), Tier.GPU, span, wait=True)
+            blocks.store.prefetch(key, Tier.GPU, span, wait=True)
 
 
 class SpilledUpdates:
@@ -130,11 +132,13 @@ class SpilledUpdates:
             behind: what still uses the generation that is written.
         """
         unit = update.unit
-        chunks = [UpdateChunk(unit=unit, elements=elements, old=old, new=new) for elements in self._blocks.chunks(unit)]
+        runs = self._blocks.chunks(unit)
+        chunks = [UpdateChunk(unit=unit, elements=elements, old=old, new=new) for elements in runs]
 
         # The chunks come before the update: when the lane comes to the update, all of them are there to take.
         self._ahead.extend(chunks)
-        return self._lane.submit(unit, 0, partial(self._update, update, chunks), after, behind)
+        work = partial(self._update, update, chunks)
+        return self._lane.submit(unit, 0, work, after, behind)
 
     def forget(self) -> None:
         """Forget every update: all have ended."""

@@ -125,22 +125,26 @@ class Updates:
         # Behind whoever still reads the generation that this update overwrites, such as a checkpoint. The load is no
         # `after`: the update runs even if that failed or was given up.
         behind = self._blocks.generations.readers(unit, new)
-        behind += [load] if load is not None else []
+        if load is not None:
+            behind.append(load)
 
         # This update takes the place of a speculative one: whoever asks for the unit waits for this one.
         self.speculation.drop(unit)
 
-        self._lane = lane = self._placement.update_lane(unit)
-        if lane == "update_gpu":
-            transfer = self._on_gpu.submit(unit, 0, partial(self._update_on_gpu, unit), after, behind)
+        self._lane = self._placement.update_lane(unit)
+        if self._lane == "update_gpu":
+            work = partial(self._update_on_gpu, unit)
+            transfer = self._on_gpu.submit(unit, 0, work, after, behind)
             self._recorder.watch(transfer)
-        elif lane == "update_nvme":
+        elif self._lane == "update_nvme":
             # Sums are taken on another lane, `update`, so the order of this lane alone would not do.
-            if self._policy.groups > 1 and (summed := self._last.get(unit)) is not None:
+            summed = self._last.get(unit)
+            if self._policy.groups > 1 and summed is not None:
                 after.append(summed)
             transfer = self._spilled.submit(update, old=old, new=new, after=after, behind=behind)
         else:
-            transfer = self._in_ram.submit(unit, 0, partial(self._update_in_ram, unit), after, behind)
+            in_ram = partial(self._update_in_ram, unit)
+            transfer = self._in_ram.submit(unit, 0, in_ram, after, behind)
         self._last[unit] = transfer
 
     def submit_sum(self, unit: str, group: int) -> None:
@@ -148,7 +152,8 @@ class Updates:
         with self._store.tear.change:
             self.speculation.drop(unit)
             self._lane = "update"
-            self._last[unit] = self._in_ram.submit(unit, 0, partial(self._accumulate, unit, group))
+            work = partial(self._accumulate, unit, group)
+            self._last[unit] = self._in_ram.submit(unit, 0, work)
 
     def submit_fetch(self, unit: str) -> None:
         """Bring the sum of the groups before to the GPU, for this group's gradient to be added."""
@@ -173,9 +178,14 @@ class Updates:
     def submit_exchange(self, exchange: Exchange) -> None:
         """Take streamed state home behind the updates before, and bring it to the GPU for the next ones."""
         # The CPU's updates take all that memory gives, so state goes home when they are over (docs/decisions/0011).
-        lane = self._placement.update_lane
-        on_cpu = [transfer for unit, transfer in self._last.items() if exchange.home and lane(unit) != "update_gpu"]
-        self.exchange = self._on_gpu.submit("streamed state", 0, partial(self._exchange_state, exchange, on_cpu))
+        on_cpu = []
+        if exchange.home:
+            for unit, transfer in self._last.items():
+                if self._placement.update_lane(unit) != "update_gpu":
+                    on_cpu.append(transfer)
+
+        work = partial(self._exchange_state, exchange, on_cpu)
+        self.exchange = self._on_gpu.submit("streamed state", 0, work)
         self.ahead = self.ahead - set(exchange.home) | set(exchange.fetched)
 
     def of(self, unit: str) -> Transfer | None:
@@ -198,9 +208,10 @@ class Updates:
         except NonFiniteError as error:
             # Another lane may be at an update that it began before.
             self.over()
-            updated = sorted(self._updated, key=list(self._blocks.units).index)
+            updated = [unit for unit in self._blocks.units if unit in self._updated]
             self._store.tear.is_torn |= bool(updated)
-            raise NonFiniteError(f"{error}. {_described(updated, len(self._placement.grad_homes))}", updated) from error
+            steps = _described(updated, len(self._placement.grad_homes))
+            raise NonFiniteError(f"{error}. {steps}", updated) from error
 
     @property
     def is_partial(self) -> bool:
@@ -281,7 +292,8 @@ class Updates:
             self._blocks.grads.open(unit, elements) as grad,
             self._blocks.open_state(unit, elements, self._blocks.kinds(unit), streamed=streamed) as state,
         ):
-            if (work := self._optimizer.apply(unit, elements, state.planes, grad, state.before)) is not None:
+            work = self._optimizer.apply(unit, elements, state.planes, grad, state.before)
+            if work is not None:
                 work.wait()  # on the CPU that stands for a GPU
             state.write_back()
 
@@ -319,7 +331,9 @@ class Updates:
         (elements,) = self._blocks.chunks(unit)
         with contextlib.ExitStack() as leases:
             grad = leases.enter_context(self._blocks.grads.open(unit, elements))
-            state = leases.enter_context(self._blocks.open_state(unit, elements, self._blocks.kinds(unit)))
+            kinds = self._blocks.kinds(unit)
+            state = leases.enter_context(self._blocks.open_state(unit, elements, kinds))
+
             start = time.perf_counter_ns()
             apply = self._carrier.in_ram(self._optimizer.apply)
             work = apply(unit, elements, state.planes, grad, state.before)

@@ -250,15 +250,17 @@ class UnitWeights:
 
     def _on_demand(self, unit: str, key: str, causes: Counter[str]) -> list[Transfer]:
         """Start bringing a unit's weights, unless a load did; returns what brings them."""
-        if self._collectives is None:
-            began = time.monotonic()
-            transfers = self._store.prefetch(key, Tier.GPU, wait=True)
+        if self._collectives is not None:
+            return [self._collectives.gather(unit)] if self._pass.timeline is None else []
 
-            # Slots may have to become free first. A vote stands for a slice of time.
-            if votes := int((time.monotonic() - began) / WAIT_SLICE_S):
-                causes["slot"] += votes
-            return transfers
-        return [self._collectives.gather(unit)] if self._pass.timeline is None else []
+        began = time.monotonic()
+        transfers = self._store.prefetch(key, Tier.GPU, wait=True)
+
+        # Slots may have to become free first. A vote stands for a slice of time.
+        waited_s = time.monotonic() - began
+        if waited_s >= WAIT_SLICE_S:
+            causes["slot"] += int(waited_s / WAIT_SLICE_S)
+        return transfers
 
     def _wait(self, transfer: Transfer, causes: Counter[str]) -> None:
         """Order compute behind a transfer, and count per time slice which lane it waited for."""
@@ -283,12 +285,14 @@ class UnitWeights:
         `gather` follows, once the update of a streamed unit was submitted.
         """
         if self._collectives is None:
-            transfer = self._pass.loads[load.access] = self.queue.submit(load.unit, 0, partial(self._load, load))
+            transfer = self.queue.submit(load.unit, 0, partial(self._load, load))
+            self._pass.loads[load.access] = transfer
             return transfer
 
         # A shard needs a slot. That of the gather before the last one is free when that is over.
         before = [self._gathers[0]] if len(self._gathers) == SLOTS_MIN else []
-        return self.queue.submit(load.unit, 0, partial(self._bring, load.unit), behind=before)
+        work = partial(self._bring, load.unit)
+        return self.queue.submit(load.unit, 0, work, behind=before)
 
     def gather(self, load: Load, own: Transfer) -> None:
         """Append the gather of a load to the lane `ranks`, if ranks share the state.
@@ -302,7 +306,8 @@ class UnitWeights:
 
         # A streamed unit is updated where its shard came to. Any other one is updated before that.
         update = self._updates.of(load.unit) if load.updates else None
-        transfer = self._collectives.submit(load, [own] if update is None else [own, update])
+        before = [own] if update is None else [own, update]
+        transfer = self._collectives.submit(load, before)
         self._gathers.append(transfer)
         self._pass.loads[load.access] = transfer
 
@@ -367,8 +372,7 @@ class UnitWeights:
 
     def _load(self, load: Load) -> None:
         """Start bringing weights into a GPU slot, on the lane `load`."""
-        busy = self._recorder.busy
-        busy["load"] = "slot"
+        self._recorder.busy["load"] = "slot"
         self._blocks.make_room(load, self._gate)
         self._bring(load.unit)
 
@@ -376,7 +380,9 @@ class UnitWeights:
         """Start bringing what this rank has of a unit's weights to a slot, once the unit is updated."""
         # A streamed unit is updated in its slot, so there the update comes behind the load.
         busy = self._recorder.busy
-        if unit not in self._blocks.placement.streamed and (update := self._updates.of(unit)) is not None:
+        streamed = unit in self._blocks.placement.streamed
+        update = None if streamed else self._updates.of(unit)
+        if update is not None:
             busy["load"] = "update"
             update.wait()
 
