@@ -34,6 +34,8 @@ class AwayActivations:
             self._stashed.remove(unit)
         self._fetched.discard(unit)
 
+        # One unit ahead, and no more: the RAM of further slots saves as many bytes if another activation is at home
+        # there (docs/decisions/0034).
         if self._stashed:
             asked.append(self._stashed.pop())
             self._fetched.add(asked[-1])

@@ -28,6 +28,7 @@ class Demand:
 
     def add(self, moves: Iterable[Move]) -> None:
         """Count moves that are asked for."""
+        # Added up before the lock is taken, which compute may be waiting for.
         moved = by_lane(moves)
         with self._lock:
             self._moved.update(moved)

@@ -72,8 +72,11 @@ class Moves:
     def of(self, item: Item) -> tuple[Move, ...]:
         """All moves of a planned item, of one that feeds or updates those of both parts."""
         match item:
+            case Load(updates=True):
+                return (*self.load(item.unit), *self.return_weights(item.unit))
             case Load():
-                return (*self.load(item.unit), *(self.return_weights(item.unit) if item.updates else ()))
+                return self.load(item.unit)
+            # Outside of a pass no load brings its weights to where AdamW works.
             case Update() if item.unit in self._placement.streamed:
                 return (*self.bring(item.unit), *self.return_weights(item.unit))
             case Update(load=None):
@@ -84,7 +87,8 @@ class Moves:
                 return self.scatter(item)
             case Exchange():
                 home = [move for unit in item.home for move in self.return_state(unit)]
-                return (*home, *(move for unit in item.fetched for move in self.fetch_state(unit)))
+                fetched = [move for unit in item.fetched for move in self.fetch_state(unit)]
+                return (*home, *fetched)
 
     # ------------------------------------------------------------------ weights
 
@@ -95,9 +99,10 @@ class Moves:
 
     def bring(self, unit: str) -> tuple[Move, ...]:
         """Moves that bring what this rank has of a unit's weights to a GPU slot, unless it is at home there."""
-        size = block_bytes(self._units[unit], Kind.WEIGHT)
         home = self._placement.homes[unit, Kind.WEIGHT]
-        return self._up(home, size) if home is not Tier.GPU else ()
+        if home is Tier.GPU:
+            return ()
+        return self._up(home, block_bytes(self._units[unit], Kind.WEIGHT))
 
     def feed(self, unit: str) -> tuple[Move, ...]:
         """Moves that bring the weights that an update has just written to RAM slots to a GPU slot."""
@@ -105,14 +110,16 @@ class Moves:
 
     def load_frozen(self, unit: str) -> tuple[Move, ...]:
         """Moves that bring the frozen weights, which no update feeds, after those that it feeds."""
-        size = block_bytes(self._units[unit], Kind.WEIGHT)
-        trained = trained_bytes(self._units[unit], Kind.WEIGHT)
-        return self._up(self._placement.homes[unit, Kind.WEIGHT], size - trained)
+        home = self._placement.homes[unit, Kind.WEIGHT]
+        spec = self._units[unit]
+        frozen = block_bytes(spec, Kind.WEIGHT) - trained_bytes(spec, Kind.WEIGHT)
+        return self._up(home, frozen)
 
     # ------------------------------------------------------------------ gradients
 
     def gradient(self, unit: str, group: int) -> Gradient:
         """What becomes of a unit's gradient of one group. If a step has a gradient of it, all its groups have one."""
+        # A speculative update runs as if nothing were clipped. The others of the deferred mode wait for the norm.
         placement = self._placement
         is_last = group == self._policy.groups - 1
         updates = is_last and (not self._policy.deferred or unit in placement.speculative)
@@ -126,17 +133,24 @@ class Moves:
 
     def gradients(self, unit: str) -> tuple[Move, ...]:
         """Moves of a unit's gradients in all groups of a step, until the gradient is final."""
-        made = [self.gradient(unit, group) for group in range(self._policy.groups)]
-        return tuple(move for gradient in made for move in (*gradient.fetched, *gradient.shipped))
+        moves: list[Move] = []
+        for group in range(self._policy.groups):
+            gradient = self.gradient(unit, group)
+            moves += (*gradient.fetched, *gradient.shipped)
+        return tuple(moves)
 
     def sums_ahead(self, timeline: Timeline) -> frozenset[int]:
         """The accesses whose backward adds to a sum that has left the GPU: it has to come again before they end."""
-        uses = timeline.last_uses().items()
-        return frozenset(index for (unit, group), index in uses if group and self._fetch_sum(unit))
+        ahead = set()
+        for (unit, group), index in timeline.last_uses().items():
+            if group and self._fetch_sum(unit):
+                ahead.add(index)
+        return frozenset(ahead)
 
     def scatter(self, scatter: Scatter) -> tuple[Move, ...]:
         """Moves by which a rank receives the others' gradients of its shard, of one group each."""
-        return self._from_others(self._units[scatter.unit].num_trained * scatter.width)
+        shard_bytes = self._units[scatter.unit].num_trained * scatter.width
+        return self._from_others(shard_bytes)
 
     # ------------------------------------------------------------------ updates
 
@@ -157,7 +171,9 @@ class Moves:
 
     def carry(self, unit: str) -> tuple[Move, ...]:
         """Moves that carry a unit's matrices from RAM to the GPU and back; none if they are updated where they lie."""
-        return carried(self._units[unit]) if self._placement.update_lane(unit) != "update_gpu" else ()
+        if self._placement.update_lane(unit) == "update_gpu":
+            return ()
+        return carried(self._units[unit])
 
     # ------------------------------------------------------------------ streamed state
 
@@ -197,7 +213,8 @@ class Moves:
 
     def _on_drive(self, unit: str, num_bytes: int, start: int) -> int:
         """Bytes on a drive of a part of an activation: whole granules, but no more than its block has."""
-        return min(self.next_part(start + num_bytes), round_up(self._units[unit].activation_bytes)) - start
+        block_end = round_up(self._units[unit].activation_bytes)
+        return min(self.next_part(start + num_bytes), block_end) - start
 
     def _ship(self, unit: str, *, is_last: bool) -> tuple[Move, ...]:
         """Moves that take the gradient of a group from the GPU to its home.
@@ -210,12 +227,14 @@ class Moves:
         if home is Tier.GPU:
             return ()
 
-        # A sum is fp32, and the final gradient in the compute dtype may be smaller.
-        size = grad_bytes(self._units[unit], self._policy)
-        if is_last and self._placement.sums_on_gpu:
-            size = final_grad_bytes(self._units[unit], self._policy)
+        # A sum is fp32, and the final gradient in the compute dtype may be smaller. A sum in RAM is rounded there, so
+        # the fp32 of the last group has to get there first.
+        is_rounded = is_last and self._placement.sums_on_gpu
+        bytes_of = final_grad_bytes if is_rounded else grad_bytes
+        size = bytes_of(self._units[unit], self._policy)
+
         out = Move("gpu_to_ram", size)
-        return (out, Move("ram_to_nvme", size)) if home is Tier.NVME else (out,)
+        return (out, write(size)) if home is Tier.NVME else (out,)
 
     def _fetch_sum(self, unit: str) -> tuple[Move, ...]:
         """Moves that bring the sum of the groups before to the GPU, if the gradients of groups are added there."""
@@ -223,7 +242,9 @@ class Moves:
         home = self._placement.grad_homes.get(unit, Tier.GPU)
         if home is Tier.GPU or not self._placement.sums_on_gpu:
             return ()
-        return self._up(home, grad_bytes(self._units[unit], self._policy))
+
+        size = grad_bytes(self._units[unit], self._policy)
+        return self._up(home, size)
 
     def _up(self, home: Tier | None, size: int) -> tuple[Move, ...]:
         """Moves to the GPU from a home, or from a slot in RAM (None)."""
@@ -240,13 +261,17 @@ class Moves:
 
     def _spilled_bytes(self, unit: str) -> int:
         """Bytes of a unit's state that are at home on NVMe and that its update changes."""
-        spilled = [kind for kind in self._units[unit].kinds if self._placement.homes[unit, kind] is Tier.NVME]
-        return sum(trained_bytes(self._units[unit], kind) for kind in spilled)
+        spec = self._units[unit]
+        size = 0
+        for kind in spec.kinds:
+            if self._placement.homes[unit, kind] is Tier.NVME:
+                size += trained_bytes(spec, kind)
+        return size
 
     def _passing_bytes(self, unit: str) -> int:
         """Bytes of a streamed unit's state, except its weights."""
-        found = self._units[unit]
-        return sum(block_bytes(found, kind) for kind in found.schema.passing_kinds)
+        spec = self._units[unit]
+        return sum(block_bytes(spec, kind) for kind in spec.schema.passing_kinds)
 
 
 def by_lane(moves: Iterable[Move]) -> Counter[str]:
@@ -262,14 +287,15 @@ def carried(unit: UnitSpec) -> tuple[Move, ...]:
     if not unit.schema.by_matrix:
         return ()
     state = unit.num_trained * unit.schema.bytes_per_parameter
-    return Move("state_to_gpu", state + unit.num_trained * unit.schema.grad_width), Move("state_to_ram", state)
+    grad = unit.num_trained * unit.schema.grad_width
+    return Move("state_to_gpu", state + grad), Move("state_to_ram", state)
 
 
 def read(num_bytes: int) -> Move:
-    """A move of state from NVMe to RAM."""
+    """A move from NVMe to RAM."""
     return Move("nvme_to_ram", num_bytes)
 
 
 def write(num_bytes: int) -> Move:
-    """A move of state from RAM to NVMe."""
+    """A move from RAM to NVMe."""
     return Move("ram_to_nvme", num_bytes)

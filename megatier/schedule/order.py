@@ -40,7 +40,7 @@ def passed_over(
         # A unit that is left out stays left out in its group. Of any other unit neither a gradient may be missing, nor
         # the second of two equal uses.
         is_lost = other.phase is Phase.BACKWARD and other.unit in trained
-        known = {*left_out, *((past.unit, past.group) for past in skipped)}
+        known = left_out | {(past.unit, past.group) for past in skipped}
         if (other.unit, other.group) not in known and (is_lost or other in used):
             raise _another_order(len(used), access, other, repeats=other in used or access in used)
         skipped.append(other)

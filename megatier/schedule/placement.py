@@ -73,11 +73,17 @@ class Placement:
         """The lane on which AdamW runs for a unit that is trained."""
         if self.homes[unit, Kind.WEIGHT] is Tier.GPU or unit in self.streamed:
             return "update_gpu"
-        return "update_nvme" if unit in self.spilled or self.grad_homes[unit] is Tier.NVME else "update"
+
+        # A gradient on NVMe is read chunk by chunk too. No drive shall hold up units that are in RAM whole.
+        if unit in self.spilled or self.grad_homes[unit] is Tier.NVME:
+            return "update_nvme"
+        return "update"
 
     def sums_at(self, unit: str) -> Tier:
         """The tier where the gradients of several groups are added up for a unit that is trained: gpu or ram."""
-        return Tier.GPU if self.grad_homes[unit] is Tier.GPU or self.sums_on_gpu else Tier.RAM
+        if self.sums_on_gpu or self.grad_homes[unit] is Tier.GPU:
+            return Tier.GPU
+        return Tier.RAM
 
     def num_slots(self, tier: Tier, kind: Kind) -> int:
         """The number of slots for one kind of block; 0 if none are planned."""
@@ -95,14 +101,16 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
 
     # The GPU first. Its slots depend only on the units that are not at home there.
     on_gpu = _choose_gpu(units, budgets.gpu - shared, policy)
+    resident = [unit for unit in units if unit.name in on_gpu]
     rest = [unit for unit in units if unit.name not in on_gpu]
-    homed = sum(state_bytes(unit) + grad_bytes(unit, policy) for unit in units if unit.name in on_gpu)
+    homed = sum(state_bytes(unit) + grad_bytes(unit, policy) for unit in resident)
     streamed = _choose_streamed(rest, homed + shared, budgets, policy)
     slots = gpu_slots(rest, homed + shared, streamed, budgets.gpu, policy)
 
     # Whole weights take what is left, so that few of them have to be gathered a second time.
     waiting = sum(grad_bytes(unit, policy) for unit in streamed)
-    slots += collective_slots(units, budgets.gpu - homed - waiting - total_bytes(slots), policy)
+    left = budgets.gpu - homed - waiting - total_bytes(slots)
+    slots += collective_slots(units, left, policy)
 
     # RAM next. The gradient of a streamed unit stays on the GPU, where its update needs it.
     names = tuple(unit.name for unit in streamed)
@@ -113,12 +121,14 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     if streamed and Tier.NVME in ram.homes.values():
         return place(units, budgets, replace(policy, streamed_share=0.0))
 
-    homes = {(unit.name, kind): Tier.GPU for unit in units if unit.name in on_gpu for kind in unit.kinds}
+    homes = {(unit.name, kind): Tier.GPU for unit in resident for kind in unit.kinds}
     homes |= ram.homes
+    slots += ram.slots
     spilled = [unit for unit in trained(rest) if spills(unit, homes)]
     generations = policy.generations if policy.deferred else 1
+
     state = _bytes_by_home(units, homes)
-    other = _gradient_and_slot_bytes(units, shipped, (*slots, *ram.slots), ram, policy)
+    other = _gradient_and_slot_bytes(units, shipped, slots, ram, policy)
     other.update(_further_bytes(spilled, homes, generations, policy))
     needed = state[Tier.NVME] + other[Tier.NVME]
     _check_nvme(needed, generations, budgets, policy, spills_activations=bool(ram.spilled_activations))
@@ -126,13 +136,9 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     on_nvme = tuple(unit.name for unit in spilled)
     return Placement(
         homes=homes,
-        slots=(*slots, *ram.slots),
+        slots=slots,
         chunk_elements=ram.chunk_elements,
-        activation_homes={
-            unit.name: Tier.NVME if unit.name in ram.spilled_activations else Tier.RAM
-            for unit in units
-            if unit.activation_bytes
-        },
+        activation_homes=_activation_homes(units, ram.spilled_activations),
         grad_homes=_grad_homes(trained(units), shipped, ram.waiting, policy),
         sums_on_gpu=(ram.spills_grads or policy.ranks > 1) and policy.groups > 1,
         ranks=policy.ranks,
@@ -143,6 +149,15 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         state_bytes=dict(state),
         other_bytes=dict(other),
     )
+
+
+def _activation_homes(units: Iterable[UnitSpec], spilled: Collection[str]) -> dict[str, Tier]:
+    """The tier where the activation of each unit that offloads it waits for the backward."""
+    homes = {}
+    for unit in units:
+        if unit.activation_bytes:
+            homes[unit.name] = Tier.NVME if unit.name in spilled else Tier.RAM
+    return homes
 
 
 def _grad_homes(
@@ -156,11 +171,14 @@ def _grad_homes(
         waiting: names of those that RAM takes.
         policy: groups, and whether updates wait.
     """
-    held = policy.deferred or policy.groups > 1
     # With one group in the immediate mode, the update takes the gradient from its slot at once.
+    held = policy.deferred or policy.groups > 1
     in_ram = Tier.RAM if held else None
+
     homes: dict[str, Tier | None] = {unit.name: Tier.GPU for unit in units}
-    return homes | {unit.name: in_ram if unit.name in waiting else Tier.NVME for unit in shipped}
+    for unit in shipped:
+        homes[unit.name] = in_ram if unit.name in waiting else Tier.NVME
+    return homes
 
 
 def _gradient_and_slot_bytes(
@@ -180,10 +198,13 @@ def _gradient_and_slot_bytes(
         total[plan.tier] += round_up(plan.slot_bytes) * plan.num_slots
 
     leaving = {unit.name for unit in shipped}
-    total[Tier.GPU] += sum(grad_bytes(unit, policy) for unit in units if unit.name not in leaving)
-    total[Tier.NVME] += sum(grad_bytes(unit, policy) for unit in shipped if unit.name not in ram.waiting)
-    spilled = [unit for unit in units if unit.name in ram.spilled_activations]
-    total[Tier.NVME] += sum(round_up(unit.activation_bytes) for unit in spilled)
+    staying = [unit for unit in units if unit.name not in leaving]
+    spilled = [unit for unit in shipped if unit.name not in ram.waiting]
+    total[Tier.GPU] += sum(grad_bytes(unit, policy) for unit in staying)
+    total[Tier.NVME] += sum(grad_bytes(unit, policy) for unit in spilled)
+
+    offloaded = [unit for unit in units if unit.name in ram.spilled_activations]
+    total[Tier.NVME] += sum(round_up(unit.activation_bytes) for unit in offloaded)
     return total
 
 
@@ -204,9 +225,12 @@ def all_short(short: PlanError, units: Sequence[UnitSpec], budgets: Budgets, pol
     for _ in range(2 * len(Tier)):
         if last.tier not in set(Tier):
             break
+
+        # A refusal names bytes of the host, and budgets are those of a rank.
         host = 1 if last.tier == Tier.GPU else policy.host_ranks
         shared = budgets.shared_ram if last.tier == Tier.RAM else 0
-        raised = max(-(-last.needed_bytes // host) - shared, getattr(budgets, last.tier) + 1)
+        needed = -(-last.needed_bytes // host) - shared
+        raised = max(needed, getattr(budgets, last.tier) + 1)
         budgets = replace(budgets, **{str(last.tier): raised})
         try:
             place(units, budgets, policy)
@@ -227,8 +251,11 @@ def _further_bytes(spilled: Sequence[UnitSpec], homes: Homes, generations: int, 
 
     An update into another generation leaves the one that holds as it is, in RAM too, so RAM has a second place.
     """
+    # A savepoint alone needs no place in RAM: what lies there is copied to its folder.
     one = _bytes_by_home(spilled, homes)
-    return Counter({Tier.RAM: one[Tier.RAM] * policy.speculates, Tier.NVME: one[Tier.NVME] * (generations - 1)})
+    in_ram = one[Tier.RAM] if policy.speculates else 0
+    on_nvme = one[Tier.NVME] * (generations - 1)
+    return Counter({Tier.RAM: in_ram, Tier.NVME: on_nvme})
 
 
 def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy, *, spills_activations: bool) -> None:
@@ -237,6 +264,7 @@ def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy,
         remedy = "Give tiers.nvme more space, raise tiers.ram, or train a smaller model."
         if spills_activations:
             remedy = "Give tiers.nvme more space, raise tiers.ram, or train on fewer tokens a group."
+
         # A generation for speculation only saves time, so it is the first to go.
         if generations > 1 + policy.savepoints:
             remedy = f"Set tiers.generations to {generations - 1}. {remedy}"
@@ -269,6 +297,7 @@ def _choose_gpu(units: Sequence[UnitSpec], room: int, policy: Policy) -> set[str
     # The sort is stable: among the large ones, and among the others, forward order stays.
     for unit in sorted(units, key=lambda unit: unit.num_elements <= usual):
         size = state_bytes(unit) + grad_bytes(unit, policy)
+
         # All units that are not chosen yet have to pass through slots, unless they are chosen later.
         rest = [other for other in units if other.name not in chosen and other is not unit]
         if used + size + least_gpu_bytes(rest, policy) <= room:
@@ -280,7 +309,10 @@ def _choose_gpu(units: Sequence[UnitSpec], room: int, policy: Policy) -> set[str
 
 def _usual_elements(sizes: Sequence[int]) -> int:
     """Twice the size of the middle unit. A unit above that is larger than most."""
-    return 2 * sorted(sizes)[len(sizes) // 2] if sizes else 0
+    if not sizes:
+        return 0
+    middle = sorted(sizes)[len(sizes) // 2]
+    return 2 * middle
 
 
 def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, policy: Policy) -> list[UnitSpec]:
@@ -294,6 +326,7 @@ def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, pol
         budgets: bytes of each tier.
         policy: the share wanted, and all that decides sizes.
     """
+    # State comes under the backward and is updated after it, which the immediate mode would not wait for.
     able = trained(rest)
     if not (policy.deferred and policy.streamed_share and able and Tier.RAM in policy.state):
         return []
@@ -301,9 +334,9 @@ def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, pol
     # All slots are as large as those of the largest unit that may be chosen.
     at_most = _usual_elements([unit.num_trained for unit in able])
     usual = [unit for unit in able if unit.num_trained <= at_most]
-    slot_bytes = {
-        kind: max(trained_bytes(unit, kind) for unit in usual if kind in unit.kinds) for kind in passing_kinds_of(usual)
-    }
+    slot_bytes = {}
+    for kind in passing_kinds_of(usual):
+        slot_bytes[kind] = max(trained_bytes(unit, kind) for unit in usual if kind in unit.kinds)
 
     # The fewest slots for weights and gradients are taken off first, because without them nothing runs.
     wanted = policy.streamed_share * sum(unit.num_trained for unit in able)
@@ -311,7 +344,8 @@ def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, pol
     chosen: list[UnitSpec] = []
 
     for unit in usual:
-        cost = sum(slot_bytes[kind] for kind in unit.schema.passing_kinds) + grad_bytes(unit, policy)
+        passing = sum(slot_bytes[kind] for kind in unit.schema.passing_kinds)
+        cost = passing + grad_bytes(unit, policy)
         if unit.num_trained <= wanted and cost <= room:
             chosen.append(unit)
             wanted -= unit.num_trained

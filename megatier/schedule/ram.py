@@ -126,10 +126,13 @@ def _fill(
     policy: Policy,
 ) -> RamShare:
     """Choose what RAM takes if the activations of these units lie on NVMe; see `fill_ram`."""
-    passing_activations = activation_slots(spilled, budgets.ram, policy)
     names = frozenset(unit.name for unit in spilled)
-    activations = sum(round_up(unit.activation_bytes) for unit in units if unit.name not in names)
+    kept = [unit for unit in units if unit.name not in names]
+    activations = sum(round_up(unit.activation_bytes) for unit in kept)
+    passing_activations = activation_slots(spilled, budgets.ram, policy)
     taken = activations + total_bytes(passing_activations)
+
+    # If gradients spill, no sum is taken in RAM (docs/decisions/0025), so none passes through slots to one.
     waiting, spills_grads = _choose_waiting(taken, rest, shipped, budgets, policy)
     slots = [] if spills_grads else grad_slots(waiting, policy)
     held = _held_bytes(waiting, policy)
@@ -190,14 +193,17 @@ def _choose_waiting(
         budgets: bytes of each tier.
         policy: the tiers that may hold state, and all that decides sizes.
     """
+    # What is not held leaves its slot at once, in the backward itself, and NVMe could only slow that down.
     held = policy.deferred or policy.groups > 1
     if not (shipped and held and Tier.NVME in policy.state and budgets.nvme):
         return shipped, False
 
     # Perhaps nothing spills: then no update chunk needs room either.
     room = budgets.ram - taken
-    wanted = sum(grad_bytes(unit, policy) for unit in shipped) + total_bytes(grad_slots(shipped, policy))
-    if Tier.RAM in policy.state and wanted + sum(state_bytes(unit) for unit in rest) <= room:
+    wanted = sum(grad_bytes(unit, policy) for unit in shipped)
+    wanted += total_bytes(grad_slots(shipped, policy))
+    state = sum(state_bytes(unit) for unit in rest)
+    if Tier.RAM in policy.state and wanted + state <= room:
         return shipped, False
 
     # Perhaps state alone spills: then its update chunks need room, at their smallest.
@@ -207,12 +213,15 @@ def _choose_waiting(
 
     # Gradients spill too. Chunks come first, at the size that drives need for full speed; gradients take what is left.
     longest = max(unit.num_elements for unit in rest)
-    chunk = round_up(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_FAST), policy.align_elements)
-    room -= total_bytes(update_slots(chunk, rest, trained(rest), policy, spills_grads=True))
-    waiting = []
+    num_elements = policy.chunk_elements or min(longest, CHUNK_ELEMENTS_FAST)
+    chunk = round_up(num_elements, policy.align_elements)
+    passing = update_slots(chunk, rest, trained(rest), policy, spills_grads=True)
+    room -= total_bytes(passing)
 
+    waiting = []
     for unit in shipped:
-        if (size := grad_bytes(unit, policy)) <= room:
+        size = grad_bytes(unit, policy)
+        if size <= room:
             waiting.append(unit)
             room -= size
 
@@ -220,8 +229,10 @@ def _choose_waiting(
 
 
 def _held_bytes(waiting: Sequence[UnitSpec], policy: Policy) -> int:
-    """Bytes of the gradients that are held in RAM."""
-    return sum(grad_bytes(unit, policy) for unit in waiting) if policy.deferred or policy.groups > 1 else 0
+    """Bytes of the gradients that are held in RAM. A single group of the immediate mode leaves its slot at once."""
+    if not policy.deferred and policy.groups == 1:
+        return 0
+    return sum(grad_bytes(unit, policy) for unit in waiting)
 
 
 def _deepened(plan: SlotPlan, free: int) -> SlotPlan:
@@ -229,7 +240,8 @@ def _deepened(plan: SlotPlan, free: int) -> SlotPlan:
 
     With more slots, gradients come while the CPU still adds up others.
     """
-    return replace(plan, num_slots=min(GRAD_DEPTH, plan.num_slots + free // round_up(plan.slot_bytes)))
+    more = free // round_up(plan.slot_bytes)
+    return replace(plan, num_slots=min(GRAD_DEPTH, plan.num_slots + more))
 
 
 # ---------------------------------------------------------------------- state
@@ -256,17 +268,20 @@ def _spill_some(
 
     # Slots take the largest unit that is updated through them. Which one that is depends on the homes, and these on the
     # room that slots leave. So the sizes are tried from the least one, and the first that holds is taken.
-    for largest in sorted({0, *(unit.num_trained for unit in rest)}):
+    sizes = {0} | {unit.num_trained for unit in rest}
+    for largest in sorted(sizes):
         updated = [unit for unit in trained(rest) if unit.num_trained <= largest]
         chunk, slots = chunk_slots(room, rest, updated, policy, spills_grads=spills_grads)
         homes, passing = _fill_room(rest, slots, room, policy)
-        updates = [unit.num_trained for unit in rest if unit.name in spilling or spills(unit, homes)]
-        if total_bytes(slots) <= room and max(updates, default=0) <= largest:
+
+        through = [unit.num_trained for unit in rest if unit.name in spilling or spills(unit, homes)]
+        if total_bytes(slots) <= room and max(through, default=0) <= largest:
             return homes, passing, chunk
 
     needed = host_ram(used + total_bytes(slots), policy)
     had = _host_ram_of(budgets, policy)
-    remedy = f"Raise tiers.ram to at least {at_least(needed)}{', or lower tiers.chunk' * bool(policy.chunk_elements)}."
+    other = ", or lower tiers.chunk" if policy.chunk_elements else ""
+    remedy = f"Raise tiers.ram to at least {at_least(needed)}{other}."
     raise PlanError("RAM slots for what comes from NVMe", needed, had, remedy, Tier.RAM)
 
 
@@ -277,16 +292,18 @@ def _fill_room(
 
     If all weights are at home in RAM, no slots for weights are needed, and their room is taken for homes.
     """
-    choose = _homes_by_unit if policy.speculates else _homes_by_kind
+
+    def choose(passing: Sequence[SlotPlan]) -> Homes:
+        left = room - total_bytes(passing) if Tier.RAM in policy.state else 0
+        return _homes_by_unit(rest, left) if policy.speculates else _homes_by_kind(rest, left)
+
     others = [plan for plan in slots if plan.kind is not Kind.WEIGHT]
-    # The room is 0 if RAM may not hold state.
-    in_ram = Tier.RAM in policy.state
-    homes = choose(rest, (room - total_bytes(others)) * in_ram)
+    homes = choose(others)
     if all(homes[unit.name, Kind.WEIGHT] is Tier.RAM for unit in rest):
         return homes, others
 
     # Some weights pass through RAM after all, so their slots need room, and homes are chosen anew.
-    return choose(rest, (room - total_bytes(slots)) * in_ram), list(slots)
+    return choose(slots), list(slots)
 
 
 def _homes_by_kind(units: Sequence[UnitSpec], room: int) -> Homes:
@@ -295,17 +312,21 @@ def _homes_by_kind(units: Sequence[UnitSpec], room: int) -> Homes:
     The kinds beside weights come first if their unit is mostly frozen, and last if not.
     """
     weights = [(unit, Kind.WEIGHT) for unit in units]
-    others = [(unit, kind) for unit in trained(units) for kind in unit.schema.passing_kinds]
-    first = [(unit, kind) for unit, kind in others if unit.num_trained < unit.frozen_elements]
-    last = [(unit, kind) for unit, kind in others if unit.num_trained >= unit.frozen_elements]
-    homes = {}
+    first: list[tuple[UnitSpec, Kind]] = []
+    last: list[tuple[UnitSpec, Kind]] = []
+    for unit in trained(units):
+        others = first if unit.num_trained < unit.frozen_elements else last
+        others += [(unit, kind) for kind in unit.schema.passing_kinds]
 
     # A block that does not fit is passed over, and a smaller one after it may fit.
+    homes = {}
     for unit, kind in [*first, *weights, *last]:
         size = block_bytes(unit, kind)
-        homes[unit.name, kind] = Tier.RAM if size <= room else Tier.NVME
-        room -= size if size <= room else 0
-
+        if size <= room:
+            homes[unit.name, kind] = Tier.RAM
+            room -= size
+        else:
+            homes[unit.name, kind] = Tier.NVME
     return homes
 
 
@@ -315,15 +336,19 @@ def _homes_by_unit(units: Sequence[UnitSpec], room: int) -> Homes:
     Weight planes come first, twice, but once if the unit is frozen. Then come the other kinds of whole units. These
     spill no more, so their second weight plane is not needed.
     """
-    homes = dict.fromkeys(((unit.name, kind) for unit in units for kind in unit.kinds), Tier.NVME)
+    homes = {(unit.name, kind): Tier.NVME for unit in units for kind in unit.kinds}
     for unit in units:
-        if (size := (2 if unit.num_trained else 1) * block_bytes(unit, Kind.WEIGHT)) <= room:
+        places = 2 if unit.num_trained else 1
+        size = places * block_bytes(unit, Kind.WEIGHT)
+        if size <= room:
             homes[unit.name, Kind.WEIGHT] = Tier.RAM
             room -= size
 
     for unit in trained(units):
-        taken = 2 * block_bytes(unit, Kind.WEIGHT) if homes[unit.name, Kind.WEIGHT] is Tier.RAM else 0
-        if (size := state_bytes(unit) - taken) <= room:
+        size = state_bytes(unit)
+        if homes[unit.name, Kind.WEIGHT] is Tier.RAM:
+            size -= 2 * block_bytes(unit, Kind.WEIGHT)
+        if size <= room:
             homes |= {(unit.name, kind): Tier.RAM for kind in unit.kinds}
             room -= size
 
@@ -353,7 +378,8 @@ def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budg
 
     needed = host_ram(used, policy)
     had = _host_ram_of(budgets, policy)
-    return PlanError(what, needed, had, f"Raise tiers.ram to at least {at_least(needed)}{other}", Tier.RAM)
+    remedy = f"Raise tiers.ram to at least {at_least(needed)}{other}"
+    return PlanError(what, needed, had, remedy, Tier.RAM)
 
 
 def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budgets, policy: Policy) -> PlanError:
@@ -362,8 +388,9 @@ def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budg
     host = policy.host_ranks
     if Tier.RAM in policy.state:
         needed = host_ram(in_ram, policy)
+        had = _host_ram_of(budgets, policy)
         remedy = f"Raise tiers.ram to at least {at_least(needed)}{mount}"
-        return PlanError("state in RAM", needed, _host_ram_of(budgets, policy), remedy, Tier.RAM)
+        return PlanError("state in RAM", needed, had, remedy, Tier.RAM)
 
     if Tier.NVME in policy.state:
         remedy = "The state has no other home: give tiers.nvme a mount, or add ram to tiers.state."

@@ -71,8 +71,11 @@ class DriveRates:
     def times(self, factor: float) -> DriveRates:
         """A drive that does so many times as much a second."""
         # Slow, usual and fast seconds waver together, so all rates change by the same factor.
-        figures = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        rates = {name: rate * factor for name, rate in figures.items() if name.endswith("_per_s") and rate is not None}
+        rates = {}
+        for field in dataclasses.fields(self):
+            rate = getattr(self, field.name)
+            if field.name.endswith("_per_s") and rate is not None:
+                rates[field.name] = rate * factor
         return dataclasses.replace(self, **rates)
 
 
@@ -111,8 +114,10 @@ class Rates:
 
     def assumed(self, world: World) -> tuple[str, ...]:
         """The names of the rates that ranks need and that `of_rank` assumes because they are not known."""
+        if world.ranks == 1:
+            return ()
         needed = [name for name in ASSUMED if name != "network_bytes_per_s" or world.hosts > 1]
-        return tuple(name for name in needed if world.ranks > 1 and getattr(self, name) is None)
+        return tuple(name for name in needed if getattr(self, name) is None)
 
     def of_rank(self, world: World) -> Rates:
         """The machine as one of several ranks has it: a GPU of its own, and its part of what a host's ranks share.
@@ -124,6 +129,7 @@ class Rates:
         if world.ranks == 1:
             return self
 
+        # RAM, processors and drives are those of the host, of which each rank has an equal part.
         local = world.host_ranks
         memory = self.memory_bytes_per_s / local
         gather, scatter, network, slowdown = (getattr(self, name) or rate for name, rate in ASSUMED.items())
@@ -151,8 +157,12 @@ class Rates:
     @property
     def io_threads(self) -> int | None:
         """Native threads each way that keep all drives busy at once; None if those of one drive are not known."""
-        counts = [drive.io_threads for drive in self.drives if drive.io_threads is not None]
-        return sum(counts) if counts and len(counts) == len(self.drives) else None
+        total = 0
+        for drive in self.drives:
+            if drive.io_threads is None:
+                return None
+            total += drive.io_threads
+        return total or None
 
     def times(self, factor: float) -> Rates:
         """The machine with drives that do so many times as much a second."""
@@ -170,8 +180,10 @@ class Rates:
 
     def _as_in(self, mixed: Sequence[float | None]) -> Rates:
         """The machine with each drive scaled to a mixed rate, if that is known."""
-        pairs = zip(self.drives, mixed, strict=True)
-        drives = (drive if rate is None else drive.times(rate / drive.mixed_bytes_per_s) for drive, rate in pairs)
+        drives = []
+        for drive, rate in zip(self.drives, mixed, strict=True):
+            scaled = drive if rate is None else drive.times(rate / drive.mixed_bytes_per_s)
+            drives.append(scaled)
         return dataclasses.replace(self, drives=tuple(drives))
 
 
@@ -208,14 +220,13 @@ def read_rates(path: Path) -> Rates:
     if isinstance(parsed.get("rates"), dict):
         parsed = parsed["rates"]
 
-    drives = parsed.get("drives", [])
+    given = dict(parsed)
+    drives = given.pop("drives", [])
     if not isinstance(drives, list) or not all(isinstance(drive, dict) for drive in drives):
         raise ConfigError(f"{path}: drives is a list of drives, each with {', '.join(sorted(DRIVE_FIELDS))}.")
-    found = tuple(DriveRates(**_figures(path, drive, DRIVE_FIELDS)) for drive in drives)
 
-    return Rates(
-        drives=found, **_figures(path, {k: v for k, v in parsed.items() if k != "drives"}, FIELDS - {"drives"})
-    )
+    found = tuple(DriveRates(**_figures(path, drive, DRIVE_FIELDS)) for drive in drives)
+    return Rates(drives=found, **_figures(path, given, FIELDS - {"drives"}))
 
 
 def as_dict(rates: Rates) -> dict[str, Any]:
@@ -226,34 +237,41 @@ def as_dict(rates: Rates) -> dict[str, Any]:
 def _figures(path: Path, given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     """The values of some names, of which all but the optional ones must be there."""
     missing = names - given.keys() - OPTIONAL
-    if missing or given.keys() - names:
+    unknown = given.keys() - names
+    if missing or unknown:
         odd = [f"{name} is missing" for name in sorted(missing)]
-        odd += [f"{name} is not known" for name in sorted(given.keys() - names, key=str)]
+        odd += [f"{name} is not known" for name in sorted(unknown, key=str)]
         raise ConfigError(f"{path}: {'; '.join(odd)}.")
 
-    figures: dict[str, Any] = {}
-    for name, value in given.items():
-        if name == "directory" and not isinstance(value, str):
+    return {name: _value(path, name, value) for name, value in given.items()}
+
+
+def _value(path: Path, name: str, value: Any) -> object:  # noqa: ANN401 - whatever the file has
+    """The value of a name: text, a way between ranks, or a positive number; None if it is optional and not known."""
+    if name == "directory":
+        if not isinstance(value, str):
             raise ConfigError(f"{path}: directory is {value!r}; text is expected.")
-        if name == "ranks_way" and value not in (None, *Way):
+        return value
+
+    if value is None and name in OPTIONAL:
+        return None
+    if name == "ranks_way":
+        if value not in tuple(Way):
             raise ConfigError(f"{path}: ranks_way is {value!r}; it is one of {', '.join(Way)}.")
-        if name in ("directory", "ranks_way"):
-            figures[name] = value if name == "directory" or value is None else Way(value)
-            continue
-        figure: Any = _figure(value)
-        if name == "io_threads" and figure is not None:
-            figure = int(figure) if figure.is_integer() else None
-        if figure is None and not (name in OPTIONAL and value is None):
-            example = "8" if name == "io_threads" else '5.0e9 or "14GB"'
-            raise ConfigError(f"{path}: {name} is {value!r}; a positive number is expected, such as {example}.")
+        return Way(value)
 
-        figures[name] = figure
-
-    return figures
+    figure = _figure(value)
+    if name == "io_threads" and figure is not None:
+        figure = int(figure) if figure.is_integer() else None
+    if figure is None:
+        example = "8" if name == "io_threads" else '5.0e9 or "14GB"'
+        raise ConfigError(f"{path}: {name} is {value!r}; a positive number is expected, such as {example}.")
+    return figure
 
 
 def _figure(value: object) -> float | None:
     """A positive number; None if it is none."""
+    # A bool is an int to Python, and no rate.
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

@@ -38,7 +38,8 @@ class Budgets:
     @classmethod
     def least(cls, found: Sequence[Budgets]) -> Self:
         """What every one of several ranks, or hosts, has."""
-        return cls(*(min(sizes) for sizes in zip(*map(astuple, found), strict=True)))
+        by_tier = zip(*map(astuple, found), strict=True)
+        return cls(*map(min, by_tier))
 
 
 def shares_ram(ranks: int, host_ranks: int) -> bool:
@@ -48,6 +49,7 @@ def shares_ram(ranks: int, host_ranks: int) -> bool:
 
 def bay_bytes(ram: int) -> int:
     """Bytes of a bay of shared RAM for a rank with such a part of a host's RAM; it has `SHARED_STAGES` of them."""
+    # A power of two, so that no bay crosses the end of what one call page-locks (`ranks.shared_ram`).
     largest = max(BAY_BYTES_MIN, min(BAY_BYTES_MAX, ram // BAY_SHARE))
     return 1 << largest.bit_length() - 1
 
@@ -143,7 +145,9 @@ def host_ram(ram: int, policy: Policy) -> int:
 
 def updated_at_once(unit: UnitSpec, chunk_elements: int) -> int:
     """Elements that an update of a unit that spills takes at once: a chunk, or all if it is by matrix."""
-    return unit.num_trained if unit.schema.by_matrix else min(chunk_elements, unit.num_trained)
+    if unit.schema.by_matrix:
+        return unit.num_trained
+    return min(chunk_elements, unit.num_trained)
 
 
 def trained(units: Iterable[UnitSpec]) -> list[UnitSpec]:
@@ -163,8 +167,9 @@ def block_bytes(unit: UnitSpec, kind: Kind) -> int:
 
 def home_bytes(unit: UnitSpec, kind: Kind, home: Tier) -> int:
     """Bytes that a unit's block of state takes at home: frozen weights that are read in place take none on NVMe."""
-    is_in_place = unit.is_in_place and kind is Kind.WEIGHT and home is Tier.NVME
-    return trained_bytes(unit, kind) if is_in_place else block_bytes(unit, kind)
+    if unit.is_in_place and kind is Kind.WEIGHT and home is Tier.NVME:
+        return trained_bytes(unit, kind)
+    return block_bytes(unit, kind)
 
 
 def trained_bytes(unit: UnitSpec, kind: Kind) -> int:
@@ -184,6 +189,7 @@ def gathered_bytes(unit: UnitSpec, policy: Policy) -> int:
 
 def group_grad_bytes(unit: UnitSpec, policy: Policy) -> int:
     """Bytes of a whole unit's gradient of one group, which is fp32, as it leaves for the owners of its shards."""
+    # Slots take the widest that may come: of several slices or uses it is a sum, which the compute dtype would round.
     return policy.ranks * round_up(unit.num_trained * 4)
 
 
@@ -192,10 +198,13 @@ def grad_bytes(unit: UnitSpec, policy: Policy) -> int:
 
     With several groups it is a summand of an fp32 sum; else it has the compute dtype.
     """
-    return round_up(unit.num_trained * (4 if policy.groups > 1 else unit.schema.grad_width))
+    width = 4 if policy.groups > 1 else unit.schema.grad_width
+    return round_up(unit.num_trained * width)
 
 
 def final_grad_bytes(unit: UnitSpec, policy: Policy) -> int:
     """Bytes of a unit's final gradient: the front of such a sum, in whole granules."""
+    # Whole granules, since a drive verifies a checksum for each; but no more than its block has.
     width = unit.schema.grad_width
-    return min(round_up(width * unit.num_trained, width * policy.align_elements), grad_bytes(unit, policy))
+    granules = round_up(width * unit.num_trained, width * policy.align_elements)
+    return min(granules, grad_bytes(unit, policy))

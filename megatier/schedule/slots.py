@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,8 @@ CHUNK_ELEMENTS_FAST = 1 << 20
 """Elements of the smallest chunks that drives move at full speed. Gradients that spill leave room for such chunks."""
 
 
+# Equal slots and no general allocator: that would pack blocks of different sizes more tightly, but memory that has
+# become fragmented could fail in the midst of a run (docs/decisions/0002).
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotPlan:
     """Equal slots for one kind of block in one tier."""
@@ -58,8 +61,9 @@ def least_gpu_bytes(rest: Sequence[UnitSpec], policy: Policy) -> int:
         return 0
 
     weight = max(block_bytes(unit, Kind.WEIGHT) for unit in rest)
+    num_weights = min(len(rest), SLOTS_MIN)
     grad, num_grads = _gpu_grads(rest, policy)
-    return min(len(rest), SLOTS_MIN) * weight + num_grads * grad
+    return num_weights * weight + num_grads * grad
 
 
 def gpu_slots(
@@ -84,9 +88,10 @@ def gpu_slots(
     if not rest:
         return ()
 
+    # A streamed unit keeps its slots for the whole step: its update finds state and gradient there.
     passing = _streamed_slots(streamed)
-    used = homed + sum(grad_bytes(unit, policy) for unit in streamed)
-    used += sum(plan.slot_bytes * plan.num_slots for plan in passing)
+    used = homed + total_bytes(passing)
+    used += sum(grad_bytes(unit, policy) for unit in streamed)
 
     largest = max(rest, key=lambda unit: block_bytes(unit, Kind.WEIGHT))
     least = least_gpu_bytes(rest, policy)
@@ -102,11 +107,10 @@ def gpu_slots(
     # If ranks share the state, shards merely pass on their way to a gather, and the room goes to whole weights.
     most = SLOTS_MIN if policy.ranks > 1 else (budget - used - num_grads * grad) // weight
     num_weights = min(len(rest), most)
-    return (
-        SlotPlan(tier=Tier.GPU, kind=Kind.WEIGHT, slot_bytes=weight, num_slots=num_weights),
-        *([SlotPlan(tier=Tier.GPU, kind=Kind.GRAD, slot_bytes=grad, num_slots=num_grads)] if num_grads else ()),
-        *passing,
-    )
+    slots = [SlotPlan(tier=Tier.GPU, kind=Kind.WEIGHT, slot_bytes=weight, num_slots=num_weights)]
+    if num_grads:
+        slots.append(SlotPlan(tier=Tier.GPU, kind=Kind.GRAD, slot_bytes=grad, num_slots=num_grads))
+    return (*slots, *passing)
 
 
 def _streamed_slots(streamed: Sequence[UnitSpec]) -> list[SlotPlan]:
@@ -129,15 +133,19 @@ def collective_slots(units: Sequence[UnitSpec], room: int, policy: Policy) -> tu
     if policy.ranks == 1:
         return ()
 
-    whole = max(gathered_bytes(unit, policy) for unit in units)
+    # One group's gradient is made while the one before is sent. What has come is added up before the next one is sent.
     grad = max((group_grad_bytes(unit, policy) for unit in trained(units)), default=0)
-    grads = [
-        SlotPlan(tier=Tier.GPU, kind=kind, slot_bytes=grad, num_slots=count)
-        for kind, count in ((Kind.GROUP_GRAD, SLOTS_MIN), (Kind.RECEIVED, 1))
-        if grad
-    ]
+    grads = []
+    if grad:
+        grads = [
+            SlotPlan(tier=Tier.GPU, kind=Kind.GROUP_GRAD, slot_bytes=grad, num_slots=SLOTS_MIN),
+            SlotPlan(tier=Tier.GPU, kind=Kind.RECEIVED, slot_bytes=grad, num_slots=1),
+        ]
+
+    whole = max(gathered_bytes(unit, policy) for unit in units)
     most = max(SLOTS_MIN, (room - total_bytes(grads)) // whole)
-    weights = SlotPlan(tier=Tier.GPU, kind=Kind.GATHERED, slot_bytes=whole, num_slots=min(len(units), most))
+    num_whole = min(len(units), most)
+    weights = SlotPlan(tier=Tier.GPU, kind=Kind.GATHERED, slot_bytes=whole, num_slots=num_whole)
     return (weights, *grads)
 
 
@@ -150,17 +158,13 @@ def _gpu_grads(rest: Sequence[UnitSpec], policy: Policy) -> tuple[int, int]:
 def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
     """RAM slots through which gradients pass to their sums, or to their updates in the immediate mode."""
     # Gradients that go home pass through no slots: of a single group that wait, and sums that ranks take on the GPU.
-    if not waiting or (policy.deferred and policy.groups == 1) or (policy.ranks > 1 and policy.groups > 1):
+    waits_at_home = policy.deferred and policy.groups == 1
+    sums_on_gpu = policy.ranks > 1 and policy.groups > 1
+    if not waiting or waits_at_home or sums_on_gpu:
         return []
 
-    return [
-        SlotPlan(
-            tier=Tier.RAM,
-            kind=Kind.GRAD,
-            slot_bytes=max(grad_bytes(unit, policy) for unit in waiting),
-            num_slots=SLOTS_MIN,
-        )
-    ]
+    size = max(grad_bytes(unit, policy) for unit in waiting)
+    return [SlotPlan(tier=Tier.RAM, kind=Kind.GRAD, slot_bytes=size, num_slots=SLOTS_MIN)]
 
 
 def chunk_slots(
@@ -173,20 +177,24 @@ def chunk_slots(
     """
     # Slots grow in proportion to the chunk, so those of the smallest chunk say how many fit.
     align = policy.align_elements
-    passing_chunk, updated_chunk = (
-        [replace(unit, num_elements=align, frozen_elements=0) for unit in units] for units in (passing, updated)
-    )
+    passing_chunk = [replace(unit, num_elements=align, frozen_elements=0) for unit in passing]
+    updated_chunk = [replace(unit, num_elements=align, frozen_elements=0) for unit in updated]
     smallest = update_slots(align, passing_chunk, updated_chunk, policy, spills_grads=spills_grads)
+
+    # What is updated by matrix passes whole, whatever the chunk is. The others have the rest of the room.
     if any(unit.schema.by_matrix for unit in updated):
-        # What is updated by matrix passes whole, whatever the chunk is. The others have the rest of the room.
         least = update_slots(align, passing, updated, policy, spills_grads=spills_grads)
         room -= total_bytes(least)
-    fits = max(0, room) // (total_bytes(smallest) // align)
+    # Three quarters are left for state at home. If gradients spill, they were given what these chunks do not need.
+    element_bytes = total_bytes(smallest) // align
+    fits = max(0, room) // element_bytes
     most = min(CHUNK_ELEMENTS_FAST, fits) if spills_grads else min(CHUNK_ELEMENTS_MAX, fits // 4)
+
     # A chunk begins and ends where checksums do, so that drives can move and verify it by itself.
     longest = max(unit.num_elements for unit in passing)
     wanted = policy.chunk_elements or min(longest, most)
-    chunk = min(max(align, wanted // align * align), round_up(longest, align))
+    aligned = max(align, wanted // align * align)
+    chunk = min(aligned, round_up(longest, align))
 
     return chunk, update_slots(chunk, passing, updated, policy, spills_grads=spills_grads)
 
@@ -204,30 +212,29 @@ def update_slots(
         spills_grads: whether gradients pass too.
     """
     depth = UPDATE_DEPTH + (SLOTS_MIN if policy.speculates else 0)
-    # Frozen elements have weights alone, so slots of the other planes need not take more than the trained ones.
-    sizes = {
-        kind: max(updated_at_once(unit, chunk) * unit.schema.width(kind) for unit in updated if kind in unit.kinds)
-        for kind in passing_kinds_of(updated)
-    }
-    if spills_grads:
-        grads = (
-            min(max(chunk, updated_at_once(unit, chunk)) * unit.schema.grad_width, grad_bytes(unit, policy))
-            for unit in updated
-        )
-        sizes[Kind.GRAD] = max(grads, default=0)
-    others = [
-        SlotPlan(tier=Tier.RAM, kind=kind, slot_bytes=size, num_slots=depth) for kind, size in sizes.items() if size
-    ]
+
     loaded = [min(chunk, unit.num_elements) * unit.schema.width(Kind.WEIGHT) for unit in passing]
     taken = [updated_at_once(unit, chunk) * unit.schema.width(Kind.WEIGHT) for unit in updated]
-    weights = SlotPlan(
-        tier=Tier.RAM,
-        kind=Kind.WEIGHT,
-        slot_bytes=max(*loaded, *taken, 0),
-        num_slots=depth + SLOTS_MIN,
-    )
+    largest = max(*loaded, *taken, 0)
+    slots = [SlotPlan(tier=Tier.RAM, kind=Kind.WEIGHT, slot_bytes=largest, num_slots=depth + SLOTS_MIN)]
 
-    return [weights, *others]
+    # Frozen elements have weights alone, so slots of the other planes need not take more than the trained ones.
+    sizes: Counter[Kind] = Counter()
+    for unit in updated:
+        num_elements = updated_at_once(unit, chunk)
+        for kind in unit.schema.passing_kinds:
+            sizes[kind] = max(sizes[kind], num_elements * unit.schema.width(kind))
+
+    if spills_grads:
+        for unit in updated:
+            # It leaves in runs of a chunk, or of more if its update takes more at once.
+            piece = max(chunk, updated_at_once(unit, chunk)) * unit.schema.grad_width
+            sizes[Kind.GRAD] = max(sizes[Kind.GRAD], min(piece, grad_bytes(unit, policy)))
+
+    for kind, size in sizes.items():
+        if size:
+            slots.append(SlotPlan(tier=Tier.RAM, kind=kind, slot_bytes=size, num_slots=depth))
+    return slots
 
 
 def activation_slots(spilled: Sequence[UnitSpec], ram: int, policy: Policy) -> list[SlotPlan]:
@@ -241,8 +248,9 @@ def activation_slots(spilled: Sequence[UnitSpec], ram: int, policy: Policy) -> l
     if not spilled:
         return []
 
+    granule = policy.granule_bytes
     most = min(ACTIVATION_BYTES_MAX, ram // ACTIVATION_SHARE)
-    piece = max(policy.granule_bytes, most // policy.granule_bytes * policy.granule_bytes)
+    piece = max(granule, most // granule * granule)
     largest = max(round_up(unit.activation_bytes) for unit in spilled)
     size = min(piece, largest)
     return [SlotPlan(tier=Tier.RAM, kind=Kind.ACTIVATION, slot_bytes=size, num_slots=ACTIVATION_SLOTS)]

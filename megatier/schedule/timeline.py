@@ -149,8 +149,11 @@ def build(
     """
     is_shared = placement.ranks > 1
     num_slots = placement.num_slots(Tier.GPU, Kind.GATHERED if is_shared else Kind.WEIGHT)
-    on_gpu = {unit for (unit, kind), home in placement.homes.items() if kind is Kind.WEIGHT and home is Tier.GPU}
-    loads = {load.access: load for load in _assign(accesses, frozenset() if is_shared else on_gpu, num_slots)}
+
+    # Ranks have shards at home, so no unit is on the GPU whole.
+    weights = {unit: home for (unit, kind), home in placement.homes.items() if kind is Kind.WEIGHT}
+    resident = set() if is_shared else {unit for unit, home in weights.items() if home is Tier.GPU}
+    loads = {load.access: load for load in _assign(accesses, resident, num_slots)}
     left = set(due).intersection(placement.grad_homes)
     handed = deque(scatters)
     after = -1
@@ -193,11 +196,13 @@ def rest(accesses: Sequence[Access], done: int, placement: Placement) -> Timelin
         done: the number of accesses that are over.
         placement: homes and GPU slots, of one rank.
     """
-    loads = (item for item in build(accesses[done:], placement, trains=False).items if isinstance(item, Load))
-    later = (
-        replace(load, access=load.access + done, after_access=load.after_access + done if load.evicts else -1)
-        for load in loads
-    )
+    planned = build(accesses[done:], placement, trains=False)
+    later = []
+    for load in planned.items:
+        if isinstance(load, Load):
+            # Into an empty slot a load comes at once.
+            after = load.after_access + done if load.evicts else -1
+            later.append(replace(load, access=load.access + done, after_access=after))
     return Timeline(tuple(accesses), tuple(later))
 
 
@@ -223,11 +228,20 @@ def _exchanged(
         ahead: those of them whose state is on the GPU.
         comes_again: whether all state comes to the GPU after the updates.
     """
-    updated = {item.unit for item in items if isinstance(item, Update) or (isinstance(item, Load) and item.updates)}
+    updated = set()
+    for item in items:
+        if isinstance(item, Update) or (isinstance(item, Load) and item.updates):
+            updated.add(item.unit)
+
     home = tuple(unit for unit in placement.streamed if unit in updated)
     missing = tuple(unit for unit in home if unit not in ahead)
-    fetched = tuple(unit for unit in placement.streamed if unit in home or unit not in ahead) if comes_again else ()
+    # State that a drain took home comes as well, though its unit was not updated here.
+    fetched: tuple[str, ...] = ()
+    if comes_again:
+        fetched = tuple(unit for unit in placement.streamed if unit in home or unit not in ahead)
 
+    # Before all else comes what the updates of this pass miss. What goes home does so when the CPU's updates are over,
+    # which need all that memory gives (docs/decisions/0011).
     first = [Exchange(home=(), fetched=missing)] if missing else []
     behind = [Exchange(home=home, fetched=fetched)] if home or fetched else []
     return (*first, *items, *behind)
@@ -242,11 +256,15 @@ def scatters_of(accesses: Sequence[Access], units: Iterable[UnitSpec], policy: P
     widths = {unit.name: unit.schema.grad_width for unit in trained(units)}
     made = []
     for (unit, group), index in _last_uses(accesses).items():
+        if unit not in widths:
+            continue
+
         # A sum of uses or slices has fp32 on its way, and so has what a fused head makes in the forward.
         is_sum = uses[unit, group] * policy.slices > 1 or accesses[index].phase is Phase.FORWARD
-        if unit in widths:
-            made.append(Scatter(unit=unit, group=group, after_access=index, width=4 if is_sum else widths[unit]))
+        width = 4 if is_sum else widths[unit]
+        made.append(Scatter(unit=unit, group=group, after_access=index, width=width))
 
+    # Compute hands them over in the order of these accesses, and all ranks have to scatter in one order.
     return tuple(sorted(made, key=lambda scatter: scatter.after_access))
 
 
@@ -269,28 +287,30 @@ def _assign(accesses: Sequence[Access], resident: Container[str], num_slots: int
     uses: dict[str, list[int]] = {}
     for index, access in enumerate(accesses):
         uses.setdefault(access.unit, []).append(index)
+
     occupants: list[str | None] = [None] * num_slots
     last_use = [-1] * num_slots
     loads = []
 
     for index, access in enumerate(accesses):
-        if access.unit in resident:
+        unit = access.unit
+        if unit in resident:
             continue
 
         # It is still there from an access before.
-        if access.unit in occupants:
-            last_use[occupants.index(access.unit)] = index
+        if unit in occupants:
+            last_use[occupants.index(unit)] = index
             continue
 
         if not num_slots:
-            raise PlanError(f"GPU slots for {access.unit}", 1, 0, "Raise tiers.gpu.")
+            raise PlanError(f"GPU slots for {unit}", 1, 0, "Raise tiers.gpu.")
+
+        # The occupant whose next use is furthest away gives way. No other choice needs fewer loads.
+        slot = max(range(num_slots), key=lambda s: _next_use(uses, occupants[s], index))
 
         # The occupant's last use must be over before the load: `last_use` becomes its `after_access`.
-        slot = max(range(num_slots), key=lambda s: _next_use(uses, occupants[s], index))
-        loads.append(
-            Load(unit=access.unit, access=index, slot=slot, evicts=occupants[slot], after_access=last_use[slot])
-        )
-        occupants[slot] = access.unit
+        loads.append(Load(unit=unit, access=index, slot=slot, evicts=occupants[slot], after_access=last_use[slot]))
+        occupants[slot] = unit
         last_use[slot] = index
 
     return loads
@@ -301,7 +321,11 @@ def _next_use(uses: Mapping[str, list[int]], unit: str | None, now: int) -> floa
     if unit is None:
         return float("inf")
 
+    indices = uses[unit]
+    later = bisect_right(indices, now)
+    if later < len(indices):
+        return indices[later]
+
     # If several units are not used again, the slot of the one whose last use is oldest lets its load start earliest.
-    later = bisect_right(uses[unit], now)
     # 1e9 is larger than any index.
-    return uses[unit][later] if later < len(uses[unit]) else 1e9 - uses[unit][-1]
+    return 1e9 - indices[-1]
