@@ -1,8 +1,8 @@
 """Forecast: how long a step takes on a machine with given rates, and what bounds it. Pure.
 
-The jobs are those that the player would play (`schedule.jobs`, `schedule.rank_jobs`): the items of the timeline,
-compute, and what follows gradients. Three steps are simulated in a row, because
-a step's updates run under the next one. The last one counts.
+The jobs are those that the player would play (`jobs`, `rank_jobs`): the items of the timeline, compute, and what
+follows gradients. Three steps are simulated in a row, because a step's updates run under the next one. The last one
+counts.
 """
 
 from __future__ import annotations
@@ -61,9 +61,16 @@ class Forecast:
     @property
     def bound_by(self) -> str:
         """The lane that would need longest if all else were free; "nvme" stands for all queues of the drives."""
-        needs = {lane: seconds for lane, seconds in self.alone_seconds.items() if lane != "host"}
-        disk = sum(needs.pop(queue, 0.0) for queue in QUEUES_OF_DISK)
-        return max({**needs, "nvme": disk}.items(), key=lambda item: item[1])[0]
+        # The host's seconds are the same in every plan.
+        needs = dict(self.alone_seconds)
+        needs.pop("host", None)
+
+        # All queues of the drives count as one, since they share them.
+        disk = 0.0
+        for queue in QUEUES_OF_DISK:
+            disk += needs.pop(queue, 0.0)
+        needs["nvme"] = disk
+        return max(needs, key=lambda lane: needs[lane])
 
 
 def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[str, Lane]:
@@ -77,6 +84,7 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[
     14 / read and 12 / write. So each direction uses the share disk = (26 / mixed) / (14 / read + 12 / write) of the
     drives at its full rate, and both together get the mixed rate.
     """
+    # Without drives nothing moves on these lanes, and any rate will do.
     read = sum(drive.read_bytes_per_s for drive in rates.drives) or 1.0
     write = sum(drive.write_bytes_per_s for drive in rates.drives) or 1.0
     mixed = sum(drive.mixed_bytes_per_s for drive in rates.drives) or 1.0
@@ -85,7 +93,8 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[
 
     # `memory_bytes` are bytes of memory traffic for each byte, or each parameter, that the lane's rate counts.
     def lane(rate: float, memory_bytes: float, **uses: float) -> Lane:
-        return Lane(rate, {"memory": min(1.0, rate * memory_bytes / memory), **uses})
+        share = rate * memory_bytes / memory
+        return Lane(rate, {"memory": min(1.0, share), **uses})
 
     shared: dict[str, Lane] = {}
     processors = {"processors": min(1.0, rates.ranks_slowdown or 1.0)}
@@ -96,6 +105,7 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[
             "gather": Lane(rates.gather_bytes_per_s, processors),
             "scatter": Lane(rates.scatter_bytes_per_s, processors),
         }
+
     if ranks > 1 and rates.ranks_way is Way.RAM:
         # Bytes of the rank itself go to RAM for each byte that comes from there: its shard, which all others read, or
         # a piece for each of them.
@@ -148,11 +158,15 @@ def forecast(
 
     # The first step has no updates to do. The second does those of the first; its last writes and its exchange reach
     # into the third, which is therefore as all later ones.
-    ends = [jobs.step(timeline) for timeline in (first, *[later] * (NUM_STEPS - 1))]
+    ends = [jobs.step(first)]
+    for _ in range(NUM_STEPS - 1):
+        ends.append(jobs.step(later))
     lanes = lanes_of(rates, policy.ranks, multiplies=_multiplies(units))
     times = simulate(jobs.jobs, lanes)
-    start = times[ends[-2]][1]
-    stop = times[ends[-1]][1]
+
+    *_, end_before, end_of_last = ends
+    _, start = times[end_before]
+    _, stop = times[end_of_last]
 
     busy = dict.fromkeys((LANES.get(name, name) for name in lanes), 0.0)
     alone = busy.copy()
@@ -161,13 +175,15 @@ def forecast(
 
     # Busy seconds are counted by time: a job that runs in this step may belong to the one before.
     for job, (begin, end) in zip(jobs.jobs, times, strict=True):
-        if end > start and begin < stop and end > begin:
+        is_within = end > start and begin < stop
+        if is_within and end > begin:
             lane = LANES.get(job.lane, job.lane)
             busy[lane] += min(end, stop) - max(begin, start)
-            spans.append(LaneSpan(lane=lane, name=job.name, start=begin - start, end=end - start))
+            span = LaneSpan(lane=lane, name=job.name, start=begin - start, end=end - start)
+            spans.append(span)
 
     # Amounts are counted by job: one that belongs to this step may end in the next one.
-    for job in jobs.jobs[ends[-2] + 1 : ends[-1] + 1]:
+    for job in jobs.jobs[end_before + 1 : end_of_last + 1]:
         lane = LANES.get(job.lane, job.lane)
         alone[lane] += job.amount / lanes[job.lane].rate
         if "_to_" in lane or lane == "ranks":
@@ -191,9 +207,12 @@ def floor(
     `forecast`.
     """
     jobs = _jobs(compute_seconds, units, placement, policy, rates)
+    _, later = _timelines(accesses, units, placement, policy)
     jobs.follow_a_step()
-    jobs.step(_timelines(accesses, units, placement, policy)[1])
-    return least_seconds(jobs.jobs, lanes_of(rates, policy.ranks, multiplies=_multiplies(units)), "compute")
+    jobs.step(later)
+
+    lanes = lanes_of(rates, policy.ranks, multiplies=_multiplies(units))
+    return least_seconds(jobs.jobs, lanes, "compute")
 
 
 def _multiplies(units: Sequence[UnitSpec]) -> bool:
@@ -210,16 +229,17 @@ def _jobs(
 ) -> StepJobs:
     """The jobs of no step yet, of a rank or of a process that is alone."""
     per_flop = rates.gpu_update_parameters_per_s / rates.flops_per_s
-    return (RankJobs if policy.ranks > 1 else StepJobs)(compute_seconds, units, placement, policy, per_flop)
+    jobs = RankJobs if policy.ranks > 1 else StepJobs
+    return jobs(compute_seconds, units, placement, policy, per_flop)
 
 
 def _timelines(
     accesses: Sequence[Access], units: Sequence[UnitSpec], placement: Placement, policy: Policy
 ) -> tuple[Timeline, Timeline]:
     """The timelines of the first step and of every later one. Updates in the backward are not void."""
+    # In the immediate mode all updates run in the backward, and none is left to the next step.
     scatters = scatters_of(accesses, units, policy)
     due = placement.grad_homes.keys() - set(placement.speculative) if policy.deferred else set()
-    return (
-        build(accesses, placement, scatters=scatters),
-        build(accesses, placement, due=due, ahead=placement.streamed, scatters=scatters),
-    )
+    first = build(accesses, placement, scatters=scatters)
+    later = build(accesses, placement, due=due, ahead=placement.streamed, scatters=scatters)
+    return first, later

@@ -43,7 +43,7 @@ class StepJobs:
         units: Sequence[UnitSpec],
         placement: Placement,
         policy: Policy,
-        parameters_per_flop: float = 0.0,
+        parameters_per_flop: float,
     ) -> None:
         """No step was added yet.
 
@@ -121,13 +121,16 @@ class StepJobs:
             unit = self._units[access.unit]
             self._add_items(items, index)
             before = self._uses[-1] if self._uses else self._begun
-            activation = self._offload(access, before) if (unit.name, access.group) in offloaded else None
+            activation = None
+            if (unit.name, access.group) in offloaded:
+                activation = self._offload(access, before)
 
-            # The last use may be a forward: that of a fused head makes its gradient.
+            # The last use may be a forward: that of a fused head makes its gradient. What is frozen makes none.
             makes_grad = last_uses[unit.name, access.group] == index and unit.num_trained > 0
-            self._uses.append(self._compute(access, activation, makes_grad=makes_grad))
+            use = self._compute(access, activation, makes_grad=makes_grad)
+            self._uses.append(use)
             if makes_grad:
-                self._hand_over(unit, access.group, self._uses[-1], before)
+                self._hand_over(unit, access.group, use, before)
 
         self._add_items(items, len(timeline.accesses))
         self._begun = self._add("host", "step", HOST_SECONDS, self._uses[-1], *self._sums, *self._awaited())
@@ -137,13 +140,18 @@ class StepJobs:
 
     def _compute(self, access: Access, activation: int | None, *, makes_grad: bool) -> int:
         """One use of a unit, when its weights and its activation are there and its update is over."""
-        seconds = self._compute_seconds.get((access.unit, access.phase), 0.0)
+        unit = access.unit
+        needs = [self._begun, self._arrivals.get(unit), activation]
+
         # In the immediate mode the update of this step comes after the use, and that of the last step is over.
-        arrival = self._arrivals.get(access.unit)
-        needs = [self._begun, arrival, activation, self._updates.get(access.unit) if self._policy.deferred else None]
+        if self._policy.deferred:
+            needs.append(self._updates.get(unit))
         if makes_grad:
-            needs.append(self._grad_slot(access.unit))
-        return self._add("compute", f"{access.unit} {access.phase} {access.group}", seconds, *needs)
+            needs.append(self._grad_slot(unit))
+
+        name = f"{unit} {access.phase} {access.group}"
+        seconds = self._compute_seconds.get((unit, access.phase), 0.0)
+        return self._add("compute", name, seconds, *needs)
 
     def _offloaded(self, timeline: Timeline) -> set[tuple[str, int]]:
         """Units and groups with an activation to offload.
@@ -151,13 +159,12 @@ class StepJobs:
         The last unit of a backward has none, because its input needs no gradient.
         """
         ends = {access.group: index for index, access in enumerate(timeline.accesses)}
-        return {
-            (access.unit, access.group)
-            for index, access in enumerate(timeline.accesses)
-            if access.phase is Phase.BACKWARD
-            and self._units[access.unit].activation_bytes
-            and index < ends[access.group]
-        }
+        offloaded = set()
+        for index, access in enumerate(timeline.accesses):
+            is_last = index == ends[access.group]
+            if access.phase is Phase.BACKWARD and self._units[access.unit].activation_bytes and not is_last:
+                offloaded.add((access.unit, access.group))
+        return offloaded
 
     def _offload(self, access: Access, before: int | None) -> int | None:
         """Move a unit's input as `AwayActivations` says; returns the job that its use waits for.
@@ -176,23 +183,29 @@ class StepJobs:
 
             # Compute waits for older copies, since it would else make activations faster than the drives take them.
             waited = self._copied[0] if len(self._copied) == SPILLING_MAX else None
-            self._stashed[unit] = self._pass(moves, unit, before)
-            self._copied.append(self._stashed[unit] - 1)
+            written = self._pass(moves, unit, before)
+            self._stashed[unit] = written
+
+            # The job before the last write is the copy to RAM of the same piece.
+            self._copied.append(written - 1)
             return waited
 
         for asked in self._activations.fetch(unit):
             moves = self._moves.unstash(asked, self._units[asked].activation_bytes)
             bring = self._chain if len(moves) == 1 else self._pass
-            self._fetched[asked] = bring(moves, asked, self._stashed.pop(asked), before)
+            stashed = self._stashed.pop(asked)
+            self._fetched[asked] = bring(moves, asked, stashed, before)
         return self._fetched.pop(unit)
 
     def _pass(self, moves: Sequence[Move], unit: str, *after: int | None) -> int:
         """Move an activation through slots in RAM, piece by piece; returns the last job."""
         last = -1
+        # Fewer pieces than there are: a drive is as busy with these, and each costs the simulation time.
+        slots = self._activation_slots
         for _ in range(PIECES_MAX):
-            free = self._activation_slots[0] if len(self._activation_slots) == ACTIVATION_SLOTS else None
+            free = slots[0] if len(slots) == ACTIVATION_SLOTS else None
             last = self._part(moves, unit, PIECES_MAX, free, *after)
-            self._activation_slots.append(last)
+            slots.append(last)
         return last
 
     # ------------------------------------------------------------------ weights and updates
@@ -218,21 +231,26 @@ class StepJobs:
 
     def _load(self, load: Load) -> None:
         """Bring weights to the GPU, as soon as their slot is free and they are updated."""
-        # AdamW on a streamed unit works in the slot that this load fills, so it comes after.
         unit = self._units[load.unit]
-        updated = None if load.updates else self._updates.get(unit.name)
         moves = self._moves.load(unit.name)
+        free = self._slot_free(load)
+
+        # AdamW on a streamed unit works in the slot that this load fills, so it comes after.
+        updated = None if load.updates else self._updates.get(unit.name)
 
         # In pieces: one comes to RAM while the one before goes on to the GPU.
         pieces = self._num_pieces(unit.num_elements) if len(moves) > 1 else 1
-        arrived = self._chain(moves, unit.name, self._slot_free(load), updated, pieces=pieces)
+        arrived = self._chain(moves, unit.name, free, updated, pieces=pieces)
         self._arrivals[unit.name] = arrived
         if load.updates:
             self._update_streamed(unit, arrived)
 
     def _slot_free(self, load: Load) -> int | None:
         """The job after which the slot of a load is free."""
-        return self._uses[load.after_access] if load.after_access >= 0 else self._begun
+        # A slot that is empty when the pass begins has nobody to wait for.
+        if load.after_access < 0:
+            return self._begun
+        return self._uses[load.after_access]
 
     def _update(self, update: Update) -> None:
         """Run AdamW where the unit's state is at home."""
@@ -240,37 +258,48 @@ class StepJobs:
         lane = self._placement.update_lane(unit.name)
         if lane == "update_nvme":
             self._update_spilled(unit, update.load)
-        else:
-            self._updates[unit.name] = self._work(lane, unit, 1, self._begun, self._grads.get(unit.name))
+            return
+
+        gradient = self._grads.get(unit.name)
+        self._updates[unit.name] = self._work(lane, unit, 1, self._begun, gradient)
 
     def _update_spilled(self, unit: UnitSpec, fed: Load | None) -> None:
         """Run AdamW on a unit with bytes on NVMe, piece by piece: read, update, feed, write."""
-        gradient = self._grads.get(unit.name)
+        name = unit.name
+        gradient = self._grads.get(name)
         pieces = 1 if unit.schema.by_matrix else self._num_pieces(unit.num_trained)
-        is_speculative = unit.name in self._placement.speculative
+        is_speculative = name in self._placement.speculative
         updated = -1
 
         for _ in range(pieces):
             # Nothing is read ahead of an update that is not due yet, so reads wait for the gradient too.
             free = self._chunks[0] if len(self._chunks) == UPDATE_DEPTH else None
-            read = self._part(self._moves.read_state(unit.name), unit.name, pieces, self._begun, free, gradient)
+            read = self._part(self._moves.read_state(name), name, pieces, self._begun, free, gradient)
             updated = self._work("update_nvme", unit, pieces, read, elsewhere=is_speculative)
-            if fed is not None:
-                weights = self._moves.feed(unit.name)
-                self._arrivals[unit.name] = self._part(weights, unit.name, pieces, updated, self._slot_free(fed))
 
-            self._chunks.append(self._part(self._moves.write_state(unit.name), unit.name, pieces, updated))
+            if fed is not None:
+                slot = self._slot_free(fed)
+                self._arrivals[name] = self._part(self._moves.feed(name), name, pieces, updated, slot)
+
+            written = self._part(self._moves.write_state(name), name, pieces, updated)
+            self._chunks.append(written)
 
         # Frozen weights lie behind the trained ones, and no update feeds them.
         if fed is not None and unit.frozen_elements:
-            self._arrivals[unit.name] = self._chain(self._moves.load_frozen(unit.name), unit.name, updated)
-        (self._speculated if is_speculative else self._updates)[unit.name] = updated
+            self._arrivals[name] = self._chain(self._moves.load_frozen(name), name, updated)
+
+        # The next step counts what this backward updates.
+        updates = self._speculated if is_speculative else self._updates
+        updates[name] = updated
 
     def _update_streamed(self, unit: UnitSpec, arrival: int) -> int:
         """Run AdamW on the GPU, when weights, gradient and state are there; returns the job that takes weights home."""
-        needs = [arrival, self._grads.get(unit.name), self._states.get(unit.name)]
-        self._updates[unit.name] = self._work("update_gpu", unit, 1, *needs)
-        return self._chain(self._moves.return_weights(unit.name), unit.name, self._updates[unit.name])
+        name = unit.name
+        gradient = self._grads.get(name)
+        state = self._states.get(name)
+        updated = self._work("update_gpu", unit, 1, arrival, gradient, state)
+        self._updates[name] = updated
+        return self._chain(self._moves.return_weights(name), name, updated)
 
     def _work(self, lane: str, unit: UnitSpec, pieces: int, *after: int | None, elsewhere: bool = False) -> int:
         """Do one of so many pieces of a unit's update, of matrices on the GPU; returns the job that ends it.
@@ -282,41 +311,50 @@ class StepJobs:
             after: the jobs that bring what it needs.
             elsewhere: whether it writes to another generation.
         """
+        name = unit.name
         if not unit.schema.by_matrix:
-            return self._add(lane, unit.name, _updated(unit, elsewhere=elsewhere) / pieces, *after)
+            amount = _updated(unit, elsewhere=elsewhere) / pieces
+            return self._add(lane, name, amount, *after)
 
-        moves = self._moves.carry(unit.name)
+        moves = self._moves.carry(name)
         amount = _updated(unit) + unit.update_flops * self._parameters_per_flop
         if not moves:
-            return self._add("update_gpu", unit.name, amount, *after)
+            return self._add("update_gpu", name, amount, *after)
 
         # As if it had so many matrices of one size. The first one comes when all of the unit before are home.
         there, back = moves
         homes: deque[int | None] = deque([self._carried.get(lane)], maxlen=MATRICES_CARRIED)
         for _ in range(PIECES_MAX):
-            arrived = self._part([there], unit.name, PIECES_MAX, homes[0], *after)
-            updated = self._add("update_gpu", unit.name, amount / PIECES_MAX, arrived)
-            self._carried[lane] = self._part([back], unit.name, PIECES_MAX, updated)
-            homes.append(self._carried[lane])
+            arrived = self._part([there], name, PIECES_MAX, homes[0], *after)
+            updated = self._add("update_gpu", name, amount / PIECES_MAX, arrived)
+            home = self._part([back], name, PIECES_MAX, updated)
+            self._carried[lane] = home
+            homes.append(home)
         return self._carried[lane]
 
     def _exchange(self, exchange: Exchange) -> None:
         """Move streamed state home when the CPU is through with its own updates, and to the GPU again."""
-        on_cpu = [job for name, job in self._updates.items() if self._placement.update_lane(name) != "update_gpu"]
+        # State would take from memory what AdamW on the CPU needs (docs/decisions/0011).
+        lane_of = self._placement.update_lane
+        on_cpu = [job for unit, job in self._updates.items() if lane_of(unit) != "update_gpu"]
         homes: dict[str, int] = {}
         for unit in exchange.home:
-            homes[unit] = self._chain(self._moves.return_state(unit), unit, *on_cpu, self._updates[unit])
+            moves = self._moves.return_state(unit)
+            homes[unit] = self._chain(moves, unit, *on_cpu, self._updates[unit])
+
         # The new bytes fill the slot that the old ones leave.
         for unit in exchange.fetched:
-            self._states[unit] = self._chain(self._moves.fetch_state(unit), unit, homes.get(unit), self._begun)
+            moves = self._moves.fetch_state(unit)
+            self._states[unit] = self._chain(moves, unit, homes.get(unit), self._begun)
 
     # ------------------------------------------------------------------ gradients
 
     def _grad_slot(self, unit: str) -> int | None:
         """The job that empties a slot in which a unit's gradient is made; None: a slot is free."""
         # A gradient that stays on the GPU has a place of its own.
-        is_shipped = self._placement.grad_homes[unit] is not Tier.GPU
-        return self._grad_slots[0] if is_shipped and len(self._grad_slots) == SLOTS_MIN else None
+        if self._placement.grad_homes[unit] is Tier.GPU or len(self._grad_slots) < SLOTS_MIN:
+            return None
+        return self._grad_slots[0]
 
     def _hand_over(self, unit: UnitSpec, group: int, made: int, before: int | None) -> None:
         """Move the gradient of a group to where it waits, after adding the sum of the groups before.
@@ -327,27 +365,31 @@ class StepJobs:
             made: the use that makes the gradient.
             before: the use before.
         """
-        gradient = self._moves.gradient(unit.name, group)
+        name = unit.name
+        gradient = self._moves.gradient(name, group)
         if gradient.fetched:
-            arrived = self._chain(gradient.fetched, unit.name, self._grads[unit.name], before)
+            arrived = self._chain(gradient.fetched, name, self._grads[name], before)
+
             # The addition takes next to no time, but the gradient is final only when the sum of the others has arrived.
-            made = self._add("compute", f"{unit.name} sum", 0.0, made, arrived)
+            made = self._add("compute", f"{name} sum", 0.0, made, arrived)
         self._ship(unit, gradient, made)
 
     def _ship(self, unit: UnitSpec, gradient: Gradient, made: int) -> None:
         """Move a sum of groups, or the gradient of one, to where it waits. Its update may follow."""
-        self._grads[unit.name] = made
+        last = made
         if gradient.shipped:
             # A GPU slot is free again when the gradient is where it waits, in RAM or on NVMe.
             slot = self._sums[0] if len(self._sums) == GRAD_DEPTH else None
-            self._grads[unit.name] = self._chain(gradient.shipped, unit.name, made, slot)
-            self._grad_slots.append(self._grads[unit.name])
+            last = self._chain(gradient.shipped, unit.name, made, slot)
+            self._grad_slots.append(last)
 
         if gradient.sums_in_ram:
             amount = unit.num_trained * SUM_BYTES[gradient.is_final] / UPDATE_BYTES
-            self._grads[unit.name] = self._add("update", unit.name, amount, self._grads[unit.name])
-            self._sums.append(self._grads[unit.name])
+            last = self._add("update", unit.name, amount, last)
+            self._sums.append(last)
 
+        # Before the update, which looks for it here.
+        self._grads[unit.name] = last
         if gradient.update is not None:
             self._update(gradient.update)
 
@@ -374,14 +416,16 @@ class StepJobs:
 
     def _add(self, lane: str, name: str, amount: float, *after: int | None) -> int:
         """Add one job, behind all others of its lane; returns its index."""
-        self.jobs.append(
-            Job(lane=lane, name=name, amount=amount, after=tuple({index for index in after if index is not None}))
-        )
+        # Each once, since several slots may have been emptied by one job.
+        waited = {index for index in after if index is not None}
+        job = Job(lane=lane, name=name, amount=amount, after=tuple(waited))
+        self.jobs.append(job)
         return len(self.jobs) - 1
 
     def _num_pieces(self, elements: int) -> int:
         """Pieces of a unit's state: its chunks, but no more than are worth simulating."""
-        return max(1, min(PIECES_MAX, -(-elements // self._placement.chunk_elements)))
+        num_chunks = -(-elements // self._placement.chunk_elements)
+        return max(1, min(PIECES_MAX, num_chunks))
 
 
 def _updated(unit: UnitSpec, *, elsewhere: bool = False) -> float:
@@ -389,5 +433,7 @@ def _updated(unit: UnitSpec, *, elsewhere: bool = False) -> float:
 
     If it writes to another generation, a processor fetches the bytes that lie there before it overwrites them.
     """
-    state = unit.schema.bytes_per_parameter
-    return unit.num_trained * ((2 + elsewhere) * state + unit.schema.grad_width) / UPDATE_BYTES
+    # Read and written, or read, fetched and written.
+    passes = 3 if elsewhere else 2
+    traffic = passes * unit.schema.bytes_per_parameter + unit.schema.grad_width
+    return unit.num_trained * traffic / UPDATE_BYTES

@@ -30,7 +30,7 @@ class RankJobs(StepJobs):
         units: Sequence[UnitSpec],
         placement: Placement,
         policy: Policy,
-        parameters_per_flop: float = 0.0,
+        parameters_per_flop: float,
     ) -> None:
         """See `StepJobs`."""
         super().__init__(compute_seconds, units, placement, policy, parameters_per_flop)
@@ -57,23 +57,27 @@ class RankJobs(StepJobs):
     def _load(self, load: Load) -> None:
         """Bring this rank's shard to the GPU, if it is not at home there, and then those of all ranks together."""
         unit = self._units[load.unit]
-        *own, gather = self._moves.load(unit.name)
-        updated = self._updates.get(unit.name)
+        name = unit.name
+        *own, gather = self._moves.load(name)
+        updated = self._updates.get(name)
         arrived = updated
         if own:
             slot = self._shards[0] if len(self._shards) == SLOTS_MIN else ()
             pieces = self._num_pieces(unit.num_elements) if len(own) > 1 else 1
-            arrived = self._chain(own, unit.name, self._begun, *slot, updated, pieces=pieces)
+            arrived = self._chain(own, name, self._begun, *slot, updated, pieces=pieces)
 
+        # A streamed unit's shard leaves its slot for the other ranks, and for home.
         returned: tuple[int, ...] = ()
         if load.updates:
             assert arrived is not None
             returned = (self._update_streamed(unit, arrived),)
-            arrived = self._updates[unit.name]
+            arrived = self._updates[name]
 
-        self._last = self._add("gather", unit.name, gather.num_bytes, self._last, arrived, self._slot_free(load))
+        # Behind the collective before it, whichever lane of the simulation has that.
+        free = self._slot_free(load)
+        self._last = self._add("gather", name, gather.num_bytes, self._last, arrived, free)
         self._shards.append((self._last, *returned))
-        self._arrivals[unit.name] = self._last
+        self._arrivals[name] = self._last
 
     def _hand_over(self, unit: UnitSpec, group: int, made: int, before: int | None) -> None:
         """Leave the gradient to the lane `ranks`."""
@@ -82,19 +86,20 @@ class RankJobs(StepJobs):
     def _scatter(self, scatter: Scatter) -> None:
         """Send a group's gradient to the owners of its shards, and add what came to the sum of this rank's shard."""
         unit = self._units[scatter.unit]
-        gradient = self._moves.gradient(unit.name, scatter.group)
+        name = unit.name
+        gradient = self._moves.gradient(name, scatter.group)
         fetched = None
         if gradient.fetched:
-            fetched = self._chain(gradient.fetched, unit.name, self._grads[unit.name], self._last)
+            fetched = self._chain(gradient.fetched, name, self._grads[name], self._last)
 
         (move,) = self._moves.scatter(scatter)
-        made = self._made.pop((unit.name, scatter.group))
-        self._last = self._add("scatter", unit.name, move.num_bytes, self._last, made)
+        made = self._made.pop((name, scatter.group))
+        self._last = self._add("scatter", name, move.num_bytes, self._last, made)
         self._scatters.append(self._last)
 
         # The addition takes next to no time, but it needs the sum of the groups before, or a slot for a new one.
-        slot = super()._grad_slot(unit.name)
-        self._last = self._add("scatter", f"{unit.name} sum", 0.0, self._last, fetched, slot)
+        slot = super()._grad_slot(name)
+        self._last = self._add("scatter", f"{name} sum", 0.0, self._last, fetched, slot)
         self._ship(unit, gradient, self._last)
 
     def _grad_slot(self, unit: str) -> int | None:

@@ -128,7 +128,8 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
     """Seconds that each resource needs for all that the spine has waited for so far."""
 
     for index, job in enumerate(jobs):
-        behind.append((*job.after, latest[job.lane]) if job.lane in latest else job.after)
+        before = (latest[job.lane],) if job.lane in latest else ()
+        behind.append((*job.after, *before))
         latest[job.lane] = index
         start = max([ends[other] for other in behind[index]], default=0.0)
 
@@ -168,7 +169,8 @@ def _shared(together: Collection[str], lanes: Mapping[str, Lane]) -> dict[str, f
                 pull[resource] += share
 
         # All rise together until they are at their own rates or a resource is full. Those that use it stay there.
-        rise = min([1.0 - level, *(room[key] / pull[key] for key in room if pull[key] > 0)])
+        limits = [room[key] / pull[key] for key in room if pull[key] > 0]
+        rise = min([1.0 - level, *limits])
         level += rise
         full = set()
 
