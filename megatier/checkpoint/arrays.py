@@ -59,7 +59,10 @@ class ArrayWriter:
             chunk = self._chunks[number]
             start = first + done - chunk.start
             stop = min(start + num_elements - done, chunk.num_elements)
-            staged, filled = self._opened.pop(number) if number in self._opened else (self._files.stage(), 0)
+            if number in self._opened:
+                staged, filled = self._opened.pop(number)
+            else:
+                staged, filled = self._files.stage(), 0
 
             # Only when the caller comes back is the buffer filled, so it is counted after the yield.
             yield done, staged.values(stop)[start:]
@@ -95,13 +98,16 @@ class ArrayReader:
         """
         stop = first + target.numel()
 
-        index = _number_of(self._chunks, first)
-        while index < len(self._chunks) and (chunk := self._chunks[index]).start < stop:
+        for index in range(_number_of(self._chunks, first), len(self._chunks)):
+            chunk = self._chunks[index]
+            if chunk.start >= stop:
+                return
+
             values = self._files.fetch(self._array, index, chunk)
             lower = max(first, chunk.start)
             upper = min(stop, chunk.start + chunk.num_elements)
-            target[lower - first : upper - first] = values[lower - chunk.start : upper - chunk.start]
-            index += 1
+            found = values[lower - chunk.start : upper - chunk.start]
+            target[lower - first : upper - first] = found
 
 
 def _number_of(chunks: Sequence[ArrayChunk], element: int) -> int:

@@ -66,16 +66,17 @@ def arrays_of(units: Sequence[Unit]) -> dict[tuple[str, str], tuple[int, ...]]:
 
     Units that hold parts of one parameter share its arrays.
     """
-    return {
-        (name, tensor.name): tensor.parameter_shape
-        for name in groups_of(units)
-        for unit in units
-        for tensor in tensors_of(unit.layout, name)
-    }
+    shapes = {}
+    for name in groups_of(units):
+        for unit in units:
+            for tensor in tensors_of(unit.layout, name):
+                shapes[name, tensor.name] = tensor.parameter_shape
+    return shapes
 
 
 def groups_of(units: Sequence[Unit]) -> tuple[str, ...]:
     """Return the groups of a checkpoint's arrays, which hold fp32 whatever the compute dtype is."""
+    # In one order, whichever unit has which: checkpoints of one model have the same bytes in their metadata.
     found = {name for unit in units for name in unit.layout.schema.arrays}
     return tuple(name for name in ARRAYS if name in found)
 
@@ -84,12 +85,13 @@ def tensors_of(layout: Layout, name: str) -> tuple[TensorSlice, ...]:
     """Return the tensors of a unit that lie in arrays of a group: frozen ones have no moments, and a base has none."""
     if name not in layout.schema.arrays:
         return ()
-    return layout.tensors if name == MASTERS and not layout.has_base else layout.trained.tensors
+    has_frozen = name == MASTERS and not layout.has_base
+    return layout.tensors if has_frozen else layout.trained.tensors
 
 
 def parameter_shapes(units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters that a checkpoint has by name: frozen ones too, unless they are a base."""
-    return {parameter: shape for (name, parameter), shape in arrays_of(units).items() if name == "params"}
+    return {parameter: shape for (name, parameter), shape in arrays_of(units).items() if name == MASTERS}
 
 
 def check_room(folder: Path, units: Sequence[Unit]) -> None:
@@ -99,7 +101,8 @@ def check_room(folder: Path, units: Sequence[Unit]) -> None:
         CapacityError: there is less room.
     """
     needed = checkpoint_bytes(units)
-    if needed > (free := free_bytes(folder)):
+    free = free_bytes(folder)
+    if needed > free:
         raise CapacityError(f"a checkpoint in {folder}", needed, free, "Free space there, or name another directory.")
 
 
@@ -151,7 +154,8 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is no checkpoint of ours, or damaged.
     """
-    return _read_root(path)[0]
+    state, _ = _read_root(path)
+    return state
 
 
 def is_bound(path: Path) -> bool:
@@ -162,7 +166,8 @@ def is_bound(path: Path) -> bool:
     Raises:
         CheckpointError: see `read_state`.
     """
-    return _read_root(path)[1] is not None
+    _, manifest = _read_root(path)
+    return manifest is not None
 
 
 UNBOUND = "{} was written by an older version: damage of a chunk is found, but not one that took another's place"
@@ -214,8 +219,10 @@ def _check_parameters(path: Path, units: Sequence[Unit]) -> None:
     Raises:
         CheckpointError: one of them has a parameter that the other lacks.
     """
-    if (manifest := _read_root(path)[1]) is None:
+    _, manifest = _read_root(path)
+    if manifest is None:
         return
+
     start = f"{MASTERS}/"
     stored = {node.removeprefix(start) for node in manifest.checksums if node.startswith(start)}
     wanted = parameter_shapes(units).keys()
@@ -238,17 +245,23 @@ def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> 
         CheckpointError: the metadata is not that of this model or of this checkpoint.
     """
     root = path.resolve()
-    manifest = _read_root(path)[1]
+    _, manifest = _read_root(path)
     grids = {place: _grid(root.joinpath(*place), shape) for place, shape in shapes.items()}
     if manifest is None:
         return {place: StoredArray(root.joinpath(*place), grid) for place, grid in grids.items()}
 
     # Files that nobody wrote there are refused too: an array of another checkpoint could be among them.
     manifest.check_folder(root, "", (METADATA_FILE,))
-    for name in (MASTERS, *(name for name in ARRAYS if name in manifest.checksums and name != MASTERS)):
-        manifest.check_metadata(root, name)
-        manifest.check_folder(root, name, (METADATA_FILE,))
-    return {place: manifest.array(root, "/".join(place), grid) for place, grid in grids.items()}
+    for name in ARRAYS:
+        # Masters are in every checkpoint. Moments are those of its optimizer.
+        if name == MASTERS or name in manifest.checksums:
+            manifest.check_metadata(root, name)
+            manifest.check_folder(root, name, (METADATA_FILE,))
+
+    arrays = {}
+    for (name, parameter), grid in grids.items():
+        arrays[name, parameter] = manifest.array(root, f"{name}/{parameter}", grid)
+    return arrays
 
 
 def restore(
@@ -279,7 +292,7 @@ def restore(
 
     # Looked at first, so that a run whose moments are missing is refused before its state is touched.
     for name, parameter in arrays_of(session.wholes):
-        if not (root / name / parameter).exists() and (root / "params" / parameter).exists():
+        if not (root / name / parameter).exists() and (root / MASTERS / parameter).exists():
             raise CheckpointError(
                 f"{path} has no moments of {parameter}, which was frozen in its run. Freeze it as before, or export "
                 "the checkpoint and begin a run with that model."
@@ -311,12 +324,12 @@ def _fill(
     with _files(arrays.values()) as files:
         for unit in session.units:
             for name, planes in unit.layout.schema.arrays.items():
-                if name not in groups or not (tensors := tensors_of(unit.layout, name)):
+                tensors = tensors_of(unit.layout, name)
+                if name not in groups or not tensors:
                     continue
 
-                places = [arrays[name, tensor.name] for tensor in tensors]
-
                 # Units that hold parts of one parameter read their own elements of its array alone.
+                places = [arrays[name, tensor.name] for tensor in tensors]
                 pieces = files.read(places, [tensor.elements for tensor in tensors])
                 values = ((tensors[i].place(first), found) for i, first, found in pieces)
                 session.fill(unit, planes, values, base=not unit.layout.has_base)
@@ -336,7 +349,8 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
         TransferError: the drive failed.
     """
     _check_parameters(path, units)
-    arrays = _open_arrays(path, {("params", name): shape for name, shape in parameter_shapes(units).items()})
+    shapes = {(MASTERS, name): shape for name, shape in parameter_shapes(units).items()}
+    arrays = _open_arrays(path, shapes)
     with _files(arrays.values()) as files:
         readers = {name: ArrayReader(files, array) for (_, name), array in arrays.items()}
 
@@ -364,21 +378,25 @@ def check_moments(path: Path, units: Sequence[Unit]) -> None:
     Raises:
         DamagedCheckpointError: a file is missing, of another size, or not the one that was written at its place.
     """
-    manifest = _read_root(path)[1]
+    _, manifest = _read_root(path)
     if manifest is None:
         return
 
     # Which moments there are is asked of the checkpoint, since a model that is exported has no optimizer.
     shapes = parameter_shapes(units)
-    places = (node.partition("/") for node in manifest.checksums)
-    moments = {(name, of): shapes[of] for name, _, of in places if name != MASTERS and of in shapes}
+    moments = {}
+    for node in manifest.checksums:
+        name, _, parameter = node.partition("/")
+        if name != MASTERS and parameter in shapes:
+            moments[name, parameter] = shapes[parameter]
     for array in _open_arrays(path, moments).values():
         check_ends(array)
 
 
 def _files(arrays: Iterable[StoredArray]) -> ChunkFiles:
     """Open staging buffers that take the chunks of these arrays."""
-    return ChunkFiles(max((array.grid.chunk_elements for array in arrays), default=1), NUM_THREADS)
+    largest = max((array.grid.chunk_elements for array in arrays), default=1)
+    return ChunkFiles(largest, NUM_THREADS)
 
 
 def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
@@ -387,6 +405,7 @@ def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
     Raises:
         CheckpointError: it is missing, or something else.
     """
+    # The checkpoint's own path is resolved, so any other link on the way shows here.
     if os.path.realpath(folder) != str(folder):
         raise DamagedCheckpointError(str(folder), "leads out of its checkpoint by a link; it was not read")
     found = read_json(folder / METADATA_FILE)

@@ -145,6 +145,7 @@ class CheckpointWriter:
 
     def _make_folder(self) -> None:
         """Make the hidden folder, if there is room for the checkpoint."""
+        # What a kill has left goes first: it may be what takes the room.
         self._folder.mkdir(mode=0o700, exist_ok=True)
         remove_leftovers(self._folder)
         check_room(self._folder, self._session.wholes)
@@ -179,6 +180,7 @@ class CheckpointWriter:
 
     def _write_unit(self, unit: Unit, generation: Generation) -> None:
         """Copy a unit's masters and moments into chunks, each in a thread of its own."""
+        # Each region ends on all ranks, or fails on all. One that failed alone would leave the others in the exchange.
         with self._crew.together():
             self._workers.map(lambda writer: writer.write(unit, generation), self._writers)
 
@@ -198,7 +200,8 @@ class CheckpointWriter:
 
             written = self._crew.agree(chunks)
             if self._leads:
-                _write_metadata(self._partial, self._session.wholes, self.step, self._state, _joined(written))
+                checksums = _joined(written)
+                _write_metadata(self._partial, self._session.wholes, self.step, self._state, checksums)
 
         # Only now: until this one is whole, the run may need an older one.
         with self._crew.together():
@@ -208,7 +211,9 @@ class CheckpointWriter:
 
     def _becoming(self) -> AbstractContextManager[None]:
         """Give the folder its name in the end, on the first rank."""
-        return becoming(self._partial, self._target, "a checkpoint", replaces=True) if self._leads else nullcontext()
+        if not self._leads:
+            return nullcontext()
+        return becoming(self._partial, self._target, "a checkpoint", replaces=True)
 
     def _end_writing(self, last: Transfer) -> dict[str, dict[int, int]]:
         """Wait until this rank has written all that it writes, and return the checksums by array and chunk."""
@@ -223,7 +228,11 @@ class CheckpointWriter:
         # The first rank synchronises its host's files with the metadata.
         if not self._leads:
             sync_tree(self._partial)
-        return {node: values for writer in writers for node, values in writer.checksums.items()}
+
+        checksums: dict[str, dict[int, int]] = {}
+        for writer in writers:
+            checksums |= writer.checksums
+        return checksums
 
 
 def _joined(written: Sequence[Mapping[str, Mapping[int, int]]]) -> dict[str, list[int]]:
@@ -232,7 +241,11 @@ def _joined(written: Sequence[Mapping[str, Mapping[int, int]]]) -> dict[str, lis
     for chunks in written:
         for node, values in chunks.items():
             arrays.setdefault(node, {}).update(values)
-    return {node: [values[number] for number in sorted(values)] for node, values in arrays.items()}
+
+    joined = {}
+    for node, values in arrays.items():
+        joined[node] = [checksum for _, checksum in sorted(values.items())]
+    return joined
 
 
 def _in_order(session: Session) -> list[Unit]:
@@ -243,8 +256,12 @@ def _in_order(session: Session) -> list[Unit]:
     """
     if session.optimizer.hyper.deferred:
         return list(session.units)
-    layers = groupby(session.units, key=lambda unit: unit.module_names[0] if unit.experts is not None else unit.name)
-    return list(chain.from_iterable(reversed([list(units) for _, units in layers])))
+
+    def layer_of(unit: Unit) -> str:
+        return unit.module_names[0] if unit.experts is not None else unit.name
+
+    layers = [list(units) for _, units in groupby(session.units, key=layer_of)]
+    return list(chain.from_iterable(reversed(layers)))
 
 
 def _write_metadata(
@@ -267,19 +284,22 @@ def _write_metadata(
     # The groups say too that there is a manifest. If a misdirected write put an older root's metadata in place of this
     # one's, that would deny it.
     root = zarr.create_group(store=str(folder), zarr_format=3)
-    groups = {name: root.create_group(name, attributes={"megatier": {"format": FORMAT}}) for name in groups_of(units)}
+    attributes = {"megatier": {"format": FORMAT}}
+    groups = {name: root.create_group(name, attributes=attributes) for name in groups_of(units)}
     _create_arrays(folder, groups, arrays_of(units))
 
-    checksums = {name: [checksum_of(read_bytes(folder / name / METADATA_FILE))] for name in groups}
-    for node, values in sorted(chunks.items()):
-        checksums[node] = [checksum_of(read_bytes(folder / node / METADATA_FILE)), *values]
+    # Groups have no chunks.
+    checksums = {}
+    for node in (*groups, *sorted(chunks)):
+        metadata = read_bytes(folder / node / METADATA_FILE)
+        checksums[node] = [checksum_of(metadata), *chunks.get(node, ())]
 
-    manifest = Manifest(step, checksums).to_dict()
-    digest = digest_of({"state": state, "manifest": manifest})
+    bound = {"state": state, "manifest": Manifest(step, checksums).to_dict()}
+    digest = digest_of(bound)
 
     # The manifest says that these files are there, so they have to be on the drive before it is.
     sync_tree(folder)
-    root.update_attributes({"megatier": {"format": FORMAT, "state": state, "manifest": manifest, "digest": digest}})
+    root.update_attributes({"megatier": {"format": FORMAT, **bound, "digest": digest}})
 
 
 def _create_arrays(folder: Path, groups: Mapping[str, Any], shapes: Mapping[tuple[str, str], tuple[int, ...]]) -> None:

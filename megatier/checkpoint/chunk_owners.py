@@ -50,6 +50,7 @@ class ChunkOwners:
         self._size = size
         self._runs: dict[str, list[tuple[int, int]]] = {}
         """The runs of each parameter that one rank has, in order: the first element of the run, and the rank."""
+
         # Shards are cut by whole units, so a parameter whose units are several, or whose unit is cut, has several runs.
         for unit in wholes:
             for other in range(size):
@@ -65,13 +66,17 @@ class ChunkOwners:
             unit: name of the unit.
             array: the group of arrays, such as `params`.
         """
+        # A list for each rank, and most are empty: that is how a collective takes them.
         found = self._pieces(unit, array, self._rank)
         return [[piece for piece in found if piece.owner == rank] for rank in range(self._size)]
 
     def received(self, unit: str, array: str) -> list[list[Piece]]:
         """Return what comes from each rank of its shard of a unit; see `sent`."""
-        found = [self._pieces(unit, array, rank) for rank in range(self._size)]
-        return [[piece for piece in pieces if piece.owner == self._rank] for pieces in found]
+        received = []
+        for rank in range(self._size):
+            found = self._pieces(unit, array, rank)
+            received.append([piece for piece in found if piece.owner == self._rank])
+        return received
 
     def _pieces(self, unit: str, array: str, rank: int) -> list[Piece]:
         """Return all that a rank sends of its shard of a unit.
@@ -92,7 +97,9 @@ class ChunkOwners:
     def _rank_of(self, name: str, element: int) -> int:
         """Return the rank that has an element of a parameter."""
         runs = self._runs[name]
-        return runs[bisect_right(runs, element, key=lambda run: run[0]) - 1][1]
+        later = bisect_right(runs, element, key=lambda run: run[0])
+        _, rank = runs[later - 1]
+        return rank
 
 
 def sizes_of(pieces: Sequence[Sequence[Piece]]) -> list[int]:

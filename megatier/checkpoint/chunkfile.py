@@ -91,7 +91,10 @@ class ChunkFiles:
         """
         size = round_up(4 * chunk_elements + CRC_BYTES)
         arena = Arena(num_staged * size, torch.device("cpu"))
-        self._free = deque(Staged(buffer=arena.view(index * size, size)) for index in range(num_staged))
+        self._free: deque[Staged] = deque()
+        for index in range(num_staged):
+            buffer = arena.view(index * size, size)
+            self._free.append(Staged(buffer=buffer))
         self._flying: deque[Staged] = deque()
         self._pool = _native.ThreadPool(num_threads, QUEUE_DEPTH_MAX)
 
@@ -136,7 +139,8 @@ class ChunkFiles:
         staged.num_bytes = 4 * chunk_elements + CRC_BYTES
 
         checksum = staged.computed_crc()
-        staged.crc().copy_(torch.tensor(list(checksum.to_bytes(CRC_BYTES, "little")), dtype=torch.uint8, device="cpu"))
+        digits = list(checksum.to_bytes(CRC_BYTES, "little"))
+        staged.crc().copy_(torch.tensor(digits, dtype=torch.uint8, device="cpu"))
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             staged.files.append(_create(path))
@@ -146,7 +150,8 @@ class ChunkFiles:
         # O_DIRECT takes whole pages alone, so the last one is written whole. `_finish_write` cuts the file.
         self._flying.append(staged)
         size = round_up(staged.num_bytes)
-        self._submit(staged, [(staged.files[0], 0, address_of(staged.buffer, torch.uint8, size), size)], write=True)
+        address = address_of(staged.buffer, torch.uint8, size)
+        self._submit(staged, [(staged.files[0], 0, address, size)], write=True)
         return checksum
 
     def flush(self) -> None:
@@ -176,27 +181,31 @@ class ChunkFiles:
                 the one that was written at its place.
             TransferError: the drive failed.
         """
-        bounds = [(0, math.prod(array.grid.shape)) for array in arrays] if wanted is None else wanted
-        chunks = [
-            (index, place, chunk)
-            for index, (array, (start, stop)) in enumerate(zip(arrays, bounds, strict=True))
-            for place, chunk in enumerate(array.grid.chunks())
-            if start < chunk.start + chunk.num_elements and chunk.start < stop
-        ]
-        waiting = iter(chunks)
+        bounds = wanted
+        if bounds is None:
+            bounds = [(0, math.prod(array.grid.shape)) for array in arrays]
+
+        chunks = []
+        for index, (array, (start, stop)) in enumerate(zip(arrays, bounds, strict=True)):
+            for place, chunk in enumerate(array.grid.chunks()):
+                if start < chunk.start + chunk.num_elements and chunk.start < stop:
+                    chunks.append((index, place, chunk))
+        waiting = deque(chunks)
         reading = deque[Staged]()
 
         # Every free buffer reads ahead. One comes free when the caller asks for more, because it is done with that
         # chunk then.
         for index, _, chunk in chunks:
-            while self._free and (ahead := next(waiting, None)) is not None:
-                reading.append(self._begin_read(arrays[ahead[0]], ahead[1], ahead[2]))
+            while self._free and waiting:
+                number, place, ahead = waiting.popleft()
+                reading.append(self._begin_read(arrays[number], place, ahead))
 
             staged = reading.popleft()
             self._finish_read(staged)
 
-            first = max(bounds[index][0], chunk.start)
-            values = staged.values(min(bounds[index][1] - chunk.start, chunk.num_elements))
+            start, stop = bounds[index]
+            first = max(start, chunk.start)
+            values = staged.values(min(stop - chunk.start, chunk.num_elements))
             yield index, first, values[first - chunk.start :]
             self._free.append(staged)
 
@@ -212,6 +221,7 @@ class ChunkFiles:
             DamagedCheckpointError, TransferError: see `read`.
         """
         # A free buffer still holds the chunk that its path names. One whose read failed is not among the free ones.
+        # So a reader that goes back and forth at the border of two chunks does not read them again and again.
         path = array.folder / chunk.key
         staged = next((staged for staged in self._free if staged.path == path), None)
         if staged is None:
@@ -244,10 +254,12 @@ class ChunkFiles:
         _check_size(path, staged.files[0], staged.num_bytes)
 
         # Whole pages go by O_DIRECT, and the rest through the descriptor that is without it.
+        direct, plain = staged.files
         start = staged.num_bytes // PAGE_BYTES * PAGE_BYTES
         address = address_of(staged.buffer, torch.uint8, staged.num_bytes)
-        end = (staged.files[1], start, address + start, staged.num_bytes - start)
-        self._submit(staged, [(staged.files[0], 0, address, start), end], write=False)
+        pages = direct, 0, address, start
+        rest = plain, start, address + start, staged.num_bytes - start
+        self._submit(staged, [pages, rest], write=False)
         return staged
 
     def _finish_read(self, staged: Staged) -> None:
@@ -263,7 +275,8 @@ class ChunkFiles:
         staged.close()
         _check(staged, "reading")
 
-        if (found := staged.stored_crc()) != staged.computed_crc():
+        found = staged.stored_crc()
+        if found != staged.computed_crc():
             raise DamagedCheckpointError(str(staged.path), "is damaged: its checksum is not that of its bytes")
 
         if staged.expected is not None:
@@ -349,8 +362,10 @@ def _check_size(path: Path, file: int, num_bytes: int) -> None:
     """
     # Asked of the open file, which nobody can exchange any more. A pipe or a device is no chunk.
     found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
-        raise DamagedCheckpointError(str(path), f"has {found.st_size} bytes instead of {num_bytes}; it is damaged")
+    is_plain = stat.S_ISREG(found.st_mode)
+    if not is_plain or found.st_size != num_bytes:
+        reason = f"has {found.st_size} bytes instead of {num_bytes}; it is damaged"
+        raise DamagedCheckpointError(str(path), reason)
 
 
 def _check_place(path: Path, found: int, expected: int) -> None:
@@ -387,6 +402,7 @@ def _open(path: Path, more: int = 0) -> int:
 
 def _open_direct(path: Path) -> int:
     """Open a file to read by O_DIRECT, if the file system takes it."""
+    # EINVAL is how a file system says that it has no O_DIRECT. Every other error is the file's.
     try:
         return _open(path, os.O_DIRECT)
     except OSError as error:
@@ -402,9 +418,11 @@ def _check(staged: Staged, what: str) -> None:
         TransferError: the drive failed.
     """
     assert staged.batch is not None
-    if (error := staged.batch.error()) is not None:
+    error = staged.batch.error()
+    if error is not None:
         assert staged.path is not None
-        raise _failed(what, staged.path, error[3], error[1])
+        _, code, _, offset, *_ = error
+        raise _failed(what, staged.path, offset, code)
 
 
 def _failed(what: str, path: Path, offset: int, code: int | None) -> TransferError:

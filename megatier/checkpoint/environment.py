@@ -35,6 +35,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     Args:
         device: the device that computes.
     """
+    # Of torch the version that runs, with the build in it (+cu130, +cpu), which the package does not always name.
     found: dict[str, Any] = {name: _version(name) for name in LIBRARIES}
     found["torch"] = str(torch.__version__)
     found["matmul precision"] = _matmul_precision()
@@ -62,9 +63,12 @@ def noted_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str] = ()) -> Iterator[str]:
     """Yield each name that is not free and whose value is another one now, with both values."""
-    for name in sorted({*before, *now}.difference(free)):
-        if before.get(name) != now.get(name):
-            yield f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+    names = {*before, *now}.difference(free)
+    for name in sorted(names):
+        old = before.get(name)
+        new = now.get(name)
+        if old != new:
+            yield f"{name} was {old!r} and is {new!r}"
 
 
 def _matmul_precision() -> str:

@@ -29,6 +29,7 @@ class ArrayChunk:
     """Number of its elements, without the padding at the array's edge."""
 
 
+# One axis is cut, and no second one: else the elements of a chunk would not lie side by side.
 @dataclass(frozen=True, slots=True)
 class Grid:
     """The cut of an array along one axis.
@@ -48,10 +49,12 @@ class Grid:
         # From the last axis up: the first axis that would make a chunk too large is the one that is cut.
         row = 1
         for axis in reversed(range(len(shape))):
-            if row * shape[axis] > max_elements or axis == 0:
-                parts = -(-shape[axis] // max(1, max_elements // row))
-                return Grid(tuple(shape), axis, -(-shape[axis] // parts))
-            row *= shape[axis]
+            size = shape[axis]
+            if row * size > max_elements or axis == 0:
+                most = max(1, max_elements // row)
+                parts = -(-size // most)
+                return Grid(tuple(shape), axis, -(-size // parts))
+            row *= size
 
         # A number without axes is one chunk, which Zarr calls `c`.
         return Grid((), 0, 1)
@@ -75,9 +78,11 @@ class Grid:
 
         # Chunks end where the cut axis does, so they are counted anew from each place on the axes above.
         row = math.prod(self.shape[self.axis + 1 :])
-        above = element - element % (self.shape[self.axis] * row)
-        start = element - (element - above) % (self.rows * row)
-        return start, min(start + self.rows * row, above + self.shape[self.axis] * row)
+        axis = self.shape[self.axis] * row
+        chunk = self.rows * row
+        above = element - element % axis
+        start = element - (element - above) % chunk
+        return start, min(start + chunk, above + axis)
 
     def chunks(self) -> Iterator[ArrayChunk]:
         """Yield every chunk, in the order of the array's elements."""
@@ -89,10 +94,13 @@ class Grid:
         row = math.prod(self.shape[self.axis + 1 :])
         below = ["0"] * (len(self.shape) - self.axis - 1)
 
-        for number, above in enumerate(product(*map(range, self.shape[: self.axis]))):
+        places_above = product(*map(range, self.shape[: self.axis]))
+        for number, above in enumerate(places_above):
             for first in range(0, size, self.rows):
                 key = "/".join(["c", *map(str, above), str(first // self.rows), *below])
-                yield ArrayChunk(key, (number * size + first) * row, min(self.rows, size - first) * row)
+                start = (number * size + first) * row
+                num_rows = min(self.rows, size - first)
+                yield ArrayChunk(key, start, num_rows * row)
 
 
 @dataclass(frozen=True, slots=True)

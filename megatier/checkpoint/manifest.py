@@ -60,7 +60,9 @@ class Manifest:
             # Whatever a damaged file holds fails in here, and as nothing but these errors.
             step = int(stored["step"])
             digits = dict(stored["checksums"])
-            found = {str(node): np.frombuffer(bytes.fromhex(text), CHECKSUM).tolist() for node, text in digits.items()}
+            found = {}
+            for node, text in digits.items():
+                found[str(node)] = np.frombuffer(bytes.fromhex(text), CHECKSUM).tolist()
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise DamagedCheckpointError(str(path), "is damaged: it has no manifest") from error
         return cls(step, found)
@@ -116,7 +118,12 @@ class Manifest:
             DamagedCheckpointError: names the first thing that does not belong there.
         """
         start = f"{folder}/" if folder else ""
-        known = {*files, *(node[len(start) :].split("/")[0] for node in self.checksums if node.startswith(start))}
+        known = set(files)
+        for node in self.checksums:
+            if node.startswith(start):
+                name, _, _ = node.removeprefix(start).partition("/")
+                known.add(name)
+
         for path in sorted((root / folder).iterdir()):
             if path.name not in known and not path.name.startswith("."):
                 raise _stranger(path)
@@ -130,7 +137,8 @@ def checksum_of(content: bytes) -> int:
 def digest_of(state: Mapping[str, Any]) -> str:
     """Return a digest of plain JSON, which is the same before and after it was stored."""
     # Keys are sorted, since JSON that was stored and read may have them in another order.
-    return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
+    text = json.dumps(state, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def read_bytes(path: Path) -> bytes:
@@ -165,7 +173,8 @@ def _files(folder: Path) -> Iterator[str]:
     """Yield the paths of the files below a folder, links to folders among them, without hidden ones."""
     # Network file systems put hidden files of their own next to files that are open, such as .nfs0001.
     for path in folder.rglob("*"):
-        if not path.name.startswith(".") and (path.is_symlink() or not path.is_dir()):
+        is_folder = path.is_dir() and not path.is_symlink()
+        if not is_folder and not path.name.startswith("."):
             yield str(path.relative_to(folder))
 
 

@@ -53,10 +53,13 @@ class Pace:
     def is_due(self) -> bool:
         """Return whether a checkpoint may begin now."""
         now = self._clock()
-        waited = now - self._began >= FIRST_S if self._last is None else now - self._last >= EVERY_S
+        since = self._began if self._last is None else self._last
+        pause_s = FIRST_S if self._last is None else EVERY_S
+        if now - since < pause_s:
+            return False
 
         # The next one must keep within the share too, so a dear one waits for longer than the clock asks.
-        return waited and self._spent_s + self.cost_s <= SHARE * (now - self._began)
+        return self._spent_s + self.cost_s <= SHARE * (now - self._began)
 
     def is_long(self) -> bool:
         """Return whether the run has gone on for so long that its end is worth a checkpoint."""
@@ -75,7 +78,8 @@ class Pace:
             seconds: how long it took.
             is_beside: whether a checkpoint was on its way meanwhile.
         """
-        (self._beside if is_beside else self._plain).append(seconds)
+        steps = self._beside if is_beside else self._plain
+        steps.append(seconds)
 
     def end(self, waited_s: float, written_s: float) -> None:
         """Note that a checkpoint is whole, and what it cost.
@@ -91,8 +95,10 @@ class Pace:
         most = waited_s + written_s
         if self._plain:
             # The median, because single steps may have waited for something else, such as an evaluation.
-            slowed_s = sum(self._beside) - len(self._beside) * statistics.median(self._plain)
+            usual_s = statistics.median(self._plain)
+            slowed_s = sum(self._beside) - len(self._beside) * usual_s
             most = min(most, waited_s + max(0.0, slowed_s))
+        # The last one stands for the next, since the state is as large and the drive the same.
         self.cost_s = most
         self._spent_s += most
 

@@ -69,6 +69,7 @@ class Buffers:
 
     def of(self, kind: Kind, number: int) -> Tensor:
         """Return the place of a run of a kind, uint8. The run after the next one has the same place."""
+        # Two places are enough: a run is asked for when the one before the last is done with (`PlaneWriter._runs`).
         assert self._arena is not None, "all state is in RAM"
         start, size = self._places[kind]
         return self._arena.view(start + number % 2 * size, size)
@@ -142,11 +143,14 @@ class PlaneWriter:
         with closing(self._runs(unit, generation)) as runs:
             for (start, stop), planes in runs:
                 for tensor, (first, last), rooms in targets:
+                    # The part of the tensor that lies in this run. Padding between tensors has no target.
                     lower = max(start, tensor.place(first))
                     upper = min(stop, tensor.place(last))
                     if lower >= upper:
                         continue
-                    for done, target in rooms(tensor.offset + lower - tensor.start, upper - lower):
+
+                    element = tensor.offset + lower - tensor.start
+                    for done, target in rooms(element, upper - lower):
                         _copy_fp32(planes, self._name, lower - start + done, target)
 
     def _targets(self, unit: Unit) -> Iterator[tuple[TensorSlice, tuple[int, int], Rooms]]:
@@ -154,12 +158,15 @@ class PlaneWriter:
 
         The first ones of a tensor may be in a chunk that another rank writes.
         """
-        pieces = list(chain.from_iterable(self._owners.sent(unit.name, self._name)))
+        by_rank = self._owners.sent(unit.name, self._name)
+        pieces = list(chain.from_iterable(by_rank))
         sizes = [piece.num_elements for piece in pieces]
         self._sent = torch.empty(sum(sizes), dtype=torch.float32, device="cpu")
 
         # A rank sends at most one piece of each parameter, the first one (`ChunkOwners`).
-        sent = {piece.name: (piece, to) for piece, to in zip(pieces, self._sent.split(sizes), strict=True)}
+        sent = {}
+        for piece, to in zip(pieces, self._sent.split(sizes), strict=True):
+            sent[piece.name] = piece, to
 
         for tensor in tensors_of(unit.layout, self._name):
             first, last = tensor.elements
@@ -171,6 +178,7 @@ class PlaneWriter:
 
     def _array(self, tensor: TensorSlice) -> ArrayWriter:
         """Return the array of a parameter."""
+        # Made once, since the next unit that holds a part of the parameter goes on in its chunks.
         if tensor.name not in self._arrays:
             grid = Grid.of(tensor.parameter_shape)
             self._arrays[tensor.name] = ArrayWriter(self.files, self._folder / tensor.name, grid)
@@ -178,6 +186,7 @@ class PlaneWriter:
 
     def exchange(self, unit: Unit, channel: Channel | Alone) -> Tensor:
         """Send other ranks what they write of a unit, and return what they have for this one. All ranks call it."""
+        # Every rank counts both sides by itself, from the layout that all have, so no sizes are sent.
         given = self._owners.sent(unit.name, self._name)
         taken = self._owners.received(unit.name, self._name)
         received = channel.exchange(self._sent, sizes_of(given), sizes_of(taken))
@@ -190,9 +199,12 @@ class PlaneWriter:
         Raises:
             TransferError: writing failed.
         """
-        pieces = list(chain.from_iterable(self._owners.received(unit.name, self._name)))
-        for piece, values in zip(pieces, received.split([piece.num_elements for piece in pieces]), strict=True):
-            for first, target in self._arrays[piece.name].rooms(piece.start, piece.num_elements):
+        by_rank = self._owners.received(unit.name, self._name)
+        pieces = list(chain.from_iterable(by_rank))
+        sizes = [piece.num_elements for piece in pieces]
+        for piece, values in zip(pieces, received.split(sizes), strict=True):
+            array = self._arrays[piece.name]
+            for first, target in array.rooms(piece.start, piece.num_elements):
                 target.copy_(values[first : first + target.numel()])
 
     def _runs(self, unit: Unit, generation: Generation) -> Generator[tuple[tuple[int, int], list[Tensor]]]:
@@ -241,7 +253,9 @@ class PlaneWriter:
         """
         found: list[tuple[Tensor, Transfer | None]] = []
         schema = unit.layout.schema
-        for kind in schema.arrays[self._name] if run[0] < unit.layout.num_trained else (Kind.WEIGHT,):
+        is_trained = run[0] < unit.layout.num_trained
+        kinds = schema.arrays[self._name] if is_trained else (Kind.WEIGHT,)
+        for kind in kinds:
             key = self._blocks.key(unit.name, kind, generation)
             span = self._blocks.span(unit.name, kind, run)
             dtype = plane_dtype(schema, kind)
@@ -263,7 +277,8 @@ class PlaneWriter:
 
 def _room_in(values: Tensor, start: int, first: int, num_elements: int) -> Iterator[tuple[int, Tensor]]:
     """Yield the place of consecutive elements in a tensor whose own first element has the number `start`."""
-    yield 0, values[first - start : first - start + num_elements]
+    place = first - start
+    yield 0, values[place : place + num_elements]
 
 
 def _copy_fp32(planes: Sequence[Tensor], name: str, first: int, target: Tensor) -> None:
@@ -275,12 +290,13 @@ def _copy_fp32(planes: Sequence[Tensor], name: str, first: int, target: Tensor) 
         first: number of the first element to copy.
         target: fp32 [n], which takes them.
     """
-    source = planes[0][first : first + target.numel()]
-    if len(planes) == 2:
-        join_master(source, planes[1][first : first + target.numel()], target)
+    count = target.numel()
+    source, *remainder = [plane[first : first + count] for plane in planes]
+    if remainder:
+        join_master(source, remainder[0], target)
     elif source.dtype is torch.float32:
-        count = target.numel()
-        _native.copy(address_of(target, torch.float32, count), address_of(source, torch.float32, count), 4 * count)
+        to = address_of(target, torch.float32, count)
+        _native.copy(to, address_of(source, torch.float32, count), 4 * count)
     else:
         # Moments in fewer bits, and frozen weights, which have no remainder.
         widen(Kind.WEIGHT if name == MASTERS else Kind(name), source, target)

@@ -26,7 +26,8 @@ REMEDY_OF_CHECKPOINTS = "Free space there, set a smaller output.keep_checkpoints
 
 def num_wanted(output: OutputConfig) -> int:
     """Return the number of checkpoints that a run keeps if its drive has room for them; 0: it writes none."""
-    return output.keep_checkpoints if output.saves_by_time or output.checkpoint_every not in ("auto", 0) else 0
+    saves = output.saves_by_time or output.checkpoint_every not in ("auto", 0)
+    return output.keep_checkpoints if saves else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,9 @@ class Room:
         Raises:
             UnsupportedModelError: the model cannot be exported.
         """
-        exported = export_bytes(model, units, COMPUTE_DTYPES[output.export_dtype]) if output.export else 0
+        exported = 0
+        if output.export:
+            exported = export_bytes(model, units, COMPUTE_DTYPES[output.export_dtype])
         return cls(Path(output.directory), checkpoint_bytes(units), exported, is_made)
 
     @property
@@ -65,6 +68,7 @@ class Room:
         Raises:
             TransferError: the drive is gone.
         """
+        # A plan makes no directory. But a run directory that was made and is gone is an error of the drive.
         asked = self.directory.absolute()
         while not self.is_made and not asked.exists():
             asked = asked.parent
@@ -98,12 +102,15 @@ class Room:
         wanted = num_wanted(output)
         last = f"the export ({mib(self.export_bytes)})" if self.export_bytes else ""
         if wanted:
-            last = f"{wanted} checkpoint{'s' if wanted > 1 else ''}, then one more{' or ' if last else ''}{last}"
+            plural = "s" if wanted > 1 else ""
+            join = " or " if last else ""
+            last = f"{wanted} checkpoint{plural}, then one more{join}{last}"
         if not last:
             return ""
 
         said = f"{self.directory} takes up to {mib(self.needed_bytes(wanted))}: {last}."
-        if here and (kept := self.num_kept(output)) < wanted:
+        kept = self.num_kept(output) if here else wanted
+        if kept < wanted:
             then = f"{kept} of the checkpoints will be kept" if kept else "no checkpoint will be written"
             said += f" Its drive has {mib(self.free_bytes)} free, so {then}. Name an output.directory with more room."
         return said
@@ -114,7 +121,8 @@ class Room:
 
         # While a checkpoint is written there is one more than are kept. The export comes when that is over.
         on_its_way = max(1, missing + 1) * self.checkpoint_bytes if num_kept else 0
-        return max(on_its_way, max(0, missing) * self.checkpoint_bytes + self.export_bytes)
+        at_the_end = max(0, missing) * self.checkpoint_bytes + self.export_bytes
+        return max(on_its_way, at_the_end)
 
     def check(self, num_kept: int) -> None:
         """Refuse a run that could not save what it is told to, or not export its model.
@@ -140,13 +148,17 @@ class Room:
     def num_that_fit(self, num_kept: int) -> int:
         """Return how many of so many checkpoints the drive takes, with one more on its way, and the export."""
         free = self.free_bytes
-        return next((count for count in range(num_kept, 0, -1) if self.needed_bytes(count) <= free), 0)
+        for count in range(num_kept, 0, -1):
+            if self.needed_bytes(count) <= free:
+                return count
+        return 0
 
     def takes_another(self, num_kept: int) -> bool:
         """Return whether there is room for one more checkpoint now, and later for the export."""
         # If there are as many as are kept, an older one goes when this one is whole, and leaves its room to the export.
-        stays = max(0, min(num_kept, self._num_present + 1) - self._num_present) * self.checkpoint_bytes
-        return max(self.checkpoint_bytes, stays + self.export_bytes) <= self.free_bytes
+        stays = self.checkpoint_bytes if self._num_present < num_kept else 0
+        needed = max(self.checkpoint_bytes, stays + self.export_bytes)
+        return needed <= self.free_bytes
 
     @property
     def has_room_for_checkpoint(self) -> bool:

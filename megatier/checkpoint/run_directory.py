@@ -64,7 +64,8 @@ class RunDirectory:
         self.path = Path(config.output.directory)
         self._resumes = resumes
 
-        # Asked before the lock makes the directory: only one that this run has made is removed with it.
+        # Asked before the lock makes the directory: only one that this run has made is removed with it. A user's empty
+        # directory stays.
         self._is_new = not self.path.exists()
         if resumes:
             check_is_run(self.path)
@@ -108,15 +109,17 @@ class RunDirectory:
             ConfigError: it cannot be read or written.
         """
         inode = self.path.stat().st_ino
+        file = self.path / RUN_ID_FILE
         try:
-            noted = re.fullmatch(rb"([0-9a-f]{12}) (\d{1,20})\n", read_regular(self.path / RUN_ID_FILE, 64))
+            text = read_regular(file, 64)
         except FileNotFoundError:
-            noted = None
+            text = b""
         except OSError as error:
-            raise ConfigError(f"cannot read {self.path / RUN_ID_FILE}: {error.strerror}.") from error
+            raise ConfigError(f"cannot read {file}: {error.strerror}.") from error
 
         # A copy of the directory has another inode. It must not take over the block files of the run that it was copied
         # from.
+        noted = re.fullmatch(rb"([0-9a-f]{12}) (\d{1,20})\n", text)
         if noted is not None and int(noted[2]) == inode:
             return noted[1].decode()
 
@@ -154,7 +157,8 @@ class RunDirectory:
     ) -> None:
         # A drive that is gone or read-only keeps these files and the lock's. The error that ended the run says so.
         with contextlib.suppress(OSError):
-            if error is not None and not self._resumes and not (self.path / METRICS_FILE).exists():
+            has_begun = self._resumes or (self.path / METRICS_FILE).exists()
+            if error is not None and not has_begun:
                 self._remove_traces()
         self._unlock()
 
@@ -165,13 +169,14 @@ class RunDirectory:
 
     def _remove_traces(self) -> None:
         """Remove what this run wrote. It refused to begin in a directory that had any of it."""
-        own = (self.path / CONFIG_FILE, self.path / NUMBERS_FILE, self.path / RUN_ID_FILE)
-        for path in (*own, *(self.path / DATA_FOLDER).glob("*tokens*")):
+        own = [self.path / name for name in (CONFIG_FILE, NUMBERS_FILE, RUN_ID_FILE)]
+        data = self.path / DATA_FOLDER
+        for path in (*own, *data.glob("*tokens*")):
             path.unlink(missing_ok=True)
 
         # It is missing, or it stays because somebody put a file of theirs inside.
         with contextlib.suppress(OSError):
-            (self.path / DATA_FOLDER).rmdir()
+            data.rmdir()
 
     def _unlock(self) -> None:
         """Remove the lock's file and give the lock back, and remove the directory if it is new and empty."""
@@ -272,7 +277,9 @@ def _refuse_run(path: Path) -> None:
         ConfigError: names what is there.
     """
     folders = (MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, TENSORBOARD_FOLDER)
-    if taken := [name for name in (CONFIG_FILE, METRICS_FILE, *folders) if (path / name).exists()]:
+    names = (CONFIG_FILE, METRICS_FILE, *folders)
+    taken = [name for name in names if (path / name).exists()]
+    if taken:
         goes_on = (path / CONFIG_FILE).is_file() and not (path / MODEL_FOLDER).exists()
         remedy = f"go on with it (`megatier resume {path}`), " if goes_on else ""
         raise ConfigError(
@@ -283,9 +290,12 @@ def _refuse_run(path: Path) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the whole checkpoints in a folder, oldest first."""
-    # Anything else in the folder is somebody else's.
-    found = folder.iterdir() if folder.is_dir() else iter(())
-    return sorted((path for path in found if CHECKPOINT_NAME.fullmatch(path.name)), key=step_of)
+    if not folder.is_dir():
+        return []
+
+    # Anything else in the folder is somebody else's. By step, since names of more digits do not sort as numbers do.
+    whole = [path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)]
+    return sorted(whole, key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -301,9 +311,14 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 def find_adapter(path: Path) -> Path | None:
     """Return the folder of adapters at a path, or that of a run there without a checkpoint; None: there is none."""
-    exported = path / MODEL_FOLDER
-    folders = [path] if last_checkpoint(path / CHECKPOINT_FOLDER) else [path, exported]
-    return next((folder for folder in folders if (folder / ADAPTER_FILE).is_file()), None)
+    folders = [path]
+    if last_checkpoint(path / CHECKPOINT_FOLDER) is None:
+        folders.append(path / MODEL_FOLDER)
+
+    for folder in folders:
+        if (folder / ADAPTER_FILE).is_file():
+            return folder
+    return None
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -130,11 +130,14 @@ class RunState:
         Returns:
             One line for each numeric choice, library or device that is another one.
         """
-        return [
-            # The checkpoint has what was trained, and the origin describes the rest.
-            *differences(_numeric(self.config), _numeric(_plain(config)), {PLACE} if self.origin else ()),
-            *differences(self.environment, noted_of(self.environment, environment(device))),
-        ]
+        # The checkpoint has what was trained, and the origin describes the rest.
+        free = {PLACE} if self.origin else set()
+        now = _numeric(_plain(config))
+        changes = list(differences(_numeric(self.config), now, free))
+
+        around = noted_of(self.environment, environment(device))
+        changes += differences(self.environment, around)
+        return changes
 
     def check(self, changes: Collection[str], accepted: Container[str] = ()) -> None:
         """Refuse to go on with other numbers, and with another optimizer even if that was accepted.
@@ -146,12 +149,15 @@ class RunState:
         Raises:
             ConfigError: one of the changes was not accepted, or may not be.
         """
-        if other := [change for change in changes if change.startswith(f"{KEPT} ")]:
-            raise ConfigError(
-                f"{other[0]}, whose state step {self.step} does not have. Go on with what it was, or export the model "
-                "and begin a run with it."
-            )
-        if refused := [change for change in changes if change not in accepted]:
+        for change in changes:
+            if change.startswith(f"{KEPT} "):
+                raise ConfigError(
+                    f"{change}, whose state step {self.step} does not have. Go on with what it was, or export the "
+                    "model and begin a run with it."
+                )
+
+        refused = [change for change in changes if change not in accepted]
+        if refused:
             raise ConfigError(
                 f"the numbers of this run would change after step {self.step}: {'; '.join(refused)}. Go on with "
                 "what it was, or add --accept-changes."
@@ -159,11 +165,15 @@ class RunState:
 
     def changes_of_blocks(self, config: RunConfig) -> list[str]:
         """Return what differs of the settings that decide where blocks lie and how large they are, with both values."""
-        before = self.config
         now = _plain(config)
-        tiers = differences(before.get("tiers", {}), now["tiers"])
-        widths = ({name: _numeric(found).get(name) for name in WIDTHS} for found in (before, now))
-        return [*(f"tiers.{change}" for change in tiers), *differences(*widths)]
+        tiers = differences(self.config.get("tiers", {}), now["tiers"])
+        changes = [f"tiers.{change}" for change in tiers]
+
+        old = _numeric(self.config)
+        new = _numeric(now)
+        others = {*old, *new}.difference(WIDTHS)
+        changes += differences(old, new, free=others)
+        return changes
 
     def check_text(self, found: dict[str, Any]) -> None:
         """Refuse to go on with other text.
@@ -175,9 +185,13 @@ class RunState:
             DataError: the tokens are not those of the checkpoint.
         """
         # Older checkpoints noted less, so only what they noted is compared.
-        if {name: found.get(name) for name in self.text} != self.text:
-            count, before = found["num_tokens"], self.text.get("num_tokens")
-            what = f"it has {count} tokens to train on instead of {before}" if count != before else "its tokens differ"
+        noted = {name: found.get(name) for name in self.text}
+        if noted != self.text:
+            count = found["num_tokens"]
+            before = self.text.get("num_tokens")
+            what = "its tokens differ"
+            if count != before:
+                what = f"it has {count} tokens to train on instead of {before}"
             raise DataError(
                 f"the text is not that of the checkpoint: {what}. Bring the old text back, or add --accept-changes."
             )
@@ -189,6 +203,7 @@ def read_tiles(stored: Mapping[str, Any]) -> dict[str, Decision]:
     Raises:
         CheckpointError: what is there is of another type.
     """
+    # Whatever else than mappings of these keywords the file has ends in one of these errors.
     try:
         found = {path: _decision(**told) for path, told in stored.get("tiles", {}).items()}
     except (TypeError, AttributeError) as error:
@@ -198,9 +213,11 @@ def read_tiles(stored: Mapping[str, Any]) -> dict[str, Decision]:
 
 def _decision(why_whole: object, keywords: Any) -> Decision:  # noqa: ANN401 - whatever the file has
     """Return what a checkpoint notes about one module; a TypeError says that it does not."""
-    is_named = isinstance(keywords, list) and all(isinstance(name, str) for name in keywords)
-    if not is_named or not (why_whole is None or isinstance(why_whole, str)):
+    if not isinstance(keywords, list) or not isinstance(why_whole, str | None):
         raise TypeError(why_whole)
+    for name in keywords:
+        if not isinstance(name, str):
+            raise TypeError(name)
     return Decision(why_whole, tuple(keywords))
 
 
@@ -218,8 +235,9 @@ def write_numbers(path: Path, config: RunConfig, origin: Mapping[str, str]) -> N
         ConfigError: it cannot be written.
     """
     note = {"config": _numeric(_plain(config)), "origin": dict(origin)}
+    text = json.dumps({**note, "digest": digest_of(note)})
     try:
-        replace_file(path, json.dumps({**note, "digest": digest_of(note)}).encode())
+        replace_file(path, text.encode())
     except OSError as error:
         raise ConfigError(
             f"output.directory: cannot write {path}: {error.strerror}. Check the drive and your rights there."
@@ -254,8 +272,10 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
         changes = [f"{path.name} is damaged"]
     else:
         is_bound = config.model.lora is not None and note.get("origin")
-        now = _numeric(_plain(config))
-        changes = list(differences({**ADDED, **note["config"]}, now, {PLACE} if is_bound else ()))
+        free = {PLACE} if is_bound else set()
+        before = ADDED | note["config"]
+        changes = list(differences(before, _numeric(_plain(config)), free))
+
     if changes and not accepts_changes:
         raise ConfigError(
             f"these are not the numbers that {path.parent} began with: {'; '.join(changes)}. Set them in its "
@@ -295,9 +315,12 @@ def _plain(config: RunConfig) -> dict[str, Any]:
 
 def _numeric(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that change numbers, by their dotted names."""
-    return ADDED | {
-        f"{section}.{name}": value
-        for section, settings in config.items()
-        for name, value in settings.items()
-        if section not in FREE_SECTIONS and f"{section}.{name}" not in FREE
-    }
+    # What an older version did not have counts as what it did.
+    numeric = dict(ADDED)
+    for section, settings in config.items():
+        if section in FREE_SECTIONS:
+            continue
+        for name, value in settings.items():
+            if f"{section}.{name}" not in FREE:
+                numeric[f"{section}.{name}"] = value
+    return numeric

@@ -124,6 +124,8 @@ class Savepoint:
         Raises:
             SavepointError: names both.
         """
+        # A part is the raw blocks of one shard, which is of no use to another number of ranks. On other hosts the
+        # block files of a rank would lie on drives that it does not see.
         crew = ranks or Alone()
         made = f"ranks: {len(self.parts)}, hosts: {self.hosts}"
         found = f"ranks: {crew.size}, hosts: {_num_hosts(crew)}"
@@ -146,11 +148,8 @@ class Savepoint:
 
         # The manifest says only what to compare with. Where bytes are read and written follows from this run's
         # placement.
-        last = session.placement.generations
-        fits = all(type(place) is int and 0 <= place < last for place in part.generations.values())
-        lies = set(part.generations) == set(session.placement.spilled) and part.placement == fingerprint(session)
         with crew.together():
-            if not (fits and lies):
+            if not _fits(part, session):
                 changes = "; ".join(self.state.changes_of_blocks(config)) or "by other settings, or rates of the drives"
                 reason = f"its blocks lay elsewhere ({changes}). Give it what it had."
                 raise SavepointError(str(self.path), reason, self.before)
@@ -167,8 +166,10 @@ class Savepoint:
         crew = session.ranks or Alone()
         part = self.parts[crew.rank]
         blocks = session.blocks
+
         # Set before anything is read, because the blocks' keys depend on it; kept, so that no update overwrites it.
-        blocks.generations.valid.update({unit: Generation(nvme=place) for unit, place in part.generations.items()})
+        for unit, place in part.generations.items():
+            blocks.generations.valid[unit] = Generation(nvme=place)
         blocks.generations.keep()
 
         with session.player.loading(), crew.together(), _refusing(self.path, self.before):
@@ -181,6 +182,15 @@ class Savepoint:
                 blocks.share_frozen(unit)
 
         crew.first(lambda: prune(self.path.parent, 1))
+
+
+def _fits(part: RankPart, session: Session) -> bool:
+    """Whether the blocks of a part lie where those of a session will."""
+    placement = session.placement
+    for place in part.generations.values():
+        if type(place) is not int or not 0 <= place < placement.generations:
+            return False
+    return part.generations.keys() == set(placement.spilled) and part.placement == fingerprint(session)
 
 
 def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str, Any]) -> int:
@@ -224,7 +234,8 @@ def _write(session: Session, target: Path, step: int, state: Mapping[str, Any]) 
         written = crew.agree((num_bytes, part))
         with crew.together():
             if crew.rank == 0:
-                _write_manifest(partial / MANIFEST_FILE, state, _num_hosts(crew), [part for _, part in written])
+                parts = [part for _, part in written]
+                _write_manifest(partial / MANIFEST_FILE, state, _num_hosts(crew), parts)
 
             # Before the folder gets its name: a savepoint whose block files go with the process would be lost.
             _keep_files(session, True)
@@ -232,6 +243,7 @@ def _write(session: Session, target: Path, step: int, state: Mapping[str, Any]) 
 
 
 def _make_folder(partial: Path) -> None:
+    # A kill may have left a folder of the same hidden name.
     partial.parent.mkdir(mode=0o700, exist_ok=True)
     remove_leftovers(partial.parent)
     partial.mkdir(mode=0o700)
@@ -273,6 +285,7 @@ def drop_savepoint(session: Session, folder: Path) -> None:
     Raises:
         TransferError: it cannot be removed.
     """
+    # In this order: files that go with the run while there is a savepoint would leave one that nobody can go on from.
     (session.ranks or Alone()).first(lambda: remove_savepoints(folder))
     session.blocks.generations.release()
     _keep_files(session, False)
@@ -298,8 +311,9 @@ def check_savepoint_room(session: Session, folder: Path) -> None:
         CapacityError: there is less room.
     """
     # The one before is removed only when the next one is whole, so a run without any needs room for two.
-    num_parts = (session.ranks or Alone()).size
-    needed = (1 + (not checkpoints(folder))) * num_parts * resident_bytes(session)
+    crew = session.ranks or Alone()
+    num_savepoints = 1 if checkpoints(folder) else 2
+    needed = num_savepoints * crew.size * resident_bytes(session)
     free = free_bytes(folder.parent)
     if needed > free:
         remedy = "Free space there, set output.savepoint_every to 0, or name another output.directory."
@@ -335,7 +349,10 @@ def _write_manifest(path: Path, state: Mapping[str, Any], hosts: int, parts: Seq
     """Write the manifest of a savepoint."""
     found = {"state": state, "hosts": hosts, "parts": parts}
     text = json.dumps({"format": FORMAT, "digest": digest_of(found), **found})
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+
+    # For this user alone from the first moment on, and never through a link that somebody put in its place.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
         file.write(text)
 
 
@@ -346,7 +363,8 @@ def _read_manifest(path: Path) -> tuple[RunState, int, list[RankPart]]:
         CheckpointError: it is no manifest of ours, or damaged.
     """
     stored = read_json(path)
-    if (number := stored.get("format")) not in tuple(FIELDS):
+    number = stored.get("format")
+    if number not in tuple(FIELDS):
         what = f"{path} is no savepoint that this version of megatier reads (format {FORMAT})"
         raise CheckpointError(f"{what}. Use the version that wrote it.")
 
@@ -359,7 +377,10 @@ def _read_manifest(path: Path) -> tuple[RunState, int, list[RankPart]]:
     if number != FORMAT:
         fields = UNBOUND_PART if number == UNBOUND_FORMAT else PART
         return state, 1, [_read_part(path, found, "", fields)]
-    parts = [_read_part(path, part, _folder_of(rank), PART) for rank, part in enumerate(found["parts"])]
+
+    parts = []
+    for rank, part in enumerate(found["parts"]):
+        parts.append(_read_part(path, part, _folder_of(rank), PART))
     return state, found["hosts"], parts
 
 
@@ -370,10 +391,12 @@ def _read_part(path: Path, stored: Any, folder: str, fields: Mapping[str, type])
         DamagedCheckpointError: it is none.
     """
     found = _fields(path, stored, fields)
-    manifest = Manifest.read(path, found["manifest"]) if "manifest" in found else None
-    if manifest is not None and manifest.step != step_of(path.parent):
-        raise DamagedCheckpointError(str(path), f"is of another savepoint: that of step {manifest.step}")
-    return RankPart(folder=folder, placement=found["placement"], generations=found["generations"], manifest=manifest)
+    manifest = None
+    if "manifest" in found:
+        manifest = Manifest.read(path, found.pop("manifest"))
+        if manifest.step != step_of(path.parent):
+            raise DamagedCheckpointError(str(path), f"is of another savepoint: that of step {manifest.step}")
+    return RankPart(folder=folder, manifest=manifest, **found)
 
 
 def _fields(path: Path, stored: Any, fields: Mapping[str, type]) -> dict[str, Any]:  # noqa: ANN401
@@ -382,8 +405,12 @@ def _fields(path: Path, stored: Any, fields: Mapping[str, type]) -> dict[str, An
     Raises:
         DamagedCheckpointError: one is missing or of another type.
     """
-    if not isinstance(stored, dict) or any(type(stored.get(name)) is not kind for name, kind in fields.items()):
+    if not isinstance(stored, dict):
         raise _damaged(path)
+    for name, kind in fields.items():
+        # By type and not by isinstance, because True is no number of hosts.
+        if type(stored.get(name)) is not kind:
+            raise _damaged(path)
     return {name: stored[name] for name in fields}
 
 

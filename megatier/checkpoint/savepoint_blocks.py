@@ -54,13 +54,19 @@ def resident_bytes(session: Session) -> int:
 
 def fingerprint(session: Session) -> str:
     """Return a digest of where every block of state lies, in all of its generations on NVMe."""
+    # A digest is compared, and no place is read from the manifest: whoever has written that cannot lead a run to other
+    # bytes than its own plan names.
     blocks = session.blocks
     lies: dict[str, Any] = {}
     for (unit, kind), home in session.placement.homes.items():
+        stripes = []
         places = blocks.generations.places(unit, kind) if home is Tier.NVME else ()
-        extents = [session.store.extents[block_key(unit, kind, place)] for place in places]
-        stripes = [[astuple(stripe) for stripe in extent.stripes] for extent in extents]
-        lies[block_key(unit, kind)] = [str(home), blocks.whole(unit, kind)[1], stripes]
+        for place in places:
+            extent = session.store.extents[block_key(unit, kind, place)]
+            stripes.append([astuple(stripe) for stripe in extent.stripes])
+
+        _, size = blocks.whole(unit, kind)
+        lies[block_key(unit, kind)] = [str(home), size, stripes]
     return digest_of(lies)
 
 
@@ -76,20 +82,24 @@ def write_blocks(session: Session, folder: Path) -> tuple[int, dict[str, list[in
     resident = _resident_blocks(session)
 
     # The checksums of all blocks on NVMe are written as one array, block after block.
-    table = np.concatenate([extent.checksums for extent in _spilled_extents(session)] or [np.zeros(0, np.uint32)])
+    tables = [extent.checksums for extent in _spilled_extents(session)]
+    table = np.concatenate(tables or [np.zeros(0, np.uint32)])
+    sizes = [block.num_bytes for block in resident]
+
     found: dict[str, list[int]] = {}
-    with _files([*(block.num_bytes for block in resident), table.nbytes]) as files:
+    with _files([*sizes, table.nbytes]) as files:
         for block in resident:
             node = f"{STATE_FOLDER}/{block.name}"
             with session.store.lease(block.key, block.home) as lease:
-                found[node] = _write_words(files, folder / node, lease.bytes.view(torch.int32))
+                words = lease.bytes.view(torch.int32)
+                found[node] = _write_words(files, folder / node, words)
 
         if table.size:
             words = torch.from_numpy(table.view(np.int32))
             found[CHECKSUM_FOLDER] = _write_words(files, folder / CHECKSUM_FOLDER, words)
         files.flush()
 
-    return sum(block.num_bytes for block in resident) + table.nbytes, found
+    return sum(sizes) + table.nbytes, found
 
 
 def read_blocks(session: Session, folder: Path, manifest: Manifest | None) -> None:
@@ -115,16 +125,18 @@ def read_blocks(session: Session, folder: Path, manifest: Manifest | None) -> No
     arrays = [_array(manifest, folder, node, size) for node, size in sizes.items()]
 
     with _files(sizes.values()) as files:
-        for index, first, values in files.read(arrays):
-            span = (WORD_BYTES * first, WORD_BYTES * (first + values.numel()))
+        for index, first, words in files.read(arrays):
+            values = words.view(torch.uint8)
+            start = WORD_BYTES * first
+            stop = start + values.numel()
             if index == len(resident):
-                table.view(np.uint8)[slice(*span)] = values.view(torch.uint8).numpy()
+                table.view(np.uint8)[start:stop] = values.numpy()
                 continue
 
             block = resident[index]
-            with session.store.lease(block.key, block.home, span, fresh=True) as lease:
-                lease.bytes.copy_(values.view(torch.uint8))
-            session.store.mark_dirty(block.key, block.home, span)
+            with session.store.lease(block.key, block.home, (start, stop), fresh=True) as lease:
+                lease.bytes.copy_(values)
+            session.store.mark_dirty(block.key, block.home, (start, stop))
 
     # The store compares what it reads from NVMe with these from now on.
     for extent in extents:
@@ -148,14 +160,16 @@ def verify_spilled(session: Session) -> None:
     for unit in blocks.units:
         spilled = blocks.spilled(unit)
         for elements, kinds in blocks.runs(unit):
-            if on_nvme := [kind for kind in kinds if kind in spilled]:
+            on_nvme = [kind for kind in kinds if kind in spilled]
+            if on_nvme:
                 chunks.append((unit, elements, on_nvme))
 
     # The store verifies whatever it reads, so it is enough to lease every chunk.
     for index, (unit, elements, on_nvme) in enumerate(chunks):
         for name, ahead, ahead_kinds in chunks[index + 1 : index + 2]:
             for kind in ahead_kinds:
-                store.prefetch(blocks.key(name, kind), Tier.RAM, blocks.span(name, kind, ahead), wait=True)
+                span = blocks.span(name, kind, ahead)
+                store.prefetch(blocks.key(name, kind), Tier.RAM, span, wait=True)
         with blocks.open_state(unit, elements, on_nvme):
             pass
 
@@ -163,12 +177,12 @@ def verify_spilled(session: Session) -> None:
 def _valid_blocks(session: Session) -> list[ValidBlock]:
     """Return all blocks of state, in an order that is the same in every process."""
     blocks = session.blocks
-    return [
-        ValidBlock(
-            name=block_key(unit, kind), key=blocks.key(unit, kind), num_bytes=blocks.whole(unit, kind)[1], home=home
-        )
-        for (unit, kind), home in sorted(session.placement.homes.items())
-    ]
+    found = []
+    for (unit, kind), home in sorted(session.placement.homes.items()):
+        _, size = blocks.whole(unit, kind)
+        key = blocks.key(unit, kind)
+        found.append(ValidBlock(name=block_key(unit, kind), key=key, num_bytes=size, home=home))
+    return found
 
 
 def _resident_blocks(session: Session) -> list[ValidBlock]:
@@ -185,15 +199,18 @@ def _write_words(files: ChunkFiles, folder: Path, words: Tensor) -> list[int]:
     """Write int32 [n] as an array, and return the checksum of each of its files."""
     writer = ArrayWriter(files, folder, Grid.of(words.shape))
     for first, target in writer.rooms(0, words.numel()):
-        target.view(torch.int32).copy_(words[first : first + target.numel()])
+        # As words and not as fp32: whether a copy keeps every NaN is up to the processor.
+        stop = first + target.numel()
+        target.view(torch.int32).copy_(words[first:stop])
     return list(writer.checksums.values())
 
 
 def _array(manifest: Manifest | None, folder: Path, node: str, num_bytes: int) -> StoredArray:
     """Return where an array of so many bytes lies, with its checksums if there is a manifest that has them."""
+    grid = _grid(num_bytes)
     if manifest is None:
-        return StoredArray(folder / node, _grid(num_bytes))
-    return manifest.array(folder, node, _grid(num_bytes), has_metadata=False)
+        return StoredArray(folder / node, grid)
+    return manifest.array(folder, node, grid, has_metadata=False)
 
 
 def _grid(num_bytes: int) -> Grid:
@@ -202,4 +219,5 @@ def _grid(num_bytes: int) -> Grid:
 
 def _files(sizes: Iterable[int]) -> ChunkFiles:
     """Open staging buffers that take the chunks of arrays of these bytes."""
-    return ChunkFiles(max(_grid(size).chunk_elements for size in sizes if size), NUM_THREADS)
+    largest = max(_grid(size).chunk_elements for size in sizes if size)
+    return ChunkFiles(largest, NUM_THREADS)
