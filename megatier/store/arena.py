@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -90,14 +89,17 @@ class Arena:
 
     def _pin(self) -> None:
         """Page-lock the memory in pieces that end where an address is a multiple of their size, as `lanes` knows."""
+        pieces = cut_at_addresses(self.address, self.num_bytes, LOCKED_BYTES)
         try:
-            self._lock = PageLock(self.address, cut_at_addresses(self.address, self.num_bytes, LOCKED_BYTES))
+            self._lock = PageLock(self.address, pieces)
         except MegatierError as error:
             raise CapacityError("ram", self.num_bytes, 0, f"{error} Lower tiers.ram.") from error
 
     def _device_bytes(self, device: torch.device, allocate: Allocate | None) -> torch.Tensor:
-        zeros = partial(torch.zeros, dtype=torch.uint8, device=device)
-        filled = (allocate or zeros)(self.num_bytes)
+        if allocate is not None:
+            filled = allocate(self.num_bytes)
+        else:
+            filled = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
 
         # The lanes copy on other streams, which do not wait for the one that fills.
         torch.cuda.synchronize(device)
@@ -106,7 +108,8 @@ class Arena:
     def _mapped_bytes(self) -> torch.Tensor:
         """Return a mapping of zeros, each page of which was touched."""
         # It is private, since the shared mapping that Python makes by default gets no huge pages.
-        mapping = mmap.mmap(-1, self.num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapping = mmap.mmap(-1, self.num_bytes + HUGE_PAGE_BYTES, flags=private)
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
         # A forked child (a worker of a DataLoader) does not get it. Else the fork would mark every page, and whichever
@@ -123,7 +126,8 @@ class Arena:
 
         # A thread touches cold memory of a virtual machine at 0.5 GB/s, so several threads do it.
         pieces = used.split(POPULATE_BYTES)
-        with closing(Workers(len(os.sched_getaffinity(0)), "megatier-arena")) as workers:
+        num_cores = len(os.sched_getaffinity(0))
+        with closing(Workers(num_cores, "megatier-arena")) as workers:
             workers.map(lambda piece: fill_bytes(piece, 0), pieces)
         return used
 
@@ -174,8 +178,11 @@ class SlotPool:
 
     def take_back(self) -> None:
         """Make all slots free, whoever has them. Nothing may move in them any more."""
-        offsets = (self._offset + number * self.slot_bytes for number in range(self.num_slots))
-        self._free = deque(Slot(offset=offset, num_bytes=self.slot_bytes, pool=self) for offset in offsets)
+        self._free: deque[Slot] = deque()
+        for number in range(self.num_slots):
+            offset = self._offset + number * self.slot_bytes
+            slot = Slot(offset=offset, num_bytes=self.slot_bytes, pool=self)
+            self._free.append(slot)
 
     @property
     def num_free(self) -> int:

@@ -35,24 +35,27 @@ class Blocks:
             CapacityError: the home tier's budget is used up.
             ValueError: it is not of a whole number of bytes, at least 1, of which `elsewhere` are a part.
         """
-        sizes = spec.num_bytes, spec.elsewhere
-        if any(type(size) is not int for size in sizes) or not 0 <= spec.elsewhere <= spec.num_bytes or not sizes[0]:
-            raise ValueError(f"block {spec.key} has {sizes[0]!r} bytes, {sizes[1]!r} elsewhere. Give it 1 at least.")
+        size = spec.num_bytes
+        elsewhere = spec.elsewhere
+        are_whole = type(size) is int and type(elsewhere) is int
+        if not are_whole or size < 1 or not 0 <= elsewhere <= size:
+            raise ValueError(f"block {spec.key} has {size!r} bytes, {elsewhere!r} elsewhere. Give it 1 at least.")
 
         # A scratch block has no home: its bytes are in slots and in no other place.
         block = Block(spec=spec)
         if spec.home is Tier.NVME:
             if self._files is None:
-                raise CapacityError("nvme", spec.num_bytes, 0, "Give the store at least one mount.")
-            block.extent = self.extents[spec.key] = self._files.reserve(spec.num_bytes, spec.elsewhere)
+                raise CapacityError("nvme", size, 0, "Give the store at least one mount.")
+            block.extent = self._files.reserve(size, elsewhere)
+            self.extents[spec.key] = block.extent
             self._reservation.home(spec, Tier.NVME)
         elif spec.home is not None:
             offset = self._reservation.home(spec, spec.home)
 
             # A home has all bytes of its block, and they are valid: an arena is full of zeros.
-            block.copies.append(
-                Copy(block=block, tier=spec.home, span=block.whole, offset=offset, fills={block.whole: None})
-            )
+            whole = block.whole
+            home = Copy(block=block, tier=spec.home, span=whole, offset=offset, fills={whole: None})
+            block.copies.append(home)
         self.by_key[spec.key] = block
 
     def find(self, key: str) -> Block:
@@ -74,9 +77,13 @@ class Blocks:
             SpanError: the span is not within the block, or cuts a granule.
         """
         block = self.find(key)
-        start, stop = span = span or block.whole
-        granule = self._files.options.granule_bytes if self._files is not None and block.extent is not None else 1
-        is_inside = 0 <= start < stop <= block.spec.num_bytes
-        if not is_inside or start % granule or (stop % granule and stop != block.spec.num_bytes):
-            raise SpanError(key, span, block.spec.num_bytes, granule)
-        return block, span
+        size = block.spec.num_bytes
+        start, stop = span or block.whole
+        granule = 1
+        if self._files is not None and block.extent is not None:
+            granule = self._files.options.granule_bytes
+
+        is_inside = 0 <= start < stop <= size
+        if not is_inside or start % granule or (stop % granule and stop != size):
+            raise SpanError(key, (start, stop), size, granule)
+        return block, (start, stop)

@@ -74,7 +74,9 @@ class Copies:
 
     def view(self, copy: Copy, span: Span) -> torch.Tensor:
         """Return the bytes of a span of a copy, as uint8 [stop - start]."""
-        return self._reservation.view(copy.tier, copy.offset + span[0] - copy.span[0], span[1] - span[0])
+        start, stop = span
+        first, _ = copy.span
+        return self._reservation.view(copy.tier, copy.offset + start - first, stop - start)
 
     def copy_for(self, block: Block, tier: Tier, span: Span, *, wait: bool) -> Copy:
         """Return the copy to use for a span, unless another tier alone has its newest bytes.
@@ -89,8 +91,11 @@ class Copies:
 
         # Bytes for the gpu come through ram, from a dirty copy there too. All others come from home, which does not
         # have the newest bytes if a copy beyond this tier is dirty.
-        if (tier is Tier.RAM or block.spec.home is Tier.GPU) and any(copy.unsafe(span) for copy in block.on(beyond)):
-            raise DirtyBlockError(f"block {block.spec.key} has newer bytes on {beyond}; write them back first.")
+        if tier is Tier.RAM or block.spec.home is Tier.GPU:
+            for copy in block.on(beyond):
+                if copy.unsafe(span):
+                    key = block.spec.key
+                    raise DirtyBlockError(f"block {key} has newer bytes on {beyond}; write them back first.")
         return self.place(block, tier, span, wait=wait)
 
     def place(self, block: Block, tier: Tier, span: Span, *, wait: bool) -> Copy:
@@ -116,12 +121,14 @@ class Copies:
                     return copy
 
             # The copies of a block in one tier never overlap, so one that has a part of these bytes has to go first.
-            if others := [copy for copy in block.on(tier) if overlap(copy.span, wanted)]:
+            others = [copy for copy in block.on(tier) if overlap(copy.span, wanted)]
+            if others:
                 self._clear(others[0])
                 continue
 
             pool = self._reservation.pool(tier, block.spec, wanted[1] - wanted[0])
-            if (slot := self._take(pool, wait=wait)) is not None:
+            slot = self._take(pool, wait=wait)
+            if slot is not None:
                 copy = Copy(block=block, tier=tier, span=wanted, offset=slot.offset, slot=slot)
                 block.copies.append(copy)
                 self._slotted[copy] = None
@@ -146,7 +153,8 @@ class Copies:
 
         Copies that were prefetched and not used yet come last. They keep their slots if a wait would give another one.
         """
-        if (slot := pool.take()) is not None:
+        slot = pool.take()
+        if slot is not None:
             return slot
 
         # Three kinds of bytes are in no other place, so their copies keep their slots: scratch bytes (which have no
@@ -158,7 +166,9 @@ class Copies:
 
         # A copy that is not busy has no write whose end could make a difference, so evicting it frees its slot at once.
         for copy in sorted(idle, key=lambda copy: copy.is_ahead):
-            if copy.block.spec.home is not None and copy not in busy and not (copy.is_ahead and wait and busy):
+            is_scratch = copy.block.spec.home is None
+            waits_instead = copy.is_ahead and wait and busy
+            if not is_scratch and copy not in busy and not waits_instead:
                 self.evict(copy)
                 return pool.take()
         return None
@@ -180,7 +190,8 @@ class Copies:
 
         # The second way is anything that somebody does with the lock held, and all of that calls `wake`. No wake is
         # lost: the latch is in the list before this lets go of the lock.
-        self._waiting_for_slot.append(latch := _native.Latch())
+        latch = _native.Latch()
+        self._waiting_for_slot.append(latch)
         self._unlocked(latch.wait)
 
     def _unlocked(self, wait: Callable[[], object]) -> None:
@@ -197,7 +208,8 @@ class Copies:
 
     def occupants(self, copy: Copy) -> list[Transfer]:
         """Return the transfers that must have ended before the bytes of a copy may be overwritten."""
-        return [*copy.in_use(), *(copy.slot.pending if copy.slot is not None else [])]
+        pending = copy.slot.pending if copy.slot is not None else []
+        return [*copy.in_use(), *pending]
 
     def evict(self, copy: Copy) -> None:
         """Drop a copy in a slot: now, or once the state that is being written from it is home.
@@ -236,6 +248,7 @@ class Copies:
             LeaseHeldError: it is leased.
             TransferError: a write-back of it failed.
         """
+        # Marks of writes under way stay, since the slot is theirs until they end. A leased copy is refused as it is.
         if not copy.num_leases:
             copy.unwritten = {span: transfer for span, transfer in copy.unwritten.items() if transfer is not None}
         self.evict(copy)

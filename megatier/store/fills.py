@@ -15,6 +15,8 @@ Every method is called with the lock of `Copies` held; `bring` lets go of it whi
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from megatier.address import address_of
@@ -58,9 +60,10 @@ class Fills:
         """
         # A slot whose fill failed is filled again. Bytes that failed to get home may be in no other place, so the error
         # of their transfer is raised.
-        for transfer in copy.arriving(span) if copy.slot is None else ():
-            if transfer.failed():
-                transfer.wait()
+        if copy.slot is None:
+            for transfer in copy.arriving(span):
+                if transfer.failed():
+                    transfer.wait()
         copy.forget_failures()
 
         # Passing through RAM may wait for a slot there, without the lock. The lease keeps others from taking the slot
@@ -88,19 +91,15 @@ class Fills:
         assert extent is not None
         assert slot is not None
         key = copy.block.spec.key
+        start, stop = span
+        address = address_of(self._copies.view(copy, span), torch.uint8, stop - start)
 
         # No write has to come before this read: `place` gives no second slot for bytes that are still being written
         # (rule 3 of `copies`). The last page of a block is moved whole. A slot has room for it, because its size is in
         # whole pages.
-        address = address_of(self._copies.view(copy, span), torch.uint8, span[1] - span[0])
-        stop = extent.padded(span[1])
-        transfer = self._lanes.submit(
-            "nvme_to_ram",
-            key,
-            stop - span[0],
-            lambda: files.read(key, extent, span[0], stop, address),
-            behind=slot.pending,
-        )
+        end = extent.padded(stop)
+        read = partial(files.read, key, extent, start, end, address)
+        transfer = self._lanes.submit("nvme_to_ram", key, end - start, read, behind=slot.pending)
         assign(copy.fills, span, transfer)
 
     def _fill_ram(self, copy: Copy, span: Span) -> None:
@@ -115,7 +114,8 @@ class Fills:
         # Compute that was enqueued by now may still be writing the bytes, so the copy comes after it.
         after = [*source.arriving(span), *self._lanes.point(key)]
         target = self._copies.view(copy, span)
-        transfer = self._lanes.to_ram(key, target, self._copies.view(source, span), after, copy.slot.pending)
+        brought = self._copies.view(source, span)
+        transfer = self._lanes.to_ram(key, target, brought, after, copy.slot.pending)
         assign(copy.fills, span, transfer)
         source.use(transfer)
 
@@ -123,11 +123,12 @@ class Fills:
         """Start copying from RAM to the GPU. Bytes on NVMe pass through RAM in pieces that fit there, or go past it."""
         assert copy.slot is not None
         block = copy.block
-        key = copy.block.spec.key
+        key = block.spec.key
+        queue = queue_to_gpu(block.spec.kind)
 
         # Any round may wait for a slot in RAM, without the lock. So each round asks anew whether RAM has its bytes.
         for part in self._ram_spans(block, span):
-            passing = not any(c.holds(part) and c.is_usable() for c in block.on(Tier.RAM))
+            passing = not any(other.holds(part) and other.is_usable() for other in block.on(Tier.RAM))
             if passing and self._reader is not None and block.extent is not None:
                 self._read_past_ram(copy, part, self._reader)
                 continue
@@ -137,8 +138,8 @@ class Fills:
             after = source.arriving(part)
             behind = copy.slot.pending
             target = self._copies.view(copy, part)
-            queue = queue_to_gpu(block.spec.kind)
-            transfer = self._lanes.to_gpu(key, target, self._copies.view(source, part), after, behind, queue=queue)
+            brought = self._copies.view(source, part)
+            transfer = self._lanes.to_gpu(key, target, brought, after, behind, queue=queue)
             assign(copy.fills, part, transfer)
 
             # Bytes that only pass give their slot in RAM back at once, since another piece may need it. The move is
@@ -150,25 +151,24 @@ class Fills:
     def _read_past_ram(self, copy: Copy, span: Span, reader: GpuReader) -> None:
         """Start reading from NVMe to the GPU past RAM. Bytes that are leaving RAM for NVMe are written first."""
         block = copy.block
-        extent = copy.block.extent
+        key = block.spec.key
+        extent = block.extent
         assert extent is not None
         assert copy.slot is not None
 
-        target = self._copies.view(copy, (span[0], extent.padded(span[1])))
+        start, stop = span
+        target = self._copies.view(copy, (start, extent.padded(stop)))
 
         # The extent is stale until the newest bytes are written, so the read fails if such a write does. Older writes
         # to the extent only have to be over, however they end.
         leaving = [other for other in block.on(Tier.RAM) if not other.is_usable()]
-        after = [t for other in leaving for t in other.unwritten.values() if t is not None]
-        behind = [*copy.slot.pending, *(t for other in leaving for t in other.writes())]
-        transfer = self._lanes.submit(
-            "nvme_to_gpu",
-            block.spec.key,
-            target.numel(),
-            lambda: reader.read(block.spec.key, extent, span[0], target),
-            after,
-            behind,
-        )
+        after = [move for other in leaving for move in other.unwritten.values() if move is not None]
+        behind = [*copy.slot.pending]
+        for other in leaving:
+            behind += other.writes()
+
+        read = partial(reader.read, key, extent, start, target)
+        transfer = self._lanes.submit("nvme_to_gpu", key, target.numel(), read, after, behind)
         assign(copy.fills, span, transfer)
 
         # Other reads of an extent fill a slot in RAM, which a write of these bytes then waits for. This one has none,
@@ -181,8 +181,13 @@ class Fills:
         Raises:
             BlockNotFoundError: the block is scratch, and RAM does not have all of these bytes.
         """
-        copies = [copy.span for copy in block.on(Tier.RAM) if overlap(copy.span, span) and copy.is_usable()]
-        parts = [(max(start, span[0]), min(stop, span[1])) for start, stop in copies]
+        first, last = span
+        parts: list[Span] = []
+        for copy in block.on(Tier.RAM):
+            if overlap(copy.span, span) and copy.is_usable():
+                start, stop = copy.span
+                parts.append((max(start, first), min(stop, last)))
+
         rest = without(span, parts)
         if rest and self._reader is not None and block.extent is not None:
             parts += rest
@@ -192,9 +197,11 @@ class Fills:
             # Pieces are of whole granules, because a read verifies a checksum for each. A slot smaller than a granule
             # is refused by `Reservation.pool` when the piece asks for one.
             granule = self._files.options.granule_bytes if self._files is not None else 1
-            size = max(granule, self._reservation.slot_bytes(Tier.RAM, block.spec) // granule * granule)
+            slot_bytes = self._reservation.slot_bytes(Tier.RAM, block.spec)
+            size = max(granule, slot_bytes // granule * granule)
             for start, stop in rest:
-                parts += [(first, min(first + size, stop)) for first in range(start, stop, size)]
+                for piece in range(start, stop, size):
+                    parts.append((piece, min(piece + size, stop)))
         return sorted(parts)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -89,7 +90,8 @@ class Lanes:
         queue: str = "ram_to_gpu",
     ) -> Transfer:
         """Copy uint8 [n] in RAM to uint8 [n] on the GPU."""
-        return self.submit(queue, key, source.numel(), lambda: self.copy(queue, target, source), after, behind)
+        copy = partial(self.copy, queue, target, source)
+        return self.submit(queue, key, source.numel(), copy, after, behind)
 
     # HOP 4/6: gradient in a GPU slot -> RAM slot
     def to_ram(
@@ -103,7 +105,8 @@ class Lanes:
         queue: str = "gpu_to_ram",
     ) -> Transfer:
         """Copy uint8 [n] on the GPU to uint8 [n] in RAM."""
-        return self.submit(queue, key, source.numel(), lambda: self.copy(queue, target, source), after, behind)
+        copy = partial(self.copy, queue, target, source)
+        return self.submit(queue, key, source.numel(), copy, after, behind)
 
     def carry(self, key: str, target: torch.Tensor, source: torch.Tensor, *, to_gpu: bool) -> Transfer:
         """Copy uint8 [n] of state between RAM and any memory on the GPU, behind the present point of this stream.
@@ -112,7 +115,8 @@ class Lanes:
         """
         # Torch's allocator is not told of the copy: it would hold the memory back for copies that come after this one.
         queue = "state_to_gpu" if to_gpu else "state_to_ram"
-        return self.submit(queue, key, source.numel(), lambda: self._copy(queue, target, source), (), self.point(key))
+        copy = partial(self._copy, queue, target, source)
+        return self.submit(queue, key, source.numel(), copy, (), self.point(key))
 
     def point(self, key: str) -> list[Transfer]:
         """Return the present point of compute, in a list. The list is empty if compute is synchronous."""
@@ -143,7 +147,8 @@ class Lanes:
         """Copy uint8 [n] on a lane, and tell torch's allocator nothing."""
         if self.clock is None:
             size = source.numel()
-            _native.copy(address_of(target, torch.uint8, size), address_of(source, torch.uint8, size), size)
+            to = address_of(target, torch.uint8, size)
+            _native.copy(to, address_of(source, torch.uint8, size), size)
             return
 
         # The piece before is over on the device before the next one is enqueued, so that the lanes of one direction

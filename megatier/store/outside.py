@@ -78,7 +78,9 @@ class Outside:
         if block.extent is not None:
             return self._push_through(block, block.extent, tensor, start)
 
-        copy, inside, outside, behind = self._exchange(key, tensor, start)
+        outside = _bytes_of(tensor)
+        copy, inside = self._home(key, start, outside.numel())
+        behind = [*copy.in_use(), *self._lanes.point(key)]
         transfer = self._lanes.to_ram(key, inside, outside, (), behind)
 
         # The bytes of the home are valid once the copy has ended: a `pull` of them comes after it.
@@ -95,8 +97,11 @@ class Outside:
         if block.extent is not None:
             return self._pull_through(block, block.extent, tensor, start)
 
-        copy, inside, outside, behind = self._exchange(key, tensor, start)
-        transfer = self._lanes.to_gpu(key, outside, inside, copy.arriving((start, start + inside.numel())), behind)
+        outside = _bytes_of(tensor)
+        copy, inside = self._home(key, start, outside.numel())
+        after = copy.arriving((start, start + inside.numel()))
+        behind = [*copy.in_use(), *self._lanes.point(key)]
+        transfer = self._lanes.to_gpu(key, outside, inside, after, behind)
 
         # The copy reads the home: the next `push` into it comes after this.
         copy.use(transfer)
@@ -114,18 +119,18 @@ class Outside:
                 transfer is over.
         """
         key = block.spec.key
+        start, stop = span
         extent = block.extent
-        files = self._files
-        if extent is not None and files is not None:
-            stop = extent.padded(span[1])
-            address = address_of(target, torch.uint8, stop - span[0])
-            return self._lanes.submit("nvme_to_ram", key, 0, lambda: files.read(key, extent, span[0], stop, address))
+        if extent is not None and self._files is not None:
+            end = extent.padded(stop)
+            address = address_of(target, torch.uint8, end - start)
+            read = partial(self._files.read, key, extent, start, end, address)
+            return self._lanes.submit("nvme_to_ram", key, 0, read)
 
+        # This queue's copies let those pass that compute waits for.
         home = block.find(Tier.GPU, span)
-        queue = "state_to_ram"  # its copies let those pass that compute waits for
-        inside = self._copies.view(home, span)
-        outside = target[: span[1] - span[0]]
-        transfer = self._lanes.submit(queue, key, 0, lambda: self._lanes.copy(queue, outside, inside))
+        copy = partial(self._lanes.copy, "state_to_ram", target[: stop - start], self._copies.view(home, span))
+        transfer = self._lanes.submit("state_to_ram", key, 0, copy)
         home.use(transfer)
         return transfer
 
@@ -141,7 +146,8 @@ class Outside:
             # An older step that was given up may still move these bytes of the extent, however that ends.
             first, stop = piece.span
             older = _last_moves(block, piece.span)
-            copied = [self._lanes.to_ram(key, piece.passing, piece.outside, (), [*piece.slot.pending, *point])]
+            behind = [*piece.slot.pending, *point]
+            copied = [self._lanes.to_ram(key, piece.passing, piece.outside, (), behind)]
             write = partial(files.write, key, extent, first, stop, piece.address)
             written = self._lanes.submit("ram_to_nvme", key, stop - first, write, copied, older)
             assign(block.outside, piece.span, written)
@@ -168,14 +174,15 @@ class Outside:
             assign(block.outside, piece.span, read)
 
             # After the copy before, too: whoever waits for the last piece has the error of any other.
-            copied = [self._lanes.to_gpu(key, piece.outside, piece.passing, [read, *copied], point)]
+            after = [read, *copied]
+            copied = [self._lanes.to_gpu(key, piece.outside, piece.passing, after, point)]
             piece.slot.pool.give(piece.slot, copied)
 
         return copied[-1]
 
     def _pieces(self, block: Block, extent: Extent, tensor: torch.Tensor, start: int) -> Iterator[_Piece]:
         """Cut a tensor into pieces that fit into slots in RAM, and take a slot for each. The caller gives it back."""
-        outside = tensor.detach().reshape(-1).view(torch.uint8)
+        outside = _bytes_of(tensor)
         assert self._files is not None
         granule = self._files.options.granule_bytes
         end = start + outside.numel()
@@ -189,31 +196,30 @@ class Outside:
         for first in range(start, end, step):
             part = outside[first - start : first - start + step]
             stop = min(round_up(first + part.numel(), granule), extent.num_bytes)
-            slot = self._reservation.pool(Tier.RAM, block.spec, stop - first).take()
+            size = stop - first
+
+            slot = self._reservation.pool(Tier.RAM, block.spec, size).take()
             assert slot is not None, "each slot is given back before the next one is taken"
-            inside = self._reservation.view(Tier.RAM, slot.offset, stop - first)
-            yield _Piece(
-                outside=part,
-                passing=inside[: part.numel()],
-                slot=slot,
-                address=address_of(inside, torch.uint8, stop - first),
-                span=(first, stop),
-            )
+            inside = self._reservation.view(Tier.RAM, slot.offset, size)
+            address = address_of(inside, torch.uint8, size)
+            yield _Piece(outside=part, passing=inside[: part.numel()], slot=slot, address=address, span=(first, stop))
 
-    def _exchange(
-        self, key: str, tensor: torch.Tensor, start: int
-    ) -> tuple[Copy, torch.Tensor, torch.Tensor, list[Transfer]]:
-        """Return both ends of a move between a home in RAM and a tensor outside, and the transfers that come first.
-
-        The tensor may have been made, or may still be read, by compute that is enqueued now. So the present point of
-        compute comes first as well.
-        """
-        outside = tensor.detach().reshape(-1).view(torch.uint8)
-        block, span = self._blocks.span(key, (start, start + outside.numel()))
+    def _home(self, key: str, start: int, num_bytes: int) -> tuple[Copy, torch.Tensor]:
+        """Return the home of a block in RAM, and its bytes from `start` on."""
+        block, span = self._blocks.span(key, (start, start + num_bytes))
         copy = block.find(Tier.RAM, span)
-        return copy, self._copies.view(copy, span), outside, [*copy.in_use(), *self._lanes.point(key)]
+        return copy, self._copies.view(copy, span)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: uint8, flat."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _last_moves(block: Block, wanted: Span) -> list[Transfer]:
     """The last moves between a part of a block on NVMe and memory outside; some may have ended."""
-    return [move for span, move in block.outside.items() if move is not None and overlap(span, wanted)]
+    moves = []
+    for span, move in block.outside.items():
+        if move is not None and overlap(span, wanted):
+            moves.append(move)
+    return moves

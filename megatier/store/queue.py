@@ -130,8 +130,8 @@ class Queue:
         """Work on the items, one after the other, until `close`. This is the body of the worker thread."""
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
-        context = torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
-        with context:
+        stream = torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+        with stream:
             while (item := self._items.get()) is not None:
                 transfer, start = item
                 self._num_begun += 1

@@ -62,13 +62,17 @@ class Reservation:
 
     def default_slots(self, tier: Tier, passing: Sequence[int]) -> None:
         """If no slots were asked for in a tier, make the rest of its budget slots for blocks of these sizes."""
-        room = (self._budgets[tier] - self._home_bytes(tier)) // PAGE_BYTES * PAGE_BYTES
-        if not passing or not room or any(t is tier for t, _ in self._wanted):
+        if not passing or any(other is tier for other, _ in self._wanted):
+            return
+        left = self._budgets[tier] - self._home_bytes(tier)
+        room = left // PAGE_BYTES * PAGE_BYTES
+        if not room:
             return
 
         # The slots are as large as the largest block that fits. A block that is larger passes in spans.
-        size = max((size for size in map(round_up, passing) if size <= room), default=room)
-        self._wanted[tier, None] = (size, min(len(passing), room // size))
+        sizes = [round_up(size) for size in passing]
+        largest = max((size for size in sizes if size <= room), default=room)
+        self._wanted[tier, None] = (largest, min(len(passing), room // largest))
 
     def allocate(self, device: torch.device) -> None:
         """Cut the slots and allocate the arenas.
@@ -81,7 +85,8 @@ class Reservation:
             size = self._home_bytes(tier)
             for (pool_tier, kind), (slot_bytes, num_slots) in self._wanted.items():
                 if pool_tier is tier:
-                    pool = self._pools[tier, kind] = SlotPool(size, slot_bytes, num_slots)
+                    pool = SlotPool(size, slot_bytes, num_slots)
+                    self._pools[tier, kind] = pool
                     size += pool.slot_bytes * num_slots
 
             if size:
@@ -125,7 +130,8 @@ class Reservation:
         Raises:
             ClosedError: the arenas were dropped.
         """
-        if (arena := self._arenas.get(tier)) is None:
+        arena = self._arenas.get(tier)
+        if arena is None:
             raise ClosedError("the store is closed, and its memory is given back. Open another one.")
         return arena.view(offset, num_bytes)
 
@@ -142,7 +148,8 @@ class Reservation:
 
     def _require(self, tier: Tier, num_bytes: int) -> None:
         """Refuse bytes that the budget of a tier has no room for."""
-        free = self._budgets[tier] - self._home_bytes(tier) - self._slot_bytes(tier)
+        taken = self._home_bytes(tier) + self._slot_bytes(tier)
+        free = self._budgets[tier] - taken
         if num_bytes > free:
             raise CapacityError(tier, num_bytes, free, f"Raise the {tier} budget or home fewer blocks there.")
 
@@ -152,4 +159,5 @@ class Reservation:
 
     def _slot_bytes(self, tier: Tier) -> int:
         """Return the bytes of all slots of a tier."""
-        return sum(round_up(size) * count for (t, _), (size, count) in self._wanted.items() if t is tier)
+        wanted = [slots for (t, _), slots in self._wanted.items() if t is tier]
+        return sum(round_up(size) * count for size, count in wanted)

@@ -132,7 +132,9 @@ class Copy:
     def missing(self, span: Span) -> list[Span]:
         """Return the parts of a span that are empty."""
         # The usual question is for the very span that one move filled, so it is answered without looking at all others.
-        return [] if span in self.fills else without(span, self.fills)
+        if span in self.fills:
+            return []
+        return without(span, self.fills)
 
     def arriving(self, span: Span) -> list[Transfer]:
         """Return the transfers after which the span is valid."""
@@ -169,12 +171,15 @@ class Copy:
         # Writes under way keep their marks, also inside the span: the slot is theirs until they end. The span is cut
         # out of all other marks, since bytes that nobody wants must not count as dirty. Each write is asked once if it
         # has ended, so it is in one of the two groups; if it ends just after, `settle` or `evict` finds that.
-        marks = self.unwritten
-        self.unwritten = {}
-        under_way = [other for other, t in marks.items() if t is not None and not t.done()]
-        self.unwritten.update((other, marks.pop(other)) for other in under_way)
-        cut(marks, span)
-        self.unwritten.update(marks)
+        under_way: dict[Span, Transfer | None] = {}
+        others: dict[Span, Transfer | None] = {}
+        for marked, transfer in self.unwritten.items():
+            is_under_way = transfer is not None and not transfer.done()
+            marks = under_way if is_under_way else others
+            marks[marked] = transfer
+
+        cut(others, span)
+        self.unwritten = under_way | others
 
     def settle(self) -> None:
         """Make bytes clean whose write-back ended well."""
@@ -229,8 +234,12 @@ class Block:
         """Return the moves that take bytes of the block home; some may have ended."""
         # A write-back shows in two places: as a mark on the bytes that it takes, and, if home is a copy too, as a fill
         # of that copy.
-        leaving = [mark for copy in self.copies for mark in copy.unwritten.values() if mark is not None]
-        return leaving + [t for copy in self.copies if copy.slot is None for t in copy.arriving(copy.span)]
+        moves: list[Transfer] = []
+        for copy in self.copies:
+            moves += [mark for mark in copy.unwritten.values() if mark is not None]
+            if copy.slot is None:
+                moves += copy.arriving(copy.span)
+        return moves
 
     @property
     def whole(self) -> Span:
@@ -276,6 +285,7 @@ class Block:
             if spans:
                 found[tier] = tuple(sorted(spans))
 
-        if self.extent is not None and (spans := without(self.whole, newer)):
+        spans = without(self.whole, newer)
+        if self.extent is not None and spans:
             found[Tier.NVME] = tuple(spans)
         return found

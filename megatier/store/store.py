@@ -1,6 +1,7 @@
 """The tiered store: named blocks of bytes over GPU memory, pinned RAM and NVMe.
 
-A block always lies in its home tier, and may have copies in faster tiers, whole or in spans. Whoever reads or writes
+A block always lies in its home tier, and may have copies in faster tiers, whole or in spans. If the home is NVMe, spans
+start where granules do (`IoOptions.granule_bytes`), and end where one does, or with the block. Whoever reads or writes
 bytes holds a lease of them, and nothing that is leased is evicted. Each kind of move has a queue of its own
 (`tier.QUEUES`). Bytes from NVMe are verified, and a move that fails leaves the block whole where it was. All memory is
 allocated when the first block is used (`seal`), and never later.
@@ -11,9 +12,6 @@ allocated when the first block is used (`seal`), and never later.
             block.bytes.zero_()
         store.mark_dirty("layer0", Tier.RAM)
         store.write_back("layer0", Tier.RAM).wait()
-
-Spans of a block at home on NVMe start where granules do (`IoOptions.granule_bytes`), and end where one does, or with
-the block.
 
 This file is the face of the store. Below it, `blocks` knows the blocks, `copies` says which copy has which slot,
 `fills` and `write_backs` start moves up and home, `lease` counts leases, and `outside` moves bytes to and from other
@@ -115,7 +113,7 @@ class TieredStore(ClosedWhenDropped):
         mounts = [parse_mount(text) for text in parse_list(nvme)]
         files = BlockFiles(mounts, run_id or secrets.token_hex(6), options or IoOptions()) if mounts else None
         try:
-            budgets[Tier.NVME] = files.capacity_bytes if files else 0
+            budgets[Tier.NVME] = files.capacity_bytes if files is not None else 0
             return cls(budgets, files, torch.device(device), allocate)
         except BaseException:
             if files is not None:
@@ -243,7 +241,8 @@ class TieredStore(ClosedWhenDropped):
         with self._copies.lock, self.tear.call:
             block, span = self._blocks.span(key, span)
             copy = block.find(tier, span)
-            self._copies.drop_stale([c for c in block.copies if c.tier is not tier and c.slot is not None], span)
+            others = [other for other in block.copies if other.tier is not tier and other.slot is not None]
+            self._copies.drop_stale(others, span)
 
             # Bytes at home are never dirty. A scratch block has no home: its bytes on the gpu may go to ram, and stay.
             if block.spec.home is not tier and (block.spec.home is not None or tier is Tier.GPU):
@@ -279,14 +278,15 @@ class TieredStore(ClosedWhenDropped):
             block, span = self._blocks.span(key, span)
             if block.spec.home is tier:
                 raise LastCopyError(f"block {key} is at home on {tier}; it cannot be evicted.")
-            for copy in [c for c in block.on(tier) if c.span == span]:
+            for copy in [copy for copy in block.on(tier) if copy.span == span]:
                 self._copies.evict(copy)
 
     def discard(self, key: str, tier: Tier) -> None:
         """Drop all copies of a block in slots of a tier, as `evict` does, but dirty ones too."""
         with self._copies.lock, self.tear.call:
-            for copy in [copy for copy in self._blocks.find(key).on(tier) if copy.slot is not None]:
-                self._copies.discard(copy)
+            for copy in self._blocks.find(key).on(tier):
+                if copy.slot is not None:
+                    self._copies.discard(copy)
 
     def wake(self) -> None:
         """Let everyone who waits for a slot look again. They fail if something broke off."""

@@ -13,6 +13,8 @@ Every method is called with the lock of `Copies` held; `begin` lets go of it whi
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from megatier.address import address_of
@@ -39,13 +41,14 @@ class WriteBacks:
         It lets go of the lock while it waits for a slot, if `wait`.
         """
         copy.settle()
-        unwritten = [t for other, t in copy.unwritten.items() if overlap(span, other)]
+        unwritten = [move for other, move in copy.unwritten.items() if overlap(span, other)]
         if not unwritten:
             return None
 
         # If one move under way takes all of it, another one is not needed: bytes that changed after it began would have
         # a mark of their own.
-        if len(unwritten) == 1 and (under_way := unwritten[0]) is not None and not under_way.done():
+        under_way = unwritten[0]
+        if len(unwritten) == 1 and under_way is not None and not under_way.done():
             return under_way
         return self._send_home(copy, span, wait=wait)
 
@@ -74,16 +77,15 @@ class WriteBacks:
         assert files is not None
         assert extent is not None
         key = copy.block.spec.key
-        address = address_of(self._copies.view(copy, span), torch.uint8, span[1] - span[0])
-        stop = extent.padded(span[1])
-        return self._lanes.submit(
-            "ram_to_nvme",
-            key,
-            stop - span[0],
-            lambda: files.write(key, extent, span[0], stop, address),
-            copy.arriving(span),
-            [*copy.writes(), *copy.block.reads],
-        )
+        start, stop = span
+        address = address_of(self._copies.view(copy, span), torch.uint8, stop - start)
+
+        # A block's last page is moved whole.
+        end = extent.padded(stop)
+        write = partial(files.write, key, extent, start, end, address)
+        after = copy.arriving(span)
+        behind = [*copy.writes(), *copy.block.reads]
+        return self._lanes.submit("ram_to_nvme", key, end - start, write, after, behind)
 
     def _copy_down(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:
         """Start copying from the GPU to RAM: into the home there, or into a slot.
@@ -106,8 +108,9 @@ class WriteBacks:
         after = [*copy.arriving(span), *compute, *self._lanes.point(key)]
         behind = self._copies.occupants(below)
         target = self._copies.view(below, span)
+        source = self._copies.view(copy, span)
         queue = queue_to_ram(block.spec.kind)
-        transfer = self._lanes.to_ram(key, target, self._copies.view(copy, span), after, behind, queue=queue)
+        transfer = self._lanes.to_ram(key, target, source, after, behind, queue=queue)
         assign(below.fills, span, transfer)
         if block.extent is not None:
             below.dirty(span)  # the bytes are one step nearer to home, and not there yet
@@ -115,11 +118,14 @@ class WriteBacks:
 
     def _copy_up(self, copy: Copy, span: Span) -> Transfer:
         """Start copying from RAM to the home on the GPU."""
-        block = copy.block
         key = copy.block.spec.key
-        home = block.find(Tier.GPU, span)
+        home = copy.block.find(Tier.GPU, span)
         after = copy.arriving(span)
+
+        # Compute may read the old bytes at home in work that is enqueued by now.
         behind = [*self._copies.occupants(home), *self._lanes.point(key)]
-        transfer = self._lanes.to_gpu(key, self._copies.view(home, span), self._copies.view(copy, span), after, behind)
+        target = self._copies.view(home, span)
+        source = self._copies.view(copy, span)
+        transfer = self._lanes.to_gpu(key, target, source, after, behind)
         assign(home.fills, span, transfer)
         return transfer
