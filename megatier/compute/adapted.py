@@ -26,19 +26,29 @@ def is_wrapper(module: nn.Module) -> bool:
 def wrappers_in(module: nn.Module) -> dict[str, Any]:
     """Return PEFT's wrappers of parameters in a module, by the names that these parameters have in it."""
     names = {id(part): name for name, part in module.named_modules()}
-    wrappers: list[Any] = [part for part in module.modules() if is_wrapper(part)]
-    return {f"{names[id(wrapper.get_base_layer())]}.{wrapper.parameter_name}": wrapper for wrapper in wrappers}
+    found: dict[str, Any] = {}
+    for part in module.modules():
+        if is_wrapper(part):
+            wrapper: Any = part
+            owner = names[id(wrapper.get_base_layer())]
+            found[f"{owner}.{wrapper.parameter_name}"] = wrapper
+    return found
 
 
 def matrices_in(module: nn.Module) -> frozenset[str]:
     """Return the names in a module of the matrices of such adapters. No token is multiplied with them."""
-    wrappers = [(name, part) for name, part in module.named_modules() if is_wrapper(part)]
-    keys = ((name, key) for name, wrapper in wrappers for key, _ in wrapper.named_parameters())
-    return frozenset(f"{name}.{key}" for name, key in keys if key.startswith("lora_"))
+    found: set[str] = set()
+    for name, part in module.named_modules():
+        if is_wrapper(part):
+            # Beside them a wrapper has the module that it is around.
+            keys = [key for key, _ in part.named_parameters() if key.startswith("lora_")]
+            found.update(f"{name}.{key}" for key in keys)
+    return frozenset(found)
 
 
 def take_over(wrappers: Mapping[str, Any]) -> None:
     """From now on, leave parameters as they are bound when the wrappers run: `adapted` has been there before."""
+    # On the wrapper alone: `_with_adapter` asks its class, which still has PEFT's own.
     for wrapper in wrappers.values():
         wrapper._activate_lora = contextlib.nullcontext
 
@@ -49,16 +59,19 @@ def adapted(wrappers: Mapping[str, Any]) -> Iterator[None]:
 
     A parameter and its sum have the same shape and dtype. The sum has a graph that ends at the adapter's matrices.
     """
-    places = [
-        (wrapper, wrapper.get_base_layer()._parameters) for wrapper in wrappers.values() if not wrapper.disable_adapters
-    ]
-    before = [parameters[wrapper.parameter_name] for wrapper, parameters in places]
+    places = []
+    for wrapper in wrappers.values():
+        if not wrapper.disable_adapters:
+            parameters = wrapper.get_base_layer()._parameters
+            places.append((wrapper, parameters, parameters[wrapper.parameter_name]))
+
+    # All were noted before the first is replaced, so each place gets back what was bound there.
     try:
-        for (wrapper, parameters), bound in zip(places, before, strict=True):
+        for wrapper, parameters, bound in places:
             parameters[wrapper.parameter_name] = _with_adapter(wrapper, bound)
         yield
     finally:
-        for (wrapper, parameters), bound in zip(places, before, strict=True):
+        for wrapper, parameters, bound in places:
             parameters[wrapper.parameter_name] = bound
 
 

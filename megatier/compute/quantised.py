@@ -91,16 +91,28 @@ class Fp8:
     @property
     def step(self) -> int:
         """One row of blocks, or any row if there is no other row of blocks."""
-        return self.shape[1] * (self.block[0] if self.block[0] < self.shape[0] else 1)
+        num_rows, num_columns = self.shape
+        rows, _ = self.block
+        return num_columns * rows if rows < num_rows else num_columns
 
     def values(self, parts: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
         """Return numbers [start, stop), row by row: flat, fp32."""
         num_rows, num_columns = self.shape
-        first, last = start // num_columns, stop // num_columns
-        down, across = (-(-size // block) for size, block in zip(self.shape, self.block, strict=True))
-        scale = parts["scale"].view(down, across).float()[first // self.block[0] : -(-last // self.block[0])]
-        scale = _repeated(_repeated(scale, 0, self.block[0], last - first), 1, self.block[1], num_columns)
-        values: Tensor = parts[CODES].view(num_rows, num_columns)[first:last].float() * scale
+        rows, columns = self.block
+        first = start // num_columns
+        last = stop // num_columns
+
+        # Blocks at the edges may be smaller, and count as whole ones. Only rows of blocks that are wanted are spread
+        # out to a scale for each number.
+        down = -(-num_rows // rows)
+        across = -(-num_columns // columns)
+        scales = parts["scale"].view(down, across).float()
+        scale = scales[first // rows : -(-last // rows)]
+        scale = _repeated(scale, 0, rows, last - first)
+        scale = _repeated(scale, 1, columns, num_columns)
+
+        codes = parts[CODES].view(num_rows, num_columns)[first:last]
+        values: Tensor = codes.float() * scale
         return values.flatten()
 
 
@@ -142,19 +154,24 @@ class Nf4:
 
     def values(self, parts: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
         """Return numbers [start, stop), row by row: flat, fp32."""
+        # The first number of a pair is in the upper half of the byte.
         pairs = parts[CODES][start // 2 : -(-stop // 2)]
-        places = torch.stack((pairs >> NF4_BITS, pairs & ((1 << NF4_BITS) - 1)), dim=-1).flatten()
-        scale = self._magnitudes(parts, start // self.block, -(-stop // self.block))
+        low = (1 << NF4_BITS) - 1
+        places = torch.stack((pairs >> NF4_BITS, pairs & low), dim=-1).flatten()
         values = parts["quant_map"][places[: stop - start].int()]
-        return values * _repeated(scale, 0, self.block, stop - start)
+
+        magnitudes = self._magnitudes(parts, start // self.block, -(-stop // self.block))
+        scale = _repeated(magnitudes, 0, self.block, stop - start)
+        return values * scale
 
     def _magnitudes(self, parts: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
         """Return magnitudes [start, stop), in fp32."""
         found = parts["absmax"][start:stop]
         if self.nested_block is None:
             return found
-        scale = parts["nested_absmax"][start // self.nested_block : -(-stop // self.nested_block)]
-        values = parts["nested_quant_map"][found.int()] * _repeated(scale, 0, self.nested_block, stop - start)
+        scales = parts["nested_absmax"][start // self.nested_block : -(-stop // self.nested_block)]
+        scale = _repeated(scales, 0, self.nested_block, stop - start)
+        values = parts["nested_quant_map"][found.int()] * scale
         return values + parts["nested_offset"]
 
 
@@ -166,7 +183,10 @@ def decode(scheme: Scheme, carriers: Sequence[Tensor], dtype: torch.dtype) -> Te
         carriers: its parts in the scheme's order, as bytes in tensors of any dtype, on one device.
         dtype: of the result.
     """
-    parts = {name: part.seen_in(carrier) for (name, part), carrier in zip(scheme.parts.items(), carriers, strict=True)}
+    # Views: nothing is copied before a piece is decoded.
+    parts = {}
+    for (name, part), carrier in zip(scheme.parts.items(), carriers, strict=True):
+        parts[name] = part.seen_in(carrier)
     decoded = torch.empty(math.prod(scheme.shape), dtype=dtype, device=carriers[0].device)
     for start, stop in _pieces(scheme):
         decoded[start:stop] = scheme.values(parts, start, stop)
@@ -193,10 +213,15 @@ class QuantisedLinear(nn.Linear):
         self._key = repr(scheme)
         SCHEMES[self._key] = scheme
         for name, part in scheme.parts.items():
-            rows = scheme.shape[0] if name == CODES and part.num_bytes % (scheme.shape[0] * item) == 0 else 1
-            shape = (rows, -(-part.num_bytes // (rows * item))) if name == CODES else (-(-part.num_bytes // item),)
+            # Codes alone stand for parameters of the model. Scales would count them twice.
+            shape: tuple[int, ...] = (-(-part.num_bytes // item),)
+            stands_for = 0
+            if name == CODES:
+                shape = _shape_of_codes(part.num_bytes, scheme.shape[0], item)
+                stands_for = math.prod(scheme.shape) // math.prod(shape)
+
             carrier = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"), requires_grad=False)
-            setattr(carrier, STANDS_FOR, math.prod(scheme.shape) // math.prod(shape) if name == CODES else 0)
+            setattr(carrier, STANDS_FOR, stands_for)
             self.register_parameter(name, carrier)
         self.register_parameter("bias", plain.bias)
 
@@ -229,6 +254,13 @@ class QuantisedLinear(nn.Linear):
         return [getattr(self, name) for name in self.scheme.parts]
 
 
+def _shape_of_codes(num_bytes: int, rows: int, item: int) -> tuple[int, int]:
+    """Return the shape of what carries codes: a row for each row of the matrix if that comes out even, else one."""
+    if num_bytes % (rows * item):
+        rows = 1
+    return rows, -(-num_bytes // (rows * item))
+
+
 class _Product(torch.autograd.Function):
     """The product with a matrix that is frozen. Between forward and backward its codes stay, and no decoded weight."""
 
@@ -247,7 +279,9 @@ class _Product(torch.autograd.Function):
 def _grad_of_input(grad: Tensor, scheme: Scheme, carriers: Sequence[Tensor]) -> Tensor:
     """Return the gradient of a product's input, as torch's own backward of a linear layer does, so with its bits."""
     weight = decode(scheme, carriers, grad.dtype)
-    return grad.reshape(-1, grad.shape[-1]).mm(weight).view(*grad.shape[:-1], weight.shape[-1])
+    *batch, num_outputs = grad.shape
+    product = grad.reshape(-1, num_outputs).mm(weight)
+    return product.view(*batch, weight.shape[-1])
 
 
 @torch.library.custom_op("megatier::quantised_weight", mutates_args=())
@@ -310,7 +344,8 @@ def _(grad: Sequence[int], carriers: object, scheme: str, **_: object) -> int:
 def _pieces(scheme: Scheme) -> Iterator[tuple[int, int]]:
     """Yield runs [start, stop) of a matrix's numbers that are decoded at once."""
     numbers = math.prod(scheme.shape)
-    size = max(1, PIECE_ELEMENTS // scheme.step) * scheme.step
+    num_steps = max(1, PIECE_ELEMENTS // scheme.step)
+    size = num_steps * scheme.step
     for start in range(0, numbers, size):
         yield start, min(start + size, numbers)
 

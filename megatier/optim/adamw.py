@@ -57,7 +57,7 @@ def step_scalars(
     beta1, beta2 = betas
     step_size = learning_rate / (1 - beta1**step)
     bias2_root = math.sqrt(1 - beta2**step)
-    return (beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size, bias2_root)
+    return beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size, bias2_root
 
 
 def lion_scalars(
@@ -83,7 +83,10 @@ def rounding_of(schema: StateSchema, seed: int, step: int, unit: str, first: int
         unit: its name, or whatever tells apart what is updated in one step.
         first: the number in the whole unit of the planes' first element.
     """
-    if Kind.EXP_AVG not in schema.kinds or (width := schema.width(Kind.EXP_AVG)) == torch.float32.itemsize:
+    if Kind.EXP_AVG not in schema.kinds:
+        return None
+    width = schema.width(Kind.EXP_AVG)
+    if width == torch.float32.itemsize:
         return None
     return width, rounding_key(seed, step, unit), first
 
@@ -116,37 +119,40 @@ def begin_adamw(
         from megatier.optim import kernels  # Triton comes with torch's CUDA builds alone
 
         assert not before, "on the GPU AdamW is in place"
-        moments = planes[Kind.EXP_AVG if Kind.EXP_AVG in planes else Kind.MOMENTUM], planes.get(Kind.EXP_AVG_SQ)
-        kernels.adamw((planes[Kind.WEIGHT], remainder, *moments, grad), segments, scalars, rounding)
+        moment = planes[_first_moment(planes)]
+        of_kernel = planes[Kind.WEIGHT], remainder, moment, planes.get(Kind.EXP_AVG_SQ), grad
+        kernels.adamw(of_kernel, segments, scalars, rounding)
         return None
 
-    # The last segment ends where the planes do.
-    count = segments[-1][1]
-    moment = torch.float32 if rounding is None else MOMENTS[rounding[0]]
-    sources = _addresses({**planes, **before}, count, moment)
+    # The last segment ends where the planes do, since segments have no gaps.
+    _, count, _ = segments[-1]
+    moments = torch.float32
+    if rounding is not None:
+        width, _, _ = rounding
+        moments = MOMENTS[width]
+
     weight = torch.float32 if remainder is None else torch.bfloat16
-    targets = (*_addresses(planes, count, moment), address_of(grad, weight, count))
+    sources = _addresses({**planes, **before}, count, moments)
+    targets = (*_addresses(planes, count, moments), address_of(grad, weight, count))
     return pool.submit_adamw(targets, remainder is not None, segments, scalars, before=sources, rounding=rounding)
+
+
+def _first_moment(planes: Planes) -> Kind:
+    """The kind that takes the place of the first moment: that of Lion is its momentum."""
+    return Kind.EXP_AVG if Kind.EXP_AVG in planes else Kind.MOMENTUM
 
 
 def _addresses(planes: Planes, count: int, moments: torch.dtype) -> tuple[int, int, int, int]:
     """The addresses that the C code takes of so many elements, 0 for a plane that there is not."""
-    first = Kind.EXP_AVG if Kind.EXP_AVG in planes else Kind.MOMENTUM
+
+    def address(kind: Kind, dtype: torch.dtype) -> int:
+        return address_of(planes[kind], dtype, count) if kind in planes else 0
+
+    # `address_of` checks dtype and length, which the C code cannot.
     weights = torch.bfloat16 if Kind.REMAINDER in planes else torch.float32
-    kinds = {Kind.WEIGHT: weights, Kind.REMAINDER: torch.int16, first: moments, Kind.EXP_AVG_SQ: moments}
-    weight, remainder, moment, second = (
-        address_of(planes[kind], dtype, count) if kind in planes else 0 for kind, dtype in kinds.items()
+    return (
+        address(Kind.WEIGHT, weights),
+        address(Kind.REMAINDER, torch.int16),
+        address(_first_moment(planes), moments),
+        address(Kind.EXP_AVG_SQ, moments),
     )
-    return weight, remainder, moment, second
-
-
-__all__ = [
-    "Planes",
-    "Rounding",
-    "Scalars",
-    "adamw_threads",
-    "begin_adamw",
-    "lion_scalars",
-    "rounding_of",
-    "step_scalars",
-]

@@ -72,12 +72,14 @@ def adamw(
         grad.view(number),
     )
 
+    # A launch for each decay, and not a decay for each element: these would be another plane to read.
     for start, stop, decay in segments:
         pieces = tuple(None if view is None else view[start:stop] for view in views)
-        launch = _update[(triton.cdiv(stop - start, BLOCK_ELEMENTS),)]
+        count = stop - start
+        launch = _update[(triton.cdiv(count, BLOCK_ELEMENTS),)]
         launch(
             pieces,
-            stop - start,
+            count,
             decay,
             scalars,
             key & HALF,
@@ -100,11 +102,16 @@ def sum_squares(piece: Tensor, first: int = 0) -> Tensor:
         fp64 [tiles that it has elements in] on the same device. They equal the CPU's bit for bit, but for the payload
         of a NaN.
     """
-    skipped = first % TILE_ELEMENTS.value
-    num_tiles = triton.cdiv(skipped + piece.numel(), TILE_ELEMENTS.value) if piece.numel() else 0
+    tile = TILE_ELEMENTS.value
+    count = piece.numel()
+    skipped = first % tile
+    num_tiles = triton.cdiv(skipped + count, tile) if count else 0
     partials = torch.empty(num_tiles, dtype=torch.float64, device=piece.device)
+
+    # As integers, whose bits the kernel widens itself (`_float_of`).
     values = piece.view(torch.uint16) if piece.dtype is torch.bfloat16 else piece
-    _sum_tiles[(num_tiles,)](values, skipped, piece.numel(), partials, num_warps=LANE_WARPS)
+    launch = _sum_tiles[(num_tiles,)]
+    launch(values, skipped, count, partials, num_warps=LANE_WARPS)
     return partials
 
 
@@ -312,6 +319,3 @@ def _fold(lanes: tl.tensor) -> tl.tensor:
     for half in tl.static_range(8):
         lanes = tl.sum(tl.reshape(lanes, [2, LANES >> (half + 1)]), 0)
     return lanes
-
-
-__all__ = ["adamw", "sum_squares"]

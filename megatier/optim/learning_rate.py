@@ -25,6 +25,3 @@ def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, steps: 
         return peak
     fall = share if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * share))
     return peak * (1 - (1 - minimum_ratio) * fall)
-
-
-__all__ = ["learning_rate"]

@@ -13,6 +13,7 @@ from megatier.tier import Kind
 
 def plane_dtype(schema: StateSchema, kind: Kind) -> torch.dtype:
     """Return the dtype of a plane's elements."""
+    # Schemas have names of dtypes, since plans are made without torch.
     found = getattr(torch, schema.dtype(kind))
     assert isinstance(found, torch.dtype)
     return found
@@ -32,11 +33,12 @@ def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
         split_by_torch(master, weight, remainder)
         return
     if weight.is_cuda:
-        planes = torch.empty_like(weight, device="cpu"), torch.empty_like(remainder, device="cpu")
         # Split by the C code on the CPU, so that there is one definition of the rounding.
-        split_master(master, *planes)
-        weight.copy_(planes[0])
-        remainder.copy_(planes[1])
+        high = torch.empty_like(weight, device="cpu")
+        low = torch.empty_like(remainder, device="cpu")
+        split_master(master, high, low)
+        weight.copy_(high)
+        remainder.copy_(low)
         return
 
     count = master.numel()
@@ -47,10 +49,13 @@ def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
 def split_by_torch(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Do what `split_one` of native/reduce.h does, on any device."""
     # All NaNs become one, whose high half does not wrap around. In place from there, since matrices may be large.
-    bits = torch.where(master.isnan(), torch.nan, master).view(torch.int32)
+    one_nan = torch.where(master.isnan(), torch.nan, master)
+    bits = one_nan.view(torch.int32)
     high = bits.add(0x8000).bitwise_right_shift_(16)
     weight.copy_(high.to(torch.int16).view(torch.bfloat16))
-    remainder.copy_(bits.sub_(high.bitwise_left_shift_(16)))
+
+    rounded = high.bitwise_left_shift_(16)
+    remainder.copy_(bits.sub_(rounded))
 
 
 def write_rounded(values: Tensor, plane: Tensor) -> None:
@@ -59,8 +64,12 @@ def write_rounded(values: Tensor, plane: Tensor) -> None:
     What is a bf16 already keeps its bits, also if it is no number: elements that carry codes may have any bits.
     """
     rounded = values.to(plane.dtype)
-    if rounded.dtype is not values.dtype and (exact := values.isnan() & (values.view(torch.int32) & 0xFFFF == 0)).any():
-        rounded.view(torch.int16)[exact] = (values.view(torch.int32)[exact] >> 16).to(torch.int16)
+    if rounded.dtype is not values.dtype:
+        # torch may make one NaN of all. The high half of such an fp32 number is the bf16 that it was.
+        bits = values.view(torch.int32)
+        exact = values.isnan() & (bits & 0xFFFF == 0)
+        if exact.any():
+            rounded.view(torch.int16)[exact] = (bits[exact] >> 16).to(torch.int16)
     plane.copy_(rounded)
 
 
@@ -68,7 +77,8 @@ def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
     """Write the fp32 master of two planes, all flat [n], exactly; the master lies on the CPU or beside the planes."""
     if weight.is_cuda:
         # The weight is the high half of the master's bits. The sum wraps around in int32 as it does in C.
-        bits = weight.view(torch.int16).int().bitwise_left_shift_(16).add_(remainder)
+        high = weight.view(torch.int16).int().bitwise_left_shift_(16)
+        bits = high.add_(remainder)
         master.copy_(bits.view(torch.float32))
         return
     count = weight.numel()
@@ -98,11 +108,15 @@ def widen(kind: Kind, plane: Tensor, target: Tensor) -> None:
         target.copy_(plane)
         return
 
+    # Only first moments have a sign, the highest bit. The last code stands for what is not finite.
     has_sign = kind is Kind.EXP_AVG
+    not_finite = 127 if has_sign else 255
     bits = plane.int()
     code = bits & 0x7F if has_sign else bits
-    number = torch.where(code == 0, 0, (code + OFFSETS[kind]) << CUT_BITS).view(torch.float32)
-    number[code == (127 if has_sign else 255)] = torch.nan
+
+    number_bits = torch.where(code == 0, 0, (code + OFFSETS[kind]) << CUT_BITS)
+    number = number_bits.view(torch.float32)
+    number[code == not_finite] = torch.nan
     target.copy_(torch.where(bits != code, -number, number))
 
 
@@ -115,24 +129,18 @@ def narrow(kind: Kind, values: Tensor, plane: Tensor) -> None:
         write_rounded(values, plane)
         return
 
+    # A first moment divided by a second one of 0 would be a huge change.
     has_sign = kind is Kind.EXP_AVG
-    last = 126 if has_sign else 254
-    magnitude = values.view(torch.int32) & 0x7FFFFFFF
-    code = ((magnitude + (1 << CUT_BITS - 1)) >> CUT_BITS) - OFFSETS[kind]
     least = 0 if has_sign else 1
+    last = 126 if has_sign else 254
+
+    # Half of the last bit that stays is added, so that what is cut off then was rounded.
+    bits = values.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    half = 1 << CUT_BITS - 1
+    code = ((magnitude + half) >> CUT_BITS) - OFFSETS[kind]
     code = torch.where(magnitude == 0, 0, code.clamp(least, last))
     code = torch.where(values.isfinite(), code, last + 1)
-    sign = (values.view(torch.int32) < 0).int() << 7 if has_sign else 0
-    plane.copy_(code | sign)
-
-
-__all__ = [
-    "join_master",
-    "narrow",
-    "plane_dtype",
-    "split_by_torch",
-    "split_master",
-    "weight_dtype",
-    "widen",
-    "write_rounded",
-]
+    if has_sign:
+        code |= (bits < 0).int() << 7
+    plane.copy_(code)

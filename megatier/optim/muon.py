@@ -69,7 +69,8 @@ class Matrix:
         *count, rows, columns = self.shape
         short, long = sorted((rows, columns))
         outer, inner = FLOPS_OF_ITERATION
-        return math.prod(count) * NUM_ITERATIONS * (outer * short * short * long + inner * short**3)
+        iteration = outer * short * short * long + inner * short**3
+        return math.prod(count) * NUM_ITERATIONS * iteration
 
 
 class Muon:
@@ -77,8 +78,14 @@ class Muon:
 
     def __init__(self, layouts: Mapping[str, Layout]) -> None:
         """Find the matrices of units, whose layouts are given by name."""
-        self._matrices = {unit: tuple(matrices_of(of)) for unit, of in layouts.items() if of.schema.by_matrix}
-        self._stops = {unit: layouts[unit].num_trained for unit in self._matrices}
+        self._matrices: dict[str, tuple[Matrix, ...]] = {}
+        """The matrices of each unit."""
+        self._stops: dict[str, int] = {}
+        """One past the last element of each, padding included."""
+        for unit, layout in layouts.items():
+            if layout.schema.by_matrix:
+                self._matrices[unit] = tuple(matrices_of(layout))
+                self._stops[unit] = layout.num_trained
 
     def runs(self, unit: str) -> Sequence[tuple[int, int]]:
         """Return the runs of a unit's elements that are updated one at a time; none if any run will do."""
@@ -91,6 +98,7 @@ class Muon:
 
     def apply(self, unit: str, elements: tuple[int, int], planes: Planes, grad: Tensor, scalars: Scalars) -> None:
         """Update those matrices of a unit that lie in a run of its elements, in place; see `RunOptimizer.apply`."""
+        # A run is what `runs` has, or the whole unit, so no matrix lies across its ends.
         start, stop = elements
         for matrix in self._matrices[unit]:
             if start <= matrix.start < stop:
@@ -105,9 +113,13 @@ def matrices_of(layout: Layout) -> Iterator[Matrix]:
             yield Matrix(tensor.start, (rows, columns))
             continue
 
-        most = max(1, BATCH_ELEMENTS // (rows * columns))
-        for first in range(0, count[0], most):
-            yield Matrix(tensor.start + first * rows * columns, (min(most, count[0] - first), rows, columns))
+        (num_experts,) = count
+        size = rows * columns
+        # By the stack alone, so that batches, and with them bits, are the same on every tier.
+        most = max(1, BATCH_ELEMENTS // size)
+        for first in range(0, num_experts, most):
+            taken = min(most, num_experts - first)
+            yield Matrix(tensor.start + first * size, (taken, rows, columns))
 
 
 @torch.no_grad()
@@ -128,22 +140,28 @@ def update_matrix(matrix: Matrix, planes: Planes, grad: Tensor, scalars: Scalars
     momentum = planes[Kind.MOMENTUM].view(torch.float32)[run]
 
     # A copy, since the gradient is read again if this update turns out to be void.
-    change = grad.view(dtype)[run].to(torch.float32, copy=True).mul_(scalars.of_kernels[-1])
+    *_, grad_scale = scalars.of_kernels
+    change = grad.view(dtype)[run].to(torch.float32, copy=True)
+    change.mul_(grad_scale)
     momentum.lerp_(change, 1 - scalars.momentum)
     change.lerp_(momentum, scalars.momentum)
+
+    # Each of these is as large as the matrix, in memory that no budget counts. So it is freed as soon as it was used.
     factor = orthogonal(change.view(matrix.shape)).reshape(-1)
     del change
 
-    master = weight
-    if is_split:
-        master = torch.empty(weight.numel(), dtype=torch.float32, device=weight.device)
-        join_master(weight, planes[Kind.REMAINDER].view(torch.int16)[run], master)
+    longer = max(matrix.shape[-2:])
+    rate = scalars.learning_rate * (RMS * math.sqrt(longer))
+    if not is_split:
+        weight.mul_(scalars.decay).add_(factor, alpha=-rate)
+        return
 
-    rate = scalars.learning_rate * (RMS * math.sqrt(max(matrix.shape[-2:])))
+    remainder = planes[Kind.REMAINDER].view(torch.int16)[run]
+    master = torch.empty(weight.numel(), dtype=torch.float32, device=weight.device)
+    join_master(weight, remainder, master)
     master.mul_(scalars.decay).add_(factor, alpha=-rate)
     del factor
-    if is_split:
-        split_master(master, weight, planes[Kind.REMAINDER].view(torch.int16)[run])
+    split_master(master, weight, remainder)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -160,6 +178,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     if is_tall:
         found = found.mT
+
+    # A matrix alone takes the functions of torch's Muon, whose bits those for batches need not have.
     several = found.ndim > 2
     norm = found.norm(dim=(-2, -1), keepdim=True) if several else found.norm()
     found.div_(norm.clamp(min=EPS))
@@ -170,6 +190,3 @@ def orthogonal(matrix: Tensor) -> Tensor:
         step = add(gram, gram, gram, beta=b, alpha=c)
         found = add(found, step, found, beta=a)
     return found.mT if is_tall else found
-
-
-__all__ = ["Matrix", "Muon", "matrices_of", "orthogonal", "update_matrix"]

@@ -128,6 +128,8 @@ class RunOptimizer:
         self._begun = self._scalars_of(step, learning_rate)
         self._sums.clear()
         self._refused = None
+
+        # In the immediate mode nothing of the last step is left to do, and no norm comes.
         if not self.hyper.deferred:
             self._scalars = self._begun
 
@@ -141,7 +143,11 @@ class RunOptimizer:
         """Return the coefficient for this norm. From now on updates read it, and the scalars of the step begun."""
         limit = self.hyper.clip
         coefficient = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-        self._scalars = replace(self._begun, of_kernels=(*self._begun.of_kernels[:-1], coefficient))
+
+        # The coefficient is the last of them; that of the step begun is 1. `_begun` stays as it is: what runs ahead of
+        # the norm goes by it, and `revise` compares with it.
+        others = self._begun.of_kernels[:-1]
+        self._scalars = replace(self._begun, of_kernels=(*others, coefficient))
         return coefficient
 
     def _scalars_of(self, step: int, learning_rate: float) -> Scalars:
@@ -158,14 +164,20 @@ class RunOptimizer:
     def norm(self) -> float:
         """The global norm of the measured gradients: the root of the exact sum of the partial sums."""
         parts = [part for sums in self._sums.values() for part in sums]
-        by_device = [[part for part in parts if part.is_cuda is on_gpu] for on_gpu in (False, True)]
+        of_gpu = [part for part in parts if part.is_cuda]
+        found = [torch.empty(0, dtype=torch.float64, device="cpu")]
+        found += [part for part in parts if not part.is_cuda]
 
         # Put together on the GPU first, since each read of it makes the host wait.
-        found = [on_host(torch.cat(parts)) for parts in by_device if parts]
-        sums = torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *found])
+        if of_gpu:
+            found.append(on_host(torch.cat(of_gpu)))
+        sums = torch.cat(found)
         if self._ranks is not None:
             sums = self._ranks.total(sums)
-        return math.sqrt(_native.sum_exactly(address_of(sums, torch.float64, sums.numel()), sums.numel()))
+
+        # The order is that of units and ranks, which an exact sum does not depend on.
+        address = address_of(sums, torch.float64, sums.numel())
+        return math.sqrt(_native.sum_exactly(address, sums.numel()))
 
     def first_non_finite(self) -> str | None:
         """A parameter whose measured gradient is not finite, of the first such unit that the backward came to.
@@ -174,22 +186,30 @@ class RunOptimizer:
         """
         # Layouts are in the order of the forward.
         units = [unit for unit in reversed(self.layouts) if unit in self._sums]
-        named = ((index, self._non_finite_in(unit)) for index, unit in enumerate(units))
-        found = next(((index, name) for index, name in named if name is not None), None)
-        if self._ranks is None:
-            return None if found is None else found[1]
+        own: list[tuple[int, str]] = []
+        for index, unit in enumerate(units):
+            name = self._non_finite_in(unit)
+            if name is not None:
+                own.append((index, name))
+                break
+        by_rank = [own] if self._ranks is None else self._ranks.agree(own)
 
-        # Shards of one unit follow each other in the order of the ranks.
-        others = enumerate(self._ranks.agree((found,)))
-        firsts = [(index, rank, name) for rank, one in others for index, name in filter(None, one)]
-        return min(firsts)[2] if firsts else None
+        # Shards of one unit follow each other in the order of the ranks, so of equal units the lower rank's counts.
+        firsts = [(index, rank, name) for rank, found in enumerate(by_rank) for index, name in found]
+        if not firsts:
+            return None
+        _, _, name = min(firsts)
+        return name
 
     def _non_finite_in(self, unit: str) -> str | None:
         """The first parameter of a unit, in its layout, whose measured gradient is not finite."""
         sums = on_host(torch.cat(self._sums[unit]))
         tensors = self.layouts[unit].tensors
-        parts = sums.split([_num_tiles(tensor, self._origin(unit, tensor)) for tensor in tensors])
-        return next((t.name for t, part in zip(tensors, parts, strict=True) if not part.isfinite().all()), None)
+        counts = [_num_tiles(tensor, self._origin(unit, tensor)) for tensor in tensors]
+        for tensor, part in zip(tensors, sums.split(counts), strict=True):
+            if not part.isfinite().all():
+                return tensor.name
+        return None
 
     # ------------------------------------------------------------------ gradients
 
@@ -202,23 +222,30 @@ class RunOptimizer:
         """
         tensors = [(tensor, self._origin(unit, tensor)) for tensor in self.layouts[unit].tensors]
         if grad.is_cuda:
-            sum_squares = self._kernels.sum_squares
-            self._sums[unit] = [sum_squares(grad[t.start : t.stop], t.start - origin) for t, origin in tensors]
+            on_gpu = []
+            for tensor, origin in tensors:
+                piece = grad[tensor.start : tensor.stop]
+                on_gpu.append(self._kernels.sum_squares(piece, tensor.start - origin))
+            self._sums[unit] = on_gpu
             return
 
-        sums = torch.empty(sum(_num_tiles(*tensor) for tensor in tensors), dtype=torch.float64, device="cpu")
-        pieces: list[tuple[int, int, bool, int]] = []
-        done = 0
-        dtype = torch.bfloat16 if grad.dtype is torch.bfloat16 else torch.float32
-        source = address_of(grad, dtype, max((tensor.stop for tensor, _ in tensors), default=0))
-        target = address_of(sums, torch.float64, sums.numel())
+        is_bf16 = grad.dtype is torch.bfloat16
+        dtype = torch.bfloat16 if is_bf16 else torch.float32
+        num_elements = max((tensor.stop for tensor, _ in tensors), default=0)
+        source = address_of(grad, dtype, num_elements)
 
-        for start, stop in (piece for tensor in tensors for piece in _pieces(*tensor)):
-            place = source + start * dtype.itemsize
-            pieces.append((place, stop - start, dtype is torch.bfloat16, target + done * sums.element_size()))
-            done += -(-(stop - start) // TILE_ELEMENTS)
+        num_tiles = sum(_num_tiles(tensor, origin) for tensor, origin in tensors)
+        sums = torch.empty(num_tiles, dtype=torch.float64, device="cpu")
+        target = address_of(sums, torch.float64, num_tiles)
 
-        self._at_once(_native.sum_squares, pieces, (grad, sums))
+        calls: list[tuple[int, int, bool, int]] = []
+        for tensor, origin in tensors:
+            for start, stop in _pieces(tensor, origin):
+                count = stop - start
+                calls.append((source + start * dtype.itemsize, count, is_bf16, target))
+                target += -(-count // TILE_ELEMENTS) * sums.element_size()
+
+        self._at_once(_native.sum_squares, calls, (grad, sums))
         self._sums[unit] = [sums]
 
     def _origin(self, unit: str, tensor: TensorSlice) -> int:
@@ -237,12 +264,15 @@ class RunOptimizer:
             part: uint8, the fp32 gradient of this group. It may be overwritten.
             group: 0, 1, ...
         """
+        # Each element is added by itself, so the pieces that threads share change no bit.
         count = self.layouts[unit].num_elements
         runs = [(start, min(PIECE_ELEMENTS, count - start)) for start in range(0, count, PIECE_ELEMENTS)]
         source = address_of(part, torch.float32, count)
         target = address_of(total, torch.float32, count)
-        sums = [(target + 4 * start, source + 4 * start, size, group == 0) for start, size in runs]
-        self._at_once(_native.accumulate, sums, (total, part))
+        memory = total, part
+        is_first = group == 0
+        sums = [(target + 4 * start, source + 4 * start, size, is_first) for start, size in runs]
+        self._at_once(_native.accumulate, sums, memory)
         if group < self._groups - 1:
             return
 
@@ -251,9 +281,9 @@ class RunOptimizer:
         dtype = self._dtype(unit)
         if dtype is torch.bfloat16:
             rounded = [(target + 4 * start, source + 2 * start, size) for start, size in runs]
-            self._at_once(_native.round_bf16, rounded, (total, part))
+            self._at_once(_native.round_bf16, rounded, memory)
             copied = [(target + 2 * start, source + 2 * start, 2 * size) for start, size in runs]
-            self._at_once(_native.copy, copied, (total, part))
+            self._at_once(_native.copy, copied, memory)
 
         self.measure(unit, total.view(dtype)[:count])
 
@@ -271,7 +301,8 @@ class RunOptimizer:
         """
         count = self.layouts[unit].num_elements
         dtype = self._dtype(unit)
-        grads = pieces.view(torch.float32 if pieces.shape[1] == 4 * count else dtype)
+        is_fp32 = pieces.shape[1] == 4 * count
+        grads = pieces.view(torch.float32 if is_fp32 else dtype)
         summed = self._room_for_sum(total, grads, spare)
         if adds:
             summed.add_(grads[0])
@@ -283,15 +314,18 @@ class RunOptimizer:
             summed.add_(grad)
 
         if is_last:
+            # Where both lie in one place, rounded numbers would overwrite sums that were not read yet.
             final = total.view(dtype)[:count]
-            final.copy_(summed.to(dtype) if summed.data_ptr() == final.data_ptr() else summed)
+            overlaps = summed.data_ptr() == final.data_ptr()
+            final.copy_(summed.to(dtype) if overlaps else summed)
             self.measure(unit, final)
 
     def _room_for_sum(self, total: Tensor, grads: Tensor, spare: Tensor) -> Tensor:
         """Where the fp32 sum of groups is taken, flat: it stays in `total` if there are groups that come later."""
-        if self._groups > 1:
-            return total.view(torch.float32)[: grads.shape[1]]
-        return grads[0] if grads.dtype is torch.float32 else spare.view(torch.float32)[: grads.shape[1]]
+        if self._groups == 1 and grads.dtype is torch.float32:
+            return grads[0]
+        room = total if self._groups > 1 else spare
+        return room.view(torch.float32)[: grads.shape[1]]
 
     def _dtype(self, unit: str) -> torch.dtype:
         """The dtype of a unit's weights and of its final gradient."""
@@ -313,6 +347,7 @@ class RunOptimizer:
         Raises:
             NonFiniteError: names the parameter.
         """
+        # Once refused, all later units of the step are: each update more would leave more of the weights a step ahead.
         self._refused = self._refused or self._non_finite_in(unit)
         if self._refused is not None:
             raise NonFiniteError(f"the gradient of {self._refused} is not finite")
@@ -350,18 +385,19 @@ class RunOptimizer:
         grad: Tensor,
         before: Planes,
     ) -> _native.Batch | None:
-        start, stop = elements
-        if self.layouts[unit].schema.by_matrix:
+        layout = self.layouts[unit]
+        if layout.schema.by_matrix:
             assert not before, "matrices are updated in place"
             self._muon.apply(unit, elements, planes, grad, scalars)
             return None
 
-        segments = self._segments(self.layouts[unit], start, stop, scalars.decay)
+        start, stop = elements
+        segments = self._segments(layout, start, stop, scalars.decay)
 
         # Shards of a unit are equally long and follow each other in the order of the ranks. Elements are counted in the
         # whole unit, so that moments are rounded alike whatever it is cut into.
-        layout = self.layouts[unit]
-        first = start if self._ranks is None else self._ranks.rank * layout.num_elements + start
+        rank = 0 if self._ranks is None else self._ranks.rank
+        first = rank * layout.num_elements + start
         rounding = rounding_of(layout.schema, self._seed, scalars.step, unit, first)
         return begin_adamw(self._pool, planes, grad, segments, scalars.of_kernels, before, rounding)
 
@@ -379,18 +415,20 @@ class RunOptimizer:
 
         Padding belongs to the run before it, or to the first one. Its gradient and state are 0 and stay 0.
         """
-        starts: list[tuple[int, float]] = []
+        starts: list[int] = []
+        decays: list[float] = []
         for tensor in layout.tensors:
             if tensor.start >= stop or tensor.stop <= start:
                 continue
             decay = factor if tensor.name in self._decayed else 1.0
-            if not starts or starts[-1][1] != decay:
-                starts.append((tensor.start - start if starts else 0, decay))
+            if not decays or decays[-1] != decay:
+                starts.append(tensor.start - start if starts else 0)
+                decays.append(decay)
 
-        # Nothing but padding.
-        starts = starts or [(0, 1.0)]
-        stops = [*(first for first, _ in starts[1:]), stop - start]
-        return [(first, last, decay) for (first, decay), last in zip(starts, stops, strict=True)]
+        if not starts:
+            return [(0, stop - start, 1.0)]  # nothing but padding
+        stops = [*starts[1:], stop - start]
+        return list(zip(starts, stops, decays, strict=True))
 
 
 def _call(work: Callable[..., None], memory: tuple[Tensor, ...], arguments: tuple[Any, ...]) -> None:
@@ -400,14 +438,17 @@ def _call(work: Callable[..., None], memory: tuple[Tensor, ...], arguments: tupl
 
 def _num_tiles(tensor: TensorSlice, origin: int) -> int:
     """Return the number of tiles that a tensor has elements in. They are counted from an element of its unit."""
-    start, stop = tensor.start - origin, tensor.stop - origin
-    return -(-stop // TILE_ELEMENTS) - start // TILE_ELEMENTS if tensor.num_elements else 0
+    if not tensor.num_elements:
+        return 0
+    first = (tensor.start - origin) // TILE_ELEMENTS
+    end = -(-(tensor.stop - origin) // TILE_ELEMENTS)
+    return end - first
 
 
 def _pieces(tensor: TensorSlice, origin: int) -> Iterator[tuple[int, int]]:
     """Cut a tensor into a head and runs of whole tiles. A native call takes one, and counts tiles from its start."""
-    border = origin - (origin - tensor.start) // TILE_ELEMENTS * TILE_ELEMENTS
-    return pairwise([tensor.start, *range(border, tensor.stop, PIECE_ELEMENTS), tensor.stop])
-
-
-__all__ = ["Hyperparameters", "RunOptimizer"]
+    # The first border of tiles at or behind the tensor's start.
+    tiles_before = -((origin - tensor.start) // TILE_ELEMENTS)
+    border = origin + tiles_before * TILE_ELEMENTS
+    borders = range(border, tensor.stop, PIECE_ELEMENTS)
+    return pairwise([tensor.start, *borders, tensor.stop])
