@@ -133,7 +133,8 @@ def settle_replaced(folder: Path) -> None:
         TransferError: the drive does not let it.
     """
     for path in folder.glob(f".step-*{REPLACED}"):
-        settle(folder / path.name[1:].removesuffix(REPLACED))
+        name = path.name.removeprefix(".").removesuffix(REPLACED)
+        settle(folder / name)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -142,6 +143,7 @@ def remove_leftovers(folder: Path) -> None:
     Raises:
         TransferError: one cannot be removed.
     """
+    # By the whole name and not by its end: a folder of checkpoints is a user's, who may hide files of any name there.
     for path in folder.iterdir() if folder.is_dir() else ():
         if HIDDEN.fullmatch(path.name):
             with _removing(path):

@@ -38,6 +38,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     # Of torch the version that runs, with the build in it (+cu130, +cpu), which the package does not always name.
     found: dict[str, Any] = {name: _version(name) for name in LIBRARIES}
     found["torch"] = str(torch.__version__)
+    # A program around may have set it, and it decides how torch multiplies.
     found["matmul precision"] = _matmul_precision()
     found["variables"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     if device.type == "cuda":

@@ -159,6 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: it cannot be read, or holds none.
     """
+    # JSON that is nested very deeply ends in a RecursionError.
     text = read_bytes(path)
     try:
         found = json.loads(text)

@@ -212,6 +212,8 @@ class PlaneWriter:
         # Frozen elements come last in a layout, and have a weight alone. So no run has both sorts.
         has_array = self._name in unit.layout.schema.arrays
         runs = self._cut(0, unit.layout.num_trained) if has_array else []
+
+        # A base of adapters is in no checkpoint: it is what it was in the model's own files.
         if self._name == MASTERS and not unit.layout.has_base:
             runs += self._cut(unit.layout.num_trained, unit.layout.num_elements)
         if not runs:

@@ -164,6 +164,7 @@ class RunDirectory:
 
     def _remove_partial_exports(self) -> None:
         """Remove what exports have left that were killed. This process holds the lock, so nobody writes there now."""
+        # What cannot be removed stays: its hidden name is in nobody's way.
         for path in self.path.glob(f".{MODEL_FOLDER}.*.partial"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -225,6 +226,7 @@ def check_goes_on(path: Path, config: RunConfig) -> None:
     Raises:
         ConfigError: the trained model is there already, no step is left to do, or steps would be counted anew.
     """
+    # Savepoints are named as checkpoints are, and whichever is newer is gone on from.
     saved = [last_checkpoint(path / folder) for folder in (CHECKPOINT_FOLDER, SAVEPOINT_FOLDER)]
     step = max((step_of(each) for each in saved if each is not None), default=None)
 

@@ -208,6 +208,7 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
     Raises:
         TransferError: writing failed on a rank. What was written is removed, and the savepoint before is whole.
     """
+    # Also after an interrupt: block files that are marked as kept would stay on the drives, and no run would take them.
     try:
         num_bytes = _write(session, folder / f"step-{step:08d}", step, state)
     except BaseException as error:
@@ -300,6 +301,8 @@ def remove_savepoints(folder: Path) -> None:
     remove_leftovers(folder)
     for path in checkpoints(folder):
         remove(path)
+
+    # Refused if a user has put something there.
     with contextlib.suppress(OSError):
         folder.rmdir()
 

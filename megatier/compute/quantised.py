@@ -266,6 +266,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None, scheme: Scheme, *carriers: Tensor) -> Tensor:  # noqa: ANN401
+        # Neither the input nor the decoded weight is saved: the weight is frozen, and is decoded again.
         ctx.scheme = scheme
         ctx.save_for_backward(*carriers)
         return functional.linear(input, decode(scheme, carriers, input.dtype), bias)

@@ -23,5 +23,6 @@ def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, steps: 
     share = (step - warmup - 1) / max(1, steps - warmup)
     if schedule == "constant":
         return peak
+    # From 0 at the peak to 1 one step after the last.
     fall = share if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * share))
     return peak * (1 - (1 - minimum_ratio) * fall)

@@ -339,6 +339,7 @@ class RunOptimizer:
             calls: its arguments, call by call, with addresses in the memory.
             memory: the tensors that hold it. If the wait is interrupted, calls go on, so each of them holds these.
         """
+        # One thread does not reach what memory gives, and the thread that computes waits for it in a backward.
         self._workers.map(partial(_call, work, memory), calls)
 
     def check(self, unit: str) -> None:

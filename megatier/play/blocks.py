@@ -244,6 +244,7 @@ class UnitBlocks:
         Raises:
             StepAbandonedError: the gate was abandoned.
         """
+        # Then nobody leases it any more, and what compute still reads there is noted in the slot.
         gate.wait_for(load.after_access + 1)
         if load.evicts is not None:
             self.drop_weights(load.evicts)

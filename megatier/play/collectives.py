@@ -192,6 +192,7 @@ class Collectives:
 
     def abandon(self) -> None:
         """Give up what waits for compute, or for other ranks."""
+        # If the lane is at none, this rank can come to the next one with the others, and need not give up.
         for handover in self._handovers.values():
             handover.abandon()
         if self._last is not None and not self._last.done():

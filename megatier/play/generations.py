@@ -168,5 +168,6 @@ class StateReader:
 
     def close(self) -> None:
         """Stop the lane, when the work that it is at has given up."""
+        # Before the join: it is what the work looks at.
         self.is_closed = True
         self.queue.close()

@@ -143,6 +143,7 @@ class Offload:
             else:
                 self._next = asked
 
+        # Compute comes behind the copies on its stream. The host does not wait: it has the rest of the unit to enqueue.
         fetched = self._fetched.pop(unit)
         for _, transfer in fetched:
             transfer.order()

@@ -225,6 +225,7 @@ class Updates:
 
     def over(self) -> None:
         """Wait until every update, every sum and the exchange have ended, well or not."""
+        # Also sums on their way to the GPU that nobody will take: they still write to a slot.
         for transfer in (*self._all(), *self._fetched.values()):
             transfer.over()
         self._fetched.clear()

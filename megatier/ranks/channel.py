@@ -83,6 +83,7 @@ class Channel:
 
     def first(self, make: Callable[[], T]) -> T:
         """Return what the first rank makes, or raise its error. The others do not make any."""
+        # An error is told like a result: the others wait for one of the two. In a tuple, since None may be a result.
         made: tuple[T] | Exception | None = None
         if self.rank == 0:
             try:

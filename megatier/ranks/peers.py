@@ -195,6 +195,7 @@ class Peers:
 
     def _fail(self, cause: str) -> None:
         """Have the cause posted, and wait for that."""
+        # By the thread that looks, since it alone uses the store. If that never answers, this does not wait for ever.
         self._own = cause
         os.eventfd_write(self._wake, 1)
         self._known.wait(ANSWER_S)
@@ -215,6 +216,7 @@ class Peers:
 
     def leave(self) -> None:
         """Say that this rank has come to its end, and that its silence means nothing from now on."""
+        # Told at once and not at the next look, because this process may be gone by then.
         self._is_leaving = True
         os.eventfd_write(self._wake, 1)
 

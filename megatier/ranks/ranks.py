@@ -270,6 +270,7 @@ class Ranks(Channel):
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the flat tensors of all ranks, end to end in the order of the ranks. They may differ in length."""
+        # By the CPU, where the host needs them anyway to add them exactly.
         return torch.cat(self.agree(values.cpu()))
 
     def groups_of(self, groups: int) -> range:
@@ -278,6 +279,7 @@ class Ranks(Channel):
         Raises:
             ConfigError: the ranks cannot share them equally.
         """
+        # By turns, so that ranks scatter groups that follow each other at one time: sums depend on their order.
         check_groups(groups, self.size)
         return range(self.rank, groups, self.size)
 

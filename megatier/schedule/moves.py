@@ -149,6 +149,7 @@ class Moves:
 
     def scatter(self, scatter: Scatter) -> tuple[Move, ...]:
         """Moves by which a rank receives the others' gradients of its shard, of one group each."""
+        # Sizes of units are those of a shard.
         shard_bytes = self._units[scatter.unit].num_trained * scatter.width
         return self._from_others(shard_bytes)
 

@@ -124,6 +124,8 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     homes = {(unit.name, kind): Tier.GPU for unit in resident for kind in unit.kinds}
     homes |= ram.homes
     slots += ram.slots
+
+    # The immediate mode updates in place, in the only generation that there is.
     spilled = [unit for unit in trained(rest) if spills(unit, homes)]
     generations = policy.generations if policy.deferred else 1
 

@@ -218,6 +218,7 @@ def _choose_waiting(
     passing = update_slots(chunk, rest, trained(rest), policy, spills_grads=True)
     room -= total_bytes(passing)
 
+    # One that is too large is passed over, and a smaller one after it may fit.
     waiting = []
     for unit in shipped:
         size = grad_bytes(unit, policy)

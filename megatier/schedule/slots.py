@@ -213,6 +213,7 @@ def update_slots(
     """
     depth = UPDATE_DEPTH + (SLOTS_MIN if policy.speculates else 0)
 
+    # Weights pass for updates, and for loads of units that have none, such as frozen ones.
     loaded = [min(chunk, unit.num_elements) * unit.schema.width(Kind.WEIGHT) for unit in passing]
     taken = [updated_at_once(unit, chunk) * unit.schema.width(Kind.WEIGHT) for unit in updated]
     largest = max(*loaded, *taken, 0)
@@ -248,6 +249,7 @@ def activation_slots(spilled: Sequence[UnitSpec], ram: int, policy: Policy) -> l
     if not spilled:
         return []
 
+    # Of whole granules, since a drive takes and verifies a checksum for each.
     granule = policy.granule_bytes
     most = min(ACTIVATION_BYTES_MAX, ram // ACTIVATION_SHARE)
     piece = max(granule, most // granule * granule)

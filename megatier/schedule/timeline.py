@@ -154,6 +154,7 @@ def build(
     weights = {unit: home for (unit, kind), home in placement.homes.items() if kind is Kind.WEIGHT}
     resident = set() if is_shared else {unit for unit, home in weights.items() if home is Tier.GPU}
     loads = {load.access: load for load in _assign(accesses, resident, num_slots)}
+    # What is frozen has no gradient, and no update.
     left = set(due).intersection(placement.grad_homes)
     handed = deque(scatters)
     after = -1
@@ -184,6 +185,7 @@ def build(
         if load is not None:
             items.append(load)
 
+    # The gradients of the first units, behind which no load comes.
     items += handed
     return Timeline(tuple(accesses), _exchanged(items, placement, ahead, comes_again=trains))
 
