@@ -30,13 +30,14 @@ from megatier.checkpoint.checkpoint import checkpoint_bytes, restore
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import CHUNK_ELEMENTS
-from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.schema import OF_LOOP, ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.config.values import MountBudget
 from megatier.durable import sync_tree
 from megatier.layout import Layout
 from megatier.measure.drive_probe import probe_drive
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.session.session import Session
+from megatier.setup.setup import Setup
 
 GIB = 1 << 30
 PIECE_ELEMENTS = 4 << 20
@@ -80,7 +81,8 @@ def open_session(options: argparse.Namespace, home: str) -> Session:
         nvme=(f"{options.directory}:{12 * size + GIB}",) if home == "nvme" else (),
     )
     model = ModelConfig(config={"model_type": "llama"})
-    session = Session(skeleton, model, tiers, TrainConfig(batch=1), NumericsConfig(), 1024)
+    run = RunConfig(model=model, data=OF_LOOP, tiers=tiers, train=TrainConfig(batch=1))
+    session = Session(Setup.here(run, skeleton))
     session.load(RandomWeights())
     return session
 

@@ -22,12 +22,12 @@ from peers.shapes import SHAPES, llama_config
 from record import facts, folder_of, write_row
 
 from megatier.config.data_section import DataConfig
-from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
 from megatier.models.initialiser import Initialiser
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
-from megatier.setup.machine import choose_device
+from megatier.setup.setup import Setup
 
 FLEX: Any = "flex_attention"
 VARIANTS: dict[str, Any] = {"together": "sdpa", "apart": "sdpa", "together_flex": FLEX, "apart_flex": FLEX}
@@ -69,9 +69,10 @@ def measure(arguments: argparse.Namespace, sequence: int, variant: str) -> dict[
     shape.num_hidden_layers = arguments.layers
     model = build_skeleton(shape, attention)
     seconds = []
-    device = choose_device(config.tiers)
+    setup = Setup.here(config, model)
+    device = setup.machine.device
 
-    with Session(model, config.model, config.tiers, config.train, NumericsConfig(), sequence) as session:
+    with Session(setup) as session:
         session.store.seal()
         session.load(Initialiser(model, 0))
         for step in range(1, arguments.warmup + arguments.steps + 1):

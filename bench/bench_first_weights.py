@@ -23,12 +23,13 @@ from tempfile import TemporaryDirectory
 from record import facts, folder_of
 from transformers import AutoConfig
 
-from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.schema import OF_LOOP, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.config.values import parse_bytes
 from megatier.hardware import cores_usable
 from megatier.models.decoder import build_skeleton
 from megatier.models.initialiser import Initialiser
 from megatier.session.session import Session
+from megatier.setup.setup import Setup
 from megatier.tier import Kind, Tier
 
 GIB = 1 << 30
@@ -54,7 +55,9 @@ def measure(options: argparse.Namespace) -> dict[str, float | str | int]:
         tiers = TiersConfig(device="cpu", gpu=8 * GIB, ram=ram, nvme=(nvme,), state=("ram", "nvme"))
         train = TrainConfig(batch=1, moments="fp8", clip=None)
         model = ModelConfig(config={"model_type": "llama"})
-        with Session(skeleton, model, tiers, train, NumericsConfig(guard=False), 1024) as session:
+        numerics = NumericsConfig(guard=False)
+        run = RunConfig(model=model, data=OF_LOOP, tiers=tiers, train=train, numerics=numerics)
+        with Session(Setup.here(run, skeleton)) as session:
             session.store.seal()
             began, spent = time.perf_counter(), time.process_time()
             session.load(Initialiser(skeleton, 0))

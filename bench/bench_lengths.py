@@ -32,6 +32,7 @@ from megatier.compute.compile_clock import CLOCK
 from megatier.hardware import set_cuda_defaults
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
+from megatier.setup.setup import Setup
 
 WARMUP = 10
 """Steps that compile, or learn the order of units."""
@@ -81,8 +82,7 @@ def measure(options: argparse.Namespace, shapes: list[tuple[int, int]], *, any_s
     make_repeatable(config)
     share_interpreter()
     model = skeleton(row, config.model.attention)
-    settings = config.model, config.tiers, config.train, config.numerics
-    with Session(model, *settings, row.sequence, any_shape=any_shape) as session:
+    with Session(Setup.here(config, model), any_shape=any_shape) as session:
         compiled = CLOCK.seconds
         session.store.seal()
         fill(session)

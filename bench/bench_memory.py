@@ -22,7 +22,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,13 @@ from record import facts, folder_of
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.hardware import set_cuda_defaults
-from megatier.models.experts import cut_units
 from megatier.planner.memory import activation_bytes
 from megatier.session.process import make_repeatable
 from megatier.session.session import Session
 from megatier.setup.attention import with_kernel
-from megatier.setup.skeleton import skeleton_of
-from megatier.setup.workload import Workload
+from megatier.setup.machine import Machine
+from megatier.setup.setup import Setup
+from megatier.setup.skeleton import model_config_of, skeleton_of
 from megatier.tier import Tier
 
 GIB = 1 << 30
@@ -144,34 +144,35 @@ CASES: dict[str, Case] = {
 }
 
 
-def planned(case: Case, *, here: str = "") -> tuple[RunConfig, Any, dict[str, float]]:
-    """Return the settings, the skeleton, and the bytes that a plan counts beside the arena.
+def planned(case: Case, *, here: str = "") -> tuple[Setup, dict[str, float]]:
+    """Return the run, and the bytes that a plan counts beside the arena.
 
     Args:
         case: the case.
         here: the kernel of attention that its run took; empty: the one of this machine.
     """
-    config, _ = with_kernel(case.settings(), here=True) if not here else (case.settings(), None)
+    config = case.settings()
+    machine = Machine.here(config.tiers)
     if here:
-        kernel: Any = here
-        config = replace(config, model=replace(config.model, attention=kernel))
-    model = skeleton_of(config.model)
-    units = cut_units(model, config.model.expert_parts)
-    work = Workload.of(model, units, config.model, config.tiers, config.train, config.numerics, case.sequence)
-    found = activation_bytes(model, config, work, compiles=config.model.compile is not False)
-    bytes_of = {name: float(getattr(found, name)) for name in ("saved", "at_loss", "in_backward", "peak")}
-    return config, model, bytes_of
+        config = config.changed({"model.attention": here})
+    else:
+        config, _ = with_kernel(config, model_config_of(config.model), machine)
+    config = config.changed({"model.compile": config.model.compile is not False})
+    setup = Setup.of(config, skeleton_of(config.model), machine)
+    found = activation_bytes(setup)
+    return setup, {name: float(getattr(found, name)) for name in ("saved", "at_loss", "in_backward", "peak")}
 
 
 def measured(case: Case, *, live: bool) -> dict[str, Any]:
     """Return what a plan counts, and what two steps take."""
-    config, model, plan = planned(case)
+    setup, plan = planned(case)
+    config = setup.config
     make_repeatable(config)
     torch.cuda.reset_peak_memory_stats()
     generator = torch.Generator().manual_seed(1)
     vocab = case.config["vocab_size"]
     row: dict[str, Any] = {"planned": plan, "attention": config.model.attention}
-    with Session(model, config.model, config.tiers, config.train, config.numerics, case.sequence) as session:
+    with Session(setup) as session:
         placed = session.placement
         row["arena_bytes"] = placed.state_bytes.get(Tier.GPU, 0) + placed.other_bytes.get(Tier.GPU, 0)
         session.store.seal()
@@ -210,7 +211,7 @@ def measured(case: Case, *, live: bool) -> dict[str, Any]:
 
 def compared(name: str, row: Mapping[str, Any]) -> bool:
     """Return whether the plan of a case is right beside the peak that was measured, and print both."""
-    plan = row["arena_bytes"] + planned(CASES[name], here=row["attention"])[2]["peak"]
+    plan = row["arena_bytes"] + planned(CASES[name], here=row["attention"])[1]["peak"]
     least, most = row["peak_allocated_bytes"], RATIO_MAX * row["peak_bytes"]
     found = [size / GIB for size in (plan, least, row["peak_bytes"])]
     words = "plan {:.2f}  allocated {:.2f}  reserved {:.2f}".format(*found)

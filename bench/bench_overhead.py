@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +29,7 @@ from record import facts, folder_of, write_row
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.schema import OF_LOOP, ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.engine.gradient import Gradients
 from megatier.engine.node import Node
 from megatier.hardware import cores_usable
@@ -38,6 +39,7 @@ from megatier.optim.optimizer import RunOptimizer
 from megatier.play.gradients import UnitGradients
 from megatier.play.weights import UnitWeights, Use
 from megatier.session.session import Session
+from megatier.setup.setup import Setup
 from megatier.trace.events import stall_seconds
 
 RATE = 1e-4
@@ -116,7 +118,9 @@ def open_session(model: PreTrainedModel, options: argparse.Namespace) -> Session
         config={"model_type": "llama"}, compute_dtype="fp32", fused_loss=options.fused_loss, loss_chunk=512
     )
     train = TrainConfig(batch=options.sequences, clip=CLIP, learning_rate=RATE)
-    session = Session(skeleton, model_config, tiers, train, NumericsConfig(), options.tokens)
+    data = replace(OF_LOOP, sequence_length=options.tokens)
+    config = RunConfig(model=model_config, data=data, tiers=tiers, train=train)
+    session = Session(Setup.here(config, skeleton))
     session.load(PlainWeights(model))
     return session
 

@@ -33,12 +33,14 @@ from megatier.checkpoint.checkpoint import checkpoint_bytes, restore
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
 from megatier.checkpoint.savepoint import Savepoint, drop_savepoint, save_savepoint
-from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.output_section import OutputConfig
+from megatier.config.schema import OF_LOOP, ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.hardware import device_for
 from megatier.models.decoder import build_skeleton
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks, joined
 from megatier.session.session import Session
+from megatier.setup.setup import Setup
 from megatier.tier import Tier
 
 HOMES = ("nvme", "ram,nvme", "ram")
@@ -74,7 +76,9 @@ def open_session(options: argparse.Namespace, homes: str, ranks: Ranks | None) -
     )
     model = ModelConfig(config={"model_type": "llama"})
     train = TrainConfig(batch=num_ranks, groups=num_ranks)
-    session = Session(skeleton, model, tiers, train, NumericsConfig(), 1024, savepoints=True, ranks=ranks)
+    output = OutputConfig(savepoint_every=1)
+    run = RunConfig(model=model, data=OF_LOOP, tiers=tiers, train=train, output=output)
+    session = Session(Setup.here(run, skeleton, ranks), ranks=ranks)
     session.load(RandomWeights())
     return session
 

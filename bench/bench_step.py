@@ -59,7 +59,9 @@ from megatier.schedule.sizes import Budgets
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.setup.attention import with_kernel
-from megatier.setup.skeleton import open_model
+from megatier.setup.machine import Machine
+from megatier.setup.setup import Setup
+from megatier.setup.skeleton import model_config_of, open_model
 from megatier.tier import Kind, Tier
 from megatier.trace.events import TraceEvent, stall_seconds, write_trace
 
@@ -67,17 +69,12 @@ from megatier.trace.events import TraceEvent, stall_seconds, write_trace
 def forecast(run: Run, machine: Path, ranks: int) -> dict[str, Any]:
     """Forecast the row as `megatier plan` does, on so many GPUs of one host."""
     run = shared(run, ranks)
-    config, _ = with_kernel(config_of(run, True, Path()), here=False)
+    config = config_of(run, True, Path()).changed({"model.compile": True})
     tiers = config.tiers
-    model = skeleton(run, config.model.attention)
-    made = make_plan(
-        model,
-        config,
-        read_rates(machine),
-        Budgets(tiers.gpu or 0, tiers.ram or 0, run.nvme),
-        compiles=True,
-        world=World(ranks),
-    )
+    budgets = Budgets(tiers.gpu or 0, tiers.ram or 0, run.nvme)
+    there = Machine.elsewhere(tiers, read_rates(machine), budgets, World(ranks))
+    config, _ = with_kernel(config, model_config_of(config.model), there)
+    made = make_plan(Setup.of(config, skeleton(run, config.model.attention), there))
     return made.as_dict() | {"what": run.what, "machine_file": machine.name}
 
 
@@ -125,7 +122,9 @@ def measure(
         ranks: the ranks that share the state; `run` has the sequences of all of them.
     """
     with written_base(run.shape, run.sequence, directory) if run.in_place else nullcontext() as base:
-        config, _ = with_kernel(config_of(run, deterministic, directory, base))
+        config = config_of(run, deterministic, directory, base)
+        machine = Machine.here(config.tiers, ranks=ranks)
+        config, _ = with_kernel(config, model_config_of(config.model), machine)
         make_repeatable(config)
         share_interpreter()
         began = time.perf_counter()
@@ -136,9 +135,7 @@ def measure(
             model, reader = open_model(config)
             fills = partial(load, reader=reader, folder=base)
 
-        with Session(
-            model, config.model, config.tiers, config.train, config.numerics, run.sequence, ranks=ranks
-        ) as session:
+        with Session(Setup.of(config, model, machine), ranks=ranks) as session:
             if base is not None and not session.in_place:
                 sys.exit(f"the base would not be read where it lies: {session.why_copied}")
             timed = _run_steps(session, run, config.train.groups, warmup + steps, began, fills)
@@ -284,7 +281,8 @@ def _drive_seconds(session: Session, moved: Mapping[str, int]) -> float | None:
 
     None: there is no drive, or it was not measured.
     """
-    drives = () if session.rates is None else session.rates.drives
+    rates = session.setup.machine.measured_rates
+    drives = () if rates is None else rates.drives
     rate = sum(drive.read_bytes_per_s for drive in drives)
     return moved["nvme_to_ram"] / rate if rate else None
 
@@ -300,7 +298,9 @@ def _movement(events: list[TraceEvent], moved: Counter[str]) -> dict[str, Any]:
 
 def _bound(run: Run, deterministic: bool) -> dict[str, Any] | None:
     """Measure the compute-only bound in a process of its own, so that its memory is free again."""
-    attention = with_kernel(config_of(run, deterministic, None))[0].model.attention
+    config = config_of(run, deterministic, None)
+    found = model_config_of(config.model)
+    attention = with_kernel(config, found, Machine.here(config.tiers))[0].model.attention
     groups = run.train.get("groups", 1)
     # Weights, activations and gradients lie on the GPU at once there: more than 16 sequences of 8B have no room.
     batch = min(16, run.batch // groups)

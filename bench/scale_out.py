@@ -19,6 +19,8 @@ from megatier.planner.plan import make_plan
 from megatier.planner.search import Choice, search
 from megatier.schedule.rates import DriveRates, Rates, World, read_rates
 from megatier.schedule.sizes import Budgets
+from megatier.setup.machine import Machine
+from megatier.setup.setup import Setup
 from megatier.setup.skeleton import skeleton_of
 from megatier.tier import Tier
 
@@ -84,7 +86,8 @@ def rows(rates: Rates) -> Iterator[str]:
             start = f"| {model} | {world.ranks} | {world.hosts} |"
             try:
                 # The GPU's budget is chosen; this one is not used.
-                choice = search(skeleton, config, host, Budgets(0, RAM, NVME), compiles=True, world=world)
+                machine = Machine.elsewhere(config.tiers, host, Budgets(0, RAM, NVME), world)
+                choice = search(Setup.of(config, skeleton, machine))
             except PlanError as error:
                 yield f"{start} does not fit: {error} | | | | |"
                 continue
@@ -147,7 +150,8 @@ def _step_seconds(rates: Rates, world: World, tiers: Mapping[str, Any], *, grows
     )
     config = config_of("8B", world, sequence=1024, tokens=16_384, **tiers)
     budgets = Budgets(tiers["gpu"], tiers["ram"], 0)
-    return make_plan(skeleton_of(config.model), config, host, budgets, compiles=True, world=world).forecast.seconds
+    machine = Machine.elsewhere(config.tiers, host, budgets, world)
+    return make_plan(Setup.of(config, skeleton_of(config.model), machine)).forecast.seconds
 
 
 def main() -> None:

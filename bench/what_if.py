@@ -17,9 +17,10 @@ from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainCon
 from megatier.errors import PlanError
 from megatier.planner.plan import make_plan
 from megatier.planner.search import search
-from megatier.planner.trial import changed
 from megatier.schedule.rates import DriveRates, Rates, read_rates
 from megatier.schedule.sizes import Budgets
+from megatier.setup.machine import Machine
+from megatier.setup.setup import Setup
 from megatier.setup.skeleton import skeleton_of
 
 GIB = 1 << 30
@@ -64,7 +65,9 @@ def rows(rates: Rates) -> Iterator[str]:
                 start = f"| {model} | {TOKENS:,} | {ram // GIB:,} GiB | {count} |"
                 try:
                     # A tenth of RAM is left to the system and to what no budget counts.
-                    plan = make_plan(skeleton, config, machine, Budgets(GPU, ram * 9 // 10, 16 * TIB), compiles=True)
+                    budgets = Budgets(GPU, ram * 9 // 10, 16 * TIB)
+                    there = Machine.elsewhere(config.tiers, machine, budgets)
+                    plan = make_plan(Setup.of(config, skeleton, there))
                 except PlanError as error:
                     # RAM is too small for what must lie there, so more drives change nothing.
                     yield f"{start} does not fit: {error} | | | | |"
@@ -91,19 +94,19 @@ def search_rows(rates: Rates) -> Iterator[str]:
     for ram in (1 * TIB, 2 * TIB):
         for count in DRIVES:
             machine = replace(rates, drives=(DRIVE,) * count)
-            budgets = Budgets(GPU, ram * 9 // 10, 16 * TIB)
+            there = Machine.elsewhere(config.tiers, machine, Budgets(GPU, ram * 9 // 10, 16 * TIB))
             start = f"| {ram // GIB:,} GiB | {count} |"
             begun = time.process_time()
 
             try:
-                choice = search(skeleton, config, machine, budgets, compiles=True)
+                setup = Setup.of(config, skeleton, there)
+                choice = search(setup)
             except PlanError as error:
                 yield f"{start} does not fit: {error} | | {time.process_time() - begun:.1f} s | |"
                 continue
 
             found = time.process_time()
-            budgets = replace(budgets, gpu=choice.settings["tiers.gpu"])
-            make_plan(skeleton, changed(config, choice.settings), machine, budgets, compiles=True)
+            make_plan(setup.changed(choice.settings))
             chosen = ", ".join(f"{name.partition('.')[2]} {value}" for name, value in choice.settings.items())
             took = f"{found - begun:.1f} s | {time.process_time() - found:.1f} s"
             yield f"{start} {chosen} | {choice.seconds:.1f} | {took} |"

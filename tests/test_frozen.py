@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from small_commands import after_step, command
 from small_commands import outcome as outcome_of
+from small_setups import elsewhere
 from small_timelines import RATES
 from tiny_gradients import attention_of, plain_gradients, streamed_gradients
 from tiny_models import tiny_config
@@ -294,7 +295,7 @@ def test_plan_foretells_the_order_and_the_bytes_of_a_frozen_run(
         tiers=TiersConfig(state=where.tiers, streamed_share=where.streamed),
         train=train,
     )
-    plan = make_plan(skeleton_of(config.model), config, RATES, budgets, compiles=False)
+    plan = make_plan(elsewhere(config, RATES, budgets, compiles=False))
     assert plan.accesses == order
     assert plan.placement.homes == placement.homes
     assert plan.placement.activation_homes == placement.activation_homes
@@ -307,7 +308,13 @@ def test_plan_foretells_the_order_and_the_bytes_of_a_frozen_run(
     assert (
         plan.compute_seconds
         < make_plan(
-            skeleton_of(replace(config.model, frozen=())), config, RATES, budgets_for_all(budgets), compiles=False
+            elsewhere(
+                config,
+                RATES,
+                budgets_for_all(budgets),
+                compiles=False,
+                model=skeleton_of(replace(config.model, frozen=())),
+            )
         ).compute_seconds
     )
 

@@ -19,8 +19,8 @@ from megatier.config import file as config_file
 from megatier.config import text as config_text
 from megatier.config.schema import RunConfig
 from megatier.errors import ConfigError, mib
-from megatier.hardware import device_for, mount_of
-from megatier.measure.probe import io_threads, rates_or_assumed
+from megatier.hardware import mount_of
+from megatier.measure.probe import io_threads
 from megatier.report.figures import NO_GPU
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
 from megatier.schedule.rates import ASSUMED, Rates, World, as_dict, read_rates
@@ -29,6 +29,7 @@ from megatier.session.paths import check_paths
 
 if TYPE_CHECKING:
     from megatier.planner.plan import Plan
+    from megatier.setup.machine import Machine
 
 
 def run(argv: Sequence[str]) -> int:
@@ -39,22 +40,18 @@ def run(argv: Sequence[str]) -> int:
     if world.ranks > 1 and "train.groups" not in given:
         # As `megatier train` does under torchrun (`train.shared.choices_of`).
         loaded = replace(loaded, train=replace(loaded.train, groups=world.ranks))
-    rates, assumed = _rates(loaded, options.machine)
     here = options.machine is None
-
-    # `megatier train` chooses settings only on a machine that was measured, and so does a plan of its run.
-    searches = options.search or (here and not assumed and not rates.assumed(world))
-
-    elsewhere = None if here else _budgets(loaded, rates.gpu_bytes if searches else None)
+    elsewhere = None if here else _elsewhere(loaded, options.machine, searches=options.search)
     console = Console(stderr=True)
     if here:
         # A run with such texts would be refused, whatever fits.
         check_paths(loaded, lambda words: console.print(words, markup=False, highlight=False, soft_wrap=True))
     console.print(f"{options.config}: loading PyTorch and transformers", highlight=False, soft_wrap=True)
     with _nothing_collected():
-        plan, chosen = _planned(loaded, given, rates, world, elsewhere, searches=searches)
+        plan, machine, chosen = _planned(loaded, given, world, elsewhere, searches=options.search)
     room = plan.room.described(loaded.output, here=here)
 
+    rates, assumed = machine.rates, machine.assumed
     threads, why = io_threads(loaded.tiers.io_threads, rates)
     figures = as_dict(rates)
     document = plan.as_dict() | {
@@ -76,13 +73,13 @@ def run(argv: Sequence[str]) -> int:
         return 0
 
     console = Console()
-    _print_plan(console, plan, chosen, has_gpu=not here or device_for(loaded.tiers.device) != "cpu")
+    _print_plan(console, plan, chosen, has_gpu=not here or machine.device.type != "cpu")
     if loaded.tiers.nvme:
         console.print(f"NVMe: {threads} I/O threads each way, {why}.", highlight=False, soft_wrap=True)
     steps = None if loaded.train.epochs is not None else loaded.train.steps
     console.print(*_sentences(plan, steps, room), sep="\n", markup=False, highlight=False)
     if assumed:
-        said = _assumption(rates, assumed, loaded.tiers.nvme, searches=searches)
+        said = _assumption(rates, assumed, loaded.tiers.nvme, searches=options.search)
         console.print(said, markup=False, highlight=False, soft_wrap=True)
     if names := rates.assumed(world):
         words = _links_assumption(names, world, here=here)
@@ -155,67 +152,52 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def _planned(
-    loaded: RunConfig,
-    given: frozenset[str],
-    rates: Rates,
-    world: World,
-    elsewhere: Budgets | None,
-    *,
-    searches: bool,
-) -> tuple[Plan, Mapping[str, Any]]:
-    """Return the plan of a run, and the settings that were chosen for it, by dotted name.
+    loaded: RunConfig, given: frozenset[str], world: World, elsewhere: tuple[Rates, Budgets] | None, *, searches: bool
+) -> tuple[Plan, Machine, Mapping[str, Any]]:
+    """Return the plan of a run, its machine, and the settings that were chosen for it, by dotted name.
 
     Args:
         loaded: the run.
         given: dotted names of the settings that stay as they are.
-        rates: the machine's.
         world: the ranks of the run.
-        elsewhere: the budgets on another machine; None: this machine will run it, with the budgets and choices of
+        elsewhere: rates and budgets of another machine; None: this machine will run it, with the budgets and choices of
             `megatier train`.
-        searches: whether settings are chosen.
+        searches: whether settings are chosen, also if `megatier train` would choose none.
     """
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.planner.plan import make_plan
     from megatier.planner.search import search
-    from megatier.planner.trial import changed
     from megatier.setup.attention import with_kernel
-    from megatier.setup.machine import choose_device, compiles
-    from megatier.setup.skeleton import skeleton_of
-    from megatier.train.choices import budgets_here, fit_positions, fix_choices, with_true_loss
+    from megatier.setup.machine import Machine
+    from megatier.setup.setup import Setup
+    from megatier.setup.skeleton import model_config_of, skeleton_of
+    from megatier.train.choices import fit_positions, settled
 
-    model = skeleton_of(loaded.model)
+    found = model_config_of(loaded.model)
     if elsewhere is None:
-        device = choose_device(loaded.tiers)
-        loaded = fix_choices(loaded, given, model)
-        budgets = budgets_here(loaded.tiers, device)
-        compiled = compiles(loaded.model, device)
+        machine = replace(Machine.here(loaded.tiers), world=world)
     else:
-        # The kernel depends on how long sequences are.
-        loaded, _ = with_kernel(fit_positions(loaded, given, model), here=False)
-        loaded = with_true_loss(loaded, model)
-        budgets = elsewhere
-        compiled = _compiles(loaded)
+        machine = Machine.elsewhere(loaded.tiers, *elsewhere, world)
 
+    # The kernel depends on how long sequences are.
+    loaded, _ = with_kernel(fit_positions(loaded, given, found), found, machine)
+    setup = settled(Setup.of(loaded, skeleton_of(loaded.model, found), machine))
+
+    # `megatier train` chooses settings only on a machine that was measured, and so does a plan of its run.
     chosen: Mapping[str, Any] = {}
-    if searches:
-        chosen = search(model, loaded, rates, budgets, compiles=compiled, fixed=given, world=world).settings
-        loaded = changed(loaded, chosen)
-        budgets = replace(budgets, gpu=chosen.get("tiers.gpu", budgets.gpu))
-
-    return make_plan(model, loaded, rates, budgets, compiles=compiled, world=world), chosen
+    if searches or (elsewhere is None and machine.is_measured):
+        chosen = search(setup, given).settings
+    return make_plan(setup.changed(chosen)), machine, chosen
 
 
-def _rates(loaded: RunConfig, machine: Path | None) -> tuple[Rates, tuple[str, ...]]:
-    """Return the rates of a machine, and the names of those that are assumed.
+def _elsewhere(loaded: RunConfig, machine: Path, *, searches: bool) -> tuple[Rates, Budgets]:
+    """Return the rates of another machine, and the budgets of a run on it.
 
-    Args:
-        loaded: the run.
-        machine: a file with the rates of another machine; None: this one.
+    Raises:
+        ConfigError: the file cannot be read, or a budget is not set.
     """
-    if machine is not None:
-        return read_rates(machine), ()
-    directories = [mount.directory for mount in loaded.tiers.mounts]
-    return rates_or_assumed(directories, device_for(loaded.tiers.device))
+    rates = read_rates(machine)
+    return rates, _budgets(loaded, rates.gpu_bytes if searches else None)
 
 
 def _budgets(loaded: RunConfig, free_gpu: float | None) -> Budgets:
@@ -242,11 +224,6 @@ def _budgets(loaded: RunConfig, free_gpu: float | None) -> Budgets:
         mount_of(mount.directory).free_bytes if mount.num_bytes is None else mount.num_bytes for mount in tiers.mounts
     )
     return Budgets(gpu, tiers.ram, nvme)
-
-
-def _compiles(loaded: RunConfig) -> bool:
-    """Return whether a run on another machine compiles: as set, and by default if a GPU computes."""
-    return loaded.tiers.device != "cpu" if loaded.model.compile is None else loaded.model.compile
 
 
 def _bytes_table(plan: Plan) -> Table:

@@ -7,10 +7,11 @@ nothing is allocated.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megatier.config.data_section import DataConfig
+from megatier.config.data_section import BYTE_TOKENIZER, DataConfig
 from megatier.config.lora import LoraConfig, read_lora
 from megatier.config.output_section import OutputConfig
 from megatier.config.values import ByteCount, MountBudget, check_kinds, check_setting, parse_mount, read_text
@@ -347,6 +348,14 @@ class RunConfig:
             "1 with flex_attention and documents that are apart (data.cross_documents), whose mask cannot be cut",
         )
 
+    def changed(self, settings: Mapping[str, Any]) -> RunConfig:
+        """Return the run with other settings, each under its dotted name, such as train.groups."""
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in settings.items():
+            section, _, key = name.partition(".")
+            sections.setdefault(section, {})[key] = value
+        return replace(self, **{name: replace(getattr(self, name), **keys) for name, keys in sections.items()})
+
     @property
     def has_mask(self) -> bool:
         """Whether attention has a mask of all pairs of tokens, and computes what is masked too."""
@@ -357,6 +366,9 @@ class RunConfig:
         """Whether a group's mask can be cut along the batch."""
         return not self.data.is_apart or self.has_mask
 
+
+OF_LOOP = DataConfig(files=("batches of the loop",), tokenizer=BYTE_TOKENIZER)
+"""The section `data` of a loop that brings its own batches. Nothing of it is read but the length of a sequence."""
 
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,

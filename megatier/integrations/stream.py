@@ -21,14 +21,13 @@ from megatier.adapters.in_place import note_tensors
 from megatier.adapters.quantised import CodesReader, is_quantised, open_quantised
 from megatier.adapters.weights import AdaptedWeights
 from megatier.config.file import check_units
-from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.schema import OF_LOOP, ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.config.values import check_setting, number, require
 from megatier.defaults import usual_defaults
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.foreign import one_version, shown
 from megatier.guards.given_model import check_around
 from megatier.guards.unbound import check_gradient_hooks
-from megatier.hardware import device_for
 from megatier.integrations.in_ram import InRam
 from megatier.integrations.streamed import Streamed
 from megatier.models.copied import copied_skeleton
@@ -41,6 +40,8 @@ from megatier.optimizers import MOMENTS, OPTIMIZER_NAMES, OPTIMIZERS, Moments, O
 from megatier.ranks.ranks import joined
 from megatier.session.process import share_interpreter
 from megatier.session.session import Session
+from megatier.setup.machine import Machine, choose_device
+from megatier.setup.setup import Setup
 from megatier.setup.skeleton import read_model_config
 from megatier.setup.workload import COMPUTE_DTYPES
 
@@ -166,7 +167,9 @@ def stream(
     train = TrainConfig(batch=accumulation_steps, groups=accumulation_steps, activations=activations, clip=clip)
     train = replace(train, learning_rate=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
     train = replace(train, optimizer=optimizer, momentum=momentum, moments=moments, seed=seed)
-    return _open(model, tiers, computing, train, frozen, peft_config, num_labels)
+    # The guard is on: updates wait for the norm, because `optimizer.step` comes after the last backward.
+    config = RunConfig(model=computing, data=OF_LOOP, tiers=tiers, train=train)
+    return _open(model, config, frozen, peft_config, num_labels)
 
 
 def refuse_unknown(names: Iterable[str]) -> None:
@@ -207,9 +210,7 @@ def read_tiers(given: TiersConfig | Mapping[str, Any] | None) -> TiersConfig:
 @usual_defaults()
 def _open(
     model: str | os.PathLike[str] | nn.Module,
-    tiers: TiersConfig,
-    computing: ModelConfig,
-    train: TrainConfig,
+    config: RunConfig,
     frozen: str | Sequence[str],
     peft_config: Any | None,  # noqa: ANN401 - PEFT's, which has no types
     num_labels: int | None,
@@ -218,36 +219,31 @@ def _open(
 
     Args:
         model: as for `stream`.
-        tiers: budgets and mounts.
-        computing: how the model computes. Its path is not read.
-        train: settings of the steps, with the groups of one rank.
+        config: how it computes, its tiers and its steps, with the groups of one rank.
         frozen: as for `stream`.
         peft_config: as for `stream`.
         num_labels: as for `stream`.
     """
-    skeleton, reader = _source(model, computing, frozen, peft_config, num_labels, train.seed)
+    skeleton, reader = _source(model, config.model, frozen, peft_config, num_labels, config.train.seed)
 
     # The session owns files on the drives, which nobody would remove if loading fails or is interrupted.
     share_interpreter()
     with ExitStack() as opened:
-        ranks = opened.enter_context(joined(device_for(tiers.device), is_guest=True))
-        groups = train.groups * (1 if ranks is None else ranks.size)
-        train = replace(train, batch=groups, groups=groups)
+        device = choose_device(config.tiers)
+        ranks = opened.enter_context(joined(device.type, is_guest=True))
+        groups = config.train.groups * (1 if ranks is None else ranks.size)
+        config = config.changed({"train.batch": groups, "train.groups": groups})
+        setup = Setup.of(config, skeleton, Machine.here(config.tiers, device, ranks))
 
-        # The guard: updates wait for the norm, because `optimizer.step` comes after the last backward.
-        # And whoever makes the batches pads them as they come.
-        numerics = NumericsConfig(guard=True)
-        session = Session(skeleton, computing, tiers, train, numerics, tokens=1, ranks=ranks, any_shape=True)
-        opened.enter_context(session)
+        # Whoever makes the batches pads them as they come.
+        session = opened.enter_context(Session(setup, ranks=ranks, any_shape=True))
         session.store.seal()
         session.load(reader)
         return Streamed(
             session,
-            train,
             opened.pop_all(),
             is_from_folder=not isinstance(model, nn.Module),
             has_new_adapters=peft_config is not None,
-            gpu_limit=tiers.gpu_limit,
         )
 
 

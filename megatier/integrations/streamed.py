@@ -29,7 +29,6 @@ import torch
 from transformers.utils.generic import ModelOutput
 
 from megatier.adapters.methods import guard_adapters
-from megatier.config.schema import TrainConfig
 from megatier.config.values import check_setting
 from megatier.dropped import ClosedWhenDropped
 from megatier.engine.loss import without_logits
@@ -75,24 +74,21 @@ class Streamed(ClosedWhenDropped, StreamedState):
     def __init__(
         self,
         session: Session,
-        train: TrainConfig,
         opened: contextlib.ExitStack,
         *,
         is_from_folder: bool = False,
         has_new_adapters: bool = False,
-        gpu_limit: int | None = None,
     ) -> None:
         """Take over a loaded session; `stream` makes one.
 
         Args:
             session: the session.
-            train: settings of the steps.
             opened: ends the session, and the connection to other ranks; `close` does so.
             is_from_folder: whether the weights are those of the folder that the model's config names.
             has_new_adapters: whether the model has adapters that begin now.
-            gpu_limit: the GPU memory that the process may take; None: all there is.
         """
-        super().__init__(session, train, hold_in_generation(session, gpu_limit))
+        train = session.setup.config.train
+        super().__init__(session, train, hold_in_generation(session, session.setup.config.tiers.gpu_limit))
         self._opened = opened
         self._is_from_folder = is_from_folder
         self._begins_adapters = has_new_adapters

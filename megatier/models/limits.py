@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from megatier.errors import UnsupportedModelError, mib
 from megatier.foreign import shown
@@ -88,9 +88,9 @@ def counted() -> Iterator[None]:
             hook.remove()
 
 
-def max_positions(model: PreTrainedModel) -> int | None:
-    """Return the number of positions that a model was made for; None if its config names none."""
-    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def max_positions(config: PretrainedConfig) -> int | None:
+    """Return the number of positions that the model of a config was made for; None if it names none."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) else None
 
 
@@ -99,7 +99,7 @@ def has_position_table(model: PreTrainedModel) -> bool:
 
     Rotary and sinusoid positions go on beyond that.
     """
-    most = max_positions(model)
+    most = max_positions(model.config)
     if most is None:
         return False
     tables = itertools.chain(model.named_parameters(), model.named_buffers())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import nn
-from transformers import PreTrainedModel
 
-from megatier.models.decoder import Unit
+from megatier.setup.setup import Setup
 
 KIND_SECONDS = 3.0
 """Seconds for each kind. On an H100 3B and 8B, with three kinds, took 5 to 13 s."""
@@ -34,19 +33,14 @@ class CompileTime:
         return KEPT_KIND_SECONDS * self.kinds
 
 
-def compile_time(model: PreTrainedModel, units: Iterable[Unit], *, compiles: bool, is_fused: bool) -> CompileTime:
-    """Estimate the time of a model.
-
-    Args:
-        model: the skeleton.
-        units: all units of the model.
-        compiles: whether layers are compiled.
-        is_fused: whether head and loss are one.
-    """
-    if not compiles:
+def compile_time(setup: Setup) -> CompileTime:
+    """Estimate the time of a run."""
+    model = setup.model
+    is_fused = setup.config.model.fused_loss
+    if not setup.compiles:
         return CompileTime(0)
     head = model.get_output_embeddings() if is_fused else None
-    names = (name for unit in units if not unit.is_lent for name in unit.module_names)
+    names = (name for unit in setup.work.units if not unit.is_lent for name in unit.module_names)
     modules = (model.get_submodule(name) for name in names)
     kinds = {_kind(module) for module in modules if module is not head and not isinstance(module, nn.Embedding)}
     return CompileTime(len(kinds) + is_fused)

@@ -58,6 +58,7 @@ from megatier.models.decoder import Unit, tiled_names
 from megatier.optim.muon import matrices_of
 from megatier.schedule.slots import MATRICES_CARRIED
 from megatier.setup.attention_rule import FLEX
+from megatier.setup.setup import Setup
 from megatier.setup.workload import (
     COMPUTE_DTYPES,
     Workload,
@@ -130,15 +131,9 @@ class ActivationBytes:
         return max(self.at_loss, self.in_backward) + CONTEXT_BYTES
 
 
-def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, *, compiles: bool) -> ActivationBytes:
-    """Estimate the GPU memory that a run needs in addition to its arena.
-
-    Args:
-        model: the skeleton.
-        config: the run's settings.
-        work: its units.
-        compiles: whether layers are compiled.
-    """
+def activation_bytes(setup: Setup) -> ActivationBytes:
+    """Estimate the GPU memory that a run needs in addition to its arena."""
+    model, config, work, compiles = setup.model, setup.config, setup.work, setup.compiles
     text = model.config.get_text_config()
     item = COMPUTE_DTYPES[config.model.compute_dtype].itemsize
     width = boundary_width(model)

@@ -13,23 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from megatier.checkpoint.room import Room
-from megatier.config.schema import RunConfig, TrainConfig
+from megatier.config.schema import TrainConfig
 from megatier.errors import PlanError
 from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
 from megatier.forecast.jobs import HOST_SECONDS
-from megatier.models.experts import cut_units
 from megatier.planner.compile_time import CompileTime, compile_time
 from megatier.planner.memory import ActivationBytes, mask_bytes
 from megatier.planner.shortage import with_ways
-from megatier.planner.trial import Trial, changed, with_parts
+from megatier.planner.trial import Trial, with_parts
 from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.placement import Placement, all_short, place
-from megatier.schedule.rates import ALONE, DriveRates, Rates, World
+from megatier.schedule.rates import DriveRates, World
 from megatier.schedule.sizes import Budgets, block_bytes, home_bytes
 from megatier.schedule.timeline import Access
+from megatier.setup.setup import Setup
 from megatier.setup.workload import Workload
 from megatier.tier import Kind, Tier
 from megatier.trace.events import STEP, TraceEvent
@@ -192,45 +190,28 @@ class Plan:
         return [step, *made]
 
 
-def make_plan(
-    model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool, world: World = ALONE
-) -> Plan:
+def make_plan(setup: Setup) -> Plan:
     """Plan a run.
 
-    Args:
-        model: the skeleton.
-        config: the run's settings.
-        rates: those of a host.
-        budgets: bytes of each tier of a host, and of each GPU.
-        compiles: whether layers are compiled.
-        world: the ranks of the run.
-
     Raises:
-        ConfigError: the ranks cannot share the groups equally.
         PlanError: the run does not fit; names what is short.
-        UnsupportedModelError: the model cannot be streamed.
     """
-    cut = cut_units(model, config.model.expert_parts)
-    trial = Trial.of(model, cut, config, rates, budgets, compiles=compiles, world=world)
+    config = setup.config
+    world = setup.machine.world
+    trial = Trial.of(setup)
     try:
         work = trial.work
         placement = trial.placed()
     except PlanError as short:
-        refusal = with_parts(short, model, config, rates, budgets, compiles=compiles, world=world)
+        refusal = with_parts(short, setup)
         if refusal is short:
             refusal = all_short(short, trial.work.specs, trial.budgets, trial.work.policy)
-
-        def place_with(settings: Mapping[str, Any], others: Budgets) -> object:
-            other = changed(config, settings)
-            units = cut_units(model, config.model.expert_parts)
-            return Trial.of(model, units, other, rates, others, compiles=compiles, world=world).placed()
-
-        raise with_ways(refusal, config, budgets, place_with) from short
+        raise with_ways(refusal, setup, lambda other: Trial.of(other).placed()) from short
 
     made = trial.forecast(placement)
     tokens = config.train.batch * config.data.sequence_length
     drives = trial.rates.drives
-    room = Room.of(config.output, model, work.units, is_made=False)
+    room = Room.of(config.output, setup.model, work.units, is_made=False)
     written_s = checkpoint_seconds(
         room.checkpoint_bytes // world.ranks, placement.state_bytes.get(Tier.NVME, 0), drives
     )
@@ -254,7 +235,7 @@ def make_plan(
         forecast=made,
         seconds_range=trial.seconds_range(placement, made),
         compute_seconds=trial.compute_seconds,
-        compiling=compile_time(model, work.units, compiles=compiles, is_fused=config.model.fused_loss),
+        compiling=compile_time(setup),
         room=room,
         checkpoint_seconds=written_s,
         checkpoint_pause_seconds=pause_seconds(written_s, made) if written_s is not None else None,

@@ -13,18 +13,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from megatier.config.schema import RunConfig
 from megatier.errors import PlanError
 from megatier.forecast.forecast import Forecast
 from megatier.hardware import readable_bytes
-from megatier.models.experts import cut_units
 from megatier.planner.shortage import nearest, with_ways
-from megatier.planner.trial import Trial, changed, with_parts
+from megatier.planner.trial import Trial, with_parts
 from megatier.schedule.placement import Placement
-from megatier.schedule.rates import ALONE, Rates, World
-from megatier.schedule.sizes import Budgets
+from megatier.setup.setup import Setup
 from megatier.tier import Activations, Phase
 
 GROUPS = (1, 2, 4, 8)
@@ -78,48 +74,23 @@ class Choice:
         return self.trial.seconds_range(self.placement, self.forecast)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """The run and the machine of a search, the same in all trials; see `search`."""
-
-    model: PreTrainedModel
-    rates: Rates
-    budgets: Budgets
-    compiles: bool
-    fixed: frozenset[str] = frozenset()
-    world: World = ALONE
-
-
-def search(
-    model: PreTrainedModel,
-    config: RunConfig,
-    rates: Rates,
-    budgets: Budgets,
-    *,
-    compiles: bool,
-    fixed: frozenset[str] = frozenset(),
-    world: World = ALONE,
-) -> Choice:
+def search(setup: Setup, fixed: frozenset[str] = frozenset()) -> Choice:
     """Find the fastest settings that fit.
 
     Args:
-        model: the skeleton.
-        config: all settings that are not searched. The sequences of a step stay as in train.batch.
-        rates: those of a host.
-        budgets: bytes of each tier of a host, and of each GPU. That of the GPU counts only if its memory is not known.
-        compiles: whether layers are compiled.
+        setup: the run, with all settings that are not searched. The sequences of a step stay as in train.batch. The
+            budget of the GPU counts only if the GPU's memory is not known.
         fixed: dotted names of settings that stay as they are in the config.
-        world: the ranks of the run.
 
     Raises:
         PlanError: no trial fits. This is the error of the last one.
         UnsupportedModelError: the model cannot be streamed.
     """
-    asked = Asked(model=model, rates=rates, budgets=budgets, compiles=compiles, fixed=fixed, world=world)
+    config = setup.config
     can_cut = TILE not in fixed and config.model.tile_tokens is None and config.data.sequence_length > TILE_TOKENS
     whole: Choice | None = None
     try:
-        whole = _best(config, asked)
+        whole = _best(setup, fixed)
     except PlanError:
         if not can_cut:
             raise
@@ -129,7 +100,7 @@ def search(
     # Tiles repeat products and change bits. They come only for long sequences: where nothing fits without them, or
     # where the memory that they leave saves more than they cost.
     try:
-        cut = _best(changed(config, {TILE: TILE_TOKENS}), asked)
+        cut = _best(setup.changed({TILE: TILE_TOKENS}), fixed)
     except PlanError:
         if whole is None:
             raise
@@ -139,7 +110,7 @@ def search(
     return replace(cut, settings={TILE: TILE_TOKENS, **cut.settings})
 
 
-def _best(config: RunConfig, asked: Asked) -> Choice:
+def _best(setup: Setup, fixed: frozenset[str]) -> Choice:
     """Find the fastest settings that fit, with tiles of tokens as the config has them; see `search`."""
     best: Choice | None = None
     refused: list[tuple[PlanError, Mapping[str, Any]]] = []
@@ -149,7 +120,7 @@ def _best(config: RunConfig, asked: Asked) -> Choice:
     """The settings that fit, but for whether kept attention is offloaded."""
 
     # The sort is stable, so among trials with equal compute the simplest comes first.
-    for settings, wanted in sorted(_trials(config, asked), key=lambda one: one[1].compute_seconds):
+    for settings, wanted in sorted(_trials(setup, fixed), key=lambda one: one[1].compute_seconds):
         limit = best.seconds * (1 - WORTH) if best is not None else float("inf")
         if wanted.compute_seconds >= limit:
             break
@@ -160,7 +131,7 @@ def _best(config: RunConfig, asked: Asked) -> Choice:
             continue
 
         try:
-            trial = wanted if "tiers.gpu" in asked.fixed else _fitted(wanted)
+            trial = wanted if "tiers.gpu" in fixed else _fitted(wanted)
             placement = trial.placed()
         except PlanError as error:
             refused.append((error, settings))
@@ -176,35 +147,30 @@ def _best(config: RunConfig, asked: Asked) -> Choice:
         made = trial.forecast(placement)
         if made.seconds < limit:
             chosen = {**settings, "tiers.gpu": trial.budgets.gpu}
-            free = {name: value for name, value in chosen.items() if name not in asked.fixed}
-            best = _choice(free, trial, placement, made, config)
+            free = {name: value for name, value in chosen.items() if name not in fixed}
+            best = _choice(free, trial, placement, made, setup.config)
 
     if best is None:
-        raise _refusal(refused, config, asked)
+        raise _refusal(refused, setup, fixed)
     return best
 
 
-def _refusal(refused: Sequence[tuple[PlanError, Mapping[str, Any]]], config: RunConfig, asked: Asked) -> PlanError:
+def _refusal(refused: Sequence[tuple[PlanError, Mapping[str, Any]]], setup: Setup, fixed: frozenset[str]) -> PlanError:
     """Return the refusal of the candidate that is nearest to fitting, with what would let it fit.
 
     Args:
         refused: the refusals of all candidates, each with its settings.
-        config: the run's settings.
-        asked: what is searched.
+        setup: the run that is searched.
+        fixed: as for `search`.
     """
     short = nearest([error for error, _ in refused])
-    settings = next(settings for error, settings in refused if error is short)
-    candidate = changed(config, settings)
-    run = asked.model, candidate, asked.rates, asked.budgets
-    parts = with_parts(short, *run, compiles=asked.compiles, world=asked.world)
+    candidate = setup.changed(next(settings for error, settings in refused if error is short))
 
-    def place_with(others: Mapping[str, Any], budgets: Budgets) -> object:
-        other = changed(candidate, others)
-        units = cut_units(asked.model, other.model.expert_parts)
-        trial = Trial.of(asked.model, units, other, asked.rates, budgets, compiles=asked.compiles, world=asked.world)
-        return (trial if "tiers.gpu" in asked.fixed else _fitted(trial)).placed()
+    def place(other: Setup) -> object:
+        trial = Trial.of(other)
+        return (trial if "tiers.gpu" in fixed else _fitted(trial)).placed()
 
-    return with_ways(parts, candidate, asked.budgets, place_with)
+    return with_ways(with_parts(short, candidate), candidate, place)
 
 
 def _choice(
@@ -216,30 +182,27 @@ def _choice(
     )
 
 
-def _trials(config: RunConfig, asked: Asked) -> Iterator[tuple[dict[str, Any], Trial]]:
+def _trials(setup: Setup, fixed: frozenset[str]) -> Iterator[tuple[dict[str, Any], Trial]]:
     """Yield a trial for each combination that the batch allows and that differs from the others, the simplest first."""
-    model, budgets, fixed, world = asked.model, asked.budgets, asked.fixed, asked.world
-    units = cut_units(model, config.model.expert_parts)
-    for computed in _computed(config, asked.compiles, fixed, world.ranks):
-        trial = Trial.of(
-            model, units, changed(config, computed), asked.rates, budgets, compiles=asked.compiles, world=world
-        )
+    for computed in _computed(setup, fixed):
+        trial = Trial.of(setup.changed(computed))
         # Where state lies changes nothing but the policy, so the skeleton is not read again.
-        for placed in _placed(config, budgets, fixed, defers=trial.work.policy.deferred):
+        for placed in _placed(setup, fixed, defers=trial.work.policy.deferred):
             # The settings of a placement are named as the fields of the policy are.
             names = {name.partition(".")[2]: value for name, value in placed.items()}
             work = replace(trial.work, policy=replace(trial.work.policy, **names))
             yield computed | placed, replace(trial, work=work)
 
 
-def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str], ranks: int) -> Iterator[dict[str, Any]]:
+def _computed(setup: Setup, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
     """Yield the combinations of the settings that change what is computed.
 
     If the policy of activations or the saved share is fixed, it is combined with every value of the other. Whether
     attention is kept is tried where a backward would compute it again.
     """
+    config = setup.config
     kinds: dict[str, Sequence[Any]] = {
-        "train.groups": [count * ranks for count in GROUPS],
+        "train.groups": [count * setup.machine.world.ranks for count in GROUPS],
         "train.slices": SLICES,
         "train.activations": POLICIES,
         "model.saved_share": SHARES,
@@ -252,12 +215,12 @@ def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str], ranks: i
 
         # `keep` goes with shares above 0 and the other policies with 0. Without compilation one share is enough.
         if is_free and (
-            Activations(policy).keeps_graph != (share > 0) or (share != SHARES[0] and share and not compiles)
+            Activations(policy).keeps_graph != (share > 0) or (share != SHARES[0] and share and not setup.compiles)
         ):
             continue
 
         # A compiled layer that saves more than its inputs keeps attention by its share, or runs its forward whole.
-        repeats = share == 0 if compiles else not Activations(policy).keeps_graph
+        repeats = share == 0 if setup.compiles else not Activations(policy).keeps_graph
         kept = {KEPT_ATTENTION: (True, False)} if repeats else {}
         for more in _combined(config, kept, fixed):
             # It stays on the GPU, or leaves it with the input of its layer.
@@ -266,11 +229,12 @@ def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str], ranks: i
             yield from (settings | more | last for last in _combined(config, offloaded, fixed))
 
 
-def _placed(config: RunConfig, budgets: Budgets, fixed: frozenset[str], *, defers: bool) -> Iterator[dict[str, Any]]:
+def _placed(setup: Setup, fixed: frozenset[str], *, defers: bool) -> Iterator[dict[str, Any]]:
     """Return the combinations of the settings that change where state lies and how it moves."""
+    config = setup.config
     state = config.tiers.state
     streams = defers and "ram" in state and "gpu" not in state
-    spills = defers and "nvme" in state and budgets.nvme > 0
+    spills = defers and "nvme" in state and setup.budgets.nvme > 0
     if config.output.savepoint_every:
         fixed |= {"tiers.generations"}
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatier.config.schema import RunConfig
 from megatier.errors import ConfigError, PlanError, UnsupportedModelError, mib
-from megatier.schedule.sizes import Budgets
+from megatier.setup.setup import Setup
 from megatier.tier import Tier
 
-Place = Callable[[Mapping[str, Any], Budgets], object]
-"""Places the run with some settings changed, on other budgets of a host; raises PlanError if it does not fit."""
+Place = Callable[[Setup], object]
+"""Places a run; raises PlanError if it does not fit."""
 
 SLICES = (2, 4, 8, 16, 32)
 """Numbers of slices that are tried."""
@@ -35,65 +34,66 @@ def nearest(refusals: Sequence[PlanError]) -> PlanError:
     return min(buyable or refusals, key=lambda short: short.needed_bytes - short.had_bytes)
 
 
-def with_ways(short: PlanError, config: RunConfig, budgets: Budgets, place: Place) -> PlanError:
+def with_ways(short: PlanError, setup: Setup, place: Place) -> PlanError:
     """Return a refusal that also says what would do: a larger machine, slices, or narrower state.
 
     Args:
         short: the refusal.
-        config: the settings that were refused.
-        budgets: those of a host.
-        place: tries the run in another way.
+        setup: the run that was refused.
+        place: tries it in another way.
     """
-    ways = list(_ways(config, budgets, place))
+    ways = list(_ways(setup, place))
     if not ways:
         return short
     words = f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
     return PlanError(short.what, short.needed_bytes, short.had_bytes, f"{short.remedy} It fits {words}.", short.tier)
 
 
-def _ways(config: RunConfig, budgets: Budgets, place: Place) -> Iterator[str]:
+def _ways(setup: Setup, place: Place) -> Iterator[str]:
     """Yield the ways in which the run fits."""
-    if more := _least_machine(budgets, place):
+    if more := _least_machine(setup, place):
         yield f"with {more}"
 
+    config = setup.config
     train = config.train
     counts = [count for count in SLICES if count > train.slices and train.batch % (train.groups * count) == 0]
     tried = [{"train.slices": count} for count in counts if config.can_slice]
-    if found := next((way for way in tried if _fits(way, budgets, place)), None):
+    if found := next((way for way in tried if _fits(setup, way, place)), None):
         yield f"with train.slices {found['train.slices']}"
 
     narrower = NARROWER if train.optimizer == "adamw" and train.moments == "fp32" else ()
     for settings in narrower:
-        if _fits(settings, budgets, place):
+        if _fits(setup, settings, place):
             ((name, value),) = settings.items()
             yield f"with {name} {value}"
 
 
-def _least_machine(budgets: Budgets, place: Place) -> str:
+def _least_machine(setup: Setup, place: Place) -> str:
     """Return the budgets that are missing, in words; empty if none would do."""
     more: dict[Tier, int] = {}
 
     # Each budget is raised by what is said of it; what is short then is the next one, or the same once more.
     for _ in range(3 * len(Tier)):
         try:
-            place({}, budgets)
+            place(setup)
         except PlanError as short:
             if short.tier not in set(Tier):
                 return ""
             tier = Tier(short.tier)
             missing = max(1, -(-(short.needed_bytes - short.had_bytes) // STEP_BYTES)) * STEP_BYTES
             more[tier] = more.get(tier, 0) + missing
-            budgets = replace(budgets, **{str(tier): getattr(budgets, tier) + missing})
+            budgets = replace(setup.budgets, **{str(tier): getattr(setup.budgets, tier) + missing})
+            setup = replace(setup, budgets=budgets)
         else:
             names = {Tier.GPU: "GPU memory", Tier.RAM: "RAM", Tier.NVME: "NVMe"}
             return " and ".join(f"{mib(size)} more {names[tier]}" for tier, size in more.items())
     return ""
 
 
-def _fits(settings: Mapping[str, Any], budgets: Budgets, place: Place) -> bool:
+def _fits(setup: Setup, settings: Mapping[str, Any], place: Place) -> bool:
     """Return whether the run fits with some settings changed."""
     try:
-        place(settings, budgets)
+        place(setup.changed(settings))
     except (ConfigError, UnsupportedModelError, PlanError):
         return False
     return True

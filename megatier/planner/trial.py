@@ -19,15 +19,14 @@ from megatier.forecast.forecast import Forecast, floor, forecast
 from megatier.forecast.jobs import UPDATE_BYTES
 from megatier.layout import Layout
 from megatier.models.decoder import Unit
-from megatier.models.experts import cut_units
 from megatier.planner.memory import ActivationBytes, activation_bytes, in_tiles, interpolated, keeps_attention
-from megatier.ranks.ranks import check_groups
 from megatier.schedule.placement import Placement, place
-from megatier.schedule.rates import ALONE, Rates, World
+from megatier.schedule.rates import Rates, World
 from megatier.schedule.sizes import Budgets
 from megatier.schedule.timeline import Access
 from megatier.setup.attention_rule import BACKWARD, FLEX, efficiency
-from megatier.setup.workload import Workload, advised, head_width, hidden_width
+from megatier.setup.setup import Setup, advised
+from megatier.setup.workload import Workload, head_width, hidden_width
 from megatier.tier import Phase, Tier
 
 REPEATED = ((0.0, 0.7), (0.1, 0.6), (0.15, 0.55), (0.3, 0.39), (0.5, 0.16), (0.8, 0.03), (1.0, 0.0))
@@ -57,44 +56,18 @@ class Trial:
     """The ranks of the run."""
 
     @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        units: tuple[Unit, ...],
-        config: RunConfig,
-        rates: Rates,
-        budgets: Budgets,
-        *,
-        compiles: bool,
-        world: World = ALONE,
-    ) -> Self:
-        """Make a trial from a skeleton.
-
-        Args:
-            model: the skeleton.
-            units: all units of the model (`models.experts.cut_units`).
-            config: the run's settings.
-            rates: those of a host.
-            budgets: bytes of each tier of a host, and of each GPU.
-            compiles: whether layers are compiled.
-            world: the ranks of the run.
-
-        Raises:
-            ConfigError: the ranks cannot share the groups equally.
-        """
-        check_groups(config.train.groups, world.ranks)
-        rates = rates.of_rank(world)
-        head = _head(model, units)
-        tokens = config.data.sequence_length
-        savepoints = config.output.savepoint_every > 0
-        sections = config.model, config.tiers, config.train, config.numerics
-        work = Workload.of(model, units, *sections, tokens, savepoints=savepoints, world=world)
+    def of(cls, setup: Setup) -> Self:
+        """Make a trial of a run."""
+        config = setup.config
+        world = setup.machine.world
+        rates = setup.machine.rates.of_rank(world)
+        head = _head(setup.model, setup.units)
         return cls(
-            work=work,
-            accesses=_accesses(head, config, work),
-            seconds=_compute_seconds(model, head, config, work, rates, compiles),
-            activations=activation_bytes(model, config, work, compiles=compiles),
-            budgets=budgets.of_rank(world),
+            work=setup.work,
+            accesses=_accesses(head, config, setup.work),
+            seconds=_compute_seconds(setup, head, rates),
+            activations=activation_bytes(setup),
+            budgets=setup.budgets.of_rank(world),
             gpu_bytes=config.tiers.gpu_limit or rates.gpu_bytes,
             rates=rates,
             world=world,
@@ -166,32 +139,9 @@ class Trial:
         return math.fsum(self.seconds.get((access.unit, access.phase), 0.0) for access in self.accesses)
 
 
-def changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """Return the config with settings such as those of a choice."""
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in settings.items():
-        section, _, key = name.partition(".")
-        sections.setdefault(section, {})[key] = value
-    return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in sections.items()})
-
-
-def with_parts(
-    short: PlanError,
-    model: PreTrainedModel,
-    config: RunConfig,
-    rates: Rates,
-    budgets: Budgets,
-    *,
-    compiles: bool,
-    world: World,
-) -> PlanError:
-    """Return a trial's refusal, which says so if more `model.expert_parts` would do (`workload.advised`)."""
-
-    def place_with(parts: int) -> None:
-        units = cut_units(model, parts)
-        Trial.of(model, units, config, rates, budgets, compiles=compiles, world=world).placed()
-
-    return advised(short, model, config.model.expert_parts, place_with)
+def with_parts(short: PlanError, setup: Setup) -> PlanError:
+    """Return a trial's refusal, which says so if more `model.expert_parts` would do (`setup.advised`)."""
+    return advised(short, setup, lambda other: Trial.of(other).placed())
 
 
 def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...]:
@@ -221,9 +171,7 @@ def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...
     return tuple(steps)
 
 
-def _compute_seconds(
-    model: PreTrainedModel, head: str, config: RunConfig, work: Workload, rates: Rates, compiles: bool
-) -> dict[tuple[str, Phase], float]:
+def _compute_seconds(setup: Setup, head: str, rates: Rates) -> dict[tuple[str, Phase], float]:
     """Return the seconds of one use of a unit by one group, by unit and phase.
 
     The forward takes 2 FLOPs for each parameter and token, and those of attention. The backward takes twice as many,
@@ -235,6 +183,7 @@ def _compute_seconds(
     has the rate of its kernel (`setup.attention_rule`). Parameters with adapters of their own have gradients though
     they are frozen, and take time to be adapted.
     """
+    model, config, work, compiles = setup.model, setup.config, setup.work, setup.compiles
     text = model.config.get_text_config()
     sequence = config.data.sequence_length
     tokens = work.rows * sequence

@@ -12,14 +12,12 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from megatier.compute.compilation import Compilation
 from megatier.compute.compile_clock import CLOCK
-from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.values import MountBudget
 from megatier.defaults import usual_defaults
 from megatier.drives.blockfile import IoOptions
-from megatier.drives.mounts import budget_bytes
 from megatier.engine.step import Engine
 from megatier.engine.unit_model import EngineOptions
 from megatier.errors import PlanError
@@ -32,25 +30,16 @@ from megatier.optim.optimizer import Hyperparameters, RunOptimizer
 from megatier.owner import Owner
 from megatier.play.blocks import block_key
 from megatier.play.player import Player
-from megatier.ranks.ranks import Ranks, check_groups
+from megatier.ranks.ranks import Ranks
 from megatier.schedule.placement import Placement, all_short, place
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import Budgets, bay_bytes
 from megatier.session.filling import Filling
 from megatier.session.kept_code import keep_code
 from megatier.session.shards import Read, WholeMasters, reading_masters, shards_of
-from megatier.setup.machine import (
-    budgets_of,
-    check_attention,
-    choose_device,
-    compiles,
-    limit_gpu,
-    measured_rates,
-    measured_way,
-    takes_fp32_products,
-    world_of,
-)
-from megatier.setup.workload import COMPUTE_DTYPES, Workload, advised
+from megatier.setup.machine import check_attention, limit_gpu
+from megatier.setup.setup import Setup, advised
+from megatier.setup.workload import COMPUTE_DTYPES, Workload
 from megatier.store.store import TieredStore
 from megatier.tier import Kind, Tier
 from megatier.trace.events import COMPILER
@@ -60,6 +49,7 @@ class Session:
     """A streamed model in training. Use it as a context: its memory, threads and files end with it.
 
     Attributes:
+        setup: the run, as it was opened.
         model: the skeleton. `model(**batch)` streams inside a pass.
         units: the units, in module order, with the layout of what this process has of them: all, or a rank's shard.
         wholes: the same units with the layout of all ranks' shards together.
@@ -75,23 +65,16 @@ class Session:
         in_place: names of the units whose frozen weights are read from the model's own files.
         why_copied: why other frozen weights of a base that are at home on NVMe are not, in words.
         io_threads: the number of native threads each way that read and write NVMe, and why so many.
-        rates: the rates of the mounts, if they were measured on this machine.
         owner: the process that opened all of this.
     """
 
     @usual_defaults()
     def __init__(
         self,
-        model: PreTrainedModel,
-        model_config: ModelConfig,
-        tiers: TiersConfig,
-        train: TrainConfig,
-        numerics: NumericsConfig,
-        tokens: int,
+        setup: Setup,
         run_id: str | None = None,
         *,
         seed: int | None = None,
-        savepoints: bool = False,
         reuses: bool = False,
         run: str = "",
         ranks: Ranks | None = None,
@@ -102,15 +85,9 @@ class Session:
         Memory and files are reserved by `store.seal`, or by the first use of a block.
 
         Args:
-            model: a skeleton (`models.decoder.build_skeleton`).
-            model_config: compute dtype and loss.
-            tiers: budgets and mounts.
-            train: optimizer, groups, slices, activations.
-            numerics: the guard.
-            tokens: tokens per sequence.
+            setup: the run.
             run_id: names the block files; None: random.
             seed: of the random numbers that a forward draws; None: whoever calls it has seeded torch's generators.
-            savepoints: whether one generation of what spills may be kept (`checkpoint.savepoint`).
             reuses: whether to take the block files that a savepoint kept, with the bytes in them.
             run: the run directory, which a note beside the block files names; empty: there is none.
             ranks: the ranks that share the state. Budgets of RAM and NVMe are those of a host, for all its ranks.
@@ -120,31 +97,26 @@ class Session:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: the run cannot start.
         """
         self.owner = Owner("this streamed model")
-        settings = (model_config, tiers, train, numerics, tokens)
-        world = world_of(ranks)
-        check_groups(train.groups, world.ranks)
-        # A function, because a refusal tries other numbers of parts to say which would do (`advised`).
-        work_in = partial(Workload.in_parts, model, *settings, savepoints=savepoints, world=world)
-        work = work_in(model_config.expert_parts)
-        self.model = model
+        self.setup = setup
+        self.model = setup.model
         self.ranks = ranks
+        work = setup.work
         self.wholes = work.units
         self.units = work.units if ranks is None else shards_of(work.units, ranks)
-        device = choose_device(tiers, ranks)
-        options = _engine_options(work, model_config, train, numerics, device, seed, any_shape=any_shape)
-        if options.compilation is not None:
+        options = _engine_options(setup, seed, any_shape=any_shape)
+        if setup.compiles:
             keep_code()
-        self.rates = measured_rates(tiers, device)
-        self.io_threads = io_threads(tiers.io_threads, self.rates)
+        rates = setup.machine.measured_rates
+        self.io_threads = io_threads(setup.config.tiers.io_threads, rates)
 
         # Each step opens one part and leaves on the stack what closes it. If a later step fails, all that is open is
         # closed, the last part first. `close` does the same.
         with ExitStack() as opened:
-            shares = _shares(tiers, self.rates)
+            shares = _shares(setup.machine.mounts, rates)
             io = replace(work.options, num_threads=self.io_threads[0], shares=shares, reuses=reuses, run=run)
-            self.store, budgets = _open_store(opened, tiers, device, io, run_id, ranks)
-            self.placement = _place(model, work, budgets, model_config.expert_parts, work_in)
-            self.optimizer = self._open_optimizer(opened, work, tiers, train)
+            self.store, budgets = _open_store(opened, setup, io, run_id, ranks)
+            self.placement = _place(setup, budgets)
+            self.optimizer = self._open_optimizer(opened, setup)
             self._open_player(opened, work)
             self.in_place = self._attach_base(work)
             self.why_copied = work.in_place.why_not
@@ -167,10 +139,9 @@ class Session:
         if self.owner.is_here:
             self._opened.close()
 
-    def _open_optimizer(
-        self, opened: ExitStack, work: Workload, tiers: TiersConfig, train: TrainConfig
-    ) -> RunOptimizer:
+    def _open_optimizer(self, opened: ExitStack, setup: Setup) -> RunOptimizer:
         """Start the optimizer of what is trained, with its threads."""
+        train, policy = setup.config.train, setup.work.policy
         hyper = Hyperparameters(
             beta1=train.beta1,
             beta2=train.beta2,
@@ -178,7 +149,7 @@ class Session:
             weight_decay=train.weight_decay,
             momentum=train.momentum,
             clip=train.clip,
-            deferred=work.policy.deferred,
+            deferred=policy.deferred,
         )
 
         # The ranks of a host share its cores.
@@ -187,8 +158,8 @@ class Session:
             {unit.name: unit.layout.trained for unit in self.units if unit.layout.num_trained},
             decays(self.model),
             hyper,
-            groups=work.policy.groups,
-            num_threads=max(1, (tiers.update_threads or cores_usable()) // local_size),
+            groups=policy.groups,
+            num_threads=max(1, (setup.config.tiers.update_threads or cores_usable()) // local_size),
             ranks=self.ranks,
             seed=train.seed,
         )
@@ -300,49 +271,44 @@ class Session:
         return result
 
 
-def _shares(tiers: TiersConfig, rates: Rates | None) -> tuple[float, ...]:
+def _shares(mounts: Sequence[MountBudget], rates: Rates | None) -> tuple[float, ...]:
     """Return the share of a block that each mount takes, by the rate of its drive; empty: budgets are the shares."""
     # A block is moved when its slowest mount is done. Reads and writes come mixed, so the mixed rates count.
-    drives = rates.drives if rates is not None and len(tiers.mounts) > 1 else ()
+    drives = rates.drives if rates is not None and len(mounts) > 1 else ()
     return tuple(drive.mixed_bytes_per_s for drive in drives)
 
 
 def _open_store(
-    opened: ExitStack,
-    tiers: TiersConfig,
-    device: torch.device,
-    options: IoOptions,
-    run_id: str | None,
-    ranks: Ranks | None,
+    opened: ExitStack, setup: Setup, options: IoOptions, run_id: str | None, ranks: Ranks | None
 ) -> tuple[TieredStore, Budgets]:
     """Open the tiers, in which nothing is reserved yet; returns their budgets too.
 
     With ranks, each has its share of the host's RAM and mounts, and all have the least of all budgets: homes and slots
     follow from them, and have to be the same everywhere.
     """
-    gpu, ram = budgets_of(tiers, device)
-    nvme: Sequence[str] = tiers.nvme
-    part = Budgets(gpu, ram, 0).of_rank(world_of(ranks))
+    machine = setup.machine
+    local_size = machine.world.host_ranks
+    part = setup.budgets.of_rank(machine.world)
+    nvme = [f"{mount.directory}:{(mount.num_bytes or 0) // local_size}" for mount in machine.mounts]
     if ranks is not None:
-        nvme = [f"{mount.directory}:{budget_bytes(mount) // ranks.local_size}" for mount in tiers.mounts]
-
         # Each rank has a directory of its own on every mount, which `leftovers` knows by this form of name.
         run_id = f"{ranks.first(lambda: run_id or secrets.token_hex(6))}-{ranks.rank}"
-    if device.type == "cuda":
-        limit_gpu(tiers.gpu_limit)
+    if machine.device.type == "cuda":
+        limit_gpu(setup.config.tiers.gpu_limit)
 
     allocate = None
     if ranks is not None:
         # Other ranks may read this memory, so the ranks allocate it together. They drop it after the store has closed,
         # since this is on the stack before the store.
         opened.callback(ranks.drop_memory)
-        bay = bay_bytes(ram // ranks.local_size)
-        if device.type == "cuda":
-            allocate = partial(ranks.memory, bay_bytes=bay, prefers=measured_way(device))
+        bay = bay_bytes(setup.budgets.ram // local_size)
+        if machine.device.type == "cuda":
+            allocate = partial(ranks.memory, bay_bytes=bay, prefers=machine.rates.ranks_way)
         else:
             ranks.share_ram(bay)
+    device = str(machine.device)
     store = TieredStore.open(
-        gpu=gpu, ram=part.ram, nvme=nvme, device=str(device), run_id=run_id, options=options, allocate=allocate
+        gpu=part.gpu, ram=part.ram, nvme=nvme, device=device, run_id=run_id, options=options, allocate=allocate
     )
     opened.enter_context(store)
     budgets = replace(part, nvme=store.usage(Tier.NVME)["budget"])
@@ -351,57 +317,42 @@ def _open_store(
     return store, budgets
 
 
-def _place(
-    model: PreTrainedModel, work: Workload, budgets: Budgets, parts: int, work_in: Callable[[int], Workload]
-) -> Placement:
+def _place(setup: Setup, budgets: Budgets) -> Placement:
     """Choose homes and slots.
 
-    Args:
-        model: the skeleton.
-        work: the model in so many parts.
-        budgets: bytes of each tier.
-        parts: units that the experts of a layer are cut into.
-        work_in: gives the work in another number of parts.
-
     Raises:
-        PlanError: it does not fit; says so if more parts would do.
+        PlanError: it does not fit; says so if more parts of experts would do.
     """
+    work = setup.work
     try:
         return place(work.specs, budgets, work.policy)
     except PlanError as short:
-        refusal = advised(short, model, parts, lambda n: place(work_in(n).specs, budgets, work.policy))
+        refusal = advised(short, setup, lambda other: place(other.work.specs, budgets, other.work.policy))
         if refusal is not short:
             raise refusal from short
         raise all_short(short, work.specs, budgets, work.policy) from short
 
 
-def _engine_options(
-    work: Workload,
-    model: ModelConfig,
-    train: TrainConfig,
-    numerics: NumericsConfig,
-    device: torch.device,
-    seed: int | None,
-    *,
-    any_shape: bool,
-) -> EngineOptions:
+def _engine_options(setup: Setup, seed: int | None, *, any_shape: bool) -> EngineOptions:
     """Turn the settings into options of the engine, and refuse those that the device cannot compute."""
-    check_attention(model.attention, device)
+    config, machine, work = setup.config, setup.machine, setup.work
+    model = config.model
+    check_attention(model.attention, machine.device)
     compilation = Compilation(model.saved_share, work.keeps_attention, any_shape)
     return EngineOptions(
         dtype=COMPUTE_DTYPES[model.compute_dtype],
-        device=device,
+        device=machine.device,
         activations=work.activations,
-        groups=train.groups,
-        slices=train.slices,
+        groups=config.train.groups,
+        slices=config.train.slices,
         fused_loss=model.fused_loss,
         loss_chunk=model.loss_chunk,
         tile_tokens=model.tile_tokens,
-        compilation=compilation if compiles(model, device) else None,
+        compilation=compilation if setup.compiles else None,
         keeps_attention=work.keeps_attention,
         offloads_attention=work.offloads_attention,
-        fp32_products=takes_fp32_products(model, device),
+        fp32_products=machine.takes_fp32_products(model),
         seed=seed,
         # Without the guard the first step that is not finite ends the run.
-        max_skips=numerics.max_skips if numerics.guard else 0,
+        max_skips=config.numerics.max_skips if config.numerics.guard else 0,
     )

@@ -2,52 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
 from transformers import PretrainedConfig
 
 from megatier.config.schema import RunConfig
 from megatier.models.decoder import supports_flex
-from megatier.setup.attention_rule import HOPPER, Attention, chosen
-from megatier.setup.machine import choose_device, compiles
-from megatier.setup.skeleton import model_config_of
+from megatier.setup.attention_rule import Attention, chosen
+from megatier.setup.machine import Machine, compiles
 
 DROPOUTS = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Names of the dropout of attention in configs."""
 
 
-def with_kernel(config: RunConfig, *, here: bool = True) -> tuple[RunConfig, str]:
+def with_kernel(config: RunConfig, model: PretrainedConfig, machine: Machine) -> tuple[RunConfig, str]:
     """Return the config with `model.attention` as it will be, and why `auto` did not become flex attention.
 
     The reason is empty if it did, if there was nothing to choose, or on a CPU.
 
     Args:
         config: the run.
-        here: whether this machine will run it. Another one is taken to have a GPU that was measured, if it has one.
-
-    Raises:
-        UnsupportedModelError: there is no such model.
+        model: Hugging Face's config of its model (`skeleton.model_config_of`).
+        machine: the one that runs.
     """
     if config.model.attention != "auto":
         return config, ""
-
-    if here:
-        device = choose_device(config.tiers)
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        compiled = compiles(config.model, device)
-    else:
-        capability = None if config.tiers.device == "cpu" else HOPPER
-        compiled = capability is not None if config.model.compile is None else config.model.compile
-
-    described = _described(config, model_config_of(config.model), capability, compiled=compiled)
-    kernel, why = chosen(described)
-    return replace(config, model=replace(config.model, attention=kernel)), why  # type: ignore[arg-type]
+    kernel, why = chosen(_described(config, model, machine))
+    return config.changed({"model.attention": kernel}), why
 
 
-def _described(
-    config: RunConfig, model: PretrainedConfig, capability: tuple[int, int] | None, *, compiled: bool
-) -> Attention:
+def _described(config: RunConfig, model: PretrainedConfig, machine: Machine) -> Attention:
     """The attention of a run, as far as the rule looks at it."""
     text = model.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0
@@ -55,11 +37,11 @@ def _described(
     width = getattr(text, "hidden_size", None) or 0
     is_power = bool(heads) and heads & (heads - 1) == 0
     return Attention(
-        capability=capability,
+        capability=machine.capability,
         tokens=config.data.sequence_length,
         head_size=getattr(text, "head_dim", None) or (width // heads if heads else 0),
         repeats_keys=keys != heads and not is_power,
-        compiles=compiled,
+        compiles=compiles(config.model, machine),
         is_bf16=config.model.compute_dtype == "bf16",
         cuts_documents=config.data.is_apart and config.train.slices > 1,
         unsupported=_unsupported(model, text),

@@ -2,19 +2,118 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 
 from megatier.config.schema import ModelConfig, TiersConfig
+from megatier.config.values import MountBudget
+from megatier.drives.mounts import budget_bytes
 from megatier.errors import ConfigError, mib
 from megatier.hardware import cpu_has_bf16, default_budgets, ram_total_bytes, set_cuda_defaults
-from megatier.measure.probe import cached_rates
+from megatier.measure.probe import rates_or_assumed
+from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.rates import ALONE, Rates, World
-from megatier.tier import Way
+from megatier.schedule.sizes import Budgets
+from megatier.setup.attention_rule import HOPPER
 
 
-def choose_device(tiers: TiersConfig, ranks: Ranks | None = None) -> torch.device:
-    """Return the device that computes. A rank has the GPU of its number on its host.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Where a run computes, and what it may take there. All of it is read once, before the run is opened."""
+
+    device: torch.device
+    """The device that computes. A rank has the GPU of its number on its host."""
+    capability: tuple[int, int] | None
+    """Compute capability of the GPU; None: a CPU computes."""
+    has_bf16: bool
+    """Whether the CPU multiplies bf16 numbers itself."""
+    budgets: Budgets
+    """Bytes of each tier of a host, and of each GPU: the least that any rank found."""
+    mounts: tuple[MountBudget, ...]
+    """The mounts of a host, each with its size."""
+    rates: Rates
+    """Those of a host."""
+    assumed: tuple[str, ...] = ()
+    """The names of rates that nobody measured."""
+    world: World = ALONE
+    """The ranks of the run."""
+
+    @classmethod
+    def here(cls, tiers: TiersConfig, device: torch.device | None = None, ranks: Ranks | None = None) -> Self:
+        """Look at this machine, which will run. Every rank has to call it.
+
+        Args:
+            tiers: budgets and mounts, as far as they are set.
+            device: as `choose_device` gave it to who had to know it before the ranks joined; None: it is chosen now.
+            ranks: the ranks of the run.
+
+        Raises:
+            ConfigError: a budget, a mount or a device is not for this machine.
+        """
+        device = choose_device(tiers) if device is None else device
+        is_gpu = device.type == "cuda"
+        if ranks is not None and is_gpu:
+            device = torch.device("cuda", ranks.local_rank)
+
+        # Homes and slots follow from the budgets, and have to be the same on all ranks.
+        crew = ranks or Alone()
+        with crew.together():
+            own = *budgets_of(tiers, device), *map(budget_bytes, tiers.mounts)
+        gpu, ram, *sizes = map(min, zip(*crew.agree(own), strict=True))
+        directories = [mount.directory for mount in tiers.mounts]
+        rates, assumed = rates_or_assumed(directories, device.type)
+        return cls(
+            device=device,
+            capability=torch.cuda.get_device_capability(device) if is_gpu else None,
+            has_bf16=cpu_has_bf16(),
+            budgets=Budgets(gpu, ram, sum(sizes)),
+            mounts=tuple(map(MountBudget, directories, sizes)),
+            rates=rates,
+            assumed=assumed,
+            world=ALONE if ranks is None else World(ranks.size, ranks.size // ranks.local_size),
+        )
+
+    @classmethod
+    def elsewhere(cls, tiers: TiersConfig, rates: Rates, budgets: Budgets, world: World = ALONE) -> Self:
+        """Describe another machine, which nobody can look at: by default it has a GPU on which kernels were measured.
+
+        Args:
+            tiers: device and mounts.
+            rates: those of a host.
+            budgets: bytes of each tier of a host, and of each GPU.
+            world: the ranks of the run.
+        """
+        is_gpu = tiers.device != "cpu"
+        return cls(
+            device=torch.device("cuda" if is_gpu else "cpu"),
+            capability=HOPPER if is_gpu else None,
+            has_bf16=True,
+            budgets=budgets,
+            mounts=tiers.mounts,
+            rates=rates,
+            world=world,
+        )
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether `megatier bench` measured it with the run's mounts, and for several ranks the links between them."""
+        return not self.assumed and not self.rates.assumed(self.world)
+
+    @property
+    def measured_rates(self) -> Rates | None:
+        """The rates, if all of those that one process needs were measured."""
+        return None if self.assumed else self.rates
+
+    def takes_fp32_products(self, model: ModelConfig) -> bool:
+        """Return whether bf16 products are taken in fp32, as they are on a CPU without bf16 instructions."""
+        return self.device.type == "cpu" and model.compute_dtype == "bf16" and not self.has_bf16
+
+
+def choose_device(tiers: TiersConfig) -> torch.device:
+    """Return the device that computes.
 
     Raises:
         ConfigError: cuda was asked for and is not there.
@@ -27,14 +126,7 @@ def choose_device(tiers: TiersConfig, ranks: Ranks | None = None) -> torch.devic
             "tiers.device is cuda, but torch sees no GPU. Check the driver (nvidia-smi) and that torch was built with "
             "CUDA, or set tiers.device to auto or cpu."
         )
-    if not available or tiers.device == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda") if ranks is None else torch.device("cuda", ranks.local_rank)
-
-
-def world_of(ranks: Ranks | None) -> World:
-    """Return the number of ranks of a run, and of the hosts that have equally many of them."""
-    return ALONE if ranks is None else World(ranks.size, ranks.size // ranks.local_size)
+    return torch.device("cuda" if available and tiers.device != "cpu" else "cpu")
 
 
 def check_attention(attention: str, device: torch.device) -> None:
@@ -51,15 +143,10 @@ def check_attention(attention: str, device: torch.device) -> None:
         )
 
 
-def compiles(model: ModelConfig, device: torch.device) -> bool:
+def compiles(model: ModelConfig, machine: Machine) -> bool:
     """Return whether layers and loss are compiled: by default on a GPU; never if bf16 products are taken in fp32."""
-    wanted = device.type == "cuda" if model.compile is None else model.compile
-    return wanted and not takes_fp32_products(model, device)
-
-
-def takes_fp32_products(model: ModelConfig, device: torch.device) -> bool:
-    """Return whether bf16 products are taken in fp32, as they are on a CPU without bf16 instructions."""
-    return device.type == "cpu" and model.compute_dtype == "bf16" and not cpu_has_bf16()
+    wanted = machine.device.type == "cuda" if model.compile is None else model.compile
+    return wanted and not machine.takes_fp32_products(model)
 
 
 def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
@@ -89,17 +176,6 @@ def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
         machine.gpu_bytes if tiers.gpu is None else tiers.gpu,
         machine.ram_bytes if tiers.ram is None else tiers.ram,
     )
-
-
-def measured_rates(tiers: TiersConfig, device: torch.device) -> Rates | None:
-    """Return the rates of the mounts, if `megatier bench` measured them here. Stripes and I/O threads follow them."""
-    return cached_rates([mount.directory for mount in tiers.mounts], device.type) if tiers.mounts else None
-
-
-def measured_way(device: torch.device) -> Way | None:
-    """What moved bytes between ranks fastest, if `megatier bench` measured that on this machine."""
-    links = cached_rates((), device.type)
-    return None if links is None else links.ranks_way
 
 
 def limit_gpu(limit_bytes: int | None) -> None:

@@ -34,30 +34,37 @@ NAME_CHARACTERS_MAX = 100
 
 
 @usual_defaults()
-def skeleton_of(config: ModelConfig) -> PreTrainedModel:
-    """Return the model without its weights.
+def skeleton_of(config: ModelConfig, found: PretrainedConfig | None = None) -> PreTrainedModel:
+    """Return the model without its weights, which need not be there yet.
+
+    Args:
+        config: the model.
+        found: Hugging Face's config of it, if it was read already (`model_config_of`).
 
     Raises:
         UnsupportedModelError: transformers does not take its config, or it cannot be streamed.
         ConfigError: a pattern of what is frozen, or a target of adapters, names nothing.
     """
-    folder = _folder_of(config)
-    found = _language_config(config, folder)
-    is_coded = folder is not None and config.adapters is not None and is_quantised(found)
-    plain = open_base(config, 0)[0] if is_coded else build_skeleton(found, config.attention)
+    found = found or model_config_of(config)
+    is_coded = config.path is not None and config.adapters is not None and is_quantised(found)
+    plain = open_base(config, 0, found)[0] if is_coded else build_skeleton(found, config.attention)
     return _adapted(plain, config)
 
 
 @usual_defaults()
-def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
+def open_model(config: RunConfig, found: PretrainedConfig | None = None) -> tuple[PreTrainedModel, WeightReader]:
     """Return the skeleton of a run's model, with its buffers and generation settings, and the reader of its weights.
+
+    Args:
+        config: the run.
+        found: as for `skeleton_of`.
 
     Raises:
         ConfigError, UnsupportedModelError: there is no such model, or it cannot be streamed.
     """
     folder = _folder_of(config.model)
     seed = config.train.seed
-    model, reader = open_base(config.model, seed)
+    model, reader = open_base(config.model, seed, found)
 
     # The files hold the base, so they are compared with it before it has adapters.
     stored = reader.stored if isinstance(reader, SafetensorsFolder | CodesReader) else None
@@ -75,19 +82,22 @@ def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
 
 
 @usual_defaults()
-def open_base(config: ModelConfig, seed: int, *, decodes: bool = False) -> tuple[PreTrainedModel, WeightReader]:
+def open_base(
+    config: ModelConfig, seed: int, found: PretrainedConfig | None = None, *, decodes: bool = False
+) -> tuple[PreTrainedModel, WeightReader]:
     """Return the skeleton of a model without its adapters, and the reader of its weights.
 
     Args:
         config: the model. With adapters it may be quantised: then its linear layers keep their codes.
         seed: decides the values if the model starts from scratch.
+        found: as for `skeleton_of`.
         decodes: a quantised model is a plain one instead, decoded as it is read.
 
     Raises:
         ConfigError, UnsupportedModelError: there is no such model, or it cannot be streamed.
     """
     folder = _folder_of(config)
-    found = _language_config(config, folder)
+    found = found or model_config_of(config)
     if folder is not None and config.adapters is not None and is_quantised(found):
         dtype = None if decodes else COMPUTE_DTYPES[config.compute_dtype]
         return open_quantised(folder, found, config.attention, dtype)
@@ -97,20 +107,12 @@ def open_base(config: ModelConfig, seed: int, *, decodes: bool = False) -> tuple
 
 
 def model_config_of(config: ModelConfig) -> PretrainedConfig:
-    """Hugging Face's config of a run's model.
-
-    Raises:
-        UnsupportedModelError: transformers does not take it, or it asks for more than any model has.
-    """
-    return _language_config(config, _folder_of(config))
-
-
-def _language_config(config: ModelConfig, folder: Path | None) -> PretrainedConfig:
-    """Return the config of a run's model, as `read_model_config` does.
+    """Return Hugging Face's config of a run's model, as `read_model_config` does.
 
     Raises:
         UnsupportedModelError: it is that of a classifier, which has no loss of the next token; or see there.
     """
+    folder = _folder_of(config)
     found = read_model_config(config, folder)
     if is_classifier(found):
         where = "model.config" if folder is None else str(folder / CONFIG_FILE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -11,17 +11,15 @@ from transformers import PreTrainedModel
 
 from megatier.adapters.in_place import InPlace, in_place
 from megatier.compute.adapted import wrappers_in
-from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.schema import RunConfig, TiersConfig, TrainConfig
 from megatier.drives.blockfile import IoOptions
-from megatier.errors import PlanError, UnsupportedModelError
+from megatier.errors import UnsupportedModelError
 from megatier.layout import Layout
 from megatier.models.decoder import Unit, decoder_layers
 from megatier.models.dtypes import with_schemas
-from megatier.models.experts import cut_units, most_parts
 from megatier.optim.muon import matrices_of
 from megatier.schedule.rates import ALONE, World
 from megatier.schedule.sizes import Policy, UnitSpec
-from megatier.schedule.slots import GPU_SLOTS
 from megatier.tier import Activations, Tier, round_up
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -53,52 +51,29 @@ class Workload:
     """Whether that goes off the GPU with an offloaded input."""
 
     @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        units: tuple[Unit, ...],
-        model_config: ModelConfig,
-        tiers: TiersConfig,
-        train: TrainConfig,
-        numerics: NumericsConfig,
-        tokens: int,
-        *,
-        savepoints: bool = False,
-        world: World = ALONE,
-    ) -> Self:
+    def of(cls, config: RunConfig, model: PreTrainedModel, units: tuple[Unit, ...], world: World = ALONE) -> Self:
         """Make the workload of a skeleton.
 
         Args:
+            config: the run.
             model: a skeleton (`models.decoder.build_skeleton`).
             units: all units of the model (`models.experts.cut_units`), still without their schemas.
-            model_config: compute dtype.
-            tiers: chunk, streaming, I/O.
-            train: groups, slices, activations, clipping, optimizer, moments.
-            numerics: the guard, for which updates wait as they do for clipping.
-            tokens: tokens per sequence.
-            savepoints: whether one generation of what spills may be kept.
             world: the ranks that share the state and compute the groups of a step, and their hosts.
         """
-        units = with_schemas(model, units, model_config.compute_dtype, train.moments, train.optimizer)
+        train = config.train
+        tokens = config.data.sequence_length
+        units = with_schemas(model, units, config.model.compute_dtype, train.moments, train.optimizer)
         units = tuple(replace(unit, layout=unit.layout.padded(world.ranks)) for unit in units)
-        dtype = COMPUTE_DTYPES[model_config.compute_dtype]
-        options = _io_options(tiers)
-        read_in_place = in_place(model, units, tiers, world.ranks)
+        options = _io_options(config.tiers)
+        read_in_place = in_place(model, units, config.tiers, world.ranks)
         activations = _activations(units, train, wrappers_in(model))
-        rows = train.batch // train.groups
-        hidden_bytes = rows * tokens * boundary_width(model) * boundary_dtype(model, dtype).itemsize
-        offloaded = {name for name, policy in activations.items() if policy.offloads_input}
         offloads_attention = train.offload_attention and train.keeps_attention(tokens)
-        if offloads_attention:
-            text = model.config.get_text_config()
-            parts = attention_parts(text, rows * tokens // train.slices, dtype.itemsize)
-            granules = [round_up(size, options.granule_bytes) for size in (hidden_bytes, *parts * train.slices)]
-            hidden_bytes = sum(granules)
+        offloaded_bytes = _offloaded_bytes(config, model, options, with_attention=offloads_attention)
         specs = tuple(
             UnitSpec(
                 name=u.name,
                 num_elements=u.layout.num_elements // world.ranks,
-                activation_bytes=hidden_bytes if u.name in offloaded else 0,
+                activation_bytes=offloaded_bytes if activations[u.name].offloads_input else 0,
                 frozen_elements=(u.layout.num_elements - u.layout.num_trained) // world.ranks,
                 schema=u.layout.schema,
                 is_in_place=u.name in read_in_place.parts,
@@ -107,36 +82,17 @@ class Workload:
             for u in units
         )
 
-        policy = _policy(specs, tiers, train, options, world, guard=numerics.guard, savepoints=savepoints)
         return cls(
             units=units,
             specs=specs,
             activations=activations,
-            policy=policy,
+            policy=_policy(specs, config, options, world),
             options=options,
-            rows=rows,
+            rows=train.batch // train.groups,
             in_place=read_in_place,
             keeps_attention=train.keeps_attention(tokens),
             offloads_attention=offloads_attention,
         )
-
-    @classmethod
-    def in_parts(
-        cls,
-        model: PreTrainedModel,
-        model_config: ModelConfig,
-        tiers: TiersConfig,
-        train: TrainConfig,
-        numerics: NumericsConfig,
-        tokens: int,
-        parts: int,
-        *,
-        savepoints: bool,
-        world: World,
-    ) -> Self:
-        """Make the workload of a skeleton whose experts are cut into so many parts; see `of`."""
-        units = cut_units(model, parts)
-        return cls.of(model, units, model_config, tiers, train, numerics, tokens, savepoints=savepoints, world=world)
 
 
 def without_input_gradient(units: Sequence[Unit]) -> frozenset[str]:
@@ -200,36 +156,6 @@ def head_width(text: Any) -> int:  # noqa: ANN401 - a config of any family
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def advised(short: PlanError, model: PreTrainedModel, parts: int, place_with: Callable[[int], object]) -> PlanError:
-    """A refusal that also says which `model.expert_parts` would do, if a unit is too large for its slots.
-
-    Args:
-        short: the refusal.
-        model: the skeleton.
-        parts: the number of parts that was refused.
-        place_with: tries another number of parts, and raises PlanError if something is short.
-    """
-    # Powers of two are few, and one of them is at most twice the fewest parts that would do.
-    most = most_parts(model) if short.what.startswith(GPU_SLOTS) else 1
-    for tried in sorted({most, *(2**power for power in range(most.bit_length()))}):
-        if tried > parts and _fits_slots(tried, place_with):
-            remedy = f"{short.remedy} Or set model.expert_parts to {tried}: then slots take part of a layer's experts."
-            return PlanError(short.what, short.needed_bytes, short.had_bytes, remedy)
-
-    return short
-
-
-def _fits_slots(parts: int, place_with: Callable[[int], object]) -> bool:
-    """Whether every unit fits into its slots with so many parts. Something else may still be short."""
-    try:
-        place_with(parts)
-    except UnsupportedModelError:
-        return False
-    except PlanError as short:
-        return not short.what.startswith(GPU_SLOTS)
-    return True
-
-
 def _io_options(tiers: TiersConfig) -> IoOptions:
     """How NVMe is read and written."""
     return IoOptions(
@@ -247,35 +173,41 @@ def _update_flops(layout: Layout, ranks: int) -> float:
     return max(sum(matrix.flops for matrix in matrices_of(layout.shard(rank, ranks))) for rank in range(ranks))
 
 
-def _policy(
-    specs: Sequence[UnitSpec],
-    tiers: TiersConfig,
-    train: TrainConfig,
-    options: IoOptions,
-    world: World,
-    *,
-    guard: bool,
-    savepoints: bool,
-) -> Policy:
+def _policy(specs: Sequence[UnitSpec], config: RunConfig, options: IoOptions, world: World) -> Policy:
     """The choices that decide how many bytes a rank has."""
+    tiers = config.tiers
     widest = max(unit.schema.bytes_per_parameter for unit in specs)
     narrowest = min(plane.width for unit in specs for plane in unit.schema.planes)
     return Policy(
         state=tuple(Tier(name) for name in tiers.state),
-        # The norm of several ranks is known when all of them are through, so no update runs inside the backward.
-        deferred=guard or train.clip is not None or world.ranks > 1,
-        groups=train.groups // world.ranks,
+        # The guard needs the norm before an update, as clipping does. And the norm of several ranks is known when all
+        # of them are through, so no update runs inside the backward.
+        deferred=config.numerics.guard or config.train.clip is not None or world.ranks > 1,
+        groups=config.train.groups // world.ranks,
         ranks=world.ranks,
         host_ranks=world.host_ranks,
-        slices=train.slices,
+        slices=config.train.slices,
         chunk_elements=tiers.chunk // widest if tiers.chunk is not None else None,
         streamed_share=tiers.streamed_share,
         generations=tiers.generations,
-        savepoints=savepoints,
+        savepoints=config.output.savepoint_every > 0,
         gpu_direct=tiers.gpu_direct,
         align_elements=options.granule_bytes // narrowest,
         narrowest=narrowest,
     )
+
+
+def _offloaded_bytes(config: RunConfig, model: PreTrainedModel, options: IoOptions, *, with_attention: bool) -> int:
+    """Bytes that a layer offloads for one group: its input, and what attention gave if that goes too."""
+    dtype = COMPUTE_DTYPES[config.model.compute_dtype]
+    slices = config.train.slices
+    tokens = config.train.batch // config.train.groups * config.data.sequence_length
+    hidden_bytes = tokens * boundary_width(model) * boundary_dtype(model, dtype).itemsize
+    if not with_attention:
+        return hidden_bytes
+
+    parts = attention_parts(model.config.get_text_config(), tokens // slices, dtype.itemsize)
+    return sum(round_up(size, options.granule_bytes) for size in (hidden_bytes, *parts * slices))
 
 
 def _activations(units: Sequence[Unit], train: TrainConfig, adapted: Collection[str]) -> dict[str, Activations]:

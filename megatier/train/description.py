@@ -126,7 +126,7 @@ def describe_rate(console: Console, rate: float) -> None:
 
 def describe_positions(console: Console, model: PreTrainedModel, sequence_length: int) -> None:
     """Warn if sequences are longer than those that the model was made for."""
-    positions = max_positions(model)
+    positions = max_positions(model.config)
     if positions is not None and positions < sequence_length:
         say(
             console,

@@ -94,7 +94,8 @@ def expected_cost(session: Session, expected: Forecast | None) -> float:
     local_size = (session.ranks or Alone()).local_size
     num_bytes = checkpoint_bytes(session.wholes)
     spilled = local_size * session.placement.state_bytes.get(Tier.NVME, 0)
-    drives = () if session.rates is None else session.rates.drives
+    rates = session.setup.machine.measured_rates
+    drives = () if rates is None else rates.drives
     written_s = checkpoint_seconds(num_bytes, spilled, drives)
     if written_s is None:
         return unmeasured_seconds(num_bytes + spilled)

@@ -24,44 +24,50 @@ from megatier.config.schema import STEPS_UNBOUND, RunConfig, TrainConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
 from megatier.errors import ConfigError
+from megatier.models.weights import WeightReader
 from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
-from megatier.schedule.sizes import Budgets
-from megatier.setup.machine import choose_device, world_of
-from megatier.train.choices import budgets_here, fix_choices, plan_choices
+from megatier.setup.attention import with_kernel
+from megatier.setup.machine import Machine
+from megatier.setup.setup import Setup
+from megatier.setup.skeleton import model_config_of, open_model
+from megatier.train.choices import WITHOUT_FLEX, fit_positions, plan_choices, settled, with_budgets_kept
 from megatier.train.outlet import say
 
 
-def choices_of(
-    config: RunConfig, given: frozenset[str], ranks: Ranks | None, console: Console
-) -> tuple[RunConfig, Prediction | None]:
-    """Return the config with the choices that it leaves open, and the step that is expected if a plan made them.
+def setup_of(
+    config: RunConfig, given: frozenset[str], machine: Machine, ranks: Ranks | None, console: Console
+) -> tuple[Setup, WeightReader, Prediction | None]:
+    """Return a run with the choices that it leaves open, the reader of its weights, and the step that is expected.
 
     The first rank plans for all, with what every rank and host has. Without a plan each rank computes one group, unless
-    the config says otherwise.
+    the config says otherwise, and no step is expected.
 
     Args:
         config: the run.
         given: dotted names of the settings that stay as they are.
+        machine: the one that runs.
         ranks: the ranks of the run.
         console: what a person sees.
 
     Raises:
-        ConfigError: a budget is not for this machine.
+        ConfigError, UnsupportedModelError: the run cannot be planned or opened; the message says what to change.
     """
     if ranks is not None and "train.groups" not in given:
-        config = replace(config, train=replace(config.train, groups=ranks.size))
+        config = config.changed({"train.groups": ranks.size})
 
+    # The kernel of attention depends on how long sequences are.
     crew = ranks or Alone()
-    with crew.together():
-        own = budgets_here(config.tiers, choose_device(config.tiers, ranks))
+    found = model_config_of(config.model)
+    config, why = crew.first(lambda: with_kernel(fit_positions(config, given, found), found, machine))
+    if why:
+        say(console_of(ranks, console), WITHOUT_FLEX.format(config.model.attention, why))
 
-    # Homes and slots follow from the budgets, and have to be the same on all ranks.
-    budgets = Budgets.least(crew.agree(own))
-    return crew.first(
-        lambda: plan_choices(fix_choices(config, given, console=console), given, budgets, world_of(ranks), console)
-    )
+    model, reader = open_model(config, found)
+    setup = with_budgets_kept(settled(Setup.of(config, model, machine)))
+    config, expected = crew.first(lambda: plan_choices(setup, given, console))
+    return setup.with_config(config), reader, expected
 
 
 def run_before_restart(

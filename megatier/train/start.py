@@ -30,7 +30,7 @@ from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_count, format_seconds
 from megatier.report.report import WorkBar
 from megatier.session.session import Session
-from megatier.setup.machine import choose_device
+from megatier.setup.setup import Setup
 from megatier.train.origin import UNKNOWN, Origin, check_origin, differences
 from megatier.train.outlet import say
 
@@ -89,16 +89,16 @@ class Start:
         if self.state is None:
             say(console, "There is no checkpoint yet, so the run begins again.")
 
-    def check_config(self, config: RunConfig) -> list[str]:
+    def check_config(self, setup: Setup) -> list[str]:
         """Return the changes of numeric choices, libraries and devices since the run began or was saved.
 
         Raises:
             ConfigError: there are some that the user has not accepted, or another optimizer.
         """
         if self.state is None:
-            return check_numbers(self.directory / NUMBERS_FILE, config, accepts_changes=self.accepts_changes)
+            return check_numbers(self.directory / NUMBERS_FILE, setup.config, accepts_changes=self.accepts_changes)
 
-        changes = self.state.changes(config, choose_device(config.tiers))
+        changes = self.state.changes(setup.config, setup.machine.device)
         if changes:
             self.state.check(changes, changes if self.accepts_changes else self._accepted_before)
         return changes

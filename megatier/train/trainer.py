@@ -36,7 +36,6 @@ from megatier.drives.leftovers import find_leftovers
 from megatier.errors import ConfigError, mib
 from megatier.foreign import one_version
 from megatier.guards.unchanged import check_evaluates
-from megatier.hardware import device_for
 from megatier.models.decoder import check_stops_at_borders
 from megatier.models.weights import WeightReader
 from megatier.planner.prediction import Prediction
@@ -47,7 +46,8 @@ from megatier.report.report import WorkBar
 from megatier.report.tensorboard import ScalarEvents, load_tensorboard
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
-from megatier.setup.skeleton import open_model
+from megatier.setup.machine import Machine, choose_device
+from megatier.setup.setup import Setup
 from megatier.trace.events import write_trace
 from megatier.train.description import (
     describe,
@@ -63,7 +63,7 @@ from megatier.train.origin import Origin, origin_of
 from megatier.train.outlet import say
 from megatier.train.save_plan import SavePlan
 from megatier.train.saves import Record, Saves
-from megatier.train.shared import SharedDirectory, SharedText, choices_of, console_of, run_before_restart
+from megatier.train.shared import SharedDirectory, SharedText, console_of, run_before_restart, setup_of
 from megatier.train.start import Start
 from megatier.train.watchdog import Watchdog
 
@@ -95,23 +95,26 @@ def train(
     """
     _prepare_process(config)
     with ExitStack() as stack:
-        ranks = stack.enter_context(joined(device_for(config.tiers.device)))
+        device = choose_device(config.tiers)
+        ranks = stack.enter_context(joined(device.type))
         if not resumes and (before := run_before_restart(config, given, ranks)) is not None:
             config, given = before
             resumes = True
         config = replace(config, train=config.train.bounded(steps_given="train.steps" in given))
         with one_version():
-            config, expected = choices_of(config, given, ranks, console)
+            machine = Machine.here(config.tiers, device, ranks)
+            setup, reader, expected = setup_of(config, given, machine, ranks, console)
+            config = setup.config
             forecast = None if expected is None else expected.forecast
             console = console_of(ranks, console)
             watchdog = stack.enter_context(_watchdog(config, expected, ranks))
             directory = stack.enter_context(SharedDirectory(config, ranks, resumes=resumes))
             start = (ranks or Alone()).first(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
-            source = _open_source(config, start, console, resumes=resumes)
+            source = _open_source(setup, reader, start, console, resumes=resumes)
         if not resumes and directory.leads:
             write_numbers(directory.path / NUMBERS_FILE, config, source.origin)
 
-        session, text = _open_session(stack, config, source, directory, start, ranks, console)
+        session, text = _open_session(stack, setup, source, directory, start, ranks, console)
         counts_epochs = config.train.epochs is not None
         config = replace(config, train=text.with_steps(config.train, console))
         plan = SavePlan.of(config.output, session, forecast, is_done=start.step == config.train.steps)
@@ -168,8 +171,6 @@ def _write_settings(config: RunConfig, directory: SharedDirectory, source: _Sour
 class _Source:
     """The parts of a run before it has a place on the tiers."""
 
-    model: PreTrainedModel
-    """The skeleton."""
     reader: WeightReader
     """Gives the weights that the run begins with."""
     tokenizer: PreTrainedTokenizerBase
@@ -189,17 +190,17 @@ def _watchdog(config: RunConfig, expected: Prediction | None, ranks: Ranks | Non
     return Watchdog(Path(config.output.directory) / name, config.train.stall_timeout, expected_s)
 
 
-def _open_source(config: RunConfig, start: Start, console: Console, *, resumes: bool) -> _Source:
-    """Open model and tokenizer, and refuse those that the run cannot be trained with.
+def _open_source(setup: Setup, reader: WeightReader, start: Start, console: Console, *, resumes: bool) -> _Source:
+    """Open the tokenizer, and refuse a model or tokenizer that the run cannot be trained with.
 
     Raises:
         ConfigError, DataError, UnsupportedModelError: names what to change.
     """
+    config, model = setup.config, setup.model
     if resumes:
         start.check_resumes(config, console)
-    changes = start.check_config(config)
+    changes = start.check_config(setup)
 
-    model, reader = open_model(config)
     tokenizer = load_tokenizer(config)
     origin = origin_of(config, model, tokenizer)
     if resumes:
@@ -207,7 +208,7 @@ def _open_source(config: RunConfig, start: Start, console: Console, *, resumes: 
 
     _check_model(model, len(tokenizer), config)
     describe_positions(console, model, config.data.sequence_length)
-    return _Source(model=model, reader=reader, tokenizer=tokenizer, origin=origin, changes=changes)
+    return _Source(reader=reader, tokenizer=tokenizer, origin=origin, changes=changes)
 
 
 def _check_model(model: PreTrainedModel, num_tokens: int, config: RunConfig) -> None:
@@ -234,7 +235,7 @@ def _check_model(model: PreTrainedModel, num_tokens: int, config: RunConfig) -> 
 
 def _open_session(
     stack: ExitStack,
-    config: RunConfig,
+    setup: Setup,
     source: _Source,
     directory: SharedDirectory,
     start: Start,
@@ -250,16 +251,11 @@ def _open_session(
         start.savepoint.check_ranks(ranks)
     elif directory.leads:
         remove_savepoints(directory.path / SAVEPOINT_FOLDER)
+    config = setup.config
     session = Session(
-        source.model,
-        config.model,
-        config.tiers,
-        config.train,
-        config.numerics,
-        config.data.sequence_length,
+        setup,
         directory.run_id,
         seed=config.train.seed,
-        savepoints=config.output.savepoint_every > 0,
         reuses=start.savepoint is not None,
         run=str(directory.path),
         ranks=ranks,

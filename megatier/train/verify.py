@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.schema import OF_LOOP, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.hardware import device_for
 from megatier.models.decoder import build_skeleton
 from megatier.models.initialiser import Initialiser
@@ -25,6 +26,7 @@ from megatier.report.metrics import format_seconds
 from megatier.report.report import WorkBar
 from megatier.schedule.sizes import Policy, host_ram
 from megatier.session.session import Session
+from megatier.setup.setup import Setup
 from megatier.tier import Activations, Tier
 
 STEPS = 5
@@ -211,9 +213,10 @@ def _run(
 
     # Without clipping and guard, updates run inside the backward, unless ranks share the state.
     numerics = NumericsConfig(guard=mode.clip is not None)
-    with Session(
-        model, ModelConfig(config=MODEL), tiers, train, numerics, SEQUENCE_LENGTH, seed=0, ranks=ranks
-    ) as session:
+    data = replace(OF_LOOP, sequence_length=SEQUENCE_LENGTH)
+    config = RunConfig(model=ModelConfig(config=MODEL), data=data, tiers=tiers, train=train, numerics=numerics)
+    setup = Setup.here(config, model, ranks)
+    with Session(setup, seed=0, ranks=ranks) as session:
         session.load(Initialiser(model, seed=0))
         for step in range(1, STEPS + 1):
             generator = torch.Generator().manual_seed(step)

@@ -12,7 +12,7 @@ from rows import ROWS
 from tiny_runs import one_thread
 
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.session import session as session_module
+from megatier.setup import machine
 
 MIB = 1 << 20
 READ_BYTES_PER_S = 1e9
@@ -43,7 +43,7 @@ def test_row_whose_base_is_read_where_it_lies_has_the_losses_of_the_one_in_block
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("peft")
-    monkeypatch.setattr(session_module, "measured_rates", lambda *_: RATES)
+    monkeypatch.setattr(machine, "rates_or_assumed", lambda *_: (RATES, ()))
     in_blocks = tiny_row(29, tmp_path)
     in_place = tiny_row(32, tmp_path)
     assert in_place["losses"] == in_blocks["losses"]

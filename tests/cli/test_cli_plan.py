@@ -15,8 +15,8 @@ from megatier.cli import main
 from megatier.config import file as config_file
 from megatier.measure.probe import cache_rates
 from megatier.schedule.rates import ASSUMED, OF_RANKS, DriveRates, Rates, as_dict, read_rates
-from megatier.train.choices import fix_choices
-from megatier.train.shared import choices_of
+from megatier.setup.machine import Machine
+from megatier.train.shared import setup_of
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "examples/quickstart.yaml")
@@ -156,8 +156,9 @@ def test_plan_of_a_machine_that_was_not_measured_is_that_of_train(
     assert main(["plan", *words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     loaded, given = config_file.load_given(Path(words[0]), words[1:])
-    config, prediction = choices_of(loaded, given, None, Console(quiet=True))
-    assert (config, prediction) == (fix_choices(loaded), None)
+    setup, _, prediction = setup_of(loaded, given, Machine.here(loaded.tiers), None, Console(quiet=True))
+    settled = {"model.attention": "sdpa", "model.compile": False}
+    assert (setup.config, prediction) == (loaded.changed(settled), None)
     assert document["chosen"] == {}
     assert document["budget_bytes"]["gpu"] == hardware.default_budgets("cpu").gpu_bytes
     assert document["assumed_rates"].keys() == {field.name for field in fields(Rates)} - {"gpu_bytes", *OF_RANKS}
@@ -213,7 +214,8 @@ def test_plan_of_this_machine_is_that_of_train(
     assert main(["plan", *words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     loaded, given = config_file.load_given(Path(words[0]), words[1:])
-    config, prediction = choices_of(loaded, given, None, Console(quiet=True))
+    setup, _, prediction = setup_of(loaded, given, Machine.here(loaded.tiers), None, Console(quiet=True))
+    config = setup.config
     assert prediction is not None
     assert document["seconds"] == prediction.forecast.seconds
     assert document["budget_bytes"]["gpu"] == document["chosen"]["tiers.gpu"] == config.tiers.gpu

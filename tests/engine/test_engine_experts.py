@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_setups import sections
 from tiny_gradients import Gradients, attention_of, exact_gradients, far, plain_gradients, streamed_gradients
 from tiny_models import BASE, FUSED, IS_OLD, LATENT, tiny_config
 from tiny_runs import (
@@ -34,6 +35,7 @@ from megatier.models.decoder import build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.session.session import Session
+from megatier.setup.setup import Setup
 from megatier.tier import Kind, Tier
 
 NEAR = 1e-5
@@ -236,7 +238,7 @@ def session_of(gpu: int, parts: int, **options: Any) -> Session:
     skeleton = build_skeleton(tiny_config("qwen3_moe", moe_intermediate_size=96, **options), "sdpa")
     model = ModelConfig(config={"model_type": "qwen3_moe"}, expert_parts=parts)
     train = TrainConfig(steps=1, batch=2)
-    return Session(skeleton, model, tiers(gpu), train, NumericsConfig(), 16)
+    return Session(Setup.here(sections(model, tiers(gpu), train, NumericsConfig(), 16), skeleton))
 
 
 def test_layer_too_large_for_its_slots_is_refused_and_runs_in_the_parts_that_are_named(tmp_path: Path) -> None:

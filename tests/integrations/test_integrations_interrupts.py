@@ -38,7 +38,7 @@ def streamed_on(place: str, mount: Path) -> Iterator[Streamed]:
     config, numerics = exactness_config("tied"), NumericsConfig()
     with (
         opened(config, mount, PLACES[place], TRAIN, numerics=numerics, fused_loss=True, seed=None) as session,
-        Streamed(session, TRAIN, contextlib.ExitStack()) as streamed,
+        Streamed(session, contextlib.ExitStack()) as streamed,
     ):
         streamed.model.train()
         yield streamed

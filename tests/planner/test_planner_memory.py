@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from bench_memory import CASES
+from small_setups import elsewhere
 
 from megatier.config.data_section import DataConfig
-from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
-from megatier.models.decoder import find_units
+from megatier.config.schema import ModelConfig, RunConfig, TrainConfig
 from megatier.planner.memory import ActivationBytes, activation_bytes
 from megatier.setup.skeleton import skeleton_of
-from megatier.setup.workload import Workload
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
@@ -32,9 +31,7 @@ def estimate(
         train=TrainConfig(batch=batch, **train),
     )
     skeleton = skeleton_of(config.model)
-    units, numerics = find_units(skeleton), NumericsConfig()
-    work = Workload.of(skeleton, units, config.model, TiersConfig(), config.train, numerics, sequence)
-    return activation_bytes(skeleton, config, work, compiles=True)
+    return activation_bytes(elsewhere(config, model=skeleton))
 
 
 @pytest.mark.parametrize("row", range(1, 10))
@@ -60,9 +57,8 @@ def test_activation_bytes_are_at_least_those_of_a_gpu_and_no_more_than_three_per
     config = case.settings()
     config = replace(config, model=replace(config.model, attention=row["attention"]))
     model = skeleton_of(config.model)
-    settings = config.model, config.tiers, config.train, config.numerics
-    work = Workload.of(model, find_units(model), *settings, case.sequence)
-    found = activation_bytes(model, config, work, compiles=config.model.compile is not False)
+    compiles = config.model.compile is not False
+    found = activation_bytes(elsewhere(config, compiles=compiles, model=model))
     plan = row["arena_bytes"] + found.peak
     assert row["peak_allocated_bytes"] <= plan <= 1.03 * row["peak_bytes"]
 

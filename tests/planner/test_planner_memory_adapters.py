@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_setups import elsewhere
 from tiny_adapters import STACKS, peft_model
 from tiny_models import tiny_config
 from torch import Tensor
@@ -15,10 +16,9 @@ from transformers import PretrainedConfig
 from megatier.adapters.lora import add_adapters
 from megatier.config.data_section import DataConfig
 from megatier.config.lora import LoraConfig
-from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
-from megatier.models.decoder import build_skeleton, find_units
+from megatier.config.schema import ModelConfig, RunConfig, TrainConfig
+from megatier.models.decoder import build_skeleton
 from megatier.planner.memory import ActivationBytes, activation_bytes
-from megatier.setup.workload import Workload
 
 ADAPTED = tiny_config("llama")
 TOKENS = 16
@@ -56,9 +56,7 @@ def estimated(lora: LoraConfig, activations: Any, base: PretrainedConfig = ADAPT
     )
     skeleton = build_skeleton(base, "sdpa")
     add_adapters(skeleton, lora, "base")
-    units, numerics = find_units(skeleton), NumericsConfig()
-    work = Workload.of(skeleton, units, config.model, TiersConfig(), config.train, numerics, TOKENS)
-    return activation_bytes(skeleton, config, work, compiles=False)
+    return activation_bytes(elsewhere(config, compiles=False, model=skeleton))
 
 
 @pytest.mark.parametrize(("targets", "inputs"), [(("all-linear",), 6 * 64 + 96), (("q_proj", "v_proj"), 2 * 64)])

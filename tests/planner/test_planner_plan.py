@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rank_pool import POOL
 from rank_runs import RankRun, train_on_ranks
+from small_setups import elsewhere
 from small_timelines import RATES
 from tiny_runs import (
     BATCH,
@@ -27,7 +28,7 @@ from tiny_runs import (
 )
 
 from megatier.config.data_section import DataConfig
-from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError
 from megatier.forecast.forecast import Forecast
 from megatier.models.decoder import build_skeleton
@@ -72,7 +73,7 @@ def run_config(train: TrainConfig | None = None, tiers: TiersConfig | None = Non
 
 def llama(rates: Rates = RATES, **changes: object) -> Plan:
     config = run_config()
-    return make_plan(skeleton_of(config.model), config, rates, budgets(**changes), compiles=True)
+    return make_plan(elsewhere(config, rates, budgets(**changes)))
 
 
 @pytest.mark.parametrize(
@@ -86,11 +87,11 @@ def llama(rates: Rates = RATES, **changes: object) -> Plan:
 def test_plan_estimates_what_compiling_takes_from_the_kinds_of_modules(config: dict[str, Any], kinds: int) -> None:
     asked = run_config(config=config)
     skeleton = skeleton_of(asked.model)
-    plan = make_plan(skeleton, asked, RATES, budgets(gpu=64 * MIB), compiles=True)
+    plan = make_plan(elsewhere(asked, RATES, budgets(gpu=64 * MIB), compiles=True, model=skeleton))
     assert plan.compiling.kinds == kinds  # kinds of layers, the last norm, and the loss
     assert 0 < plan.compiling.kept_seconds < plan.compiling.seconds
     assert plan.as_dict()["compile_seconds"] == plan.compiling.seconds
-    plain = make_plan(skeleton, asked, RATES, budgets(gpu=64 * MIB), compiles=False)
+    plain = make_plan(elsewhere(asked, RATES, budgets(gpu=64 * MIB), compiles=False, model=skeleton))
     assert plain.as_dict()["compile_seconds"] == 0
     assert plain.forecast.seconds > 0
 
@@ -105,7 +106,7 @@ def test_plan_of_documents_apart_computes_all_pairs_but_for_flex_attention() -> 
     for attention, crosses in itertools.product(("sdpa", "flex_attention"), (True, False)):
         config = run_config(attention=attention)
         config = replace(config, data=replace(config.data, cross_documents=crosses))
-        made = make_plan(skeleton_of(config.model), config, RATES, budgets(), compiles=True)
+        made = make_plan(elsewhere(config, RATES, budgets()))
         seconds[attention, crosses] = made.compute_seconds
     more = seconds["sdpa", False] - seconds["sdpa", True]
     forward = 2 * BATCH * TOKENS**2 * LLAMA["hidden_size"] * LLAMA["num_hidden_layers"] / RATES.flops_per_s
@@ -127,7 +128,7 @@ def test_plan_of_one_long_sequence_takes_as_long_as_it_was_measured() -> None:
             train=TrainConfig(batch=1, kept_attention=kept),
         )
         room = Budgets(30 << 30, 116 << 30, 0)
-        made = make_plan(skeleton_of(config.model), config, read_rates(H200), room, compiles=True)
+        made = make_plan(elsewhere(config, read_rates(H200), room))
         seconds[attention, kept] = made.forecast.seconds
     assert seconds["sdpa", False] == pytest.approx(97.9, rel=0.05)
     assert seconds["flex_attention", False] == pytest.approx(64.5, rel=0.05)
@@ -145,7 +146,7 @@ def test_plan_in_tiles_counts_the_sums_of_their_gradients() -> None:
             data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=8192),
             train=TrainConfig(batch=1),
         )
-        made = make_plan(skeleton_of(config.model), config, rates, Budgets(8 << 30, 8 << 30, 0), compiles=True)
+        made = make_plan(elsewhere(config, rates, Budgets(8 << 30, 8 << 30, 0)))
         seconds[tile] = made.forecast.busy_seconds["compute"]
 
     # Of each weight that is trained, a tile writes a gradient in bf16 and reads it, and reads and writes the sum.
@@ -196,7 +197,7 @@ def test_plan_foretells_the_order_and_the_bytes_of_a_real_run(
         sizes = Budgets(*(session.store.usage(tier)["budget"] for tier in (Tier.GPU, Tier.RAM, Tier.NVME)))
         share = PLACES[place].streamed
         settings = run_config(train, TiersConfig(state=PLACES[place].tiers, streamed_share=share), fused_loss=fused)
-        plan = make_plan(build_skeleton(config, "sdpa"), settings, RATES, sizes, compiles=False)
+        plan = make_plan(elsewhere(settings, RATES, sizes, compiles=False, model=build_skeleton(config, "sdpa")))
     assert plan.accesses == order
     assert plan.placement.homes == session.placement.homes
     assert Counter({queue: round(size) for queue, size in plan.forecast.moved_bytes.items()}) == demanded
@@ -215,10 +216,10 @@ def test_plan_of_ranks_foretells_the_bytes_of_a_real_run(name: str, tmp_path: Pa
     nvme = (f"{tmp_path}:128MiB",) if name == "nvme" else ()
     tiers = TiersConfig(device="cpu", nvme=nvme, state=place.tiers, io_threads=2, update_threads=2)
     skeleton = build_skeleton(config, "sdpa")
-    least = least_budgets(skeleton, model, tiers, runs[0].train, NumericsConfig(), TOKENS, place, 2)
-    host = Budgets(least.gpu, host_ram(least.ram, Policy(ranks=2, host_ranks=2)), least.nvme)
     settings = replace(run_config(runs[0].train, tiers), model=model)
-    plan = make_plan(skeleton, settings, RATES, host, compiles=False, world=World(2))
+    least = least_budgets(settings, skeleton, place, 2)
+    host = Budgets(least.gpu, host_ram(least.ram, Policy(ranks=2, host_ranks=2)), least.nvme)
+    plan = make_plan(elsewhere(settings, RATES, host, compiles=False, world=World(2), model=skeleton))
     assert {queue: round(size) for queue, size in plan.forecast.moved_bytes.items()} == step
     assert plan.tokens == runs[0].batch * TOKENS
 
@@ -280,7 +281,7 @@ def test_plan_that_does_not_fit_says_what_is_short() -> None:
 def test_plan_recompute_takes_longer_than_keeping() -> None:
     def seconds(activations: str) -> float:
         config = run_config(TrainConfig(batch=BATCH, activations=activations))  # type: ignore[arg-type]
-        return make_plan(skeleton_of(config.model), config, RATES, budgets(), compiles=False).compute_seconds
+        return make_plan(elsewhere(config, RATES, budgets(), compiles=False)).compute_seconds
 
     assert seconds("keep") < seconds("recompute") == seconds("offload")
 
@@ -291,7 +292,9 @@ def test_plan_of_offload_waits_for_links_that_are_slower_than_compute() -> None:
     for activations in ("recompute", "offload"):
         config = run_config(TrainConfig(batch=BATCH, activations=activations))
         model = skeleton_of(config.model)
-        made[activations] = make_plan(model, config, slow, budgets(gpu=64 * MIB), compiles=False).forecast
+        made[activations] = make_plan(
+            elsewhere(config, slow, budgets(gpu=64 * MIB), compiles=False, model=model)
+        ).forecast
     num_bytes = made["offload"].moved_bytes["gpu_to_ram"]
     assert num_bytes == LLAMA["num_hidden_layers"] * BATCH * TOKENS * LLAMA["hidden_size"] * 2
     assert made["offload"].moved_bytes == {"gpu_to_ram": num_bytes, "ram_to_gpu": num_bytes}
@@ -352,6 +355,6 @@ def test_plan_as_dict_is_json_and_its_events_cover_compute() -> None:
 def test_plan_counts_a_tied_head_once() -> None:
     def seconds(tied: bool) -> float:
         config = run_config(config=LLAMA | {"tie_word_embeddings": tied})
-        return make_plan(skeleton_of(config.model), config, RATES, budgets(), compiles=False).compute_seconds
+        return make_plan(elsewhere(config, RATES, budgets(), compiles=False)).compute_seconds
 
     assert seconds(True) == pytest.approx(seconds(False))

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from small_commands import all_records, command, metrics, outcome
+from small_setups import elsewhere
 from small_timelines import RATES
 from test_planner_plan import MIB, SLOW, budgets, run_config
 
 from megatier.cli import main
 from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
 from megatier.measure.probe import cache_rates
-from megatier.models.experts import cut_units
 from megatier.planner.prediction import STEPS, Correction, Prediction, measured_rate
 from megatier.planner.trial import Trial
 from megatier.schedule.rates import DriveRates, Rates
@@ -42,7 +42,7 @@ def trial(rates: Rates) -> Trial:
     config = run_config()
     model = skeleton_of(config.model)
     sizes = budgets(gpu=MIB, ram=5 * MIB // 2)
-    return Trial.of(model, cut_units(model, 1), config, rates, sizes, compiles=True)
+    return Trial.of(elsewhere(config, rates, sizes, compiles=True, model=model))
 
 
 def prediction(rates: Rates) -> Prediction:
@@ -117,7 +117,7 @@ def test_prediction_takes_the_median_step_and_none_in_which_drives_were_idle() -
 def test_prediction_of_a_run_without_drives_is_left_alone() -> None:
     config = run_config()
     model = skeleton_of(config.model)
-    tried = Trial.of(model, cut_units(model, 1), config, RATES, budgets(gpu=64 * MIB), compiles=True)
+    tried = Trial.of(elsewhere(config, RATES, budgets(gpu=64 * MIB), compiles=True, model=model))
     placement = tried.placed()
     made = tried.forecast(placement)
     run = Prediction(tried, placement, made, tried.seconds_range(placement, made))

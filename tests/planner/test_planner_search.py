@@ -8,17 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from small_setups import elsewhere
 
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError
-from megatier.models.decoder import find_units
 from megatier.planner import search as searching
 from megatier.planner import trial as trials
 from megatier.planner.search import MARGIN, WORTH, search
-from megatier.planner.trial import Trial, changed
+from megatier.planner.trial import Trial
 from megatier.schedule.rates import DriveRates, Rates, World
 from megatier.schedule.sizes import Budgets
+from megatier.setup import setup as setups
 from megatier.setup.skeleton import skeleton_of
 
 MIB = 1 << 20
@@ -76,9 +77,7 @@ def test_search_finds_what_trying_everything_finds(case: str) -> None:
     config, budgets = config_of(state), Budgets(64 * MIB, ram, 512 * MIB)
     model = skeleton_of(config.model)
     seconds = []
-    for _, wanted in searching._trials(
-        config, searching.Asked(model=model, rates=rates, budgets=budgets, compiles=True)
-    ):
+    for _, wanted in searching._trials(elsewhere(config, rates, budgets, model=model), frozenset()):
         try:
             trial = searching._fitted(wanted)
             placement = trial.placed()
@@ -86,23 +85,22 @@ def test_search_finds_what_trying_everything_finds(case: str) -> None:
             continue
         seconds.append(trial.forecast(placement).seconds)
         assert trial.compute_seconds <= trial.floor(placement) <= seconds[-1] + 1e-9
-    choice = search(model, config, rates, budgets, compiles=True)
+    choice = search(elsewhere(config, rates, budgets, model=model))
     assert min(seconds) <= choice.seconds <= min(seconds) / (1 - WORTH)
 
 
 def test_search_for_ranks_finds_what_trying_everything_finds() -> None:
     rates, state, ram = CASES["short of RAM"]
     rates = replace(rates, gather_bytes_per_s=1e10, scatter_bytes_per_s=1e10, ranks_slowdown=0.2)
-    config, budgets, world = config_of(state), Budgets(64 * MIB, ram, 512 * MIB), World(2)
+    config, budgets = config_of(state).changed({"train.groups": 2}), Budgets(64 * MIB, ram, 512 * MIB)
+    world = World(2)
     model = skeleton_of(config.model)
-    trials = searching._trials(
-        config, searching.Asked(model=model, rates=rates, budgets=budgets, compiles=True, world=world)
-    )
+    trials = searching._trials(elsewhere(config, rates, budgets, world=world, model=model), frozenset())
     fitted = [(settings, searching._fitted(trial)) for settings, trial in trials]
     assert {settings["train.groups"] for settings, _ in fitted} == {2, 4, 8}
     assert {settings["tiers.streamed_share"] for settings, _ in fitted} == set(searching.STREAMED)
     least = min(trial.forecast(trial.placed()).seconds for _, trial in fitted)
-    choice = search(model, config, rates, budgets, compiles=True, world=world)
+    choice = search(elsewhere(config, rates, budgets, world=world, model=model))
     assert least <= choice.seconds <= least / (1 - WORTH)
     assert choice.trial.budgets == replace(
         Budgets(64 * MIB, ram, 512 * MIB).of_rank(world), gpu=choice.trial.budgets.gpu
@@ -115,7 +113,7 @@ def test_search_cuts_no_mask_that_cannot_be_cut() -> None:
     model = replace(config.model, attention="flex_attention")
     config = replace(config, model=model, data=replace(config.data, cross_documents=False))
     skeleton, budgets = skeleton_of(config.model), Budgets(64 * MIB, ram, 512 * MIB)
-    trials = searching._trials(config, searching.Asked(model=skeleton, rates=rates, budgets=budgets, compiles=True))
+    trials = searching._trials(elsewhere(config, rates, budgets, model=skeleton), frozenset())
     assert {settings["train.slices"] for settings, _ in trials} == {1}
 
 
@@ -131,42 +129,38 @@ def test_search_cuts_no_mask_that_cannot_be_cut() -> None:
 )
 def test_search_leaves_settings_that_were_given(given: dict[str, Any]) -> None:
     rates, state, ram = CASES["short of RAM"]
-    config = changed(config_of(state), given)
+    config = config_of(state).changed(given)
     model, fixed = skeleton_of(config.model), frozenset(given)
     budgets = Budgets(given.get("tiers.gpu", 64 * MIB), ram, 512 * MIB)
-    for settings, trial in searching._trials(
-        config, searching.Asked(model=model, rates=rates, budgets=budgets, compiles=True, fixed=fixed)
-    ):
+    for settings, trial in searching._trials(elsewhere(config, rates, budgets, model=model), fixed):
         assert {name: settings[name] for name in given if name != "tiers.gpu"}.items() <= given.items()
         assert trial.work.policy.generations == settings["tiers.generations"]
-    choice = search(model, config, rates, budgets, compiles=True, fixed=fixed)
+    choice = search(elsewhere(config, rates, budgets, model=model), fixed)
     assert fixed.isdisjoint(choice.settings)
-    free = search(model, config, rates, budgets, compiles=True)
+    free = search(elsewhere(config, rates, budgets, model=model))
     assert free.seconds <= choice.seconds / (1 - WORTH)
 
 
 @pytest.mark.parametrize("setting", [{"train.clip": None, "numerics.guard": False}, {"tiers.generations": 2}])
 def test_search_with_updates_in_the_backward_finds_what_trying_everything_finds(setting: dict[str, Any]) -> None:
     rates, state, ram = CASES["a slow drive"]
-    config, budgets = changed(config_of(state), setting), Budgets(64 * MIB, ram, 512 * MIB)
+    config, budgets = config_of(state).changed(setting), Budgets(64 * MIB, ram, 512 * MIB)
     model = skeleton_of(config.model)
     fitted = [
         searching._fitted(trial)
-        for _, trial in searching._trials(
-            config, searching.Asked(model=model, rates=rates, budgets=budgets, compiles=True)
-        )
+        for _, trial in searching._trials(elsewhere(config, rates, budgets, model=model), frozenset())
     ]
     least = min(trial.forecast(trial.placed()).seconds for trial in fitted)
-    assert least <= search(model, config, rates, budgets, compiles=True).seconds <= least / (1 - WORTH)
+    assert least <= search(elsewhere(config, rates, budgets, model=model)).seconds <= least / (1 - WORTH)
 
 
 @pytest.mark.parametrize("guard", [False, True])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_search_tries_what_needs_the_norm_where_updates_wait_for_it(clip: float | None, guard: bool) -> None:
     rates, state, ram = CASES["a slow drive"]
-    config = changed(config_of(state), {"train.clip": clip, "numerics.guard": guard})
+    config = config_of(state).changed({"train.clip": clip, "numerics.guard": guard})
     skeleton, budgets = skeleton_of(config.model), Budgets(64 * MIB, ram, 512 * MIB)
-    trials = searching._trials(config, searching.Asked(model=skeleton, rates=rates, budgets=budgets, compiles=True))
+    trials = searching._trials(elsewhere(config, rates, budgets, model=skeleton), frozenset())
     policies = [trial.work.policy for _, trial in trials]
     waits = guard or clip is not None
     assert {policy.deferred for policy in policies} == {waits}
@@ -175,7 +169,7 @@ def test_search_tries_what_needs_the_norm_where_updates_wait_for_it(clip: float 
 
 def test_search_of_as_many_tokens_in_more_groups_takes_the_fewest() -> None:
     config = config_of(("gpu", "ram"))
-    choice = search(skeleton_of(config.model), config, RATES, Budgets(64 * MIB, 256 * MIB, 0), compiles=True)
+    choice = search(elsewhere(config, RATES, Budgets(64 * MIB, 256 * MIB, 0)))
     assert (choice.settings["train.groups"], choice.settings["train.slices"]) == (1, 1)
 
 
@@ -189,7 +183,7 @@ def test_search_of_many_layers_finds_units_once_and_simulates_few_trials(monkeyp
 
         return call
 
-    for module, name in ((searching, "cut_units"), (trials, "place"), (trials, "floor"), (trials, "forecast")):
+    for module, name in ((setups, "cut_units"), (trials, "place"), (trials, "floor"), (trials, "forecast")):
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
     drives = (DriveRates(directory="a", read_bytes_per_s=14e9, write_bytes_per_s=12e9, mixed_bytes_per_s=20e9),)
     rates = Rates(
@@ -211,7 +205,7 @@ def test_search_of_many_layers_finds_units_once_and_simulates_few_trials(monkeyp
     )
     budgets = Budgets(60 << 30, 1843 << 30, 16 << 40)
     fixed = frozenset({"train.offload_attention"})
-    choice = search(skeleton_of(config.model), config, rates, budgets, compiles=True, fixed=fixed)
+    choice = search(elsewhere(config, rates, budgets), fixed)
     assert choice.settings["train.activations"] == "offload"
     assert done["cut_units"] == 1
     assert done["forecast"] <= 6  # of 320 trials
@@ -231,21 +225,21 @@ def test_search_takes_tiles_where_a_long_sequence_does_not_fit_without_them() ->
     config, budgets = long_config(32_768), Budgets(64 * MIB, 512 * MIB, 0)
     model, rates = skeleton_of(config.model), replace(RATES, gpu_bytes=3.2e9)
     with pytest.raises(PlanError, match="GPU memory for activations"):
-        search(model, config, rates, budgets, compiles=True, fixed=frozenset({"model.tile_tokens"}))
-    choice = search(model, config, rates, budgets, compiles=True)
+        search(elsewhere(config, rates, budgets, model=model), frozenset({"model.tile_tokens"}))
+    choice = search(elsewhere(config, rates, budgets, model=model))
     assert choice.settings["model.tile_tokens"] == searching.TILE_TOKENS
-    again = Trial.of(model, find_units(model), changed(config, choice.settings), rates, budgets, compiles=True)
+    again = Trial.of(elsewhere(config.changed(choice.settings), rates, budgets, model=model))
     assert again.activations == choice.trial.activations
     assert again.seconds == choice.trial.seconds
     with pytest.raises(PlanError, match="GPU memory for activations"):
-        search(model, config, replace(rates, gpu_bytes=1.1e9), budgets, compiles=True)
+        search(elsewhere(config, replace(rates, gpu_bytes=1.1e9), budgets, model=model))
 
 
 def test_search_takes_no_tiles_where_they_do_not_make_a_step_shorter() -> None:
     budgets = Budgets(64 * MIB, 512 * MIB, 0)
     for tokens in (searching.TILE_TOKENS, 32_768):
         config = long_config(tokens)
-        choice = search(skeleton_of(config.model), config, replace(RATES, gpu_bytes=80e9), budgets, compiles=True)
+        choice = search(elsewhere(config, replace(RATES, gpu_bytes=80e9), budgets))
         assert "model.tile_tokens" not in choice.settings
 
 
@@ -253,9 +247,9 @@ def test_search_choice_is_what_its_settings_make() -> None:
     rates, state, ram = CASES["a small GPU"]
     config = config_of(state)
     model = skeleton_of(config.model)
-    choice = search(model, config, rates, Budgets(64 * MIB, ram, 0), compiles=True)
+    choice = search(elsewhere(config, rates, Budgets(64 * MIB, ram, 0), model=model))
     budgets = Budgets(choice.settings["tiers.gpu"], ram, 0)
-    trial = Trial.of(model, find_units(model), changed(config, choice.settings), rates, budgets, compiles=True)
+    trial = Trial.of(elsewhere(config.changed(choice.settings), rates, budgets, model=model))
     assert trial.forecast(trial.placed()).seconds == choice.seconds
     assert rates.gpu_bytes is not None
     assert budgets.gpu + trial.activations.peak <= rates.gpu_bytes * (1 - MARGIN) + 1
@@ -265,7 +259,7 @@ def test_search_choice_is_what_its_settings_make() -> None:
 def test_search_with_nothing_that_fits_says_what_is_short() -> None:
     config = config_of(("ram",))
     with pytest.raises(PlanError, match="RAM"):
-        search(skeleton_of(config.model), config, RATES, Budgets(64 * MIB, 8 * MIB, 0), compiles=True)
+        search(elsewhere(config, RATES, Budgets(64 * MIB, 8 * MIB, 0)))
     with pytest.raises(PlanError, match="GPU memory for activations"):
         rates = replace(RATES, gpu_bytes=1e8)
-        search(skeleton_of(config.model), config, rates, Budgets(64 * MIB, 256 * MIB, 0), compiles=True)
+        search(elsewhere(config, rates, Budgets(64 * MIB, 256 * MIB, 0)))

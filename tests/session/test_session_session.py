@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_commands import leftovers
+from small_setups import sections
 from tiny_runs import (
     BATCH,
     PLACES,
@@ -32,12 +33,13 @@ from torch import Tensor
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.errors import NonFiniteError, PlanError, TornStateError
 from megatier.layout import Layout
+from megatier.measure import probe
 from megatier.models import laws
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.initialiser import Initialiser
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.session.session import Session
-from megatier.setup import machine
+from megatier.setup.setup import Setup
 from megatier.tier import Activations, Kind
 
 STATE = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
@@ -223,7 +225,12 @@ def test_open_that_is_refused_leaves_no_thread_and_no_file(tmp_path: Path) -> No
     before = threading.active_count()
     tiers = TiersConfig(device="cpu", gpu=1, ram=1, nvme=(f"{tmp_path}:16MiB",))
     with pytest.raises(PlanError):
-        Session(skeleton, ModelConfig(config={"model_type": "llama"}), tiers, TrainConfig(), NumericsConfig(), 16)
+        Session(
+            Setup.here(
+                sections(ModelConfig(config={"model_type": "llama"}), tiers, TrainConfig(), NumericsConfig(), 16),
+                skeleton,
+            )
+        )
     assert threading.active_count() == before
     assert list(leftovers(tmp_path)) == []
 
@@ -258,13 +265,13 @@ def test_session_takes_as_many_io_threads_as_were_measured(
         gpu_update_parameters_per_s=1e9,
         flops_per_s=1e12,
     )
-    monkeypatch.setattr(machine, "cached_rates", lambda *arguments: rates if found else None)
+    monkeypatch.setattr(probe, "cached_rates", lambda *arguments: rates if found else None)
     tiers = TiersConfig(
         device="cpu", gpu=1 << 20, ram=8 << 20, nvme=(f"{tmp_path}:16MiB",), state=("nvme",), io_threads=asked
     )
     skeleton = build_skeleton(exactness_config("tied"), "sdpa")
     model = ModelConfig(config={"model_type": "llama"})
-    with Session(skeleton, model, tiers, TrainConfig(), NumericsConfig(), 16) as session:
+    with Session(Setup.here(sections(model, tiers, TrainConfig(), NumericsConfig(), 16), skeleton)) as session:
         assert session.store.files is not None
         assert session.store.files.options.num_threads == session.io_threads[0] == taken
         assert session.io_threads[1].startswith(
@@ -291,14 +298,14 @@ def test_session_stripes_by_the_rates_that_were_measured(tmp_path: Path, monkeyp
             flops_per_s=1e12,
         )
 
-    monkeypatch.setattr(machine, "cached_rates", measured)
+    monkeypatch.setattr(probe, "cached_rates", measured)
     for name in "ab":
         (tmp_path / name).mkdir()
     mounts = tuple(f"{tmp_path / name}:16MiB" for name in "ab")
     tiers = TiersConfig(device="cpu", gpu=1 << 20, ram=8 << 20, nvme=mounts, state=("nvme",))
     skeleton = build_skeleton(exactness_config("tied"), "sdpa")
     model = ModelConfig(config={"model_type": "llama"})
-    with Session(skeleton, model, tiers, TrainConfig(), NumericsConfig(), 16) as session:
+    with Session(Setup.here(sections(model, tiers, TrainConfig(), NumericsConfig(), 16), skeleton)) as session:
         files = session.store.files
         assert files is not None
         assert files.options.shares == (6e9, 2e9)

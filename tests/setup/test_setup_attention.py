@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from small_setups import ROUND
 
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
-from megatier.setup import attention as choosing
+from megatier.schedule.sizes import Budgets
 from megatier.setup.attention import with_kernel
-from megatier.train.choices import fix_choices
+from megatier.setup.machine import Machine
+from megatier.setup.skeleton import model_config_of
 
 WIDE = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 
@@ -26,24 +28,30 @@ def config_of(shape: dict[str, Any], model: dict[str, Any] | None = None, **trai
     )
 
 
+def kernel(config: RunConfig, **machine: Any) -> tuple[RunConfig, str]:
+    """What the rule chooses on a machine that has a GPU on which the kernels were measured, or on another one."""
+    some = Machine.elsewhere(config.tiers, ROUND, Budgets(0, 0, 0))
+    return with_kernel(config, model_config_of(config.model), replace(some, **machine))
+
+
 def test_kernel_on_a_cpu_is_sdpa() -> None:
-    found, why = with_kernel(config_of({}, {"compile": False}))
-    if not torch.cuda.is_available():
-        assert (found.model.attention, why) == ("sdpa", "")
+    config = config_of({}, {"compile": False})
+    found, why = kernel(config, device=torch.device("cpu"), capability=None)
+    assert (found.model.attention, why) == ("sdpa", "")
 
 
 def test_kernel_for_a_measured_gpu_is_flex_attention() -> None:
-    found, why = with_kernel(config_of({}), here=False)
+    found, why = kernel(config_of({}))
     assert (found.model.attention, why) == ("flex_attention", "")
-    assert with_kernel(found, here=False) == (found, "")
+    assert kernel(found) == (found, "")
 
 
 def test_kernel_here_is_that_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "choose_device", lambda tiers: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert with_kernel(config_of({}))[0].model.attention == "flex_attention"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    found, why = with_kernel(config_of({}))
+    config = config_of({})
+    here = Machine.here(replace(config.tiers, gpu=1 << 20, ram=1 << 20))
+    found, why = with_kernel(config, model_config_of(config.model), here)
     assert found.model.attention == "sdpa"
     assert "8.6" in why
 
@@ -51,7 +59,7 @@ def test_kernel_here_is_that_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
 def test_kernel_that_is_named_stays(attention: str) -> None:
     config = config_of({}, {"attention": attention})
-    assert with_kernel(config, here=False) == (config, "")
+    assert kernel(config) == (config, "")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +74,7 @@ def test_kernel_that_is_named_stays(attention: str) -> None:
     ],
 )
 def test_kernel_of_a_model_that_was_not_measured_is_sdpa_with_the_reason(shape: dict[str, Any], why: str) -> None:
-    found, reason = with_kernel(config_of(shape), here=False)
+    found, reason = kernel(config_of(shape))
     assert found.model.attention == "sdpa"
     assert any(part in reason for part in why.split("|")), reason
 
@@ -75,17 +83,15 @@ def test_kernel_of_slices_of_documents_apart_is_sdpa() -> None:
     config = config_of({}, slices=2, batch=2)
     data = DataConfig(files=("x",), tokenizer="bytes", sequence_length=8192, cross_documents=False)
     config = RunConfig(model=config.model, data=data, train=config.train)
-    found, why = with_kernel(config, here=False)
+    found, why = kernel(config)
     assert found.model.attention == "sdpa"
     assert "cut into slices" in why
 
 
-def test_kernel_is_recorded_by_name_and_stays_if_a_run_goes_on() -> None:
-    config = config_of({"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 32}, {"compile": False})
-    found = fix_choices(config)
-    assert found.model.attention == "sdpa"  # neither compiled, nor on a GPU
-    named = replace(config, model=replace(config.model, attention="sdpa"))
-    assert fix_choices(named).model.attention == "sdpa"
+def test_kernel_that_no_gpu_computes_is_sdpa_also_without_compilation() -> None:
+    found, why = kernel(config_of({}, {"compile": False}))
+    assert found.model.attention == "sdpa"
+    assert "not compiled" in why
 
 
 @pytest.mark.parametrize(("tokens", "kept"), [(1024, False), (4096, True), (131_072, True)])

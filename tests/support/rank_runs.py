@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from small_setups import sections
 from tiny_models import tiny_config
 from tiny_runs import MODELS, NO_DROPOUT, ROUTERS, TOKENS, Place, least_budgets, one_thread, random_groups
 from tiny_vision import image_batch, text_batch, vision_config
@@ -35,6 +36,7 @@ from megatier.ranks import ranks as ranks_module
 from megatier.ranks.ranks import Ranks, joined
 from megatier.schedule.sizes import Policy, host_ram
 from megatier.session.session import Session
+from megatier.setup.setup import Setup
 from megatier.tier import Kind, Phase, Tier, Way
 
 KINDS = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM)
@@ -100,10 +102,11 @@ def opened(
         streamed_share=place.streamed,
         generations=place.generations,
     )
-    least = least_budgets(skeleton, model, tiers, run.train, numerics, TOKENS, place, size)
+    config = sections(model, tiers, run.train, numerics, TOKENS)
+    least = least_budgets(config, skeleton, place, size)
     ram = host_ram(least.ram, Policy(ranks=size, host_ranks=size))
-    tiers = replace(tiers, gpu=least.gpu, ram=ram)
-    with Session(skeleton, model, tiers, run.train, numerics, TOKENS, seed=5, ranks=ranks) as session:
+    config = config.changed({"tiers.gpu": least.gpu, "tiers.ram": ram})
+    with Session(Setup.here(config, skeleton, ranks), seed=5, ranks=ranks) as session:
         yield session
 
 

@@ -103,7 +103,8 @@ def streamed_on(
         arena = sum(usage.values()) - usage["budget"]
         # Two shares of the whole stay free.
         limit = math.ceil((arena + held * away_bytes(session)) * SHARES / (SHARES - 2)) if held else None
-        with Streamed(session, train, contextlib.ExitStack(), gpu_limit=limit) as streamed:
+        session.setup = replace(session.setup, config=session.setup.config.changed({"tiers.gpu_limit": limit}))
+        with Streamed(session, contextlib.ExitStack()) as streamed:
             streamed.model.train()
             yield session, streamed
 

@@ -16,13 +16,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from small_setups import sections
 from tiny_models import tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from megatier.adapters.lora import add_adapters
 from megatier.config.lora import LoraConfig
-from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.drives.mounts import budget_bytes
 from megatier.engine.step import StepResult
 from megatier.engine.unit_model import Batch
@@ -37,6 +38,7 @@ from megatier.schedule import placement
 from megatier.schedule.rates import World
 from megatier.schedule.sizes import Budgets, Policy, UnitSpec
 from megatier.session.session import Session
+from megatier.setup.setup import Setup
 from megatier.setup.workload import Workload
 from megatier.tier import STATE_KINDS, Kind, Tier, round_up
 
@@ -174,11 +176,12 @@ def opened(
         if lora is not None:
             add_adapters(skeleton, lora, "base")
         freeze(skeleton, frozen)
-    budgets = least_budgets(skeleton, model, tiers, train, numerics, tokens, place)
-    tiers = replace(tiers, gpu=budgets.gpu, ram=budgets.ram)
+    run = sections(model, tiers, train, numerics, tokens, savepoints=place.savepoints)
+    budgets = least_budgets(run, skeleton, place)
+    run = run.changed({"tiers.gpu": budgets.gpu, "tiers.ram": budgets.ram})
     with (
         patch("megatier.setup.machine.cpu_has_bf16", return_value=not fp32_products),
-        Session(skeleton, model, tiers, train, numerics, tokens, seed=seed, savepoints=place.savepoints) as session,
+        Session(Setup.here(run, skeleton), seed=seed) as session,
     ):
         session.load(source or Initialiser(session.model, 0))
         yield session
@@ -190,25 +193,14 @@ def _mounts(mount: Path, place: Place) -> tuple[str, ...]:
     return (f"{mount}:16MiB",) if "nvme" in place.tiers else ()
 
 
-def least_budgets(
-    skeleton: PreTrainedModel,
-    model: ModelConfig,
-    tiers: TiersConfig,
-    train: TrainConfig,
-    numerics: NumericsConfig,
-    tokens: int,
-    place: Place,
-    ranks: int = 1,
-) -> Budgets:
+def least_budgets(config: RunConfig, skeleton: PreTrainedModel, place: Place, ranks: int = 1) -> Budgets:
     """Placed again with what each refusal says is missing; a session opens once, with what was found.
 
     With ranks, the budgets are those of one of them.
     """
-    units = cut_units(skeleton, model.expert_parts)
-    work = Workload.of(
-        skeleton, units, model, tiers, train, numerics, tokens, savepoints=place.savepoints, world=World(ranks, ranks)
-    )
-    return _least(work.specs, work.policy, sum(budget_bytes(mount) for mount in tiers.mounts), place)
+    units = cut_units(skeleton, config.model.expert_parts)
+    work = Workload.of(config, skeleton, units, World(ranks, ranks))
+    return _least(work.specs, work.policy, sum(budget_bytes(mount) for mount in config.tiers.mounts), place)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from megatier.config.schema import ModelConfig, RunConfig
 from megatier.errors import ConfigError
 from megatier.models.decoder import build_skeleton
 from megatier.models.limits import has_position_table, max_positions
-from megatier.train.choices import fit_positions
+from megatier.train.choices import check_positions, fit_positions
 
 GIVEN = frozenset({"data.sequence_length"})
 
@@ -30,26 +30,28 @@ def run_config(length: int) -> RunConfig:
 
 def test_sequences_beyond_a_table_of_positions_are_refused_if_given_and_cut_if_not() -> None:
     model = build_skeleton(tiny_config("gpt2"), "eager")
-    assert max_positions(model) == 128
-    assert fit_positions(run_config(128), GIVEN, model) == run_config(128)
+    assert max_positions(model.config) == 128
+    assert fit_positions(run_config(128), GIVEN, model.config) == run_config(128)
+    check_positions(run_config(128), model)
     with pytest.raises(
         ConfigError, match=r"is 129, but the model looks up positions in a table of 128 .* to 128 or less"
     ):
-        fit_positions(run_config(129), GIVEN, model)
-    assert fit_positions(run_config(1024), frozenset(), model) == run_config(128)
+        check_positions(fit_positions(run_config(129), GIVEN, model.config), model)
+    assert fit_positions(run_config(1024), frozenset(), model.config) == run_config(128)
 
 
 def test_sequences_beyond_rotary_positions_are_taken_if_given() -> None:
     model = build_skeleton(tiny_config("llama"), "eager")
-    assert fit_positions(run_config(129), GIVEN, model) == run_config(129)
-    assert fit_positions(run_config(1024), frozenset(), model) == run_config(128)
+    assert fit_positions(run_config(129), GIVEN, model.config) == run_config(129)
+    check_positions(run_config(129), model)
+    assert fit_positions(run_config(1024), frozenset(), model.config) == run_config(128)
 
 
 @pytest.mark.parametrize("family", sorted({"gpt2", "llama", "gpt_neo", "opt", "gptj", "bloom", "xglm"} & {*FAMILIES}))
 def test_position_table_is_found_where_a_longer_sequence_fails(family: str) -> None:
     config = tiny_config(family)
     model = AutoModelForCausalLM.from_config(config)
-    tokens = torch.zeros(1, (max_positions(model) or 64) + 1, dtype=torch.long)
+    tokens = torch.zeros(1, (max_positions(config) or 64) + 1, dtype=torch.long)
     if has_position_table(build_skeleton(config, "eager")):
         with pytest.raises((IndexError, RuntimeError)):
             model(input_ids=tokens)

@@ -17,20 +17,21 @@ import pytest
 import yaml
 from rank_pool import POOL
 from rich.console import Console
-from transformers import PreTrainedModel
 
 from megatier.checkpoint import chunkfile
 from megatier.checkpoint.pace import Pace
 from megatier.config import file
 from megatier.config.schema import RunConfig
 from megatier.errors import CapacityError, ExportError
+from megatier.measure import probe
 from megatier.planner.search import Choice, search
 from megatier.schedule.rates import Rates, World
 from megatier.schedule.sizes import Budgets
 from megatier.session.session import Session
 from megatier.setup import machine
+from megatier.setup.setup import Setup
 from megatier.trace.recorder import Recorder
-from megatier.train import choices, export, loop, shared, trainer
+from megatier.train import choices, export, loop, trainer
 from megatier.train.saves import Saves, Say
 from megatier.train.trainer import train
 
@@ -133,7 +134,7 @@ RATES = Rates(
 def train_measured(folder: Path, rates: Rates | None, words: tuple[str, ...], resumes: bool = False) -> tuple[str, Any]:
     """Run the config of a folder on a machine with some rates; return what it says, and the tier budgets it plans with.
 
-    Only the first rank may look for rates, and the last one has the least budgets.
+    The last rank has the least budgets.
     """
     os.chdir(folder)
     rank = int(os.environ["RANK"])
@@ -141,14 +142,14 @@ def train_measured(folder: Path, rates: Rates | None, words: tuple[str, ...], re
     console = Console(file=io.StringIO(), width=200)
     planned = []
 
-    def find(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, **more: Any) -> Choice:
-        planned.append((budgets, more["world"]))
-        return search(model, config, rates, budgets, **more)
+    def find(setup: Setup, fixed: frozenset[str]) -> Choice:
+        planned.append((setup.budgets, setup.machine.world))
+        return search(setup, fixed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choices, "cached_rates", lambda *_: rates if rank == 0 else 1 / 0)
+        patch.setattr(probe, "cached_rates", lambda *_: rates)
         patch.setattr(choices, "search", find)
-        patch.setattr(shared, "budgets_here", lambda *_: Budgets(48 << 20, (96 - rank) << 20, 0))
+        patch.setattr(machine, "budgets_of", lambda *_: (48 << 20, (96 - rank) << 20))
         loaded, given = file.load_given(path, words)
         train(loaded, console, given, resumes=resumes)
     assert isinstance(console.file, io.StringIO)

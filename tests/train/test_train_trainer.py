@@ -22,8 +22,8 @@ from megatier.cli import main
 from megatier.config.values import parse_bytes
 from megatier.engine.unit_model import Batch, UnitModel
 from megatier.errors import mib
+from megatier.measure import probe
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.train import choices
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ RATES = Rates(
 def test_train_on_a_measured_machine_takes_what_the_planner_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(choices, "cached_rates", lambda directories, device: RATES)
+    monkeypatch.setattr(probe, "cached_rates", lambda directories, device: RATES)
     given = {"tiers.nvme": f"{tmp_path}:16MiB", "train.slices": 2}
     assert main(command(tmp_path, given)) == 0
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text(encoding="utf-8"))
@@ -119,7 +119,7 @@ def test_train_on_a_measured_machine_says_how_many_tokens_hide_what_spills(
     drive = DriveRates(
         directory="a", read_bytes_per_s=bytes_per_s, write_bytes_per_s=bytes_per_s, mixed_bytes_per_s=bytes_per_s
     )
-    monkeypatch.setattr(choices, "cached_rates", lambda *_: replace(RATES, drives=(drive,), flops_per_s=1e9))
+    monkeypatch.setattr(probe, "cached_rates", lambda *_: replace(RATES, drives=(drive,), flops_per_s=1e9))
     settings = {"tiers.nvme": f"{tmp_path}:16MiB", "tiers.state": state, "tiers.gpu": "512KiB", "train.steps": 1}
     assert main(command(tmp_path, settings)) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("all but compute")]
@@ -131,7 +131,7 @@ def test_train_that_fits_no_plan_is_tried_as_given_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = replace(RATES, gpu_bytes=1.0)
-    monkeypatch.setattr(choices, "cached_rates", lambda directories, device: tiny)
+    monkeypatch.setattr(probe, "cached_rates", lambda directories, device: tiny)
     assert main(command(tmp_path, {})) == 0
     assert "no plan fits by estimate" in capsys.readouterr().out
 

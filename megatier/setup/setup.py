@@ -1,0 +1,127 @@
+"""Setup: a run, described once. The planner tries variants of it, a session opens it, and whoever trains hands it on.
+
+Nothing is reserved, and nothing moves. Whatever a config leaves to the machine or to the model is decided here or in
+the parts that it is made of, once for a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from transformers import PreTrainedModel
+
+from megatier.config.schema import RunConfig
+from megatier.errors import PlanError, UnsupportedModelError
+from megatier.models.decoder import Unit
+from megatier.models.experts import cut_units, most_parts
+from megatier.ranks.ranks import Ranks, check_groups
+from megatier.schedule.sizes import Budgets
+from megatier.schedule.slots import GPU_SLOTS
+from megatier.setup.machine import Machine, compiles
+from megatier.setup.workload import Workload
+
+OF_SKELETON = ("path", "config", "frozen", "lora", "attention")
+"""Settings of the model that are in its skeleton."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """A run on a machine, before it is opened. `of` makes one; of that, others are made by `with_config`."""
+
+    config: RunConfig
+    """The settings, of which `model.compile` is decided."""
+    model: PreTrainedModel
+    """The skeleton."""
+    machine: Machine
+    """The machine that runs."""
+    budgets: Budgets
+    """Bytes of each tier of a host, and of each GPU: the machine's, or those that a config has set since."""
+    units: tuple[Unit, ...]
+    """All units of the model, without their schemas."""
+    work: Workload
+    """How large everything is."""
+
+    @classmethod
+    def of(cls, config: RunConfig, model: PreTrainedModel, machine: Machine) -> Self:
+        """Describe a run.
+
+        Args:
+            config: the run; its budgets are those of the machine.
+            model: its skeleton (`skeleton.open_model`, `models.decoder.build_skeleton`).
+            machine: the one that runs.
+
+        Raises:
+            ConfigError: the ranks cannot share the groups equally, or the experts cannot be cut so.
+            UnsupportedModelError: the model cannot be streamed.
+        """
+        check_groups(config.train.groups, machine.world.ranks)
+        config = config.changed({"model.compile": compiles(config.model, machine)})
+        units = cut_units(model, config.model.expert_parts)
+        work = Workload.of(config, model, units, machine.world)
+        return cls(config=config, model=model, machine=machine, budgets=machine.budgets, units=units, work=work)
+
+    @classmethod
+    def here(cls, config: RunConfig, model: PreTrainedModel, ranks: Ranks | None = None) -> Self:
+        """Describe a run on this machine; see `of` and `Machine.here`."""
+        return cls.of(config, model, Machine.here(config.tiers, ranks=ranks))
+
+    def with_config(self, config: RunConfig) -> Self:
+        """Return the same run with another config. Only what differs is decided anew.
+
+        Raises:
+            ConfigError, UnsupportedModelError: as for `of`.
+        """
+        own = self.config
+        assert all(getattr(own.model, name) == getattr(config.model, name) for name in OF_SKELETON)
+        check_groups(config.train.groups, self.machine.world.ranks)
+        if (config.model.compile, config.model.compute_dtype) != (own.model.compile, own.model.compute_dtype):
+            config = config.changed({"model.compile": compiles(config.model, self.machine)})
+
+        units = self.units
+        if config.model.expert_parts != own.model.expert_parts:
+            units = cut_units(self.model, config.model.expert_parts)
+        set_now = {name: getattr(config.tiers, name) for name in ("gpu", "ram")}
+        changed = {name: size for name, size in set_now.items() if size not in (None, getattr(own.tiers, name))}
+        budgets = replace(self.budgets, **changed)
+        work = Workload.of(config, self.model, units, self.machine.world)
+        return replace(self, config=config, budgets=budgets, units=units, work=work)
+
+    def changed(self, settings: Mapping[str, Any]) -> Self:
+        """Return the same run with other settings, each under its dotted name; see `with_config`."""
+        return self.with_config(self.config.changed(settings))
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers and loss are compiled."""
+        return bool(self.config.model.compile)
+
+
+def advised(short: PlanError, setup: Setup, place: Callable[[Setup], object]) -> PlanError:
+    """Return a refusal that also says which `model.expert_parts` would do, if a unit is too large for its slots.
+
+    Args:
+        short: the refusal.
+        setup: the run that was refused.
+        place: tries a run, and raises PlanError if something is short.
+    """
+    # Powers of two are few, and one of them is at most twice the fewest parts that would do.
+    most = most_parts(setup.model) if short.what.startswith(GPU_SLOTS) else 1
+    for parts in sorted({most, *(2**power for power in range(most.bit_length()))}):
+        if parts > setup.config.model.expert_parts and _fits_slots(setup, parts, place):
+            remedy = f"{short.remedy} Or set model.expert_parts to {parts}: then slots take part of a layer's experts."
+            return PlanError(short.what, short.needed_bytes, short.had_bytes, remedy)
+
+    return short
+
+
+def _fits_slots(setup: Setup, parts: int, place: Callable[[Setup], object]) -> bool:
+    """Whether every unit fits into its slots with so many parts. Something else may still be short."""
+    try:
+        place(setup.changed({"model.expert_parts": parts}))
+    except UnsupportedModelError:
+        return False
+    except PlanError as short:
+        return not short.what.startswith(GPU_SLOTS)
+    return True
