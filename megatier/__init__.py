@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatier.config.file import load
-    from megatier.config.schema import RunConfig, TiersConfig
+    from megatier.config.schema import RunConfig, TiersConfig, TrainConfig
     from megatier.errors import MegatierError
     from megatier.integrations.stream import stream
     from megatier.integrations.streamed import Streamed
@@ -31,6 +31,7 @@ __all__ = [
     "TieredMuon",
     "TieredStore",
     "TiersConfig",
+    "TrainConfig",
     "load",
     "stream",
 ]
@@ -47,6 +48,7 @@ _HOMES = {
     "TieredMuon": "megatier.integrations.torch_optimizer",
     "TieredStore": "megatier.store.store",
     "TiersConfig": "megatier.config.schema",
+    "TrainConfig": "megatier.config.schema",
     "load": "megatier.config.file",
     "stream": "megatier.integrations.stream",
 }

@@ -19,6 +19,7 @@ Refusals = Iterable[tuple[object, str]]
 
 FROM_THE_TRAINER = {
     "tiers": "give tiers to the trainer.",
+    "train": "TrainingArguments say how long and how fast it learns; give the rest one by one, such as optimizer.",
     **dict.fromkeys(
         ("accumulation_steps", "lr", "betas", "eps", "weight_decay", "clip"),
         "the trainer takes it from TrainingArguments.",

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, Unpack
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,15 +16,15 @@ from megatier.adapters.given import add_given, check_adapters, check_trained, un
 from megatier.adapters.in_place import note_tensors
 from megatier.adapters.quantised import CodesReader, is_quantised, open_quantised
 from megatier.adapters.weights import AdaptedWeights
-from megatier.config.file import check_units
-from megatier.config.schema import OF_LOOP, ModelConfig, RunConfig, TiersConfig, TrainConfig
-from megatier.config.values import check_setting, number, require
+from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.values import require
 from megatier.defaults import usual_defaults
-from megatier.errors import ConfigError, UnsupportedModelError
-from megatier.foreign import one_version, shown
+from megatier.errors import UnsupportedModelError
+from megatier.foreign import one_version
 from megatier.guards.given_model import check_around
 from megatier.guards.unbound import check_gradient_hooks
 from megatier.integrations.in_ram import InRam
+from megatier.integrations.loop_settings import ShortArguments, loop_config
 from megatier.integrations.streamed import Streamed
 from megatier.models.copied import copied_skeleton
 from megatier.models.decoder import build_skeleton, is_classifier
@@ -36,7 +32,6 @@ from megatier.models.frozen import freeze
 from megatier.models.initialiser import NewScore, named_as_classifier
 from megatier.models.location import resolve
 from megatier.models.weights import SafetensorsFolder, WeightReader
-from megatier.optimizers import MOMENTS, OPTIMIZER_NAMES, OPTIMIZERS, Moments, OptimizerName, in_words
 from megatier.ranks.ranks import joined
 from megatier.session.process import share_interpreter
 from megatier.session.session import Session
@@ -45,54 +40,13 @@ from megatier.setup.setup import Setup
 from megatier.setup.skeleton import read_model_config
 from megatier.setup.workload import COMPUTE_DTYPES
 
-ELSEWHERE = {
-    "learning_rate": "lr",
-    "max_grad_norm": "clip",
-    "gradient_clipping": "clip",
-    "gradient_accumulation_steps": "accumulation_steps",
-    "adam_beta1": "betas",
-    "adam_beta2": "betas",
-    "adam_epsilon": "eps",
-    "dtype": "compute_dtype",
-    "torch_dtype": "compute_dtype",
-    "attn_implementation": "attention",
-    "gradient_checkpointing": 'activations="recompute"',
-    "torch_compile": "compile",
-    "gpu": 'tiers={"gpu": ...}',
-    "ram": 'tiers={"ram": ...}',
-    "nvme": 'tiers={"nvme": ...}',
-    "device": 'tiers={"device": ...}',
-    "deepspeed": "tiers",
-    "optim": "optimizer",
-}
-"""Arguments by the names that other libraries give them."""
-
 
 def stream(
     model: str | os.PathLike[str] | nn.Module,
     *,
     tiers: TiersConfig | Mapping[str, Any] | None = None,
-    accumulation_steps: int = 1,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    optimizer: OptimizerName = "adamw",
-    momentum: float = 0.95,
-    clip: float | None = 1.0,
-    compute_dtype: Literal["bf16", "fp32"] | torch.dtype = "bf16",
-    moments: Moments = "fp32",
-    seed: int = 0,
-    activations: Literal["keep", "recompute"] = "keep",
-    fused_loss: bool = True,
-    compile: bool | None = None,
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None = None,
-    frozen: str | Sequence[str] = (),
-    peft_config: Any | None = None,  # noqa: ANN401 - PEFT's, which has no types
-    num_labels: int | None = None,
-    expert_parts: int = 1,
-    tile_tokens: int | None = None,
-    **unknown: Never,
+    train: TrainConfig | None = None,
+    **short: Unpack[ShortArguments],
 ) -> Streamed:
     """Place a model and the state of its optimizer on the tiers, for any loop.
 
@@ -106,105 +60,54 @@ def stream(
             its adapters alone are trained.
         tiers: budgets and mounts, as a `TiersConfig` or as the section `tiers` of a config; None: taken from the
             machine, without NVMe.
-        accumulation_steps: backwards per `optimizer.step`, at least 1. Each is one pass over the units. Under
-            `torchrun` each rank makes as many, and their gradients are all added.
-        lr: learning rate; schedulers drive it, and the next three, in `optimizer.param_groups`.
-        betas: decay of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, of matrices (not of biases and norms).
-        optimizer: muon trains the matrices of decoder layers, and AdamW the rest; lion trains all parameters. Both take
-            8 bytes of state a parameter instead of 12.
-        momentum: decay of Muon's momentum; schedulers drive it too. AdamW does not read it.
-        clip: global gradient norm to clip to; None: off. `Streamed.clip` changes it.
-        compute_dtype: type of weights and activations, by its name or torch's; masters are fp32.
-        moments: type in which both moments of AdamW are stored. bf16 takes 8 bytes of state a parameter instead of 12,
-            fp8 takes 6. Both round stochastically.
+        train: the steps, as in a config, in the place of the short arguments that say the same. What is no loop's has
+            to be as it is by default: `steps`, `epochs`, `batch` (but for `groups`), `slices`, `offload_attention`, the
+            schedule, evaluations and `stall_timeout`; so has `activations` not to be offload. `groups` are
+            `accumulation_steps`. The learning rate is 3e-4 by default here, and there is no decay.
+        **short: the arguments below. Others are refused by name.
+        accumulation_steps: backwards per `optimizer.step`, at least 1 (default: 1). Each is one pass over the units.
+            Under `torchrun` each rank makes as many, and their gradients are all added.
+        lr: learning rate (default: 1e-3); schedulers drive it, and the next three, in `optimizer.param_groups`.
+        betas: decay of the moments (default: 0.9 and 0.999).
+        eps: added to the root of the second moment (default: 1e-8).
+        weight_decay: decoupled, of matrices, not of biases and norms (default: 1e-2).
+        optimizer: adamw (the default); muon trains the matrices of decoder layers, and AdamW the rest; lion trains all
+            parameters. Both take 8 bytes of state a parameter instead of 12.
+        momentum: decay of Muon's momentum (default: 0.95); schedulers drive it too. AdamW does not read it.
+        clip: global gradient norm to clip to (default: 1.0); None: off. `Streamed.clip` changes it.
+        compute_dtype: type of weights and activations, by its name or torch's: bf16 (the default) or fp32; masters are
+            fp32.
+        moments: type in which both moments of AdamW are stored: fp32 (the default), bf16 or fp8. bf16 takes 8 bytes of
+            state a parameter instead of 12, fp8 takes 6. Both round stochastically.
         seed: of the random numbers by which moments are rounded, and with which the adapters of peft_config and the
-            score of num_labels begin, at least 0; of nothing else.
-        activations: whether activations are kept between forward and backward, or computed again.
-        fused_loss: whether head and loss are one chunked node. The model then takes labels and gives a loss, but no
-            logits. A model that does more between the two than scale and cap logits once runs without it, with a
-            warning.
-        compile: whether layers and loss are compiled; None: on a GPU.
-        attention: the attention implementation of transformers; None: that of a model in RAM, or sdpa.
+            score of num_labels begin, at least 0 (default: 0); of nothing else.
+        activations: whether activations are kept between forward and backward (keep, the default), or computed again
+            (recompute).
+        fused_loss: whether head and loss are one chunked node (default: yes). The model then takes labels and gives a
+            loss, but no logits. A model that does more between the two than scale and cap logits once runs without it,
+            with a warning.
+        compile: whether layers and loss are compiled; None, the default: on a GPU.
+        attention: the attention implementation of transformers; None, the default: that of a model in RAM, or sdpa.
         frozen: names or patterns of parameters that are not trained, or, after "!", that are trained all the same
             (`models.frozen`). A single one may be given as text.
         peft_config: a `LoraConfig` of PEFT: adapters that are trained over the model, which is frozen.
         num_labels: opens the folder of a language model as a classifier of sequences with so many labels, whose score
-            begins anew; of a classifier it is the number that it has. None: the model is the one that its folder names.
+            begins anew; of a classifier it is the number that it has. None, the default: the model is the one that its
+            folder names.
         expert_parts: number of units that the experts of a layer are cut into, so that slots need not take all of them
-            at once.
+            at once (default: 1).
         tile_tokens: most tokens on which a norm, an MLP or the experts of a layer work at once, so that what they hold
-            does not grow with the sequence; None: on all. The first forward is preceded by one of a few tokens, which
-            tries whether they can. This changes the order of sums.
-        **unknown: refused by name; type checkers refuse them as well.
+            does not grow with the sequence; None, the default: on all. The first forward is preceded by one of a few
+            tokens, which tries whether they can. This changes the order of sums.
 
     Raises:
         PlanError, CapacityError, ConfigError, UnsupportedModelError: the model or a setting cannot be taken. This is
             found before weights are read.
     """
-    refuse_unknown(unknown)
-    accumulation_steps = number("accumulation_steps", accumulation_steps, "at least 1", least=1, whole=True)
-    tiers = read_tiers(tiers)
-    names = {found: name for name, found in COMPUTE_DTYPES.items()}
-    dtype: Any = names.get(compute_dtype) if isinstance(compute_dtype, torch.dtype) else compute_dtype
-    require(dtype in COMPUTE_DTYPES, "compute_dtype", compute_dtype, "bf16 or fp32")
-    require(optimizer in OPTIMIZERS, "optimizer", optimizer, in_words(OPTIMIZER_NAMES))
-    require(activations in ("keep", "recompute"), "activations", activations, "keep or recompute")
-    require(moments in MOMENTS, "moments", moments, in_words(MOMENTS))
-    seed = number("seed", seed, "at least 0", least=0, whole=True)
-    if num_labels is not None:
-        num_labels = number("num_labels", num_labels, "at least 1", least=1, whole=True)
-    settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum, "clip": clip}
-    for name, value in settings.items():
-        check_setting(name, value)
+    config = loop_config(short, tiers, train, _own_attention(model))
     is_named = isinstance(model, str | os.PathLike) and os.fspath(model) != ""
     require(is_named or isinstance(model, nn.Module), "model", model, "a folder, a hub id, or a model of transformers")
-    how: Any = attention or (_own_attention(model) if isinstance(model, nn.Module) else "sdpa")
-    computing = ModelConfig(path="", compute_dtype=dtype, compile=compile, attention=how)
-    computing = replace(computing, fused_loss=fused_loss, expert_parts=expert_parts, tile_tokens=tile_tokens)
-
-    train = TrainConfig(batch=accumulation_steps, groups=accumulation_steps, activations=activations, clip=clip)
-    train = replace(train, learning_rate=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
-    train = replace(train, optimizer=optimizer, momentum=momentum, moments=moments, seed=seed)
-    # The guard is on: updates wait for the norm, because `optimizer.step` comes after the last backward.
-    config = RunConfig(model=computing, data=OF_LOOP, tiers=tiers, train=train)
-    return _open(model, config, frozen, peft_config, num_labels)
-
-
-def refuse_unknown(names: Iterable[str]) -> None:
-    """Refuse arguments that `stream` does not have, with those that are meant.
-
-    Raises:
-        ConfigError: names the first one.
-    """
-    known = [name for name, given in inspect.signature(stream).parameters.items() if given.kind is given.KEYWORD_ONLY]
-    for name in names:
-        if name in known:
-            continue
-        near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-        hint = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}."
-        raise ConfigError(f"megatier.stream has no argument {shown(name)}. {hint}")
-
-
-def read_tiers(given: TiersConfig | Mapping[str, Any] | None) -> TiersConfig:
-    """Return the section `tiers`.
-
-    Raises:
-        ConfigError: it is of another type, or has a key or value that no section has.
-    """
-    if given is None or isinstance(given, TiersConfig):
-        return given or TiersConfig()
-    if not isinstance(given, Mapping):
-        raise ConfigError(
-            f"tiers is {given!r}; it must be a TiersConfig or keys with values, such as {{'ram': '96GiB'}}."
-        )
-
-    known = list(TiersConfig.__dataclass_fields__)
-    if unknown := [str(name) for name in given if name not in known]:
-        raise ConfigError(f"tiers has no {shown(unknown[0])}; it takes {', '.join(known)}.")
-    check_units(given)
-    return TiersConfig(**given)
+    return _open(model, config, short.get("frozen", ()), short.get("peft_config"), short.get("num_labels"))
 
 
 @usual_defaults()
@@ -344,6 +247,7 @@ def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[
     return skeleton, InRam(inside), config is not None
 
 
-def _own_attention(model: nn.Module) -> Any:  # noqa: ANN401 - a name that ModelConfig checks
+def _own_attention(model: object) -> str:
     """Return the attention implementation that a model in RAM says, or sdpa."""
-    return getattr(getattr(unwrapped(model)[0], "config", None), "_attn_implementation", None) or "sdpa"
+    config = getattr(unwrapped(model)[0], "config", None) if isinstance(model, nn.Module) else None
+    return getattr(config, "_attn_implementation", None) or "sdpa"

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig, Trainer
 from megatier.adapters.given import unwrapped
 from megatier.errors import ConfigError
 from megatier.foreign import note, one_version, shown
-from megatier.integrations.stream import read_tiers
+from megatier.integrations.loop_settings import read_tiers
 from megatier.integrations.transformers_trainer import StreamedTraining
 from megatier.models.location import CONFIG_FILE, resolve
 

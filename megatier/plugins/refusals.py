@@ -9,7 +9,7 @@ from typing import Any
 from megatier.errors import ConfigError
 from megatier.foreign import shown
 from megatier.guards.trainer_arguments import ADAMW, check_stream_kwargs, refuse_any
-from megatier.integrations.stream import read_tiers, refuse_unknown
+from megatier.integrations.loop_settings import read_tiers, refuse_unknown
 from megatier.optimizers import OPTIMIZER_NAMES, in_words
 
 SECTION = "megatier"

@@ -115,7 +115,7 @@ def test_stream_without_a_backward_per_step_is_refused_by_name() -> None:
         ({"attn_implementation": "sdpa"}, "Did you mean attention?"),
         ({"acumulation_step": 2}, "Did you mean accumulation_steps?"),
         ({"ram": "8GiB"}, 'Did you mean tiers={"ram": ...}?'),
-        ({"zero_stage": 3}, "has no argument zero_stage. It takes tiers, accumulation_steps, lr, "),
+        ({"zero_stage": 3}, "has no argument zero_stage. It takes tiers, train, accumulation_steps, lr, "),
     ],
 )
 def test_stream_argument_that_it_does_not_have_is_refused_by_name(options: dict[str, Any], said: str) -> None:

@@ -1,0 +1,233 @@
+"""Settings of a loop: the short arguments of `megatier.stream`, and a `TrainConfig` in their place, as one config."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Literal, NamedTuple, TypedDict
+
+import torch
+
+from megatier.config.file import check_units
+from megatier.config.schema import OF_LOOP, ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.values import check_setting, number, require
+from megatier.errors import ConfigError
+from megatier.foreign import shown
+from megatier.optimizers import MOMENTS, OPTIMIZER_NAMES, Moments, OptimizerName, in_words
+from megatier.setup.workload import COMPUTE_DTYPES
+
+
+class ShortArguments(TypedDict, total=False):
+    """The short arguments, which `megatier.stream` describes."""
+
+    accumulation_steps: int
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    optimizer: OptimizerName
+    momentum: float
+    clip: float | None
+    compute_dtype: Literal["bf16", "fp32"] | torch.dtype
+    moments: Moments
+    seed: int
+    activations: Literal["keep", "recompute"]
+    fused_loss: bool
+    compile: bool | None
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None
+    frozen: str | Sequence[str]
+    peft_config: Any
+    num_labels: int | None
+    expert_parts: int
+    tile_tokens: int | None
+
+
+class Short(NamedTuple):
+    """A short argument."""
+
+    default: Any
+    settings: tuple[str, ...] = ()
+    """The settings that it stands for, by dotted name. Those of no setting are of the model that is opened."""
+    values: tuple[str, ...] = ()
+    """The values that it may have; empty: others."""
+    least: int | None = None
+    """The least whole number that it may be; None: it is no whole number."""
+
+
+SHORT: Mapping[str, Short] = {
+    "accumulation_steps": Short(1, ("train.groups",), least=1),
+    "lr": Short(1e-3, ("train.learning_rate",)),
+    "betas": Short((0.9, 0.999), ("train.beta1", "train.beta2")),
+    "eps": Short(1e-8, ("train.eps",)),
+    "weight_decay": Short(1e-2, ("train.weight_decay",)),
+    "optimizer": Short("adamw", ("train.optimizer",), OPTIMIZER_NAMES),
+    "momentum": Short(0.95, ("train.momentum",)),
+    "clip": Short(1.0, ("train.clip",)),
+    "compute_dtype": Short("bf16", ("model.compute_dtype",), tuple(COMPUTE_DTYPES)),
+    "moments": Short("fp32", ("train.moments",), MOMENTS),
+    "seed": Short(0, ("train.seed",), least=0),
+    "activations": Short("keep", ("train.activations",), ("keep", "recompute")),
+    "fused_loss": Short(True, ("model.fused_loss",)),
+    "compile": Short(None, ("model.compile",)),
+    "attention": Short(None, ("model.attention",)),
+    "frozen": Short(()),
+    "peft_config": Short(None),
+    "num_labels": Short(None, least=1),
+    "expert_parts": Short(1, ("model.expert_parts",)),
+    "tile_tokens": Short(None, ("model.tile_tokens",)),
+}
+"""All short arguments."""
+CHECKED = ("lr", "betas", "eps", "weight_decay", "momentum", "clip")
+"""Those that are numbers of an optimizer."""
+FOLLOWED = (
+    *("groups", "optimizer", "learning_rate", "weight_decay", "beta1", "beta2", "eps", "momentum", "moments", "clip"),
+    *("seed", "activations", "kept_layers", "kept_attention"),
+)
+"""Fields of TrainConfig that a loop's steps follow."""
+OWN_END = "the loop ends when it likes"
+OWN_RATE = "put a scheduler of torch over the streamed optimizer"
+OWN_TEST = "the loop evaluates by forwards under torch.no_grad"
+NOT_OF_LOOPS: Mapping[str, str] = {
+    "steps": OWN_END,
+    "epochs": OWN_END,
+    "batch": "the loop makes its batches; it may also be equal to train.groups",
+    "slices": "give smaller batches, and more groups",
+    "offload_attention": "how long the loop's sequences are is not known, so no room is set aside for it",
+    "schedule": OWN_RATE,
+    "warmup_steps": OWN_RATE,
+    "min_learning_rate_ratio": OWN_RATE,
+    "evaluate_every": OWN_TEST,
+    "evaluate_batches": OWN_TEST,
+    "stall_timeout": "nobody watches a loop, which may stop between its steps",
+}
+"""The other fields, which have to be as they are by default, and what is done instead."""
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "max_grad_norm": "clip",
+    "gradient_clipping": "clip",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "adam_epsilon": "eps",
+    "dtype": "compute_dtype",
+    "torch_dtype": "compute_dtype",
+    "attn_implementation": "attention",
+    "gradient_checkpointing": 'activations="recompute"',
+    "torch_compile": "compile",
+    "gpu": 'tiers={"gpu": ...}',
+    "ram": 'tiers={"ram": ...}',
+    "nvme": 'tiers={"nvme": ...}',
+    "device": 'tiers={"device": ...}',
+    "deepspeed": "tiers",
+    "optim": "optimizer",
+}
+"""Arguments by the names that other libraries give them."""
+
+
+def loop_config(
+    given: Mapping[str, Any], tiers: TiersConfig | Mapping[str, Any] | None, train: TrainConfig | None, attention: str
+) -> RunConfig:
+    """Return the config of a loop.
+
+    Args:
+        given: short arguments.
+        tiers: as for `megatier.stream`.
+        train: settings of the steps; None: the short arguments have them.
+        attention: implementation of attention, unless it is given.
+
+    Raises:
+        ConfigError: names the argument or field that cannot be taken.
+    """
+    refuse_unknown(given)
+    short = {name: _checked(name, given.get(name, argument.default)) for name, argument in SHORT.items()}
+    short["attention"] = short["attention"] or attention
+    settings: dict[str, Any] = {}
+    for name, argument in SHORT.items():
+        values = short[name] if len(argument.settings) > 1 else (short[name],)
+        settings |= zip(argument.settings, values, strict=False)
+
+    if train is not None:
+        check_train(train, given)
+        settings |= {f"train.{field.name}": getattr(train, field.name) for field in fields(train)}
+    settings["train.batch"] = settings["train.groups"]
+
+    # The guard is on by default: updates wait for the norm, because `optimizer.step` comes after the last backward.
+    return RunConfig(model=ModelConfig(path=""), data=OF_LOOP, tiers=read_tiers(tiers)).changed(settings)
+
+
+def check_train(train: TrainConfig, given: Iterable[str]) -> None:
+    """Refuse settings of the steps that a loop cannot follow, or that are given a second time.
+
+    Args:
+        train: the settings.
+        given: names of the short arguments that are given too.
+
+    Raises:
+        ConfigError: names the field, and what to do instead.
+    """
+    if not isinstance(train, TrainConfig):
+        raise ConfigError(f"train is {shown(repr(train))}; it must be a TrainConfig.")
+    for name in given:
+        if of_train := [setting for setting in SHORT[name].settings if setting.startswith("train.")]:
+            raise ConfigError(f"{name} and train are given, and both say {' and '.join(of_train)}. Leave out {name}.")
+
+    plain = TrainConfig()
+    for name, instead in NOT_OF_LOOPS.items():
+        value = getattr(train, name)
+        if value != getattr(plain, name) and not (name == "batch" and value == train.groups):
+            raise ConfigError(f"train.{name} is {value!r}, which a loop does not follow: {instead}. Leave it out.")
+    _checked("activations", train.activations, "train.activations")
+
+
+def _checked(name: str, value: Any, told: str = "") -> Any:  # noqa: ANN401 - of any argument
+    """Return the value of a short argument as a config takes it.
+
+    Raises:
+        ConfigError: it cannot be taken; names it, or what it is told as.
+    """
+    argument = SHORT[name]
+    if name in CHECKED:
+        check_setting(name, value)
+    elif argument.least is not None and not (value is None and argument.default is None):
+        return number(name, value, f"at least {argument.least}", least=argument.least, whole=True)
+    elif argument.values:
+        found = next((text for text, dtype in COMPUTE_DTYPES.items() if value is dtype), value)
+        require(found in argument.values, told or name, value, in_words(argument.values))
+        return found
+    return value
+
+
+def refuse_unknown(names: Iterable[str]) -> None:
+    """Refuse arguments that `megatier.stream` does not have, with those that are meant.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    known = ["tiers", "train", *SHORT]
+    for name in names:
+        if name in known:
+            continue
+        near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        hint = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}."
+        raise ConfigError(f"megatier.stream has no argument {shown(name)}. {hint}")
+
+
+def read_tiers(given: TiersConfig | Mapping[str, Any] | None) -> TiersConfig:
+    """Return the section `tiers`.
+
+    Raises:
+        ConfigError: it is of another type, or has a key or value that no section has.
+    """
+    if given is None or isinstance(given, TiersConfig):
+        return given or TiersConfig()
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"tiers is {given!r}; it must be a TiersConfig or keys with values, such as {{'ram': '96GiB'}}."
+        )
+
+    known = list(TiersConfig.__dataclass_fields__)
+    if unknown := [str(name) for name in given if name not in known]:
+        raise ConfigError(f"tiers has no {shown(unknown[0])}; it takes {', '.join(known)}.")
+    check_units(given)
+    return TiersConfig(**given)

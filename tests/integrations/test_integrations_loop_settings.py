@@ -1,0 +1,131 @@
+"""`megatier.stream` takes a TrainConfig in the place of short arguments, and follows or refuses each field of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from streamed_loops import TIERS, loop, same, train_config
+from tiny_runs import exactness_config, one_thread, plain_model
+
+import megatier
+from megatier.config.schema import ModelConfig, TrainConfig
+from megatier.errors import ConfigError
+from megatier.integrations.loop_settings import FOLLOWED, NOT_OF_LOOPS, SHORT, ShortArguments, loop_config
+from megatier.tier import Activations
+
+OTHERS: dict[str, Any] = {
+    "steps": 7,
+    "epochs": 2.0,
+    "batch": 16,
+    "slices": 2,
+    "offload_attention": True,
+    "schedule": "linear",
+    "warmup_steps": 3,
+    "min_learning_rate_ratio": 0.1,
+    "evaluate_every": 5,
+    "evaluate_batches": 3,
+    "stall_timeout": 60.0,
+}
+"""Another value than the default of each field that is no loop's."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def test_fields_of_a_train_config_are_each_followed_or_refused() -> None:
+    names = {field.name for field in fields(TrainConfig)}
+    assert names == {*FOLLOWED, *NOT_OF_LOOPS}
+    assert len(names) == len(FOLLOWED) + len(NOT_OF_LOOPS)
+    assert OTHERS.keys() == NOT_OF_LOOPS.keys()
+
+
+def test_short_arguments_are_the_table_and_name_settings_that_exist() -> None:
+    assert list(SHORT) == list(ShortArguments.__annotations__)
+    sections = {"train": TrainConfig.__dataclass_fields__, "model": ModelConfig.__dataclass_fields__}
+    for argument in SHORT.values():
+        for section, _, name in (setting.partition(".") for setting in argument.settings):
+            assert name in sections[section]
+            assert section == "model" or name in FOLLOWED
+    documented = re.findall(r"^ {8}(\w+): ", megatier.stream.__doc__ or "", re.MULTILINE)
+    assert documented == ["model", "tiers", "train", *SHORT]
+
+
+@pytest.mark.parametrize("name", sorted(NOT_OF_LOOPS))
+def test_field_that_is_no_loops_is_refused_by_name(name: str) -> None:
+    train = TrainConfig(**{name: OTHERS[name]})
+    with pytest.raises(ConfigError, match=rf"^train\.{name} is .*which a loop does not follow: .*Leave it out\.$"):
+        megatier.stream("nowhere", train=train)
+
+
+def test_activations_that_leave_the_gpu_are_refused_in_a_loop() -> None:
+    with pytest.raises(ConfigError, match=r"train\.activations is 'offload'; it must be keep or recompute"):
+        megatier.stream("nowhere", train=TrainConfig(activations="offload"))
+
+
+@pytest.mark.parametrize("name", [name for name, one in SHORT.items() if any("train." in s for s in one.settings)])
+def test_short_argument_beside_a_train_config_that_says_the_same_is_refused_by_name(name: str) -> None:
+    given: dict[str, Any] = {name: SHORT[name].default}
+    with pytest.raises(ConfigError, match=rf"{name} and train are given, and both say train\..*Leave out {name}\."):
+        megatier.stream("nowhere", train=TrainConfig(), **given)
+
+
+def test_train_that_is_no_train_config_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"train is \{'lr': 1\}; it must be a TrainConfig"):
+        megatier.stream("nowhere", train={"lr": 1})  # type: ignore[arg-type]
+
+
+def test_defaults_of_a_train_config_differ_from_the_short_ones_in_rate_and_decay_alone() -> None:
+    short = loop_config({}, None, None, "sdpa").train
+    long = loop_config({}, None, TrainConfig(), "sdpa").train
+    assert replace(long, learning_rate=short.learning_rate, weight_decay=short.weight_decay) == short
+    assert (short.learning_rate, short.weight_decay) == (1e-3, 1e-2)
+    assert (long.learning_rate, long.weight_decay) == (3e-4, 0.0)
+    said = " ".join((megatier.stream.__doc__ or "").split())
+    assert "The learning rate is 3e-4 by default here, and there is no decay." in said
+
+
+def test_train_config_and_short_arguments_are_one_config() -> None:
+    short = {"accumulation_steps": 4, "lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "seed": 3}
+    other = {"optimizer": "muon", "momentum": 0.9, "clip": None, "moments": "bf16", "activations": "recompute"}
+    train = TrainConfig(
+        groups=4,
+        learning_rate=1e-2,
+        beta1=0.8,
+        beta2=0.9,
+        eps=1e-6,
+        weight_decay=0.1,
+        seed=3,
+        optimizer="muon",
+        momentum=0.9,
+        clip=None,
+        moments="bf16",
+        activations="recompute",
+    )
+    beside = {"compute_dtype": torch.float32, "tile_tokens": 8}
+    assert loop_config({**short, **other, **beside}, None, None, "eager") == loop_config(beside, None, train, "eager")
+
+
+def test_stream_with_a_train_config_has_the_bits_of_short_arguments_and_keeps_the_layers_that_it_names() -> None:
+    found = []
+    train = TrainConfig(groups=2, learning_rate=1e-2, weight_decay=0.1, clip=0.5, seed=2)
+    short: dict[str, Any] = {"accumulation_steps": 2, "lr": 1e-2, "weight_decay": 0.1, "clip": 0.5, "seed": 2}
+    kept = replace(train, activations="recompute", kept_layers=1, kept_attention=True)
+    for given in (short, {"train": train}, {"train": kept}):
+        with megatier.stream(plain_model(exactness_config("tied")), tiers=TIERS, **given) as streamed:
+            work = streamed._session.setup.work
+            layers = [policy for name, policy in work.activations.items() if name.startswith("model.layers.")]
+            if given.get("train") is kept:
+                assert layers == [*[Activations.RECOMPUTE] * 3, Activations.KEEP]
+                assert work.keeps_attention
+            loop(streamed, train_config("tied", groups=2), 160, last=2)
+            found.append(streamed.state_dict())
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
