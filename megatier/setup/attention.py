@@ -16,7 +16,8 @@ DROPOUTS = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_
 def with_kernel(config: RunConfig, model: PretrainedConfig, machine: Machine) -> tuple[RunConfig, str]:
     """Return the config with `model.attention` as it will be, and why `auto` did not become flex attention.
 
-    The reason is empty if it did, if there was nothing to choose, or on a CPU.
+    The reason is empty if it did, if there was nothing to choose, or on a CPU. The choice depends on `model.compile`,
+    which is decided with it.
 
     Args:
         config: the run.
@@ -25,11 +26,12 @@ def with_kernel(config: RunConfig, model: PretrainedConfig, machine: Machine) ->
     """
     if config.model.attention != "auto":
         return config, ""
-    kernel, why = chosen(_described(config, model, machine))
+    config = config.changed({"model.compile": compiles(config.model, machine)})
+    kernel, why = chosen(_described(config, model, machine.capability))
     return config.changed({"model.attention": kernel}), why
 
 
-def _described(config: RunConfig, model: PretrainedConfig, machine: Machine) -> Attention:
+def _described(config: RunConfig, model: PretrainedConfig, capability: tuple[int, int] | None) -> Attention:
     """The attention of a run, as far as the rule looks at it."""
     text = model.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0
@@ -37,11 +39,11 @@ def _described(config: RunConfig, model: PretrainedConfig, machine: Machine) -> 
     width = getattr(text, "hidden_size", None) or 0
     is_power = bool(heads) and heads & (heads - 1) == 0
     return Attention(
-        capability=machine.capability,
+        capability=capability,
         tokens=config.data.sequence_length,
         head_size=getattr(text, "head_dim", None) or (width // heads if heads else 0),
         repeats_keys=keys != heads and not is_power,
-        compiles=compiles(config.model, machine),
+        compiles=bool(config.model.compile),
         is_bf16=config.model.compute_dtype == "bf16",
         cuts_documents=config.data.is_apart and config.train.slices > 1,
         unsupported=_unsupported(model, text),
