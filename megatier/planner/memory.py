@@ -133,33 +133,33 @@ class ActivationBytes:
 
 def activation_bytes(setup: Setup) -> ActivationBytes:
     """Estimate the GPU memory that a run needs in addition to its arena."""
-    model, config, work, compiles = setup.model, setup.config, setup.work, setup.compiles
+    model, config, work = setup.model, setup.config, setup.work
     text = model.config.get_text_config()
     item = COMPUTE_DTYPES[config.model.compute_dtype].itemsize
     width = boundary_width(model)
-    boundary = work.rows * config.data.sequence_length * width * item
+    tokens = setup.tokens
+    boundary = tokens * width * item
 
     # Units before the first trained one have no backward, so they save nothing.
     layers = [unit for unit in work.units if _is_of_layer(unit)]
     lower = without_input_gradient(work.units)
     reached = [unit for unit in layers if unit.layout.num_trained or unit.name not in lower]
-    tiled = in_tiles(model, config, work)
-    attention = attention_parts(text, work.rows * config.data.sequence_length, item)
+    tiled = in_tiles(setup)
+    attention = attention_parts(text, tokens, item)
     absent = tiled | matrices_in(model)
     sizes = {
         unit.name: _sizes(unit, width, absent, attention[0] / boundary, _dropped(unit, model, item) / width, text)
         for unit in layers
     }
-    saving = {unit.name: _saved(unit, sizes[unit.name], config, work, compiles) for unit in reached}
-    beside_saved = sum(_saves_attention_beside(unit, config, work, compiles) for unit in reached)
+    saving = {unit.name: _saved(setup, unit, sizes[unit.name]) for unit in reached}
+    beside_saved = sum(_saves_attention_beside(setup, unit) for unit in reached)
     saved = sum(saving.values()) * boundary + sum(attention) * beside_saved
     passing = ATTENTION_PASSING * sum(attention) if work.offloads_attention else 0
     passing += INPUTS_PASSING * boundary if any(policy.offloads_input for policy in work.activations.values()) else 0
 
     # The fused loss has the logits of one chunk, their gradient, and the fp32 gradient of a head that is trained.
     is_fused = config.model.fused_loss
-    tokens = work.rows * config.data.sequence_length
-    way = "unfused" if not is_fused else "compiled" if compiles else "plain"
+    way = "unfused" if not is_fused else "compiled" if setup.compiles else "plain"
     logits = LOSS_BYTES[way] * item / 2 * min(config.model.loss_chunk if is_fused else tokens, tokens) * text.vocab_size
     head = model.get_output_embeddings()
     makes_sum = is_fused and (head is None or head.weight.requires_grad)
@@ -168,14 +168,13 @@ def activation_bytes(setup: Setup) -> ActivationBytes:
     # One layer at a time repeats what it did not save, so the largest one decides. Slices do so one after the other.
     slices = config.train.slices
     in_slice = boundary / slices
-    mask = mask_bytes(config, work)
+    mask = mask_bytes(setup)
     in_units = 0.0
     for unit in work.units:
         held, in_one = _gradients(unit, config.train, item)
         made = float(in_one)
         if unit.name in sizes:
-            has_attention = _knows_attention(unit, config, work, compiles)
-            again = _repeated(sizes[unit.name], saving.get(unit.name, 0.0), compiles=compiles, again=not has_attention)
+            again = _repeated(setup, unit, sizes[unit.name], saving.get(unit.name, 0.0))
             tile = _tile_bytes(unit, config, tiled, item)
             tile += (IN_LAYER + TILED) * in_slice if tile else 0
             made = max(again * in_slice, tile, made + min(again, LAST) * in_slice)
@@ -228,19 +227,19 @@ def _gradients(unit: Unit, train: TrainConfig, item: int) -> tuple[int, int]:
     return 4 * count + item * largest, item * count
 
 
-def _repeated(sizes: _Sizes, saved: float, *, compiles: bool, again: bool) -> float:
+def _repeated(setup: Setup, unit: Unit, sizes: _Sizes, saved: float) -> float:
     """Return the boundary activations of the backward of a layer, beside those that it has saved.
 
     Args:
-        sizes: of the layer.
+        setup: the run.
+        unit: the layer.
+        sizes: what it has for each token.
         saved: those that it has saved.
-        compiles: whether it is compiled.
-        again: whether attention is computed again.
     """
-    if not compiles:
+    if not setup.compiles:
         return max(0.0, _uncompiled(sizes) - max(1.0, saved)) + IN_PLAIN[0] + IN_PLAIN[1] * sizes.widest
     of_mlp = min(max(0.0, saved - 1 - sizes.others), 3 * sizes.widest)
-    of_attention = ATTENTION_AGAIN * sizes.others if again else 0.0
+    of_attention = 0.0 if _knows_attention(setup, unit) else ATTENTION_AGAIN * sizes.others
     return sizes.in_mlp - of_mlp + IN_LAYER + of_attention + sizes.dropped
 
 
@@ -249,34 +248,34 @@ def _uncompiled(sizes: _Sizes) -> float:
     return sizes.all + sizes.widest + UNCOMPILED
 
 
-def keeps_attention(config: RunConfig, work: Workload, unit: Unit, *, compiles: bool) -> bool:
+def keeps_attention(setup: Setup, unit: Unit) -> bool:
     """Whether a layer keeps what attention gave, though its backward computes the rest again."""
-    if not (work.keeps_attention and unit.is_layer):
+    if not (setup.work.keeps_attention and unit.is_layer):
         return False
-    return config.model.saved_share == 0 if compiles else not work.activations[unit.name].keeps_graph
+    return setup.saved_share == 0 if setup.compiles else not setup.work.activations[unit.name].keeps_graph
 
 
-def in_tiles(model: PreTrainedModel, config: RunConfig, work: Workload) -> frozenset[str]:
+def in_tiles(setup: Setup) -> frozenset[str]:
     """The parameters of all modules of layers that run in tiles of tokens, by their names.
 
     Nothing is tried here: a run may find that some of the modules have to run whole.
     """
-    tokens = config.model.tile_tokens
-    if tokens is None or work.rows * config.data.sequence_length <= tokens * config.train.slices:
+    tokens = setup.config.model.tile_tokens
+    if tokens is None or setup.tokens <= tokens * setup.config.train.slices:
         return frozenset()
 
     found = set[str]()
-    for unit in work.units:
+    for unit in setup.work.units:
         for module_name in unit.module_names:
-            inside = tiled_names(unit, model.get_submodule(module_name))
+            inside = tiled_names(unit, setup.model.get_submodule(module_name))
             paths = tuple(f"{module_name}.{name}".rstrip(".") + "." for name in inside)
             found.update(tensor.name for tensor in unit.layout.tensors if tensor.name.startswith(paths))
     return frozenset(found)
 
 
-def mask_bytes(config: RunConfig, work: Workload) -> int:
+def mask_bytes(setup: Setup) -> int:
     """Return the bytes of the mask that keeps a group's documents apart, one for each pair of tokens; 0 without one."""
-    return work.rows * config.data.sequence_length**2 if config.has_mask else 0
+    return setup.tokens * setup.config.data.sequence_length if setup.config.has_mask else 0
 
 
 def _lent_bytes(work: Workload) -> int:
@@ -321,38 +320,38 @@ def _is_of_layer(unit: Unit) -> bool:
     return unit.is_layer or unit.experts is not None
 
 
-def _saved(unit: Unit, sizes: _Sizes, config: RunConfig, work: Workload, compiles: bool) -> float:
+def _saved(setup: Setup, unit: Unit, sizes: _Sizes) -> float:
     """Return how many boundary activations a layer saves, or its part, without attention that is kept beside."""
-    policy = work.activations[unit.name]
+    policy = setup.work.activations[unit.name]
     if policy.offloads_input:
         return 0.0
 
     # The input of experts in units of their own is counted with the unit of their layer's other modules.
     inputs = 0.0 if unit.experts is not None else 1.0 if len(unit.module_names) == 1 else INPUTS_CUT
-    share = config.model.saved_share if compiles else 1.0
+    share = setup.saved_share
     if not policy.keeps_graph or not share:
         return inputs
-    if not compiles:
+    if not setup.compiles:
         return _uncompiled(sizes) + sizes.dropped
     if share == 1:
         return max(inputs, sizes.all) + sizes.dropped
     return max(inputs, min(sizes.products, 1 + share * (sizes.all - 1))) + min(1.0, 1.5 * share) * sizes.dropped
 
 
-def _knows_attention(unit: Unit, config: RunConfig, work: Workload, compiles: bool) -> bool:
+def _knows_attention(setup: Setup, unit: Unit) -> bool:
     """Whether the backward of a layer finds what attention gave."""
-    if _saves_attention_beside(unit, config, work, compiles) or keeps_attention(config, work, unit, compiles=compiles):
+    if _saves_attention_beside(setup, unit) or keeps_attention(setup, unit):
         return True
-    share = config.model.saved_share if compiles else 1.0
-    return work.activations[unit.name].keeps_graph and share >= ATTENTION_FROM
+    return setup.work.activations[unit.name].keeps_graph and setup.saved_share >= ATTENTION_FROM
 
 
-def _saves_attention_beside(unit: Unit, config: RunConfig, work: Workload, compiles: bool) -> bool:
+def _saves_attention_beside(setup: Setup, unit: Unit) -> bool:
     """Whether a layer saves what attention gave in addition to all that `_saved` counts."""
-    always = compiles and config.model.attention == FLEX and work.activations[unit.name].keeps_graph
-    is_beside = always and unit.is_layer and 0 < config.model.saved_share < ATTENTION_FROM
-    leaves = work.offloads_attention and work.activations[unit.name].offloads_input
-    return is_beside or (keeps_attention(config, work, unit, compiles=compiles) and not leaves)
+    policy = setup.work.activations[unit.name]
+    always = setup.compiles and setup.config.model.attention == FLEX and policy.keeps_graph
+    is_beside = always and unit.is_layer and 0 < setup.saved_share < ATTENTION_FROM
+    leaves = setup.work.offloads_attention and policy.offloads_input
+    return is_beside or (keeps_attention(setup, unit) and not leaves)
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:

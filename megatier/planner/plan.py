@@ -231,7 +231,7 @@ def make_plan(setup: Setup) -> Plan:
         in_place_bytes=_in_place_bytes(work, placement),
         spilled_gradient_bytes=_spilled_gradient_bytes(work, placement),
         activations=trial.activations,
-        mask_bytes=mask_bytes(config, work),
+        mask_bytes=mask_bytes(setup),
         forecast=made,
         seconds_range=trial.seconds_range(placement, made),
         compute_seconds=trial.compute_seconds,

@@ -183,21 +183,21 @@ def _compute_seconds(setup: Setup, head: str, rates: Rates) -> dict[tuple[str, P
     has the rate of its kernel (`setup.attention_rule`). Parameters with adapters of their own have gradients though
     they are frozen, and take time to be adapted.
     """
-    model, config, work, compiles = setup.model, setup.config, setup.work, setup.compiles
+    model, config = setup.model, setup.config
     text = model.config.get_text_config()
     sequence = config.data.sequence_length
-    tokens = work.rows * sequence
+    tokens = setup.tokens
     experts, chosen = _experts(text)
-    tiled = in_tiles(model, config, work)
+    tiled = in_tiles(setup)
     adapted = wrappers_in(model)
     beside = matrices_in(model)
     width = head_width(text)
     pairs = (4 if config.has_mask else 2) * sequence * text.num_attention_heads * width
     kernel = config.model.attention
-    rate = {p: rates.flops_per_s * (efficiency(kernel, width, sequence, p) if compiles else 1.0) for p in Phase}
+    rate = {p: rates.flops_per_s * (efficiency(kernel, width, sequence, p) if setup.compiles else 1.0) for p in Phase}
     seconds: dict[tuple[str, Phase], float] = {}
 
-    for unit in work.units:
+    for unit in setup.work.units:
         products = _active_elements(unit.layout, experts, chosen, beside=beside) * 2 * tokens
         idle = products - _active_elements(unit.layout.trained, experts, chosen, beside=beside) * 2 * tokens
         idle -= _active_elements(unit.layout, experts, chosen, adapted) * 2 * tokens
@@ -205,10 +205,10 @@ def _compute_seconds(setup: Setup, head: str, rates: Rates) -> dict[tuple[str, P
             # The modules of a unit share its FLOPs.
             uses = len(unit.module_names)
             attention = {p: pairs * tokens / rate[p] if unit.is_layer else 0.0 for p in Phase}
-            repeated, again = _repeated(config, work, unit, hidden_width(model), compiles)
+            repeated, again = _repeated(setup, unit)
             if tiled and products:
                 inside = _active_elements(unit.layout, experts, chosen, tiled) * 2 * tokens / products
-                runs_again = not (compiles or work.activations[unit.name].keeps_graph)
+                runs_again = not (setup.compiles or setup.work.activations[unit.name].keeps_graph)
                 repeated = (1 - inside) * repeated + inside * (1 + repeated * runs_again)
             forward = products / rates.flops_per_s
             backward = forward * (2 + repeated) - idle / rates.flops_per_s
@@ -256,22 +256,22 @@ def _adapting_seconds(unit: Unit, config: RunConfig, adapted: Container[str], ra
     return num_bytes / (rates.gpu_update_parameters_per_s * UPDATE_BYTES)
 
 
-def _repeated(config: RunConfig, work: Workload, unit: Unit, hidden_size: int, compiles: bool) -> tuple[float, float]:
+def _repeated(setup: Setup, unit: Unit) -> tuple[float, float]:
     """Return the share of the forward that the backward repeats: of its products, and of attention.
 
     The compiler saves first what saves most FLOPs for each byte. It counts 4 x sequence FLOPs for an element of
     attention, and 2 x hidden size for one of a product. Flex attention is always saved, if anything is.
     """
-    saved = config.model.saved_share if compiles else 1.0
-    share = saved if work.activations[unit.name].keeps_graph else 0.0
+    config = setup.config
+    share = setup.saved_share if setup.work.activations[unit.name].keeps_graph else 0.0
     products = interpolated(REPEATED, share)
-    if keeps_attention(config, work, unit, compiles=compiles):
+    if keeps_attention(setup, unit):
         return products, 0.0
     if not share:
         return products, 1.0
 
-    is_first = config.model.attention == FLEX or 2 * config.data.sequence_length > hidden_size
-    return products, 0.0 if compiles and is_first else products
+    is_first = config.model.attention == FLEX or 2 * config.data.sequence_length > hidden_width(setup.model)
+    return products, 0.0 if setup.compiles and is_first else products
 
 
 def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any family

@@ -97,6 +97,16 @@ class Setup:
         """Whether layers and loss are compiled."""
         return bool(self.config.model.compile)
 
+    @property
+    def saved_share(self) -> float:
+        """Share of its activations that a layer saves, if it keeps its graph."""
+        return self.config.model.saved_share if self.compiles else 1.0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one group."""
+        return self.work.rows * self.config.data.sequence_length
+
 
 def advised(short: PlanError, setup: Setup, place: Callable[[Setup], object]) -> PlanError:
     """Return a refusal that also says which `model.expert_parts` would do, if a unit is too large for its slots.
