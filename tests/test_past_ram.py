@@ -14,6 +14,7 @@ import fake_kvikio
 import pytest
 import torch
 from conftest import GRANULE_BYTES, check_invariants, pattern
+from crossed import crossed
 from fake_kvikio import Kvikio
 from gds_library import PADDED, flip
 from store_blocks import KEYS, MIB, NUM_BYTES, SPAN, has_copy, read, send_home, write
@@ -189,8 +190,14 @@ class TestPastRam(PastRam):
         assert torch.equal(read(store, "a", Tier.GPU), pattern(1, NUM_BYTES))
 
 
-@pytest.mark.parametrize("run", [Run(model="untied", groups=3), Run(model="tied", clip=None), Run(model="moe")])
-@pytest.mark.parametrize("place", ["nvme", "nvme_twice", "ram_nvme"])
+@pytest.mark.parametrize(
+    ("run", "place"),
+    crossed(
+        [Run(model="untied", groups=3), Run(model="tied", clip=None), Run(model="moe")],
+        ["nvme", "nvme_twice", "ram_nvme"],
+        by=3,
+    ),
+)
 def test_training_past_ram_gives_the_same_bits(run: Run, place: str, tmp_path: Path, library: Kvikio) -> None:
     run = replace(run, place=place)
     with one_thread():

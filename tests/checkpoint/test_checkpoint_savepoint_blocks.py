@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from savepoint_runs import check_refused, cut, ended_beside_a_checkpoint, flip, last, link, put_back
 from tiny_runs import KIB, Outcome, Place, Run, exactness_config, one_thread, opened, outcome, random_groups
 
@@ -44,14 +45,17 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Outcome
     return functools.cache(lambda run: run(tmp_path_factory.mktemp("without")))
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    "run",
-    [
-        Run(model="untied", clip=1e9),
-        Run(model="untied", dtype="fp32", clip=0.5, slices=2),
-        Run(model="tied", clip=None, guard=True),
-    ],
+    ("run", "place"),
+    crossed(
+        [
+            Run(model="untied", clip=1e9),
+            Run(model="untied", dtype="fp32", clip=0.5, slices=2),
+            Run(model="tied", clip=None, guard=True),
+        ],
+        PLACES,
+        by=3,
+    ),
     ids=str,
 )
 def test_savepoints_change_no_bit(run: Run, place: str, tmp_path: Path, without: Callable[[Run], Outcome]) -> None:
@@ -61,10 +65,19 @@ def test_savepoints_change_no_bit(run: Run, place: str, tmp_path: Path, without:
 @pytest.mark.parametrize(
     ("place", "optimizer", "moments"),
     [
-        *itertools.product(("nvme, two", "all, two", "nvme, three"), ("adamw",), ("fp32", "bf16")),
-        *itertools.product(("nvme, two", "all, two", "nvme, three"), ("muon",), ("bf16",)),
-        *itertools.product(("nvme, two", "all, two", "nvme, three"), ("lion",), ("fp32",)),
+        ("nvme, two", "adamw", "fp32"),
+        ("all, two", "adamw", "bf16"),
+        ("nvme, three", "muon", "bf16"),
+        ("all, two", "lion", "fp32"),
         ("nvme, two", "adamw", "fp8"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product(
+                ("nvme, two", "all, two", "nvme, three"),
+                ("adamw", "muon", "lion"),
+                ("fp32", "bf16"),
+            )
+        ),
     ],
 )
 def test_savepoints_beside_several_groups_and_a_clipped_step_change_no_bit(

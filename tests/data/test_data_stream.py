@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 
 from megatier.config.data_section import DataConfig
 from megatier.data import packer
@@ -149,8 +150,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("parquet", [False, True], ids=["jsonl", "parquet"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "parquet"), crossed(CASES, [False, True], by=2))
 def test_batch_behind_a_checkpoint_is_that_of_an_unbroken_run(
     tmp_path: Path, case: str, parquet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crossed import crossed
 from rank_pool import POOL
 from rank_runs import RankRun, train_on_ranks
 from small_setups import elsewhere
@@ -156,33 +157,32 @@ def test_plan_in_tiles_counts_the_sums_of_their_gradients() -> None:
     assert seconds[512] - seconds[1024] == pytest.approx((16 - 8) * a_tile)
 
 
-@pytest.mark.parametrize(
-    ("place", "groups", "activations"),
-    [
-        ("gpu", 1, "keep"),
-        ("gpu", 1, "offload"),
-        ("ram", 3, "recompute"),
-        ("ram_streamed", 1, "keep"),
-        ("ram_streamed", 3, "offload"),
-        ("nvme", 1, "recompute"),
-        ("gpu_ram_nvme", 3, "keep"),
-        ("nvme_grads", 3, "offload"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("model", "fused", "optimizer", "moments"),
-    [
-        ("untied", False, "adamw", "fp32"),
-        ("untied", True, "adamw", "bf16"),
-        ("untied", True, "muon", "bf16"),
-        ("untied", True, "lion", "fp32"),
-        ("tied", True, "adamw", "fp32"),
-        ("moe", False, "adamw", "fp32"),
-    ],
-)
+PLACED = [
+    ("gpu", 1, "keep"),
+    ("gpu", 1, "offload"),
+    ("ram", 3, "recompute"),
+    ("ram_streamed", 1, "keep"),
+    ("ram_streamed", 3, "offload"),
+    ("nvme", 1, "recompute"),
+    ("gpu_ram_nvme", 3, "keep"),
+    ("nvme_grads", 3, "offload"),
+]
+TRAINED = [
+    ("untied", False, "adamw", "fp32"),
+    ("untied", True, "adamw", "bf16"),
+    ("untied", True, "muon", "bf16"),
+    ("untied", True, "lion", "fp32"),
+    ("tied", True, "adamw", "fp32"),
+    ("moe", False, "adamw", "fp32"),
+]
+
+
+@pytest.mark.parametrize(("trained", "placed"), crossed(TRAINED, PLACED, by=3))
 def test_plan_foretells_the_order_and_the_bytes_of_a_real_run(
-    model: str, fused: bool, optimizer: str, moments: str, place: str, groups: int, activations: str, tmp_path: Path
+    trained: tuple[str, bool, str, str], placed: tuple[str, int, str], tmp_path: Path
 ) -> None:
+    model, fused, optimizer, moments = trained
+    place, groups, activations = placed
     choices: dict[str, Any] = {"activations": activations, "optimizer": optimizer, "moments": moments}
     train = TrainConfig(batch=BATCH, groups=groups, learning_rate=1e-2, **choices)
     config = exactness_config(model)

@@ -24,7 +24,7 @@ from megatier.setup.skeleton import skeleton_of
 
 MIB = 1 << 20
 LLAMA = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024}
-LLAMA |= {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+LLAMA |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 """7.7M parameters: 92 MB of state."""
 RATES = Rates(
     drives=(DriveRates(directory="a", read_bytes_per_s=3e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.5e9),),

@@ -283,16 +283,15 @@ def test_files_of_activations_are_removed_when_the_run_ends(tmp_path: Path) -> N
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel gives no peak of its own")
 def test_one_sequence_with_activations_of_ten_times_the_ram_trains_in_bounded_memory(tmp_path: Path) -> None:
-    found = watch(["nvme"], tmp_path) | watch(["ram", "recompute"], tmp_path)
+    found = watch(["nvme"], tmp_path) | watch(["recompute"], tmp_path)
     assert found["nvme"]["ram"] <= ACTIVATION_BYTES / 10
     assert found["nvme"]["homes"] == ["nvme"] * (LAYERS - 3) + ["ram"] * 3
-    assert found["ram"]["homes"] == ["ram"] * LAYERS
 
     # The arenas are there before the first step. What a step takes besides is one layer's work, and a few activations
     # that come and go; a run that holds them shows that the kernel would have seen more.
     assert found["nvme"]["grown"] < ACTIVATION_BYTES / 2, found["nvme"]["grown"]
     assert found["recompute"]["grown"] > ACTIVATION_BYTES * 0.9
-    assert found["nvme"]["outcome"] == found["ram"]["outcome"] == found["recompute"]["outcome"]
+    assert found["nvme"]["outcome"] == found["recompute"]["outcome"]
 
 
 LOOPED: dict[str, Any] = {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 2}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import check_invariants, slow_reads
+from crossed import crossed
 from integer_runs import BROKEN, HANG_S, PLACES, STREAMED, UNITS, Run, close, fail_moves, starter, within
 from interrupts import python_locks
 from small_timelines import planned_loads
@@ -34,9 +35,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 # ---- right bytes, everywhere ----
 
 
-@pytest.mark.parametrize("split", [False, True, None])
-@pytest.mark.parametrize(("deferred", "groups"), [(True, 1), (True, 3), (False, 1), (False, 3)])
-@pytest.mark.parametrize("name", list(PLACES))
+@pytest.mark.parametrize(
+    ("name", "deferred", "groups", "split"),
+    crossed(PLACES, [True, False], [1, 3], [False, True, None], by=2),
+)
 def test_steps_give_the_same_bytes_wherever_the_state_lies(
     start: Callable[..., Run], name: str, deferred: bool, groups: int, split: bool | None
 ) -> None:
@@ -201,9 +203,10 @@ def test_unit_out_of_order_is_refused_by_name(start: Callable[..., Run]) -> None
     assert len(run.player.accesses) == 2, "nothing was used on the way to the error"
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize(("deferred", "groups"), [(True, 1), (True, 3), (False, 1), (False, 3)])
-@pytest.mark.parametrize("name", list(PLACES))
+@pytest.mark.parametrize(
+    ("name", "deferred", "groups", "split"),
+    crossed(PLACES, [True, False], [1, 3], [False, True], by=2),
+)
 def test_units_that_a_step_leaves_out_are_not_updated_and_the_next_steps_have_them_again(
     start: Callable[..., Run], name: str, deferred: bool, groups: int, split: bool
 ) -> None:

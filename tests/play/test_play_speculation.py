@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import check_invariants, slow_reads
+from crossed import crossed
 from integer_runs import BROKEN, UNITS, Run, check_broken_for_good, fail_moves, starter, within
 from small_timelines import planned_loads, planned_updates
 
@@ -57,8 +58,10 @@ def test_speculation_kept_or_void_gives_the_same_state(
     run.check_state()
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("fates", list(itertools.product(["confirmed", "clipped", "skipped"], repeat=3)))
+@pytest.mark.parametrize(
+    ("fates", "groups"),
+    crossed(itertools.product(["confirmed", "clipped", "skipped"], repeat=3), [1, 2], by=2),
+)
 def test_speculation_moves_what_is_demanded(start: Callable[..., Run], fates: tuple[str, ...], groups: int) -> None:
     run = start("nvme", groups=groups)
     before = run.store.moved_bytes.copy()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from rank_pool import POOL
 from rank_runs import RankRun, first_weights, session_on_ranks, train_step
 from test_ranks_exactness import PLACES
@@ -147,8 +148,7 @@ def copy(run: RankRun, mount: Path, source: Path, folder: Path, chunks: int) -> 
         CheckpointWriter(session, folder, 2, {"step": 2}).wait()
 
 
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("chunks", [300, 1500, 5000])
+@pytest.mark.parametrize(("name", "chunks"), crossed(RUNS, [300, 1500, 5000], by=3))
 def test_checkpoint_that_shards_cut_everywhere_has_the_bytes_of_one_process(
     name: str, chunks: int, tmp_path: Path
 ) -> None:

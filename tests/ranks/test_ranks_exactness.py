@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from crossed import crossed
 from rank_pool import POOL
 from rank_runs import (
     KINDS,
@@ -83,8 +84,7 @@ def check_state(outcomes: Sequence[RankOutcome], reference: RankOutcome) -> None
         ] == []
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "size"), crossed(PLACES, SIZES, by=2))
 def test_ranks_in_every_placement_have_the_bits_of_one_process(place: str, size: int, tmp_path: Path) -> None:
     check(RankRun(), place, size, tmp_path)
 

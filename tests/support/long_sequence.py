@@ -22,7 +22,6 @@ ACTIVATION_BYTES = LAYERS * TOKENS * HIDDEN * 4
 """The inputs of all layers, in fp32: 80 MiB."""
 PLACES = {
     "nvme": ("offload", Place(tiers=("gpu",), gpu=64 * MIB, activations=3)),
-    "ram": ("offload", Place(tiers=("gpu",), gpu=64 * MIB)),
     "recompute": ("recompute", Place(tiers=("gpu",), gpu=64 * MIB)),
 }
 
