@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from conftest import GRANULE_BYTES
+from from_outside import GRANULE_BYTES
 from integer_runs import UNITS, Run, close
 from tiny_runs import BATCH, PLACES, exactness_config, one_thread, opened, plain_model, random_groups
 

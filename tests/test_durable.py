@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FAULTS
+from from_outside import FAULTS
 
 from megatier import durable
 from megatier.errors import TransferError

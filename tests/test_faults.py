@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAULTS
+from from_outside import FAULTS
 from small_commands import EVERY_TWO, after_step, command, leftovers, outcome
 from small_drive import NO_NAMESPACES
 from warm_python import WarmPython

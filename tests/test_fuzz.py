@@ -214,19 +214,19 @@ def fuzz_header(draw: Draw, folder: Path) -> None:
 
 
 READERS = (
-    (fuzz_config, 150),
-    (fuzz_override, 100),
-    (fuzz_convert, 60),
-    (fuzz_state, 400),
-    (fuzz_savepoint, 400),
-    (fuzz_array, 1000),
-    (fuzz_chunks, 150),
-    (fuzz_metrics, 400),
-    (fuzz_report, 40),
-    (fuzz_rates, 300),
-    (fuzz_header, 2000),
+    (fuzz_config, 75),
+    (fuzz_override, 50),
+    (fuzz_convert, 30),
+    (fuzz_state, 200),
+    (fuzz_savepoint, 200),
+    (fuzz_array, 500),
+    (fuzz_chunks, 75),
+    (fuzz_metrics, 200),
+    (fuzz_report, 20),
+    (fuzz_rates, 150),
+    (fuzz_header, 1000),
 )
-"""Each with as many inputs as run in about a second."""
+"""Each with as many inputs as run in about half a second."""
 
 
 def fuzz(reader: Callable[[Draw, Path], None], first: int, count: int, folder: Path) -> tuple[int, int]:

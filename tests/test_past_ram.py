@@ -13,9 +13,9 @@ from typing import Any
 import fake_kvikio
 import pytest
 import torch
-from conftest import GRANULE_BYTES, check_invariants, pattern
 from crossed import crossed
 from fake_kvikio import Kvikio
+from from_outside import GRANULE_BYTES, check_invariants, pattern
 from gds_library import PADDED, flip
 from store_blocks import KEYS, MIB, NUM_BYTES, SPAN, has_copy, read, send_home, write
 from store_contract import StoreContract

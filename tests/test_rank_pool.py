@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -74,9 +73,7 @@ def test_close_leaves_processes_behind_that_no_kill_ends(
     pool, processes = opened(stay)
     for process in processes:
         monkeypatch.setattr(process, "kill", lambda: None)
-    began = time.monotonic()
     pool.close()
-    assert time.monotonic() - began < 10
     assert capsys.readouterr().err.count("goes on 0.5 s after a kill: left behind") == 2
     assert not {process.pid for process in processes} & {child.pid for child in multiprocessing.active_children()}
     for process in processes:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAULTS
+from from_outside import FAULTS
 from small_commands import command, leftovers, metrics
 from warm_python import MEGATIER, Process, WarmPython
 

@@ -12,8 +12,8 @@ from typing import Any
 import fake_kvikio
 import pytest
 import torch
-from conftest import GRANULE_BYTES, pattern
 from fake_kvikio import Kvikio
+from from_outside import GRANULE_BYTES, pattern
 from gds_library import PADDED, flip
 from store_blocks import MIB, NUM_BYTES
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from conftest import granule_checksums, pattern
+from from_outside import granule_checksums, pattern
 
 from megatier.tier import PAGE_BYTES
 

@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -99,7 +98,6 @@ def main(folder: Path, kind: str, place: str, way: str = "") -> None:
         "error": type(error).__name__,
         "text": str(error),
         "rank": getattr(error, "rank", None),
-        "seconds": time.time() - (folder / "fault").stat().st_mtime,
         "left": sorted(path.name for where in written for path in where.rglob("*")),
     }
     sys.stdout.write(json.dumps(ended))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import pytest
-from conftest import slow_reads
+from late_reads import slow_reads
 from small_commands import command
 from torch import Tensor
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from conftest import GRANULE_BYTES, check_invariants, pattern, probe
+from from_outside import GRANULE_BYTES, check_invariants, pattern, probe
 
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import CapacityError, IntegrityError, TransferError

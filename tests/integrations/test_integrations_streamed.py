@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import check_invariants
+from from_outside import check_invariants
 from streamed_loops import GUARDED, VOCAB, loop, reference, same, streamed_on, train_config
 from tiny_runs import (
     PLACES,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest import FAULTS
+from from_outside import FAULTS
 
 from megatier import _native
 

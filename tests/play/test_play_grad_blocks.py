@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import check_invariants
+from from_outside import check_invariants
 from integer_runs import (
     BROKEN,
     UNITS,

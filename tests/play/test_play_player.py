@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import check_invariants, slow_reads
 from crossed import crossed
+from from_outside import check_invariants
 from integer_runs import BROKEN, HANG_S, PLACES, STREAMED, UNITS, Run, close, fail_moves, starter, within
 from interrupts import python_locks
+from late_reads import slow_reads
 from small_timelines import planned_loads
 
 from megatier.errors import IntegrityError, TimelineError

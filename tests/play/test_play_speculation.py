@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import check_invariants, slow_reads
 from crossed import crossed
+from from_outside import check_invariants
 from integer_runs import BROKEN, UNITS, Run, check_broken_for_good, fail_moves, starter, within
+from late_reads import slow_reads
 from small_timelines import planned_loads, planned_updates
 
 from megatier.errors import PlanError

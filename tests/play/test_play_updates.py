@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import check_invariants, slow_reads
+from from_outside import check_invariants
 from integer_runs import (
     BROKEN,
     HANG_S,
@@ -20,6 +20,7 @@ from integer_runs import (
     starter,
     within,
 )
+from late_reads import slow_reads
 from small_timelines import planned_loads, planned_updates
 
 from megatier.errors import NonFiniteError, TornStateError, TransferError

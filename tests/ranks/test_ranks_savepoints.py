@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FAULTS
+from from_outside import FAULTS
 from rank_pool import POOL, free_port
 from savepoint_runs import ended_after
 from small_commands import command, metrics

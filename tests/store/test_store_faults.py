@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import FAULTS
+from from_outside import FAULTS
 from small_drive import NO_NAMESPACES
 from warm_python import WarmPython
 

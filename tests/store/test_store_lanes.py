@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from conftest import pattern
+from from_outside import pattern
 
 from megatier.store.lanes import Lanes
 from megatier.store.transfer import Transfer, mark

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import GRANULE_BYTES, check_invariants, held_reads, pattern, probe
+from from_outside import GRANULE_BYTES, check_invariants, pattern, probe
+from late_reads import held_reads
 from plain_engine import PlainEngine
 from store_blocks import KEYS, NUM_BYTES, SPAN, ZERO, read, send_home, write
 from store_contract import StoreContract

@@ -12,7 +12,7 @@ from typing import Self
 
 import pytest
 import torch
-from conftest import granule_checksums
+from from_outside import granule_checksums
 
 from megatier.drives import gds
 

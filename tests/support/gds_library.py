@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import GRANULE_BYTES
+from from_outside import GRANULE_BYTES
 from store_blocks import NUM_GRANULES
 
 PADDED = NUM_GRANULES * GRANULE_BYTES

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import GRANULE_BYTES, check_invariants
+from from_outside import GRANULE_BYTES, check_invariants
 from torch import Tensor
 
 from megatier.drives.blockfile import BlockFiles, FileBatch, IoOptions

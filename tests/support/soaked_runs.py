@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import torch
-from conftest import open_files, threads
+from from_outside import open_files, threads
 from killed_runs import forked
 from small_commands import command, metrics
 

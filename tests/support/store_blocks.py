@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from conftest import GRANULE_BYTES
+from from_outside import GRANULE_BYTES
 
 from megatier.store.store import TieredStore
 from megatier.tier import Tier

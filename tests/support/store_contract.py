@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import GRANULE_BYTES, check_invariants, pattern, probe
+from from_outside import GRANULE_BYTES, check_invariants, pattern, probe
 from store_blocks import KEYS, MIB, NUM_BYTES, NUM_GRANULES, SPAN, ZERO, has_copy, read, send_home, write
 
 from megatier.drives.blockfile import IoOptions

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import slow_reads
+from late_reads import slow_reads
 from small_commands import IMMEDIATE, command, metrics
 
 from megatier import _native

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import FAULTS
+from from_outside import FAULTS
 from small_commands import leftovers, metrics
 from warm_python import WarmPython
 
