@@ -90,6 +90,18 @@ class SpanError(MegatierError, ValueError):
         )
 
 
+class SharedMemoryError(MegatierError, RuntimeError):
+    """Workers of a DataLoader found no room in shared memory for their batches."""
+
+    def __init__(self, room: str) -> None:
+        """Say how much there is."""
+        super().__init__(
+            f"workers of a DataLoader hand their batches over through /dev/shm, which is too small ({room}). Make it "
+            "larger (docker run --shm-size 8g; mount -o remount,size=8g /dev/shm), or set dataloader_num_workers "
+            "(num_workers of a DataLoader) to 0."
+        )
+
+
 class AddressError(MegatierError, ValueError):
     """A tensor is not what native code takes, which would read or overwrite other bytes than it holds."""
 

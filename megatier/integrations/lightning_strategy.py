@@ -20,8 +20,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
 
 from megatier.config.values import clip_of
+from megatier.data.shared_batches import sharing
 from megatier.durable import becoming, discard, settle
 from megatier.errors import ConfigError
 from megatier.integrations.streamed import Streamed
@@ -137,6 +139,11 @@ class MegatierStrategy(SingleDeviceStrategy):
                 "a streamed model brings its optimizer: configure_optimizers has to give streamed.optimizer.",
             )
         )
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return Lightning's loader, whose workers say so if shared memory has no room for their batches."""
+        found: object = super().process_dataloader(dataloader)
+        return sharing(found) if isinstance(found, DataLoader) else found
 
     def on_train_start(self) -> None:
         """Check that batches make whole steps.

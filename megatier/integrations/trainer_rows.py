@@ -12,6 +12,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
 
 from megatier.data.samplers import WholeRounds, WholeSteps
+from megatier.data.shared_batches import naming_shared_memory, sharing
 from megatier.errors import ConfigError
 from megatier.integrations.streamed import Streamed
 
@@ -35,7 +36,7 @@ class TrainerRows(Base):
         Raises:
             ConfigError: the last step of an epoch would have fewer backwards than the others, or rows twice.
         """
-        loader = super().get_train_dataloader()
+        loader = sharing(super().get_train_dataloader())
         try:
             rows = len(loader.dataset)  # type: ignore[arg-type]
             batches = len(loader)
@@ -74,11 +75,20 @@ class TrainerRows(Base):
         Raises:
             ConfigError: the rows cannot be dealt like that.
         """
-        return self._dealt(super().get_eval_dataloader(*args, **kwargs))
+        return self._dealt(sharing(super().get_eval_dataloader(*args, **kwargs)))
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:  # noqa: ANN401 - the Trainer's
         """The same for rows whose predictions are asked for."""
-        return self._dealt(super().get_test_dataloader(*args, **kwargs))
+        return self._dealt(sharing(super().get_test_dataloader(*args, **kwargs)))
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the Trainer's
+        """Evaluate, and name what is too small for the workers of the loader.
+
+        Raises:
+            SharedMemoryError: /dev/shm is.
+        """
+        with naming_shared_memory():
+            return super().evaluation_loop(*args, **kwargs)
 
     def _dealt(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Deal the batches of one process over the ranks, where accelerate would give some rows twice.

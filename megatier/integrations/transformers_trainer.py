@@ -21,6 +21,7 @@ from transformers import Trainer
 
 from megatier.config.schema import TiersConfig
 from megatier.config.values import check_setting, clip_of
+from megatier.data.shared_batches import naming_shared_memory
 from megatier.errors import ConfigError
 from megatier.guards.trainer_arguments import (
     accumulation_of,
@@ -156,10 +157,12 @@ class StreamedTraining(TrainerFiles, TrainerRows):
 
         Raises:
             ConfigError: they have changed to something that a streamed model cannot follow.
+            SharedMemoryError: /dev/shm is too small for the workers of a loader.
         """
         self._follow_arguments()
         self.streamed.abandon()  # of a run before, which an error or an interrupt ended; a restore wants no open step
-        return super().train(*args, **kwargs)
+        with naming_shared_memory():
+            return super().train(*args, **kwargs)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
         """Refuse to search, for which the Trainer makes a model for each trial.

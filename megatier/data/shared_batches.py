@@ -1,0 +1,103 @@
+"""Batches that workers of a DataLoader hand over through shared memory, of which containers often have little.
+
+Without room there, torch ends in errors of three kinds, or in none: a worker hands its batch over in a thread of a
+queue, which prints what failed and drops the batch, so that the loader waits for it for ever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from errno import ENOSPC
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
+
+from megatier.errors import SharedMemoryError, mib
+
+FOLDER = Path("/dev/shm")
+"""Where torch puts shared memory, and Python the locks of its queues."""
+LOCKS_BYTES = 1 << 16
+"""Room for the locks of a loader's queues, a page each."""
+
+
+class SharedBatches:
+    """A collator whose batches lie in shared memory before a worker hands them over."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        """Take the collator of a loader."""
+        self._collate = collate
+
+    def __call__(self, rows: Any) -> Any:  # noqa: ANN401 - the loader's
+        """Return the batch of some rows.
+
+        Raises:
+            SharedMemoryError: this is a worker, and there is no room.
+        """
+        batch = self._collate(rows)
+        if get_worker_info() is not None:
+            with naming_shared_memory():
+                for tensor in _tensors(batch):
+                    tensor.share_memory_()
+        return batch
+
+
+def sharing(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Let a loader put batches into shared memory where a failure ends it."""
+    # accelerate's loader goes through the one that it was made of.
+    real = getattr(loader, "base_dataloader", loader)
+    if real.num_workers and not isinstance(real.collate_fn, SharedBatches):
+        real.collate_fn = SharedBatches(real.collate_fn)
+    return loader
+
+
+@contextmanager
+def naming_shared_memory() -> Iterator[None]:
+    """Turn errors of a loader that has no room for its workers' batches into one that names it.
+
+    Raises:
+        SharedMemoryError: there was none.
+    """
+    try:
+        yield
+    except SharedMemoryError as error:  # as a worker gave it, behind torch's words and a traceback
+        raise SharedMemoryError(_room()) from error
+    except RuntimeError as error:
+        # Of torch's allocator; or of the loader, whose worker touched a page that was not there and was killed.
+        if "shared memory" in str(error):
+            raise SharedMemoryError(_room()) from error
+        raise
+    except OSError as error:
+        # Of a queue's lock, which names no file. A drive's error has one, or another errno, or finds room here.
+        if error.filename is None and error.errno == ENOSPC and _sizes()[1] < LOCKS_BYTES:
+            raise SharedMemoryError(_room()) from error
+        raise
+
+
+def _room() -> str:
+    """Return how much shared memory there is, in words."""
+    total, free = map(mib, _sizes())
+    return f"{total}, {free} free"
+
+
+def _sizes() -> tuple[int, int]:
+    """Return the bytes of shared memory, and how many of them are free."""
+    found = os.statvfs(FOLDER)
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def _tensors(found: object) -> Iterator[Tensor]:
+    """Yield the tensors of a batch that torch would put into shared memory: those with bytes on the CPU."""
+    if isinstance(found, Tensor):
+        if found.layout is torch.strided and found.device.type == "cpu" and found.untyped_storage().nbytes():
+            yield found
+    elif isinstance(found, Mapping):
+        for value in found.values():
+            yield from _tensors(value)
+    elif isinstance(found, (list, tuple)):
+        for value in found:
+            yield from _tensors(value)
