@@ -115,6 +115,43 @@ def test_train_run_directory_removed_mid_run_ends_it_in_order(
     assert list(leftovers(tmp_path)) == []
 
 
+def test_train_run_directory_renamed_mid_run_goes_on_from_its_last_checkpoint_where_it_is_now(
+    tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rename() -> None:
+        deadline = time.monotonic() + WHOLE_WITHIN_S
+        while checkpoints(tmp_path) != CHECKPOINTS[:1] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (tmp_path / "run").rename(tmp_path / "moved")
+
+    with after_step(3, rename):
+        assert main(command(tmp_path, EVERY_TWO)) == 2
+    assert "megatier: error: cannot read tokens from" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(["resume", str(tmp_path / "moved")]) == 0
+    assert outcome(tmp_path / "moved") == whole
+
+
+def test_train_over_a_drive_that_is_unmounted_saves_nothing_below_and_goes_on_once_it_is_back(
+    tmp_path: Path, python: WarmPython
+) -> None:
+    pytest.importorskip("datasets")
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    done = python.run([FAULTS / "gone_drive.py", tmp_path, mount])
+    if done.returncode == NO_NAMESPACES:
+        pytest.skip("no mount namespaces for this user")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["before"]["code"] == 2
+    assert f"{mount}/run" in found["before"]["errors"]
+    assert "The drive is gone; check that it is connected and mounted" in found["before"]["errors"]
+    assert found["below"] == ["run", "run/checkpoints"]
+    assert found["saved"] == CHECKPOINTS[:1]
+    assert found["after"] == {"code": 0, "errors": ""}
+    assert found["outcome"] == found["whole"]
+
+
 def test_train_block_files_removed_mid_run_are_not_missed(tmp_path: Path, whole: dict[str, Any]) -> None:
     def remove() -> None:
         (directory,) = tmp_path.glob("megatier-*")

@@ -269,6 +269,7 @@ def export_end(
     try:
         with crew.together():
             session.player.drain()
+        saves.check_directory()
     except (MegatierError, OSError) as found:
         error = found
     else:

@@ -75,7 +75,8 @@ class Saves:
         # If the plan keeps none, one is written all the same when the run is stopped or its export fails.
         self._num_kept = plan.num_kept or config.output.keep_checkpoints
         self._device = session.engine.options.device
-        directory = Path(config.output.directory)
+        directory = self._directory = Path(config.output.directory)
+        self._identity = self._crew.first(lambda: _identity(directory))
         self._folder = directory / CHECKPOINT_FOLDER
         self._savepoints = directory / SAVEPOINT_FOLDER
         self._has_learnt = False
@@ -145,12 +146,27 @@ class Saves:
             return self._crew.first(pace.is_long) and not self._config.output.export
         return self.writer is None and self._crew.first(pace.is_due)
 
+    def check_directory(self) -> None:
+        """Refuse to save where the run directory is another one now, as under a mount that is gone.
+
+        Folders would be made anew there, on another drive, and hidden once the mount is back.
+
+        Raises:
+            TransferError: it is.
+        """
+        self._crew.first(self._check_directory)
+
+    def _check_directory(self) -> None:
+        if _identity(self._directory) != self._identity:
+            raise TransferError("saving a run", "disk", str(self._directory), 0, errno.ENODEV)
+
     # ------------------------------------------------------------------ checkpoints
 
     def _begin(self, step: int, say: Say, *, prunes: bool = True) -> None:
         """Begin a checkpoint; the steps after it go on while it is written."""
         # One checkpoint is on its way at a time, so the one before is waited for.
         self.end(say)
+        self.check_directory()
         began = time.perf_counter()
         with self._watchdog.watch(self._session.player):
             self._session.player.drain()
@@ -265,6 +281,7 @@ class Saves:
     def _save_in_place(self, step: int, say: Say) -> None:
         """Make a savepoint, after a checkpoint that is on its way."""
         self.end(say)
+        self.check_directory()
         began = time.perf_counter()
         with self._watchdog.watch(self._session.player):
             self._session.player.drain()
@@ -338,6 +355,17 @@ class Saves:
         tiles = self._session.engine.model.tiles
         text = self._text.state if self._position is None else self._position
         return RunState.of(step, self._config, self._device, text, self._origin, tiles).to_dict()
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """Return what tells a directory from another one at its path; None: there is none."""
+    try:
+        found = directory.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise TransferError("saving a run", "disk", str(directory), 0, error.errno or 0) from error
+    return found.st_dev, found.st_ino
 
 
 def _is_about_room(error: CapacityError | TransferError) -> bool:
