@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import megatier
+from megatier.engine.replay import GPU_SETTINGS
 from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.integrations.streamed import Streamed
 
@@ -410,6 +411,23 @@ def test_way_in_a_context_gives_what_a_plain_model_gives(kind: str, around: str,
         refusal = "FlopCounterMode"
     with pytest.raises(StreamedModelError, match=refusal) if refusal else contextlib.nullcontext():
         check_right(way, activations, 1, attention="sdpa")
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_setting_of_reductions_is_put_back_with_both_its_values(kind: str) -> None:
+    setting = next(setting for setting in GPU_SETTINGS if setting.name == f"reductions of {kind} products")
+    assert setting.put is not None
+    before = setting.get()
+    name = f"allow_{kind}_reduced_precision_reduction"
+    setattr(torch.backends.cuda.matmul, name, (False, False))
+    try:
+        inside = setting.get()
+        setting.put(before)
+        assert setting.get() == before != inside
+        setting.put(inside)
+        assert setting.get() == inside
+    finally:
+        setting.put(before)
 
 
 def in_another_thread(model: Any) -> list[Tensor]:

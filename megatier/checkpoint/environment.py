@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatier.engine.replay import settings_now
 from megatier.hardware import cpu_has_bf16, cpu_instructions, driver_version
 
 LIBRARIES = ("torch", "transformers", "numpy")
@@ -28,6 +29,9 @@ VARIABLES = (
 """Environment variables by which libraries choose their kernels. ATEN_CPU_CAPABILITY and OMP_NUM_THREADS show in the
 instructions and threads that torch says."""
 
+WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
+"""Those by which GPU libraries choose them, apart because older versions did not note them."""
+
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Return everything that decides bits besides the config, as plain JSON.
@@ -41,7 +45,9 @@ def environment(device: torch.device) -> dict[str, Any]:
     # A program around may have set it, and it decides how torch multiplies.
     found["matmul precision"] = _matmul_precision()
     found["variables"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    found |= settings_now(device)
     if device.type == "cuda":
+        found["workspaces"] = {name: os.environ[name] for name in WORKSPACES if name in os.environ}
         found |= {"triton": _version("triton") or _version("pytorch-triton"), "driver": driver_version()}
         return {**found, "cudnn": torch.backends.cudnn.version(), "device": torch.cuda.get_device_name(device)}
 

@@ -34,8 +34,9 @@ class _Setting(NamedTuple):
     """None: it may follow from another one, so putting it back would not leave things as they were."""
 
 
-def _attribute(owner: Any, name: str) -> _Setting:  # noqa: ANN401 - torch's modules of settings
-    return _Setting(name, partial(getattr, owner, name), partial(setattr, owner, name))
+def _attribute(owner: Any, path: str) -> _Setting:  # noqa: ANN401 - torch's modules of settings
+    name = path.rpartition(".")[2]
+    return _Setting(path, partial(getattr, owner, name), partial(setattr, owner, name))
 
 
 def _precision(backend: str, kind: str) -> _Setting:
@@ -48,40 +49,62 @@ def _precision_of(backend: str, kind: str) -> str:
     return precision
 
 
+def _reductions(kind: str) -> _Setting:
+    # Through torch.backends one of the two values is read alone, and the other one is written with it.
+    get = getattr(torch._C, f"_get_cublas_allow_{kind}_reduced_precision_reduction")
+    put = getattr(torch._C, f"_set_cublas_allow_{kind}_reduced_precision_reduction")
+    return _Setting(
+        f"reductions of {kind} products", get, lambda value: put(*value) if isinstance(value, tuple) else put(value)
+    )
+
+
 _cuda = torch.backends.cuda
 SETTINGS = (
     _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     _Setting("deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
     _Setting("flash attention", _cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    _Setting("efficient attention", _cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     _Setting("attention by products", _cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    _Setting("cuDNN's attention", _cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
     _Setting("the order of attention's kernels", torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
     _Setting(
         "reductions of attention by products",
         _cuda.fp16_bf16_reduction_math_sdp_allowed,
         _cuda.allow_fp16_bf16_reduction_math_sdp,
     ),
-    _precision("cuda", "matmul"),
-    _precision("cuda", "conv"),
     _precision("mkldnn", "matmul"),
     _precision("mkldnn", "conv"),
-    _attribute(_cuda.matmul, "allow_fp16_reduced_precision_reduction"),
-    _attribute(_cuda.matmul, "allow_bf16_reduced_precision_reduction"),
-    _attribute(_cuda.matmul, "allow_fp16_accumulation"),
-    _Setting("the library of products", torch._C._get_blas_preferred_backend, torch._C._set_blas_preferred_backend),
-    _attribute(torch.backends.mkldnn, "enabled"),
-    _attribute(torch.backends.mkldnn, "deterministic"),
-    _attribute(torch.backends.opt_einsum, "enabled"),
-    _attribute(torch.backends.opt_einsum, "strategy"),
-    _attribute(torch.backends.cudnn, "enabled"),
-    _attribute(torch.backends.cudnn, "benchmark"),
-    _attribute(torch.backends.cudnn, "deterministic"),
+    _attribute(torch.backends.mkldnn, "mkldnn.enabled"),
+    _attribute(torch.backends.mkldnn, "mkldnn.deterministic"),
+    _attribute(torch.backends.opt_einsum, "opt_einsum.enabled"),
+    _attribute(torch.backends.opt_einsum, "opt_einsum.strategy"),
 )
 """Settings of all threads."""
+GPU_SETTINGS = (
+    _Setting("efficient attention", _cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    _Setting("cuDNN's attention", _cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    _precision("cuda", "matmul"),
+    _precision("cuda", "conv"),
+    _reductions("fp16"),
+    _reductions("bf16"),
+    _attribute(_cuda.matmul, "matmul.allow_fp16_accumulation"),
+    _Setting("the library of products", torch._C._get_blas_preferred_backend, torch._C._set_blas_preferred_backend),
+    _attribute(torch.backends.cudnn, "cudnn.enabled"),
+    _attribute(torch.backends.cudnn, "cudnn.benchmark"),
+    _attribute(torch.backends.cudnn, "cudnn.deterministic"),
+)
+"""Those that no kernel of a CPU reads."""
 THREADS = _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads)
 """The setting of a thread on which sums on the CPU depend. With CUDA the backward has a thread of its own."""
+
+
+def settings_now(device: torch.device) -> dict[str, str]:
+    """Return the settings of the process on which numbers of a device depend, by their names.
+
+    Args:
+        device: the device that computes.
+    """
+    chosen = (*SETTINGS, *GPU_SETTINGS) if device.type == "cuda" else SETTINGS
+    return {setting.name: str(setting.get()) for setting in chosen}
 
 
 class Replay:
@@ -101,7 +124,7 @@ class Replay:
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         kinds = {"cpu", device.type}
         self._autocast = {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds}
-        self._settings = SETTINGS if device.type == "cuda" else (*SETTINGS, THREADS)
+        self._settings = (*SETTINGS, *(GPU_SETTINGS if device.type == "cuda" else (THREADS,)))
         self._values = [setting.get() for setting in self._settings]
         self._modes, self._default = _modes()
 

@@ -285,7 +285,7 @@ class StreamedState(ABC):
         # Not `_settle`: a torn state refuses to be drained. `loading` drains a whole one, and resets a torn one.
         self._check_between_steps("Restoring a checkpoint")
         self._meet("restore()")
-        saved = self._saved(Path(folder), goes_on=True)
+        saved = self._saved(Path(folder))
         tiles = saved.tiles  # read before anything is changed, as it may be damaged
         self._held.let_go()
 
@@ -305,23 +305,21 @@ class StreamedState(ABC):
             TornStateError: something was interrupted while state was changed, so `restore` has to mend it.
         """
         self._settle("Restoring weights", "restore_weights()")
-        saved = self._saved(Path(folder), goes_on=False)
+        saved = self._saved(Path(folder))
         self._held.let_go()
         restore(self._session, saved.path, weights_only=True)
 
-    def _saved(self, folder: Path, *, goes_on: bool) -> SavedStream:
+    def _saved(self, folder: Path) -> SavedStream:
         """Return the last checkpoint of a folder, which is refused if it is of another optimizer or base.
 
-        Args:
-            folder: the folder.
-            goes_on: whether steps go on from it, so that a warning says what rounds them in other ways.
+        A warning says what rounds steps in other ways from it on.
         """
 
         def find() -> SavedStream:
             saved = SavedStream.find(folder)
             saved.check(self._kept, noted(self.model))
-            going_on = saved.remarks(self._compiled, environment(self.device)) if goes_on else ()
-            for remark in filter(None, (saved.damage_remark, *going_on)):
+            remarks = saved.remarks(self._compiled, environment(self.device))
+            for remark in filter(None, (saved.damage_remark, *remarks)):
                 warnings.warn(remark, stacklevel=5)  # the line that called `restore` or `restore_weights`
             return saved
 

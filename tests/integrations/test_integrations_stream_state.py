@@ -207,14 +207,39 @@ def test_restore_where_layers_are_compiled_in_another_way_says_so(tmp_path: Path
         streamed.restore(tmp_path)
 
 
-def test_restore_in_another_environment_says_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["restore", "restore_weights"])
+def test_restore_in_another_environment_says_what_differs(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with streamed_on("ram", tmp_path, train_config("tied")) as (_, streamed):
         streamed.save(tmp_path / "saved")
-        streamed.restore(tmp_path / "saved")
+        restore = getattr(streamed, what)
+        restore(tmp_path / "saved")
         monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-        with pytest.warns(UserWarning, match="mkldnn was True and is False; variables was {} and is {'MKL_"):
-            streamed.restore(tmp_path / "saved")
+        with pytest.warns(
+            UserWarning, match=r"mkldnn\.enabled was 'True' and is 'False'; variables was {} and is {'MKL_"
+        ):
+            restore(tmp_path / "saved")
+
+
+def test_restore_under_other_settings_of_torch_says_which(tmp_path: Path) -> None:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with streamed_on("ram", tmp_path, train_config("tied")) as (_, streamed):
+        streamed.save(tmp_path / "saved")
+        with pytest.warns(UserWarning, match=r"attention by products was 'True' and is 'False'"):
+            torch.backends.cuda.enable_math_sdp(False)
+            try:
+                streamed.restore(tmp_path / "saved")
+            finally:
+                torch.backends.cuda.enable_math_sdp(True)
+        with pytest.warns(UserWarning, match=r"deterministic algorithms was '\d' and is '\d'"):
+            torch.use_deterministic_algorithms(not deterministic)
+            try:
+                streamed.restore(tmp_path / "saved")
+            finally:
+                torch.use_deterministic_algorithms(deterministic)
+        streamed.restore(tmp_path / "saved")
 
 
 def of_layers(count: int, *, tied: bool = False) -> Any:
