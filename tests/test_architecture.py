@@ -50,7 +50,7 @@ COMPARED = {
 """User's files that are opened more than once. What is read of them is compared."""
 ONCE = {
     "data/encoded.py": 1,  # texts; a run keeps the tokens, and compares their checksum when it goes on
-    "data/records.py": 5,  # tables, after a look that they are regular; lists of files of a saved dataset
+    "data/records.py": 4,  # tables, by the descriptor that was looked at; lists of files of a saved dataset
     "data/sources.py": 1,  # a look that a table is there, before the run begins
     "data/shards.py": 1,  # a streamed text, which a resumed run compares
     "data/hub.py": 1,  # a streamed text, at one commit of its repository
@@ -82,6 +82,7 @@ OURS = {
     "trace/events.py": 1,  # written
     "train/export.py": 1,
     "train/shared.py": 1,
+    "train/saves.py": 1,  # which directory it is
 }
 """Files that megatier writes, most of them in a directory that is locked while the run goes on."""
 OF_THE_SYSTEM = {
