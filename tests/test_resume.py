@@ -283,7 +283,7 @@ def test_resume_over_a_damaged_token_file_tokenises_again_to_the_same_bits(
     assert [record["heldout_loss"] for record in metrics(tmp_path) if "heldout_loss" in record] == before
 
 
-@pytest.mark.parametrize("change", ["edited", "truncated"])
+@pytest.mark.parametrize("change", ["edited", "truncated", "removed", "added"])
 def test_resume_over_changed_files_of_text_goes_on_with_the_tokens_of_the_start(
     change: str, stopped: Path, tmp_path: Path
 ) -> None:
@@ -292,12 +292,30 @@ def test_resume_over_changed_files_of_text_goes_on_with_the_tokens_of_the_start(
     for path in (tmp_path / "texts").iterdir():
         if change == "edited":
             path.write_text(path.read_text().replace("words", "sword"))
-        else:
+        elif change == "truncated":
             os.truncate(path, 1)
+        elif change == "removed":
+            path.unlink()
+        else:
+            (path.parent / f"{path.stem}0.txt").write_text("one more")
     assert main(["resume", str(stopped)]) == 0
     assert (stopped / "data" / "train.tokens").read_bytes() == tokens
     found = {record["step"]: record["loss"] for record in metrics(tmp_path) if "loss" in record}
     assert all(found[record["step"]] == record["loss"] for record in before if "loss" in record)
+
+
+def test_resume_without_tokens_and_text_names_what_is_missing(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (stopped / "data" / "train.tokens").unlink()
+    texts = tmp_path / "texts"
+    texts.rename(tmp_path / "away")
+    assert main(["resume", str(stopped)]) == 2
+    assert f"data.files: {texts} matches no file or folder." in capsys.readouterr().err
+    (tmp_path / "away").rename(texts)
+    (texts / "10.txt").write_text("one more shard " * 99)
+    assert main(["resume", str(stopped)]) == 2
+    assert "the text is not that of the checkpoint" in capsys.readouterr().err
 
 
 def test_resume_over_a_damaged_hold_out_whose_text_has_changed_is_refused(

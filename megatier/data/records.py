@@ -14,12 +14,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatier.data.encoded import BOM, decode, read_lines, read_text
 from megatier.data.formats import Format
-from megatier.errors import DataError
-from megatier.files import open_regular
+from megatier.errors import DataError, FileChangedError
+from megatier.files import FileVersion, open_regular
 
 ROWS_AT_ONCE = 1024
 """Rows of a table that are in RAM as Python objects at once."""
@@ -231,23 +231,42 @@ def _read_table(path: Path, file_format: str) -> Iterator[Any]:
     except ImportError as error:
         raise DataError(f"{path} needs pyarrow: pip install 'megatier[data]'.") from error
 
-    # pyarrow would open a pipe as well, and wait for ever.
-    os.close(open_regular(path))
-    try:
-        if file_format == "parquet":
-            with parquet.ParquetFile(path) as file:
-                for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
-                    yield from batch.to_pylist()
-            return
+    # By a descriptor: pyarrow would open a pipe as well, and wait for ever. It is not mapped: a page that somebody
+    # cuts off then ends the process, where a read that comes too short is an error.
+    with os.fdopen(open_regular(path), "rb") as file:
+        version = FileVersion.of(file.fileno())
+        try:
+            # A second descriptor, since pyarrow closes what it has read.
+            for batch in _batches(arrow, parquet, os.fdopen(os.dup(file.fileno()), "rb"), file_format):
+                yield from batch.to_pylist()
+        except (arrow.ArrowException, OSError) as error:
+            _refuse_written(path, file, version)
+            reason = str(error).strip().splitlines()[0]
+            raise DataError(f"{path}: no valid {file_format} file: {reason}") from error
+        _refuse_written(path, file, version)
 
-        # The file is mapped, so RAM holds only the rows that are Python objects.
-        with arrow.memory_map(str(path)) as source, _open_arrow(arrow, source) as batches:
-            for batch in batches:
-                for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-                    yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
-    except arrow.ArrowException as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DataError(f"{path}: no valid {file_format} file: {reason}") from error
+
+def _batches(arrow: Any, parquet: Any, file: IO[bytes], file_format: str) -> Iterator[Any]:  # noqa: ANN401 - no types
+    """Yield the rows of an open table, some at a time, and close it."""
+    if file_format == "parquet":
+        with file, parquet.ParquetFile(file) as table:
+            yield from table.iter_batches(batch_size=ROWS_AT_ONCE)
+        return
+    with file, arrow.PythonFile(file) as source, _open_arrow(arrow, source) as batches:
+        for batch in batches:
+            for start in range(0, batch.num_rows, ROWS_AT_ONCE):
+                yield batch.slice(start, ROWS_AT_ONCE)
+
+
+def _refuse_written(path: Path, file: IO[bytes], version: FileVersion) -> None:
+    """Refuse a table that is another one than it was at first.
+
+    Raises:
+        FileChangedError: it is.
+    """
+    # Whoever replaces the file leaves this one as it is. Who writes to it would give rows of two versions.
+    if FileVersion.of(file.fileno()) != version:
+        raise FileChangedError(str(path))
 
 
 def _open_arrow(arrow: Any, source: Any) -> Any:  # noqa: ANN401  pyarrow has no types

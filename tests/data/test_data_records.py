@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from megatier.config.data_section import DataConfig
 from megatier.data.formats import format_of
 from megatier.data.records import read_records, saved_files
 from megatier.data.text import documents
-from megatier.errors import DataError
+from megatier.errors import DataError, FileChangedError
 
 RECORDS: list[dict[str, Any]] = [
     {"text": "one", "messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "☃"}]},
@@ -89,6 +91,33 @@ def test_read_records_table_cut_short_says_which(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2000])
     with pytest.raises(DataError, match=r"stream\.arrow: no valid arrow file"):
         list(read_records(path, format_of(path)))
+
+
+@pytest.mark.parametrize("change", ["grown", "cut"])
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow"])
+def test_read_records_of_a_table_that_is_written_while_it_is_read_is_refused_by_name(
+    name: str, change: str, tmp_path: Path
+) -> None:
+    """A mapped file that is cut would end the process by a signal."""
+    path = write(tmp_path / name, [{"text": f"{number:09}" * 100} for number in range(4000)])
+    found = read_records(path, format_of(path))
+    next(found)
+    if change == "grown":
+        path.write_bytes(path.read_bytes() + b"1")
+    else:
+        os.truncate(path, 4096)
+    with pytest.raises(FileChangedError, match=rf"{name} was replaced or written while it was read"):
+        Counter(place for place, _ in found)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow"])
+def test_read_records_of_a_table_that_is_replaced_are_those_of_the_first_one(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name, RECORDS * 1000)
+    found = read_records(path, format_of(path))
+    next(found)
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other" / name, RECORDS).rename(path)
+    assert sum(1 for _ in found) == 1000 * len(RECORDS) - 1
 
 
 def test_read_records_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
