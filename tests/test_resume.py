@@ -304,6 +304,11 @@ def test_resume_over_changed_files_of_text_goes_on_with_the_tokens_of_the_start(
     assert all(found[record["step"]] == record["loss"] for record in before if "loss" in record)
 
 
+def test_resume_in_another_directory_is_refused(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(stopped), f"--output.directory={stopped.parent}/other"]) == 2
+    assert f"--output.directory: a run goes on in its own directory, {stopped}." in capsys.readouterr().err
+
+
 def test_resume_without_tokens_and_text_names_what_is_missing(
     stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,7 +91,8 @@ class CheckpointWriter:
         self._crew: Channel | Alone = Alone() if session.ranks is None else session.ranks.beside
         self._leads = self._crew.rank == 0
         self._session = session
-        self._folder = folder
+        # The process may go to another directory while it is written.
+        folder = self._folder = folder.absolute()
         self._num_kept = num_kept
         self._target = folder / f"step-{step:08d}"
         self._partial = folder / f".{self._target.name}{WRITING}"

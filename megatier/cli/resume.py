@@ -7,8 +7,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatier.checkpoint.run_directory import CONFIG_FILE, check_goes_on, check_is_run
+from megatier.checkpoint.run_directory import CONFIG_FILE, DATA_FOLDER, check_goes_on, check_is_run
 from megatier.config import file as config_file
+from megatier.data.token_files import NOTE_FILE
+from megatier.errors import ConfigError
 from megatier.models.location import naming
 from megatier.session.paths import check_paths
 from megatier.train.outlet import announce, run_console
@@ -35,6 +37,12 @@ def run(argv: Sequence[str]) -> int:
     check_is_run(options.directory)
     path = options.directory / CONFIG_FILE
 
+    if any(word.partition("=")[0] == "--output.directory" for word in overrides):
+        raise ConfigError(
+            f"--output.directory: a run goes on in its own directory, {options.directory}. Leave it out, or move or "
+            "copy that directory first and resume it there."
+        )
+
     # The directory may have been moved since the config was written into it.
     words = [*overrides, f"--output.directory={options.directory}"]
     loaded, given = config_file.load_given(path, words, is_saved=True)
@@ -45,7 +53,8 @@ def run(argv: Sequence[str]) -> int:
     console = run_console()
     announce(console, f"{loaded.output.directory}: loading PyTorch and transformers")
     with naming("--model.path"):
-        check_paths(loaded)
+        # A text whose tokens are there is not read again, unless they are damaged.
+        check_paths(loaded, reads_text=not (options.directory / DATA_FOLDER / NOTE_FILE).is_file())
 
         # Imported here because it loads torch: what is wrong so far is refused without waiting for that.
         from megatier.train.trainer import train

@@ -79,12 +79,15 @@ def export(
 
 
 def check_new(folder: Path) -> None:
-    """Refuse a folder that holds something.
+    """Refuse a folder that holds something, and what is none.
 
     Raises:
-        ConfigError: it is not empty.
+        ConfigError: it is not empty, or a file is in its place or above it.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    found = next((place for place in (folder, *folder.parents) if place.exists()), folder)
+    if found.exists() and not found.is_dir():
+        raise ConfigError(f"{found} is a file; export writes only to a new or empty folder. Choose another one.")
+    if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; export writes only to a new or empty folder. Choose another one.")
 
 
@@ -100,6 +103,8 @@ def new_folder(folder: Path, num_bytes: int) -> Iterator[Path]:
         CapacityError: they do not fit on this disk.
         TransferError: writing failed.
     """
+    # A link stays, and what it leads to is written.
+    folder = Path(os.path.realpath(folder))
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     with becoming(partial, folder, "the export"):
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -11,12 +11,13 @@ from megatier.drives.mounts import budget_bytes
 from megatier.models.location import find_local
 
 
-def check_paths(config: RunConfig, say: Say = lambda _: None) -> None:
+def check_paths(config: RunConfig, say: Say = lambda _: None, *, reads_text: bool = True) -> None:
     """Refuse a model, texts or mounts that are not there, and texts that are none.
 
     Args:
         config: the run.
         say: takes a remark about files that are passed over, or read several times.
+        reads_text: whether the run reads its text, or has the tokens of it already.
 
     Raises:
         ConfigError: a local model or a mount is missing or of another kind, or a mount is smaller than its budget.
@@ -24,7 +25,7 @@ def check_paths(config: RunConfig, say: Say = lambda _: None) -> None:
     """
     if config.model.path is not None:
         find_local(config.model.path)
-    if config.data.dataset is None:
+    if config.data.dataset is None and reads_text:
         check_sources(config.data, say)
     for mount in config.tiers.mounts:
         budget_bytes(mount)

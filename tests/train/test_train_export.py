@@ -267,6 +267,24 @@ def test_export_to_a_folder_with_files_is_refused(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
+def test_export_to_a_link_is_written_where_it_leads(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    for name, target in (("one", "real"), ("two", "none yet")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+        assert main(["export", str(run), str(tmp_path / name)]) == 0
+        assert (tmp_path / name).is_symlink()
+        assert files(tmp_path / target) == files(run / "model")
+
+
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_export_where_a_file_is_names_it(
+    below: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["export", str(run), str(tmp_path / "file" / below)]) == 2
+    assert f"{tmp_path}/file is a file; export writes only to a new or empty folder." in capsys.readouterr().err
+
+
 def test_export_without_room_is_refused_with_figures(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
