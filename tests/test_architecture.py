@@ -158,6 +158,14 @@ def test_rooms_are_small_and_their_packages_import_nothing(room: Path) -> None:
     assert "import" not in (room / "__init__.py").read_text().split('"""')[2] or room.name == "cli"
 
 
+def test_tests_of_a_room_lie_in_a_folder_of_its_name() -> None:
+    tests = ROOT / "tests"
+    rooms = {room.name for room in ROOMS} | {"native", "bench"}
+    for path in tests.rglob("test_*.py"):
+        named = [room for room in rooms if path.stem == f"test_{room}" or path.stem.startswith(f"test_{room}_")]
+        assert path.parent.name in (named or ["tests"]), f"{path.relative_to(tests)} is of {named}"
+
+
 def num_lines(files: list[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in files)
 
