@@ -155,8 +155,13 @@ class CheckpointWriter:
     def _open_writers(self) -> None:
         """Allocate buffers, and start threads."""
         wholes = self._session.wholes
-        chunk_elements = max(Grid.of(shape).chunk_elements for shape in parameter_shapes(wholes).values())
-        num_shared = max(sum(tensor.whole is not None for tensor in unit.layout.tensors) for unit in wholes)
+        grids = [Grid.of(shape) for shape in parameter_shapes(wholes).values()]
+        chunk_elements = max(grid.chunk_elements for grid in grids)
+
+        num_shared = 0
+        for unit in wholes:
+            shared = [tensor for tensor in unit.layout.tensors if tensor.whole is not None]
+            num_shared = max(num_shared, len(shared))
 
         # A chunk of each parameter that lies in several units may wait for its rest, which comes with the next unit. On
         # several ranks the next unit may begin another such chunk before that, and the ends of the shard's trained and
@@ -166,8 +171,8 @@ class CheckpointWriter:
 
         # The lane remembers its last item, which must not keep the writers and their buffers alive.
         self._opened.callback(self._writers.clear)
-        run_elements = min(RUN_ELEMENTS, max(unit.layout.num_elements for unit in self._session.units))
-        buffers = Buffers(self._session, run_elements)
+        longest = max(unit.layout.num_elements for unit in self._session.units)
+        buffers = Buffers(self._session, min(RUN_ELEMENTS, longest))
         self._opened.callback(buffers.close)
 
         owners = ChunkOwners(wholes, self._crew.rank, self._crew.size)

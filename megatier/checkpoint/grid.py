@@ -97,7 +97,8 @@ class Grid:
         places_above = product(*map(range, self.shape[: self.axis]))
         for number, above in enumerate(places_above):
             for first in range(0, size, self.rows):
-                key = "/".join(["c", *map(str, above), str(first // self.rows), *below])
+                places = *map(str, above), str(first // self.rows), *below
+                key = "/".join(["c", *places])
                 start = (number * size + first) * row
                 num_rows = min(self.rows, size - first)
                 yield ArrayChunk(key, start, num_rows * row)

@@ -72,7 +72,8 @@ class Buffers:
         # Two places are enough: a run is asked for when the one before the last is done with (`PlaneWriter._runs`).
         assert self._arena is not None, "all state is in RAM"
         start, size = self._places[kind]
-        return self._arena.view(start + number % 2 * size, size)
+        place = start + number % 2 * size
+        return self._arena.view(place, size)
 
     def close(self) -> None:
         """Unlock the pages and free them."""

@@ -111,8 +111,11 @@ class Savepoint:
         # Savepoints are named as checkpoints are. One that is not newer than the last checkpoint has nothing to add.
         path = last_checkpoint(run / SAVEPOINT_FOLDER)
         checkpoint = last_checkpoint(run / CHECKPOINT_FOLDER)
-        if path is None or (checkpoint is not None and step_of(checkpoint) >= step_of(path)):
+        if path is None:
             return None
+        if checkpoint is not None and step_of(checkpoint) >= step_of(path):
+            return None
+
         before = "its start" if checkpoint is None else str(checkpoint)
         with _refusing(path, before):
             state, hosts, parts = _read_manifest(path / MANIFEST_FILE)

@@ -266,7 +266,9 @@ class RunOptimizer:
         """
         # Each element is added by itself, so the pieces that threads share change no bit.
         count = self.layouts[unit].num_elements
-        runs = [(start, min(PIECE_ELEMENTS, count - start)) for start in range(0, count, PIECE_ELEMENTS)]
+        runs: list[tuple[int, int]] = []
+        for start in range(0, count, PIECE_ELEMENTS):
+            runs.append((start, min(PIECE_ELEMENTS, count - start)))
         source = address_of(part, torch.float32, count)
         target = address_of(total, torch.float32, count)
         memory = total, part

@@ -237,6 +237,7 @@ def _exchanged(
 
     home = tuple(unit for unit in placement.streamed if unit in updated)
     missing = tuple(unit for unit in home if unit not in ahead)
+
     # State that a drain took home comes as well, though its unit was not updated here.
     fetched: tuple[str, ...] = ()
     if comes_again:
