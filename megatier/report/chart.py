@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
+from megatier.errors import UNITS
 from megatier.report.html import CELL_MAX, NUM_TONES, legend
-from megatier.report.svg import plain, ticks
+from megatier.report.svg import plain, text, ticks
 
 WIDTH = 580
 HEIGHT = 230
@@ -34,7 +35,8 @@ HEADROOM = 0.04
 """Share of the height that stays free above the largest figure."""
 VALUE_MAX = 1e100
 """Larger figures leave a gap, as do those that are not finite, because their differences must have a logarithm."""
-BYTE_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
+BYTE_UNITS = (*UNITS[1:], ("B", 1))
+"""Units of an axis, the largest first."""
 
 Point = tuple[float, float]
 
@@ -150,12 +152,14 @@ def draw(
 
 def _marked(mark: Mark, axes: _Axes, style: str) -> str:
     """Return the upright lines of a mark, as far as they are within the axes."""
-    shown = [step for step in mark.steps if axes.first <= step <= axes.last]
-
     # Marks on one pixel are one line, so that thousands of them stay a small page.
-    places = sorted({round(axes.x(step)) for step in shown})
-    path = "".join(f"M{x} {TOP}V{BOTTOM}" for x in places)
-    return f'<path class="{style}" d="{path}"/>'
+    places: set[int] = set()
+    for step in mark.steps:
+        if axes.first <= step <= axes.last:
+            places.add(round(axes.x(step)))
+
+    lines = [f"M{x} {TOP}V{BOTTOM}" for x in sorted(places)]
+    return f'<path class="{style}" d="{"".join(lines)}"/>'
 
 
 def draw_bytes(title: str, lines: Sequence[Line]) -> str:
@@ -221,11 +225,11 @@ class _Axes:
         y = BOTTOM + 18
         for step in steps:
             yield self._number(step, y, f"{step:,.0f}")
-        yield f'<text x="{LEFT - 8}" y="{y}" text-anchor="end">step</text>'
+        yield text(LEFT - 8, y, "step", "end")
 
         for scale in scales:
             y += SCALE_HEIGHT
-            yield f'<text x="{LEFT - 8}" y="{y}" text-anchor="end">{plain(scale.name)}</text>'
+            yield text(LEFT - 8, y, scale.name, "end")
             for step in steps:
                 yield self._number(step, y, plain(scale.at(step)))
 
@@ -319,9 +323,8 @@ def _buckets(points: Sequence[Point]) -> list[list[_Bucket]]:
 
 
 def _bucket(points: Sequence[Point]) -> _Bucket:
-    steps = [step for step, _ in points]
-    values = [value for _, value in points]
-    return _Bucket(fmean(steps), min(values), fmean(values), max(values))
+    steps, values = zip(*points, strict=True)
+    return _Bucket(x=fmean(steps), low=min(values), mean=fmean(values), high=max(values))
 
 
 def _run(run: Sequence[_Bucket], axes: _Axes, tone: str, *, is_dashed: bool) -> Iterator[str]:

@@ -167,6 +167,7 @@ class History:
         Raises:
             ValueError, TypeError, KeyError, AttributeError, OverflowError: it is none of ours.
         """
+        # By type, since True is an int for Python.
         step = record["step"]
         if type(step) is not int or not 0 <= step < FIGURE_MAX:
             raise ValueError(step)

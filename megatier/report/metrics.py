@@ -140,6 +140,7 @@ def format_share(part: float, whole: float) -> str:
 
 def _append_to(path: Path) -> IO[bytes]:
     """Open a file to append to it, unbuffered."""
+    # Each write is one call of the system, which survives the process.
     return os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
 
 

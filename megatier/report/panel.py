@@ -59,9 +59,11 @@ def sparkline(points: Sequence[float]) -> str:
     high = max(points, default=0.0)
 
     # Equal points have no range to scale by, and lie at the bottom.
-    scale = (len(LEVELS) - 1) / (high - low) if high > low else 0.0
-    heights = [round((point - low) * scale) for point in points]
-    return "".join(LEVELS[height] for height in heights)
+    scale = 0.0
+    if high > low:
+        scale = (len(LEVELS) - 1) / (high - low)
+    levels = [LEVELS[round((point - low) * scale)] for point in points]
+    return "".join(levels)
 
 
 def bound_of(report: StepReport) -> str:
@@ -121,12 +123,16 @@ def tokens_a_second(report: StepReport) -> str:
 def _lane_row(grid: Table, lane: str, report: StepReport) -> None:
     """Add how busy a lane was. The bar is that of the first rank; what the slowest one does stands beside it."""
     # Work that began under the step before counts for this one, so a lane may be busy for longer than the step.
-    busy = min(report.busy_seconds[lane], report.seconds)
-    words = f"busy {format_share(busy, report.seconds)}"
-    if report.slowest is not None and report.slowest_busy_seconds:
-        other = min(report.slowest_busy_seconds.get(lane, 0.0), report.seconds)
-        words += f", rank {report.slowest.rank} {format_share(other, report.seconds)}"
-    _row(grid, lane, _bar(busy, report.seconds), words)
+    whole = report.seconds
+    busy = min(report.busy_seconds[lane], whole)
+    words = f"busy {format_share(busy, whole)}"
+
+    slowest = report.slowest
+    if slowest is not None and report.slowest_busy_seconds:
+        seconds = report.slowest_busy_seconds.get(lane, 0.0)
+        share = format_share(min(seconds, whole), whole)
+        words += f", rank {slowest.rank} {share}"
+    _row(grid, lane, _bar(busy, whole), words)
 
 
 def _bar(part: float, whole: float) -> ProgressBar:

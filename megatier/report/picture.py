@@ -87,6 +87,8 @@ class LaneUse:
     def at_once(self) -> str:
         """The mean number of spans under way while the lane was busy, as text; empty if it was one."""
         mean = self.span_seconds / self.busy_seconds if self.busy_seconds else 1.0
+
+        # Less than that would be written as 1.0.
         return f"{mean:.1f}" if mean >= 1.05 else ""
 
 
@@ -98,6 +100,7 @@ def read_trace(path: Path) -> dict[int, list[TraceEvent]]:
     """
     try:
         rows = json.loads(read_regular(path).decode("utf-8"))["traceEvents"]
+        # The viewers' format names a lane in a record of its own, and spans have its number.
         lanes = {row["tid"]: str(row["args"]["name"]) for row in rows if row["ph"] == "M"}
         steps: dict[int, list[TraceEvent]] = {}
         for row in rows:
@@ -197,8 +200,8 @@ def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str],
     # Stalls come last in `colours`, so nothing covers them.
     spans = _spans(events, use.lane)
     for label, colour in colours.items():
-        if label in spans:
-            lines = [f"M{left:.1f} {middle:g}H{right:.1f}" for left, right in _merged(spans[label], GAP_MIN)]
+        lines = [f"M{left:.1f} {middle:g}H{right:.1f}" for left, right in _merged(spans.get(label, ()), GAP_MIN)]
+        if lines:
             yield f'<path d="{"".join(lines)}" stroke="{colour}" stroke-width="{BAR}"/>'
 
     share = format_share(use.busy_seconds, step_seconds(events))
@@ -264,10 +267,12 @@ def _colours(events: Sequence[TraceEvent]) -> dict[str, str]:
     labels = {_label(event) for event in events if event.lane != STEP}
     colours = {label: colour for label, colour in COLOURS.items() if label in labels}
 
-    causes = {event.cause for event in events if event.lane == "stall"}
+    # The same labels that begin with `STALL`, which no other one does.
+    causes = [label.removeprefix(STALL) for label in labels if label.startswith(STALL)]
     for cause in in_row_order(causes):
         colours[STALL + cause] = STALL_COLOURS.get(cause, STALL_COLOUR_OTHER)
-    return colours | {IDLE: TRACK}
+    colours[IDLE] = TRACK
+    return colours
 
 
 def _label(event: TraceEvent) -> str:
@@ -289,6 +294,7 @@ def _event(lane: str, row: Mapping[str, Any]) -> TraceEvent:
     Raises:
         ValueError: it ends before it begins.
     """
+    # Rounded, because the thousands of a nanosecond in a float are noise.
     start = round(row["ts"] * 1000)
     end = round((row["ts"] + row["dur"]) * 1000)
     if end < start:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatier.report.history import RunStart
 from megatier.report.html import legend
-from megatier.report.svg import WIDTH, plain
+from megatier.report.svg import WIDTH, plain, text
 from megatier.tier import STATE_KINDS, Kind
 
 LEFT = 110
@@ -41,7 +41,7 @@ def draw(opening: RunStart) -> str:
     parts = []
     for number, kind in enumerate(kinds):
         y = TOP + ROW * number
-        parts.append(f'<text x="{LEFT - 10}" y="{y + 17}" text-anchor="end">{kind}</text>')
+        parts.append(text(LEFT - 10, y + 17, kind, "end"))
         for column, (unit, homes) in enumerate(opening.homes.items()):
             # A frozen unit has no moments and no gradient, so its column has gaps.
             if kind in homes:

@@ -91,15 +91,15 @@ class RecordedRun:
         return format_seconds(max(0.0, passed.total_seconds()))
 
 
-def smoothed(points: Sequence[tuple[float, float]], weight: float = SMOOTHING) -> list[tuple[float, float]]:
-    """Return the running mean of points, in which each one counts `weight` times as much as the next."""
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the running mean of points, in which each one counts `SMOOTHING` times as much as the next."""
     means = []
     total = 0.0
     count = 0.0
     for step, value in points:
         if math.isfinite(value):
-            total = weight * total + value
-            count = weight * count + 1.0
+            total = SMOOTHING * total + value
+            count = SMOOTHING * count + 1.0
 
         # Divided by the weights so far, so that the line does not begin near 0.
         means.append((step, total / count if count else math.nan))

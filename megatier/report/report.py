@@ -47,6 +47,7 @@ class Progress:
         self._console = console
         self._num_steps = num_steps
         self._line_seconds = line_seconds
+        # Drawn where a step ends, and by no thread, which would draw while the run prints.
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._num_reports = 0
         self._seconds_per_step = 0.0
@@ -93,6 +94,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print a line of its own, above the panel if there is one."""
+        # Without markup, which rich would see in a path with brackets.
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

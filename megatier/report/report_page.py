@@ -183,13 +183,11 @@ def _waits(run: RecordedRun) -> tuple[str, str]:
 
 def _heldout(losses: Sequence[tuple[int, float]]) -> tuple[str, str]:
     """Return the last loss of an evaluation, and the best one."""
-
-    # NaN is neither less nor more than others, so that it would be the best one where it comes first.
-    def place(pair: tuple[int, float]) -> tuple[bool, float]:
-        return math.isnan(pair[1]), pair[1]
-
     step, loss = losses[-1]
-    best, least = min(losses, key=place)
+
+    # NaN is neither less nor more than others, so it would be the best one where it comes first.
+    finite = [pair for pair in losses if not math.isnan(pair[1])]
+    best, least = min(finite or losses, key=lambda pair: pair[1])
     return f"{loss:.4f}", f"step {step:,}; best {least:.4f} at step {best:,}"
 
 
@@ -338,9 +336,10 @@ def _unstalled(run: RecordedRun, seconds: float) -> Iterator[tuple[str, str, str
         known = [lasted for lasted in of_step if lasted is not None]
 
         # The sum of some steps alone would be too little, beside stalls of all of them.
-        if known and len(known) == len(of_step):
-            total = sum(known)
-            yield name, format_seconds(total), format_share(total, seconds), format_seconds(max(known))
+        if not known or len(known) < len(of_step):
+            continue
+        total = sum(known)
+        yield name, format_seconds(total), format_share(total, seconds), format_seconds(max(known))
 
 
 def _ranks(run: RecordedRun) -> str:
