@@ -109,9 +109,8 @@ class Turns:
                 f"{place}: no list of turns under {self.turns!r}. Choose another data.chat, or correct the record."
             )
         messages = [self._message(turn, place) for turn in turns]
-        system = record.get(self.system) if self.system is not None else None
-        tools = record.get(self.tools) if self.tools is not None else None
-        return _conversation([*_system(system, place), *messages], tools, place)
+        system = _system(_value(record, self.system), place)
+        return _conversation(system + messages, _value(record, self.tools), place)
 
     def _message(self, turn: object, place: str) -> dict[str, Any]:
         """Return a turn as a message, with everything else that the record says of it."""
@@ -119,16 +118,16 @@ class Turns:
             raise DataError(f"{place}: a turn is {_shown(turn)}, not an object.")
         role = turn.get(self.role)
         content = turn.get(self.content)
-
-        # A table gives every row all of its columns, so what a turn does not have is None there. A template must not
-        # see it.
-        rest = {key: value for key, value in turn.items() if value is not None and key not in (self.role, self.content)}
         known = dict(self.roles)
         if not isinstance(role, str) or (known and role not in known):
             names = f"one of {', '.join(known)}" if known else "text"
             raise DataError(f"{place}: a turn's {self.role} is {_shown(role)}; it must be {names}.")
-
         role = known.get(role, role)
+
+        # A table gives every row all of its columns, so what a turn does not have is None there. A template must not
+        # see it.
+        own = (self.role, self.content)
+        rest = {key: value for key, value in turn.items() if value is not None and key not in own}
 
         # A turn that calls tools need not say anything.
         if content is None and rest.get("tool_calls"):
@@ -139,7 +138,8 @@ class Turns:
                 f"{place}: the turn of {role} has no {self.content!r}, which only a turn with tool_calls may leave "
                 "out. Leave the record out, or write an empty text."
             )
-        return {"role": role, "content": _text(_joined(content, place), self.content, place), **rest}
+        said = _text(_joined(content, place), self.content, place)
+        return {"role": role, "content": said, **rest}
 
 
 SHAREGPT = Turns(
@@ -165,26 +165,30 @@ class Alpaca:
     def read(self, record: dict[str, Any], place: str) -> Conversation:
         """Return the conversation of a record; see `Shape`."""
         prompt = _text(record.get(self.prompt), self.prompt, place)
-        query = record.get(self.query) if self.query is not None else None
+        query = _value(record, self.query)
         if query:
             # Joined by a line's end, as LLaMA-Factory joins them.
             prompt = f"{prompt}\n{_text(query, str(self.query), place)}"
-        system = record.get(self.system) if self.system is not None else None
-        rounds = [*self._rounds(record, place), (prompt, _text(record.get(self.response), self.response, place))]
-        turns = [
-            {"role": role, "content": content}
-            for pair in rounds
-            for role, content in zip(("user", ASSISTANT), pair, strict=True)
-        ]
-        return _conversation([*_system(system, place), *turns], None, place)
+        earlier = [*self._rounds(record, place)]
+        response = _text(record.get(self.response), self.response, place)
+
+        messages = _system(_value(record, self.system), place)
+        for question, answer in (*earlier, (prompt, response)):
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": ASSISTANT, "content": answer})
+        return _conversation(messages, None, place)
 
     def _rounds(self, record: dict[str, Any], place: str) -> Iterator[tuple[str, str]]:
         """Yield the earlier rounds, as prompt and answer."""
-        rounds = (record.get(self.history) if self.history is not None else None) or []
+        name = str(self.history)
+        rounds = _value(record, self.history) or []
+
+        # What is no list is shown as a round that is none, by the error below.
         for pair in rounds if isinstance(rounds, list) else [rounds]:
-            if not (isinstance(pair, list) and len(pair) == 2):
+            if not isinstance(pair, list) or len(pair) != 2:
                 raise DataError(f"{place}: {self.history!r} is no list of pairs of prompt and answer.")
-            yield _text(pair[0], str(self.history), place), _text(pair[1], str(self.history), place)
+            prompt, answer = pair
+            yield _text(prompt, name, place), _text(answer, name, place)
 
 
 def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Conversation:  # noqa: ANN401
@@ -224,10 +228,14 @@ def _joined(content: object, place: str) -> object:
     """
     if not isinstance(content, list):
         return content
+    texts = []
     for part in content:
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        text = part.get("text") if is_text else None
+        if not isinstance(text, str):
             raise DataError(f"{place}: a part of a turn is {_shown(part)}; parts of the type text alone are read.")
-    return "".join(part["text"] for part in content)
+        texts.append(text)
+    return "".join(texts)
 
 
 def _system(prompt: object, place: str) -> list[dict[str, Any]]:
@@ -245,6 +253,11 @@ def _text(value: object, key: str, place: str) -> str:
 def _whole_characters(text: str) -> str:
     """Return a text without half surrogate pairs, which JSON can spell and UTF-8 has no bytes for."""
     return text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
+
+
+def _value(record: dict[str, Any], key: str | None) -> Any:  # noqa: ANN401
+    """Return what lies under a key that a shape need not have."""
+    return record.get(key) if key is not None else None
 
 
 def _shown(value: object) -> str:

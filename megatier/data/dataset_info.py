@@ -7,7 +7,7 @@ that the records have.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatier.data.conversation import ASSISTANT, Alpaca, Shape, Text, Turns
 from megatier.errors import DataError
@@ -49,21 +49,29 @@ def describe(file: Path, name: str) -> tuple[Path, Shape]:
     columns = dataset.get("columns", DEFAULT_COLUMNS)
     tags = dataset.get("tags", DEFAULT_TAGS)
     _check(place, dataset, columns, tags)
-    return file.parent / dataset["file_name"], _shape(place, dataset.get("formatting", "alpaca"), columns, tags)
+
+    # Names of files are relative to the folder of the description, as LLaMA-Factory has them.
+    shape = _shape(place, dataset.get("formatting", "alpaca"), columns, tags)
+    return file.parent / dataset["file_name"], shape
 
 
 def _check(place: str, dataset: dict[str, Any], columns: object, tags: object) -> None:
     """Refuse an entry that asks for something that is not done here."""
     if not isinstance(dataset.get("file_name"), str):
         raise DataError(f"{place} has no file_name. Only local files are read: download the dataset and name its file.")
-    if not all(isinstance(x, dict) and all(isinstance(v, str) for v in x.values()) for x in (columns, tags)):
+    if not _holds_text(columns) or not _holds_text(tags):
         raise DataError(f"{place}: columns and tags must be objects of text.")
-    assert isinstance(columns, dict)
 
     # Passing over such a key would train on something else than LLaMA-Factory does.
-    others = sorted({key for key, value in dataset.items() if value} - KEYS) + sorted(columns.keys() - COLUMNS)
+    asked = {key for key, value in dataset.items() if value}
+    others = sorted(asked - KEYS) + sorted(columns.keys() - COLUMNS)
     if others:
         raise DataError(f"{place}: {', '.join(others)} cannot be used here. Remove it, or name another dataset.")
+
+
+def _holds_text(value: object) -> TypeGuard[dict[Any, str]]:
+    """Return whether this is an object whose values are all text."""
+    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
 
 
 def _shape(place: str, formatting: object, columns: dict[str, str], tags: dict[str, str]) -> Shape:

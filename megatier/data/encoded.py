@@ -116,13 +116,15 @@ def check_head(path: Path, found: Format) -> None:
         OSError: it cannot be read, or is no regular file.
     """
     with closing(_pieces(path, found)) as pieces:
-        raw = next(pieces, b"")[:HEAD_BYTES]
+        head = next(pieces, b"")[:HEAD_BYTES]
 
     # The last character may be cut, and what is left of it says nothing.
-    decoder: Any = codecs.getincrementaldecoder(UTF8)("ignore")
-    decoder.decode(raw)
-    cut = len(decoder.getstate()[0]) if len(raw) == HEAD_BYTES else 0
-    decode(raw[: len(raw) - cut], str(path))
+    if len(head) == HEAD_BYTES:
+        decoder: Any = codecs.getincrementaldecoder(UTF8)("ignore")
+        decoder.decode(head)
+        waiting, _ = decoder.getstate()
+        head = head[: len(head) - len(waiting)]
+    decode(head, str(path))
 
 
 def _pieces(path: Path, found: Format) -> Generator[bytes]:
@@ -137,8 +139,13 @@ def _pieces(path: Path, found: Format) -> Generator[bytes]:
     while len(first) < 4 and (more := next(pieces, b"")):
         first += more
     pieces = itertools.chain([first], pieces)
-    encoding = next((name for mark, name in MARKS if first.startswith(mark)), None)
-    yield from pieces if encoding is None else _recoded(path, pieces, encoding)
+
+    # UTF-32 comes first among the marks, since its mark begins with that of UTF-16.
+    for mark, encoding in MARKS:
+        if first.startswith(mark):
+            yield from _recoded(path, pieces, encoding)
+            return
+    yield from pieces
 
 
 def _recoded(path: Path, pieces: Iterator[bytes], encoding: str) -> Iterator[bytes]:

@@ -63,18 +63,27 @@ def format_of(path: Path, declared: str = "auto") -> Format:
     Raises:
         DataError: nothing reads this combination.
     """
-    compression = COMPRESSIONS.get(path.suffix.lower())
-    suffix = (Path(path.stem) if compression else path).suffix.lower()
-    name = RECORD_FORMATS.get(suffix, "text") if declared == "auto" else declared
+    last = path.suffix.lower()
+    compression = COMPRESSIONS.get(last)
+
+    # The suffix of "a.jsonl.gz" that tells its format is the one before.
+    suffix = Path(path.stem).suffix.lower() if compression else last
+    name = declared
+    if declared == "auto":
+        name = RECORD_FORMATS.get(suffix, "text")
     if compression and name in TABLES:
         raise DataError(f"{path}: a {name} file compresses its own columns. Unpack the {compression} around it.")
-    if suffix in (".tar", ".zip") or path.suffix.lower() in (".tgz", ".7z", ".rar"):
+    if suffix in (".tar", ".zip") or last in (".tgz", ".7z", ".rar"):
         raise DataError(f"{path} is an archive. Unpack it, and name the files in it.")
     return Format(name, compression, suffix)
 
 
 def said_of(head: bytes) -> str | None:
     """Return what a file is that begins with these bytes, and what to do; None: it may be a text."""
+    # The only one whose mark is not at its beginning.
     if head[257:262] == TAR:
         return "is a tar archive: unpack it, and name the files in it"
-    return next((said for magic, said in MAGIC if head.startswith(magic)), None)
+    for magic, said in MAGIC:
+        if head.startswith(magic):
+            return said
+    return None

@@ -24,8 +24,7 @@ def load(config: DataConfig, split: str) -> Any:  # noqa: ANN401  datasets has n
     Raises:
         DataError: there is no such dataset, subset, split or revision, it cannot be reached, or `datasets` is missing.
     """
-    datasets = _library(config)
-    with _named(config, "cannot be loaded", datasets.exceptions.DatasetsError):
+    with _opening(config) as datasets:
         return datasets.load_dataset(_name(config), config.subset, split=split, revision=config.revision)
 
 
@@ -35,10 +34,13 @@ def stream(config: DataConfig, split: str) -> tuple[Any, str | None]:
     Raises:
         DataError: see `load`.
     """
-    datasets = _library(config)
-    with _named(config, "cannot be loaded", datasets.exceptions.DatasetsError):
+    with _opening(config) as datasets:
         builder = datasets.load_dataset_builder(_name(config), config.subset, revision=config.revision)
-        return builder.as_streaming_dataset(split=split), builder.hash if builder.repo_id is not None else None
+        dataset = builder.as_streaming_dataset(split=split)
+
+    # A folder has a hash too, but that is no commit that could be asked for again.
+    is_on_hub = builder.repo_id is not None
+    return dataset, builder.hash if is_on_hub else None
 
 
 def local_files(config: DataConfig, split: str) -> list[str]:
@@ -49,10 +51,10 @@ def local_files(config: DataConfig, split: str) -> list[str]:
     """
     if not Path(_name(config)).is_dir():
         return []
-    datasets = _library(config)
-    with _named(config, "cannot be loaded", datasets.exceptions.DatasetsError):
+    with _opening(config) as datasets:
         builder = datasets.load_dataset_builder(_name(config), config.subset, revision=config.revision)
-    return [str(file) for file in (builder.config.data_files or {}).get(split, ()) if Path(file).is_file()]
+    files = builder.config.data_files or {}
+    return [str(file) for file in files.get(split, ()) if Path(file).is_file()]
 
 
 def rows(config: DataConfig, split: str, dataset: Any) -> Iterator[tuple[str, dict[str, Any]]]:  # noqa: ANN401
@@ -83,12 +85,22 @@ def _library(config: DataConfig) -> Any:  # noqa: ANN401
 
 
 @contextmanager
+def _opening(config: DataConfig) -> Iterator[Any]:
+    """Give the library, whose errors mean that the dataset cannot be loaded."""
+    datasets = _library(config)
+    with _named(config, "cannot be loaded", datasets.exceptions.DatasetsError):
+        yield datasets
+
+
+@contextmanager
 def _named(config: DataConfig, what: str, kind: type[Exception]) -> Iterator[None]:
     """Turn errors into one with the dataset's name and a remedy."""
     try:
         yield
     except (kind, *BROKEN) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        # The library's further lines are advice for its own callers.
+        said = str(error).strip() or type(error).__name__
+        reason = said.splitlines()[0].rstrip(".")
         remedy = "Check data.dataset, data.subset, data.split and data.revision."
         if isinstance(error, ConnectionError):
             remedy = (

@@ -34,11 +34,15 @@ class _TokenRun:
     """The characters [start, stop) of each, counted in the whole text: [tokens, 2]."""
 
     @staticmethod
-    def of(text: str, start: int, stop: int, tokenizer: PreTrainedTokenizerBase) -> _TokenRun:
-        """Tokenise characters [start, stop) of a text."""
-        found = tokenizer(text[start:stop], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        spans = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2) + start
-        return _TokenRun(min(stop, len(text)), np.asarray(found["input_ids"], np.int64), spans)
+    def of(text: str, start: int, size: int, tokenizer: PreTrainedTokenizerBase) -> _TokenRun:
+        """Tokenise so many characters of a text, as far as there are."""
+        piece = text[start : start + size]
+        found = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids = np.asarray(found["input_ids"], np.int64)
+
+        # A piece of no tokens has no spans, and still two columns.
+        spans = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)
+        return _TokenRun(start + len(piece), ids, spans + start)
 
 
 def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray[np.int64]]:
@@ -47,27 +51,35 @@ def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray
     A tokenizer that does not say which characters a token has is given the whole text.
     """
     if len(text) <= PIECE_CHARACTERS or not tokenizer.is_fast:
-        yield np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
+        found = tokenizer(text, add_special_tokens=False, verbose=False)
+        yield np.asarray(found["input_ids"], np.int64)
         return
 
-    start = first = 0
+    start = 0
+    first = 0
     size = PIECE_CHARACTERS
-    piece = _TokenRun.of(text, 0, size, tokenizer)
+    piece = _TokenRun.of(text, start, size, tokenizer)
     while piece.stop < len(text):
         # The next piece begins where a token does, so that it agrees at once if what is before does not matter.
-        begins = piece.spans[:, 0][piece.spans[:, 0] >= piece.stop - OVERLAP_CHARACTERS]
-        after = (
-            _TokenRun.of(text, int(begins[0]), int(begins[0]) + PIECE_CHARACTERS, tokenizer) if len(begins) else None
-        )
-        place = None if after is None else _agreement(piece, after)
+        starts = piece.spans[:, 0]
+        begins = starts[starts >= piece.stop - OVERLAP_CHARACTERS]
+        after = None
+        place = None
+        if len(begins):
+            after = _TokenRun.of(text, int(begins[0]), PIECE_CHARACTERS, tokenizer)
+            place = _agreement(piece, after)
         if after is None or place is None or place[0] < first:
             # All of it again, and as much after it.
             size *= 2
-            piece = _TokenRun.of(text, start, start + size, tokenizer)
+            piece = _TokenRun.of(text, start, size, tokenizer)
             continue
 
-        yield piece.ids[first : place[0]]
-        start, first, piece, size = int(begins[0]), place[1], after, PIECE_CHARACTERS
+        here, there = place
+        yield piece.ids[first:here]
+        start = int(begins[0])
+        first = there
+        size = PIECE_CHARACTERS
+        piece = after
     yield piece.ids[first:]
 
 
@@ -79,16 +91,16 @@ def _agreement(piece: _TokenRun, after: _TokenRun) -> tuple[int, int] | None:
     length = AGREEING_TOKENS
     stop = piece.stop - OVERLAP_CHARACTERS // 4
     for there in range(len(after.ids) - length):
-        at = after.spans[there, 0]
-        if at >= stop:
+        begin = after.spans[there, 0]
+        if begin >= stop:
             return None
-        here = int(np.searchsorted(piece.spans[:, 0], at))
+        here = int(np.searchsorted(piece.spans[:, 0], begin))
         last = here + length
-        if (
-            last <= len(piece.ids)
-            and piece.spans[last - 1, 1] <= stop
-            and np.array_equal(piece.ids[here:last], after.ids[there : there + length])
-            and np.array_equal(piece.spans[here:last], after.spans[there : there + length])
-        ):
+        if last > len(piece.ids) or piece.spans[last - 1, 1] > stop:
+            continue
+
+        # Of the same characters too: equal tokens of a text that repeats itself may be of another place.
+        same_ids = np.array_equal(piece.ids[here:last], after.ids[there : there + length])
+        if same_ids and np.array_equal(piece.spans[here:last], after.spans[there : there + length]):
             return here + length // 2, there + length // 2
     return None

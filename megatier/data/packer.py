@@ -138,8 +138,10 @@ class Packer:
 
     def _end_row(self) -> Iterator[NDArray[np.int64]]:
         """Yield the fill of a row that was begun, if documents are apart."""
+        # Each token of the fill is a document of its own, so that none of them is learnt from another one.
         if self._config.is_apart and 0 < self._left < self._row:
-            yield np.full(self._left, self._tokenizer.eos_token_id << MARK_BITS | FIRST)
+            fill = self._tokenizer.eos_token_id << MARK_BITS | FIRST
+            yield np.full(self._left, fill)
         self._left = self._row
 
     def _marked(self, document: str | Conversation) -> Iterator[NDArray[np.int64]]:
@@ -158,7 +160,8 @@ class Packer:
         for ids, learnt in tokenise_chats(conversations, self._tokenizer, self._bad):
             self.num_documents += 1
             self._look_at(ids)
-            yield ids << MARK_BITS | np.where(learnt, LEARNT, 0)
+            marks = np.where(learnt, LEARNT, 0)
+            yield ids << MARK_BITS | marks
 
     def _look_at(self, ids: NDArray[np.int64]) -> None:
         """Note whether the tokenizer knows anything of a text."""
@@ -191,14 +194,19 @@ def best_fit(sizes: Sequence[int], row: int) -> list[list[int]]:
     # Room left and number of each row, the least room first.
     rooms: list[tuple[int, int]] = []
     for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
+        size = sizes[piece]
+
         # Rooms are sorted, so the first one that is large enough is the one with the least room.
-        place = bisect.bisect_left(rooms, (sizes[piece], 0))
-        left, number = rooms.pop(place) if place < len(rooms) else (row, len(rows))
-        if number == len(rows):
+        place = bisect.bisect_left(rooms, (size, 0))
+        if place < len(rooms):
+            left, number = rooms.pop(place)
+        else:
+            left = row
+            number = len(rows)
             rows.append([])
 
         rows[number].append(piece)
-        bisect.insort(rooms, (left - sizes[piece], number))
+        bisect.insort(rooms, (left - size, number))
 
     return sorted(sorted(pieces) for pieces in rows)
 
@@ -218,17 +226,19 @@ def columns_of(rows: NDArray[np.integer], *, is_apart: bool) -> dict[str, torch.
     and, if documents are apart, `position_ids`, which count from 0 in each document.
     """
     ids = (rows >> MARK_BITS).astype(np.int64)
-    columns = {"input_ids": ids, "labels": np.where(rows & LEARNT, ids, IGNORED)}
+    labels = np.where(rows & LEARNT, ids, IGNORED)
+    columns = {"input_ids": ids, "labels": labels}
     if is_apart:
         begins = rows & FIRST != 0
 
         # A first token has nothing before it from which it could be told.
-        columns["labels"][begins] = IGNORED
+        labels[begins] = IGNORED
 
         # A position counts from the last token at or before it that begins a document. A row's first token has position
         # 0 whether or not it begins one.
         order = np.arange(rows.shape[1])
-        columns["position_ids"] = order - np.maximum.accumulate(np.where(begins, order, 0), axis=1)
+        last_begin = np.maximum.accumulate(np.where(begins, order, 0), axis=1)
+        columns["position_ids"] = order - last_begin
     return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
@@ -240,4 +250,5 @@ def _tokens(text: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -
 
     # The same as the byte tokenizer gives, about two hundred times faster.
     for start in range(0, len(text), PIECE_CHARACTERS):
-        yield np.frombuffer(text[start : start + PIECE_CHARACTERS].encode("utf-8"), np.uint8).astype(np.int64)
+        piece = text[start : start + PIECE_CHARACTERS].encode("utf-8")
+        yield np.frombuffer(piece, np.uint8).astype(np.int64)

@@ -84,9 +84,9 @@ class TokenRange:
 
     def batches(self, batch: int, length: int) -> Iterator[dict[str, torch.Tensor]]:
         """Yield all whole sequences in order, so many at a time."""
-        count = self.num_tokens // length
-        for start in range(0, count, batch):
-            yield self.read(range(start, min(start + batch, count)), length)
+        numbers = range(self.num_tokens // length)
+        for start in range(0, len(numbers), batch):
+            yield self.read(numbers[start : start + batch], length)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,11 +160,12 @@ class PackedText:
 
     def batch(self, step: int, batch: int) -> dict[str, torch.Tensor]:
         """Return the training batch of a step, counted from 0, as `TokenRange.read` gives it."""
-        positions = range(step * batch, (step + 1) * batch)
         count = self.num_sequences
-
-        # Each epoch has a permutation of its own, and a batch may reach into the next one.
-        numbers = [shuffled(position % count, count, (self.seed, position // count)) for position in positions]
+        numbers = []
+        for position in range(step * batch, (step + 1) * batch):
+            # Each epoch has a permutation of its own, and a batch may reach into the next one.
+            epoch, place = divmod(position, count)
+            numbers.append(shuffled(place, count, (self.seed, epoch)))
         return self.train.read(numbers, self.sequence_length)
 
     def holdout(self, batch: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -233,7 +234,8 @@ def num_real_tokens(batch: Mapping[str, torch.Tensor]) -> int:
 
     # A token is fill if a document begins with it and another one with the next token, or the row ends.
     begins = torch.nn.functional.pad(batch["position_ids"], (0, 1)) == 0
-    return count - int((begins[:, :-1] & begins[:, 1:]).sum())
+    fill = begins[:, :-1] & begins[:, 1:]
+    return count - int(fill.sum())
 
 
 def settings_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -378,9 +380,11 @@ def _split_few(train: TokenRange, held_out: TokenRange, config: DataConfig) -> t
 
     # Whole sequences, at least one if one is left to train on.
     wanted = int(whole.num_tokens * config.holdout_fraction) // length * length
-    wanted = max(wanted, length if whole.num_tokens >= 2 * length else 0)
+    if whole.num_tokens >= 2 * length:
+        wanted = max(wanted, length)
     cut = whole.num_tokens - wanted
 
     # Of these nobody counted how many are learnt.
-    whole = replace(whole, num_learnt=None)
-    return replace(whole, num_tokens=cut), replace(whole, start=cut, num_tokens=wanted)
+    to_train = replace(whole, num_tokens=cut, num_learnt=None)
+    to_hold_out = replace(whole, start=cut, num_tokens=wanted, num_learnt=None)
+    return to_train, to_hold_out

@@ -78,8 +78,10 @@ class BadRecords:
         for said in self.first:
             place, _, reason = said.partition(": ")
             file, _, line = place.rpartition(", ")
-            lines.setdefault((file, reason), []).append(line)
-        return " ".join(f"{', '.join([file, *found])}: {reason}" for (file, reason), found in lines.items())
+            lines.setdefault((file, reason), [file]).append(line)
+
+        named = [f"{', '.join(places)}: {reason}" for (_, reason), places in lines.items()]
+        return " ".join(named)
 
     @property
     def refuses(self) -> bool:
@@ -102,9 +104,13 @@ class BadRecords:
         Raises:
             DataError: names the first ones.
         """
-        if self.refuses:
-            count = "" if self.count == 1 else f"{self.count} bad records or more: "
-            raise DataError(f"{count}{self._named} data.skip_bad leaves such records out.")
+        if not self.refuses:
+            return
+        count = ""
+        if self.count > 1:
+            # More of them may follow: a text is read no further than it takes to name a few.
+            count = f"{self.count} bad records or more: "
+        raise DataError(f"{count}{self._named} data.skip_bad leaves such records out.")
 
 
 def read_records(path: Path, found: Format) -> Iterator[tuple[str, Any]]:
@@ -153,14 +159,17 @@ def read_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     try:
         found = json.loads(text) if text.strip() else []
     except (ValueError, RecursionError) as error:
+        # A record on each line is no JSON as a whole. It may be told from a damaged array, or from one damaged record.
         if text.lstrip().startswith("[") or "\n" not in text.strip():
             raise DataError(f"{path}, {_no_json(error)}") from error
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
-                yield f"{path}, line {number}", _parsed(line, f"{path}, line {number}")
+                place = f"{path}, line {number}"
+                yield place, _parsed(line, place)
         return
 
-    for number, record in enumerate(found if isinstance(found, list) else [found], start=1):
+    records = found if isinstance(found, list) else [found]
+    for number, record in enumerate(records, start=1):
         yield f"{path}, record {number}", record
 
 
@@ -188,8 +197,12 @@ def _parsed(line: str, place: str) -> Any:  # noqa: ANN401 - JSON holds anything
 def _no_json(error: Exception) -> str:
     """Return where something is no JSON, and why."""
     if isinstance(error, json.JSONDecodeError):
-        return f"line {error.lineno}: no valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}."
-    why = "lists or objects lie too deep in each other" if isinstance(error, RecursionError) else str(error)
+        what = error.msg.removesuffix(" at")
+        return f"line {error.lineno}: no valid JSON: {what} at column {error.colno}."
+    why = str(error)
+    if isinstance(error, RecursionError):
+        # Python's own words are of a recursion in itself.
+        why = "lists or objects lie too deep in each other"
     return f"record 1: no valid JSON: {why}."
 
 
@@ -276,4 +289,5 @@ def _open_arrow(arrow: Any, source: Any) -> Any:  # noqa: ANN401  pyarrow has no
     if magic != b"ARROW1":
         return arrow.ipc.open_stream(source)
     file = arrow.ipc.open_file(source)
-    return arrow.RecordBatchReader.from_batches(file.schema, map(file.get_batch, range(file.num_record_batches)))
+    batches = map(file.get_batch, range(file.num_record_batches))
+    return arrow.RecordBatchReader.from_batches(file.schema, batches)

@@ -42,5 +42,6 @@ class WholeSteps:
 
     def set_epoch(self, epoch: int) -> None:
         """Let the sampler choose another order, as accelerate asks for."""
+        # torch's own samplers draw another order in each epoch by themselves.
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)

@@ -31,6 +31,7 @@ def shards_of(folder: str, files: Sequence[str]) -> Shards:
     Raises:
         DataError: one cannot be read.
     """
+    # By names in the folder, so that a dataset which was moved is the same one.
     return {os.path.relpath(file, folder): _identity(Path(file)) for file in files}
 
 
@@ -42,11 +43,14 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is another one."""
     for name in sorted({*before, *now}):
-        was, found = before.get(name), now.get(name)
+        was = before.get(name)
+        found = now.get(name)
         if was == found:
             continue
-        if was is None or found is None:
-            yield f"{name} is {'new' if was is None else 'gone'}"
+        if was is None:
+            yield f"{name} is new"
+        elif found is None:
+            yield f"{name} is gone"
         elif was[0] != found[0]:
             yield f"{name} had {was[0]:,} bytes and has {found[0]:,}"
         elif was[1] != found[1]:
@@ -57,16 +61,17 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
 
 def _identity(path: Path) -> list[Any]:
     """Return size, digest, and the time of the last change if the digest has samples alone."""
+    digest = hashlib.blake2b(digest_size=8)
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             found = os.fstat(file.fileno())
-            size = found.st_size
-            is_whole = size <= SAMPLES * SAMPLE_BYTES
-            digest = hashlib.blake2b(digest_size=8)
+
+            # The first sample begins with the file, and the last one ends with it.
+            is_whole = found.st_size <= SAMPLES * SAMPLE_BYTES
+            apart = SAMPLE_BYTES if is_whole else (found.st_size - SAMPLE_BYTES) // (SAMPLES - 1)
             for number in range(SAMPLES):
-                # The first one begins with the file, and the last one ends with it.
-                file.seek(number * (SAMPLE_BYTES if is_whole else (size - SAMPLE_BYTES) // (SAMPLES - 1)))
+                file.seek(number * apart)
                 digest.update(file.read(SAMPLE_BYTES))
     except OSError as error:
         raise DataError(f"data.dataset: cannot read {path}: {error.strerror}.") from error
-    return [size, digest.hexdigest(), None if is_whole else found.st_mtime_ns]
+    return [found.st_size, digest.hexdigest(), None if is_whole else found.st_mtime_ns]

@@ -53,9 +53,13 @@ class Source:
         Raises:
             DataError: it cannot be read, or is damaged. The message names the place.
         """
+        # Around the loop as well, because a file is read while its records are taken.
         try:
             records = self._records()
-            yield from [records] if isinstance(records, str) else shaped(records, self.shape, bad)
+            if isinstance(records, str):
+                yield records
+            else:
+                yield from shaped(records, self.shape, bad)
         except OSError as error:
             raise self._unreadable(error) from error
 
@@ -87,18 +91,19 @@ class Source:
 
     def _records(self) -> str | Iterator[tuple[str, Any]]:
         """Return its records with their places, or its text if it has none."""
-        if self.format.name == "text":
-            return read_text(self.path, self.format)
-        if not self.may_be_text:
+        if self.format.name != "text" and not self.may_be_text:
             return read_records(self.path, self.format)
         text = read_text(self.path, self.format)
-        return read_json(self.path, text) if _begins_with_record(text, self.shape) else text
+        if self.may_be_text and _begins_with_record(text, self.shape):
+            return read_json(self.path, text)
+        return text
 
     def _unreadable(self, error: OSError) -> DataError:
         """Return the error about a file that the system does not give."""
-        if self.path.is_symlink() and not self.path.exists():
-            return DataError(f"{self.path} is a link to {self.path.readlink()}, which is not there.")
-        return DataError(f"cannot read {self.path}: {error.strerror or error}.")
+        path = self.path
+        if path.is_symlink() and not path.exists():
+            return DataError(f"{path} is a link to {path.readlink()}, which is not there.")
+        return DataError(f"cannot read {path}: {error.strerror or error}.")
 
 
 def shaped(records: Iterable[tuple[str, Any]], shape: Shape, bad: BadRecords) -> Iterator[str | Conversation]:
@@ -128,7 +133,11 @@ def shape_of(config: DataConfig) -> Shape:
     return CHAT_SHAPES[config.chat] if config.chat is not None else Text(config.text_field)
 
 
-def find_sources(config: DataConfig, say: Say = lambda _: None) -> list[Source]:
+def _keep_quiet(_: str) -> None:
+    """Take a remark that nobody is to hear."""
+
+
+def find_sources(config: DataConfig, say: Say = _keep_quiet) -> list[Source]:
     """Return the files of the dataset: entries in the order given, the files of each sorted by path.
 
     An entry that is named several times is read as often. A file that several entries share is read for the first one.
@@ -143,16 +152,18 @@ def find_sources(config: DataConfig, say: Say = lambda _: None) -> list[Source]:
     found = list[Source]()
     owners = dict[tuple[str, Shape], str]()
     shared = dict[Path, None]()
-    counts = Counter(config.files)
     for entry in config.files:
-        for source in _sources(entry, config, say if entry not in owners.values() else lambda _: None):
-            owner = owners.setdefault((os.path.realpath(source.path), source.shape), entry)
-            if owner == entry:
+        # An entry that comes again would make all of its remarks again.
+        tell = _keep_quiet if entry in owners.values() else say
+        for source in _sources(entry, config, tell):
+            # By the real path, as two entries may come to a file over different links.
+            real = os.path.realpath(source.path)
+            if owners.setdefault((real, source.shape), entry) == entry:
                 found.append(source)
             else:
                 shared[source.path] = None
 
-    for entry, count in counts.items():
+    for entry, count in Counter(config.files).items():
         if count > 1:
             say(f"data.files names {entry} {count} times, so it is read and counts {count} times")
     if shared:
@@ -160,7 +171,7 @@ def find_sources(config: DataConfig, say: Say = lambda _: None) -> list[Source]:
     return found
 
 
-def check_sources(config: DataConfig, say: Say = lambda _: None) -> None:
+def check_sources(config: DataConfig, say: Say = _keep_quiet) -> None:
     """Find the files of the dataset, and look at the beginnings of the first ones.
 
     Raises:
@@ -173,13 +184,17 @@ def check_sources(config: DataConfig, say: Say = lambda _: None) -> None:
 def _sources(entry: str, config: DataConfig, say: Say) -> Iterator[Source]:
     """Yield the files that an entry of `data.files` stands for. One of a `dataset_info.json` has its own shape."""
     shape = shape_of(config)
+    suffixes = config.suffixes
     file, mark, name = entry.rpartition("#")
-    if is_described := bool(mark) and Path(file).name == DATASET_INFO:
+    is_described = bool(mark) and Path(file).name == DATASET_INFO
+    if is_described:
         path, shape = describe(Path(file).expanduser(), name)
         entry = str(path)
 
+    # A folder may hold texts beside conversations, such as a README.
     holds_records = is_described or config.chat is not None
-    suffixes = tuple(s for s in config.suffixes if s in RECORD_FORMATS) if holds_records else config.suffixes
+    if holds_records:
+        suffixes = tuple(suffix for suffix in suffixes if suffix in RECORD_FORMATS)
     names = set[str]()
     for path in _expand(entry, suffixes, say):
         # Two links to one file in a folder are one file.
@@ -197,7 +212,8 @@ def _sources(entry: str, config: DataConfig, say: Say) -> Iterator[Source]:
             )
 
         # A .json file among texts may be one of them.
-        yield Source(path, found, shape, found.name == "json" and config.format == "auto" and not holds_records)
+        may_be_text = found.name == "json" and config.format == "auto" and not holds_records
+        yield Source(path, found, shape, may_be_text)
 
 
 def _begins_with_record(text: str, shape: Shape) -> bool:
@@ -249,25 +265,31 @@ def _in_folder(folder: Path, suffixes: tuple[str, ...], say: Say) -> list[Path]:
     hidden = list[Path]()
     others = list[Path]()
 
+    # Without this the walk passes over a folder that cannot be read, and a run would have less data in silence.
     def refuse(error: OSError) -> None:
         raise error
 
     for at, subfolders, names in os.walk(folder, onerror=refuse):
         below = Path(at)
         hidden += [below / name for name in (*subfolders, *names) if name.startswith(".")]
-        linked = [below / name for name in subfolders if (below / name).is_symlink() and not name.startswith(".")]
+
+        # Changed in place, which tells the walk where not to go.
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        linked = [below / name for name in subfolders if (below / name).is_symlink()]
         if linked:
             say(f"{folder}: links to folders are not followed: {_some(linked)}")
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for path in (below / name for name in names if not name.startswith(".")):
-            (found if _suffix_of(path) in suffixes else others).append(path)
+
+        paths = [below / name for name in names if not name.startswith(".")]
+        found += [path for path in paths if _suffix_of(path) in suffixes]
+        others += [path for path in paths if _suffix_of(path) not in suffixes]
 
     if hidden:
         say(f"{folder}: hidden files and folders are passed over, {len(hidden)} in all: {_some(hidden)}")
     if others and found:
+        kinds = sorted({path.suffix or path.name for path in others})
         say(
             f"{folder}: {len(others)} files whose suffixes are not in data.suffixes are passed over: "
-            f"{', '.join(sorted({path.suffix or path.name for path in others})[:8])}"
+            f"{', '.join(kinds[:8])}"
         )
     return found
 
@@ -283,16 +305,19 @@ def _suffix_of(path: Path) -> str:
 def _matches(pattern: Path, say: Say) -> list[Path]:
     """Return the files that a glob matches; hidden ones only if the pattern names a hidden file or folder."""
     # pathlib takes no absolute pattern, so it is taken relative to its root.
-    matches = list(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
+    relative = pattern.relative_to(pattern.anchor)
+    matches = list(Path(pattern.anchor).glob(str(relative)))
     folders = [path for path in matches if path.is_dir()]
     files = [path for path in matches if not path.is_dir()]
-    is_open = not any(_is_hidden(part) for part in pattern.parts)
-    hidden = [path for path in files if is_open and any(map(_is_hidden, path.parts))]
+    hidden = list[Path]()
+    if not any(map(_is_hidden, pattern.parts)):
+        hidden = [path for path in files if any(map(_is_hidden, path.parts))]
+
     if hidden:
         say(f"{pattern}: hidden files are passed over, {len(hidden)} in all: {_some(hidden)}")
     if folders and "**" not in pattern.parts:
         say(f"{pattern} matches folders, which are passed over (name them without a pattern): {_some(folders)}")
-    return [path for path in files if path not in set(hidden)]
+    return [path for path in files if path not in hidden]
 
 
 def _is_hidden(name: str) -> bool:
@@ -308,6 +333,9 @@ def _some(paths: Iterable[Path]) -> str:
 
 def _stdlib_files() -> Iterator[Path]:
     """Yield the standard library's own source files; skipped folders, some of them huge, are not walked."""
-    for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+    top = sysconfig.get_paths()["stdlib"]
+    for folder, subfolders, names in os.walk(top):
         subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED]
-        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+        for name in names:
+            if name.endswith(".py"):
+                yield Path(folder, name)

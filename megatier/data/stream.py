@@ -66,11 +66,14 @@ class Position:
         Raises:
             CheckpointError: it is none.
         """
-        counts = ("epoch", "window", "used", "crc32")
-        if not isinstance(stored, Mapping) or stored.keys() != {*counts, "dataset"}:
+        names = ("epoch", "window", "used", "crc32")
+        if not isinstance(stored, Mapping) or stored.keys() != {*names, "dataset"}:
             raise CheckpointError("the checkpoint is damaged: it has no position in the stream.")
-        is_whole = all(type(stored[name]) is int and stored[name] >= 0 for name in counts)
-        if not (is_whole and isinstance(stored["dataset"], dict | None)):
+
+        # By type: True is an int for Python.
+        counts = [stored[name] for name in names]
+        is_whole = all(type(count) is int and count >= 0 for count in counts)
+        if not is_whole or not isinstance(stored["dataset"], dict | None):
             raise CheckpointError(f"the checkpoint is damaged: its position in the stream is {str(stored)[:200]}.")
         return cls(**stored)
 
@@ -157,13 +160,17 @@ class TextStream:
         """
         # One more than the steps ahead, since the first one is what this call waits for.
         while len(self._ahead) <= STEPS_AHEAD:
-            self._ahead.append(self._worker.submit(partial(self._take, batch)))
+            task = self._worker.submit(partial(self._take, batch))
+            self._ahead.append(task)
 
         # Taken out of the queue only after the wait, so that an interrupt in the wait loses no sequence.
         taken = self._ahead[0].result()
         self._ahead.popleft()
-        self._position = taken[-1][1]
-        return columns_of(np.stack([row for row, _ in taken]), is_apart=self._config.is_apart)
+
+        # A checkpoint notes where the steps are, and not the worker, which is ahead of them.
+        _, self._position = taken[-1]
+        rows = [row for row, _ in taken]
+        return columns_of(np.stack(rows), is_apart=self._config.is_apart)
 
     def holdout(self, batch: int) -> Iterator[dict[str, torch.Tensor]]:
         """Yield held-out batches in order, the last one perhaps smaller."""
@@ -188,16 +195,21 @@ class TextStream:
 
     def _check_shards(self, state: Mapping[str, Any] | None) -> None:
         """Refuse files that are not those of the state, also those that no step has come to yet."""
+        # An older version noted none.
         noted = {} if state is None else state.get("shards", {})
         if not isinstance(noted, Mapping) or not all(isinstance(found, list) for found in noted.values()):
             raise CheckpointError(f"the checkpoint is damaged: the stream's files are {str(noted)[:100]}.")
+        if not noted or not self._checks:
+            return
 
-        # An older version noted none.
-        if noted and self._checks and (found := changes(noted, self._shards)):
-            more = f"; and {len(found) - CHANGES_SHOWN} more" if len(found) > CHANGES_SHOWN else ""
+        found = changes(noted, self._shards)
+        if found:
+            shown = "; ".join(found[:CHANGES_SHOWN])
+            if len(found) > CHANGES_SHOWN:
+                shown += f"; and {len(found) - CHANGES_SHOWN} more"
             raise DataError(
                 f"the files of {self._config.dataset} are not those that the run began with: "
-                f"{'; '.join(found[:CHANGES_SHOWN])}{more}. Bring the old ones back, or add --accept-changes to go on "
+                f"{shown}. Bring the old ones back, or add --accept-changes to go on "
                 "with these."
             )
 

@@ -101,11 +101,11 @@ def _tokenised(
     # The template writes special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     for rendered, ids, characters in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        offsets = np.asarray(characters, np.int64).reshape(-1, 2)
-        learnt = np.zeros(len(offsets), np.bool_)
+        begins, ends = np.asarray(characters, np.int64).reshape(-1, 2).T
+        learnt = np.zeros(len(begins), np.bool_)
         for start, stop in rendered.ranges:
             # A token that reaches over the border of a turn has characters that the assistant did not write.
-            learnt |= (offsets[:, 0] >= start) & (offsets[:, 1] <= stop)
+            learnt |= (begins >= start) & (ends <= stop)
         if not learnt.any():
             reason = f"no token of the assistant. Leave the record out if its answers are empty. {REMEDY}"
             bad.leave_out(DataError(f"{rendered.place}: {reason}"))
@@ -139,17 +139,20 @@ class _Template:
 
     def _check_ends(self, text: str, ranges: Sequence[CharacterRange]) -> None:
         """Warn if what is learnt ends with an answer itself, and not with what the template writes behind it."""
-        answers = [message.get("content") for message in self._conversation.messages if message["role"] == ASSISTANT]
-        if len(answers) != len(ranges):
+        turns = [message for message in self._conversation.messages if message["role"] == ASSISTANT]
+        if len(turns) != len(ranges):
             return
-        for (start, stop), answer in zip(ranges, answers, strict=True):
-            if not (isinstance(answer, str) and answer.strip()):
+        for (start, stop), turn in zip(ranges, turns, strict=True):
+            answer = turn.get("content")
+            if not isinstance(answer, str) or not answer.strip():
                 continue
+            bare = answer.strip()
+            learnt = text[start:stop]
+            is_bare = learnt.endswith((answer, bare))
 
             # Blanks end a turn only where no token behind them does.
-            learnt = text[start:stop]
-            is_bare = learnt.endswith((answer, answer.strip()))
-            if is_bare or (learnt.rstrip().endswith(answer.strip()) and text[stop:].lstrip().startswith(self._ends)):
+            has_end_behind = text[stop:].lstrip().startswith(self._ends)
+            if is_bare or (has_end_behind and learnt.rstrip().endswith(bare)):
                 # The text is always the same one, so that Python shows it once.
                 warnings.warn(UNENDED, stacklevel=2)
 
@@ -192,9 +195,13 @@ class _Template:
         except DataError:  # for example a template whose turns must alternate
             return None
 
+        # A template may look at all turns at once, and then these texts do not say where this one ends.
         added = without.removeprefix(before)
-        is_sure = added and without.startswith(before) and through.endswith(added) and text.startswith(through)
-        return len(through) - len(added) if is_sure else None
+        if not added or not without.startswith(before):
+            return None
+        if not through.endswith(added) or not text.startswith(through):
+            return None
+        return len(through) - len(added)
 
     def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> tuple[str, list[CharacterRange]]:  # noqa: ANN401
         """Return some messages as text, with the ranges that the template marks."""

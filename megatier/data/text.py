@@ -72,7 +72,8 @@ def _read(
 ) -> Iterator[tuple[Source | None, Iterator[str | Conversation]]]:
     """Yield the documents of each file, or those of the dataset, empty ones too."""
     if config.dataset is not None:
-        yield None, shaped(hub.rows(config, split, hub.load(config, split)), shape_of(config), bad)
+        rows = hub.rows(config, split, hub.load(config, split))
+        yield None, shaped(rows, shape_of(config), bad)
         return
     for source in find_sources(config):
         yield source, source.read(bad)
@@ -102,12 +103,15 @@ def read_rows(
 
 def _cut(document: str | Conversation, left: int) -> tuple[str | Conversation, int]:
     """Return as much of a document as fits, and the bytes that are left after it."""
-    if isinstance(document, Conversation):
-        return (document, left - document.num_bytes) if document.num_bytes <= left else ("", 0)
+    if not isinstance(document, Conversation):
+        # A character that does not fit whole is dropped.
+        encoded = document.encode("utf-8")[:left]
+        return encoded.decode("utf-8", errors="ignore"), left - len(encoded)
 
-    # A character that does not fit whole is dropped.
-    encoded = document.encode("utf-8")
-    return encoded[:left].decode("utf-8", errors="ignore"), left - min(len(encoded), left)
+    # Half a conversation would be one without an answer, so the first one that does not fit ends the text.
+    if document.num_bytes > left:
+        return "", 0
+    return document, left - document.num_bytes
 
 
 def guess_shape(config: DataConfig) -> tuple[Chat | None, str]:
@@ -127,6 +131,9 @@ def guess_shape(config: DataConfig) -> tuple[Chat | None, str]:
         raise DataError(f"{place}: a record is an object with keys, and this is none.")
 
     chat = next((chat for chat, key in CHAT_KEYS.items() if key in record), None)
-    texts = {key: value for key, value in record.items() if isinstance(value, str)}
-    longest = max(texts, key=lambda key: len(texts[key]), default=config.text_field)
-    return chat, config.text_field if config.text_field in texts or chat else longest
+    lengths = {key: len(value) for key, value in record.items() if isinstance(value, str)}
+    if chat or config.text_field in lengths:
+        return chat, config.text_field
+
+    # Beside a text lie its id, its source, its language, all of which are shorter.
+    return chat, max(lengths, key=lengths.__getitem__, default=config.text_field)

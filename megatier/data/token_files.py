@@ -51,9 +51,11 @@ def write_note(directory: Path, settings: str, names: Sequence[str], contents: S
     Raises:
         OSError: it cannot be written.
     """
-    files = {name: astuple(content) for name, content in zip(names, contents, strict=True)}
-    note = {"settings": settings, "files": files}
-    replace_file(directory / NOTE_FILE, json.dumps({**note, "digest": _digest(note)}).encode())
+    rows = map(astuple, contents)
+    files = dict(zip(names, rows, strict=True))
+    note: dict[str, Any] = {"settings": settings, "files": files}
+    note["digest"] = _digest(note)
+    replace_file(directory / NOTE_FILE, json.dumps(note).encode())
 
 
 def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple[list[Content] | None, str | None]:
@@ -132,7 +134,8 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 def _digest(note: dict[str, Any]) -> str:
     """Return a digest of the note, which tells whether it is whole."""
-    return hashlib.blake2b(json.dumps(note, sort_keys=True).encode(), digest_size=16).hexdigest()
+    text = json.dumps(note, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:

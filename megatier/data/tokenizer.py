@@ -94,13 +94,16 @@ def tokenizer_files(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> li
         tokenizer: as `load_tokenizer` gives it; its class may have names of its own.
     """
     name = config.data.tokenizer or config.model.path
-    folder = None if name is None or name == BYTE_TOKENIZER else _folder_of(name)
+    if name is None or name == BYTE_TOKENIZER:
+        return []
+    folder = _folder_of(name)
     if folder is None:
         return []
 
-    others = {path.name for path in folder.glob("tokenizer*.json")} | set(tokenizer.vocab_files_names.values())
-    others |= {str(path.relative_to(folder)) for path in folder.glob("additional_chat_templates/*.jinja")}
-    return [folder / name for name in sorted({*OBJECTS, *TABLES, *TEXTS, *others})]
+    names = {*OBJECTS, *TABLES, *TEXTS, *tokenizer.vocab_files_names.values()}
+    for pattern in ("tokenizer*.json", "additional_chat_templates/*.jinja"):
+        names |= {str(path.relative_to(folder)) for path in folder.glob(pattern)}
+    return [folder / name for name in sorted(names)]
 
 
 def _load(name: str) -> PreTrainedTokenizerBase:
@@ -137,10 +140,14 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether nothing of a text survives: neither of all letters, nor of tokens of its own."""
-    empty = special_tokens(tokenizer)
-    own = [number for number in range(min(len(tokenizer), SAMPLE_TOKENS)) if number not in empty]
+    empty = set(special_tokens(tokenizer))
+
+    # A vocabulary need not have letters at all, so tokens of its own are tried as well.
+    numbers = range(min(len(tokenizer), SAMPLE_TOKENS))
+    own = [number for number in numbers if number not in empty]
     sample = f"{SAMPLE} {tokenizer.decode(own)}"
-    return set(tokenizer([sample], add_special_tokens=False, verbose=False)["input_ids"][0]) <= {*empty}
+    encoded = tokenizer([sample], add_special_tokens=False, verbose=False)
+    return set(encoded["input_ids"][0]) <= empty
 
 
 def _folder_of(name: str) -> Path | None:
@@ -201,6 +208,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def _byte_characters() -> list[str]:
     """Return the printable character that byte-level tokenizers write for each byte, as GPT-2 chose them."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    written = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-    return [written[byte] for byte in range(256)]
+    characters = []
+    others = 0
+    for byte in range(256):
+        if byte in printable:
+            characters.append(chr(byte))
+            continue
+
+        # The rest have the characters from 256 on, in their order.
+        characters.append(chr(256 + others))
+        others += 1
+    return characters
