@@ -43,10 +43,13 @@ class BaseFiles:
             TransferError: a file cannot be opened.
             FileChangedError: it is another one than that in which the parts were found, or was written since.
         """
-        for path, version in {part.path: part.version for part in parts}.items():
+        versions = {part.path: part.version for part in parts}
+        for path, version in versions.items():
             if path not in self._files:
-                self._files[path] = self._opened(path)
-                self._before[path] = FileVersion.of(self._files[path])
+                # Noted as it is when it is opened, so that a later write is seen.
+                file = self._opened(path)
+                self._files[path] = file
+                self._before[path] = FileVersion.of(file)
             if version not in (None, self._before[path]):
                 raise FileChangedError(str(path))
 
@@ -59,10 +62,12 @@ class BaseFiles:
         for part in parts:
             first = max(start, part.start)
             last = min(stop, part.start + part.num_bytes)
-            if first < last:
-                offset = part.file_offset + first - part.start
-                segments.append((self._files[part.path], offset, address + first - start, last - first))
-                paths.append(part.path)
+            if first >= last:
+                continue
+            offset = part.file_offset + first - part.start
+            target = address + first - start
+            segments.append((self._files[part.path], offset, target, last - first))
+            paths.append(part.path)
         return segments, paths
 
     def check(self, paths: Sequence[Path]) -> None:
@@ -72,9 +77,11 @@ class BaseFiles:
             BaseChangedError: names the first one.
         """
         for path in paths:
+            # A block may lie in files of the base and in our own, which nobody else writes.
             if path not in self._files:
                 continue
-            before, now = self._before[path], FileVersion.of(self._files[path])
+            before = self._before[path]
+            now = FileVersion.of(self._files[path])
             if before != now:
                 raise BaseChangedError(str(path), before.num_bytes, now.num_bytes)
 
@@ -86,10 +93,12 @@ class BaseFiles:
         self._files = {}
 
     def _opened(self, path: Path) -> int:
+        """Open a file, without O_DIRECT where its file system refuses that."""
         flags = os.O_RDONLY | os.O_CLOEXEC
+        direct = os.O_DIRECT if self._direct else 0
         try:
-            return os.open(path, flags | (os.O_DIRECT if self._direct else 0))
+            return os.open(path, flags | direct)
         except OSError as error:
-            if not self._direct or error.errno != errno.EINVAL:
+            if not direct or error.errno != errno.EINVAL:
                 raise TransferError("opening", "nvme", str(path), 0, error.errno or 0) from error
         return os.open(path, flags)

@@ -90,13 +90,18 @@ class FileBatch:
 
     def _fail(self, error: tuple[str, int, int, int, int, int], paths: Sequence[Path]) -> None:
         kind, code, segment, offset, expected, found = error
-        path = str(paths[segment])
+        path = paths[segment]
+
+        # A file that somebody wrote meanwhile explains any of the errors, so that is looked at first.
         if self._base is not None:
-            self._base.check([paths[segment]])
+            self._base.check([path])
         if kind == "checksum":
-            raise IntegrityError(self._key, path, offset, expected, found)
+            raise IntegrityError(self._key, str(path), offset, expected, found)
+
         # A file that ends too early is no error of the system, so there is no errno.
-        raise TransferError(f"{self._what} of block {self._key}", "nvme", path, offset, code if kind == "io" else 0)
+        if kind != "io":
+            code = 0
+        raise TransferError(f"{self._what} of block {self._key}", "nvme", str(path), offset, code)
 
     def done(self) -> bool:
         """Return whether every request has ended."""
@@ -195,7 +200,8 @@ class BlockFiles:
         assert start % granule == 0, "a span starts where a granule does"
         for first in range(start, stop, granule):
             size = min(granule, stop - first)
-            extent.checksums[first // granule] = _native.checksum(address + first - start, size)
+            checksum = _native.checksum(address + first - start, size)
+            extent.checksums[first // granule] = checksum
 
     def allocate(self) -> None:
         """Create the files at full size, or open those that were kept. This is quick, and `fill` writes them later.
@@ -239,19 +245,22 @@ class BlockFiles:
         """
         if self.options.reuses:
             return
-        zeros = np.zeros(REQUEST_BYTES + PAGE_BYTES, dtype=np.uint8)
+
         # O_DIRECT takes page-aligned memory alone, which numpy does not promise: hence one page more than is written.
+        zeros = np.zeros(REQUEST_BYTES + PAGE_BYTES, dtype=np.uint8)
         address = zeros.ctypes.data + -zeros.ctypes.data % PAGE_BYTES
         batches = []
 
         # All mounts are filled at once. The native threads take only so many requests, which holds this loop back.
-        for index, path in enumerate(self.paths):
-            for offset in range(0, self._striping.used[index], REQUEST_BYTES):
-                segment = (self._files[index], offset, address, min(REQUEST_BYTES, self._striping.used[index] - offset))
+        for file, path, used in zip(self._files, self.paths, self._striping.used, strict=True):
+            for offset in range(0, used, REQUEST_BYTES):
+                num_bytes = min(REQUEST_BYTES, used - offset)
+                segment = (file, offset, address, num_bytes)
+
                 # Without checksums: every extent begins with those of zeros.
                 batch = self._engine.submit([segment], 0, self.options.granule_bytes, writes=True)
                 batches.append(FileBatch([(batch, [path])], "write", "(zeros)"))
-                progress(segment[3])
+                progress(num_bytes)
 
         try:
             for file_batch in batches:
@@ -263,10 +272,11 @@ class BlockFiles:
     def _open(self, mount: int) -> int:
         """Open the block file of a mount. Once a file system refuses O_DIRECT, no further file is opened with it."""
         flags = 0 if self.options.reuses else os.O_CREAT
+        direct = os.O_DIRECT if self.is_direct else 0
         try:
-            return self._directories.open(mount, flags | (os.O_DIRECT if self.is_direct else 0))
+            return self._directories.open(mount, flags | direct)
         except OSError as error:
-            if not self.is_direct or error.errno != errno.EINVAL:
+            if not direct or error.errno != errno.EINVAL:
                 raise TransferError("opening", "nvme", str(self.paths[mount]), 0, error.errno or 0) from error
 
         self.is_direct = False
@@ -284,43 +294,51 @@ class BlockFiles:
     # HOP 1/6: NVMe extent -> RAM slot
     def read(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
         """Start reading bytes [start, stop) of a block into page-aligned memory. Every granule is verified."""
+        batches = []
         own = min(stop, extent.own_bytes)
-        batches = [self._move(extent, (start, own), address, writes=False)] if start < own else []
-        if own < stop:
-            first = max(start, own)
-            batches.append(self._gather(extent, (first, stop), address + first - start))
+        if start < own:
+            batches.append(self._move(extent, start, own, address, writes=False))
+
+        # What lies behind its own bytes is read where the base holds it.
+        first = max(start, own)
+        if first < stop:
+            batches.append(self._gather(extent, first, stop, address + first - start))
         return FileBatch(batches, "read", key, self._base)
 
     # HOP 6/6: RAM slot -> NVMe extent
     def write(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
         """Start writing page-aligned memory to bytes [start, stop) of a block. Each granule's checksum is stored."""
         assert stop <= extent.own_bytes, "files of the base are never written"
-        return FileBatch([self._move(extent, (start, stop), address, writes=True)], "write", key)
+        return FileBatch([self._move(extent, start, stop, address, writes=True)], "write", key)
 
-    def _gather(self, extent: Extent, span: tuple[int, int], address: int) -> tuple[IoBatch, Sequence[Path]]:
+    def _gather(self, extent: Extent, start: int, stop: int, address: int) -> tuple[IoBatch, Sequence[Path]]:
         """Hand the parts of a span in files of the base to the engine; returns their batch, and the file of each."""
-        start, stop = span
         granule = self.options.granule_bytes
         table = extent.checksums.ctypes.data + 4 * (start // granule)
         segments, paths = self._base.segments(extent.parts, start, stop, address)
-        return self._engine.gather((address, stop - start), segments, table, granule), paths
+        target = (address, stop - start)
+        return self._engine.gather(target, segments, table, granule), paths
 
     def _move(
-        self, extent: Extent, span: tuple[int, int], address: int, *, writes: bool
+        self, extent: Extent, start: int, stop: int, address: int, *, writes: bool
     ) -> tuple[IoBatch, Sequence[Path]]:
         """Hand the pieces of a span to the engine; returns their batch, and the file of each."""
-        start, stop = span
         granule = self.options.granule_bytes
         assert start % granule == 0, "a span starts where a granule does"
         assert stop % granule == 0 or stop == extent.num_bytes, "a span ends with a granule or with its block"
 
         # The engine gets a segment for each piece of a stripe, all in one batch: mounts work at the same time.
-        pieces = list(extent.pieces(start, stop))
-        segments = [(self._files[p.mount], p.file_offset, address + p.start, p.num_bytes) for p in pieces]
-        paths = [self.paths[piece.mount] for piece in pieces]
+        segments = []
+        paths = []
+        for piece in extent.pieces(start, stop):
+            file = self._files[piece.mount]
+            segments.append((file, piece.file_offset, address + piece.start, piece.num_bytes))
+            paths.append(self.paths[piece.mount])
 
         # One checksum for each granule, in the order of the block's bytes, wherever its stripes lie.
-        table = extent.checksums.ctypes.data + 4 * (start // granule) if self.options.checksums else 0
+        table = 0
+        if self.options.checksums:
+            table = extent.checksums.ctypes.data + 4 * (start // granule)
         return self._engine.submit(segments, table, granule, writes=writes), paths
 
     def keep(self, keeps: bool) -> None:

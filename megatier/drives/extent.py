@@ -8,6 +8,7 @@ may lie elsewhere: in parts of the user's own files (`base_files`), which are ne
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,14 +139,22 @@ class Striping:
 
         It is the one that has taken the least for its share, of those that have room.
         """
-        granule = self._granule_bytes
-        free = [budget - used for budget, used in zip(self._budgets, self.used, strict=True)]
+        best = (0, 0)
+        least = math.inf
+        for mount, (budget, used) in enumerate(zip(self._budgets, self.used, strict=True)):
+            room = budget - used
 
-        # Only the last stripe of a block may end inside a granule, since every other granule lies on one mount.
-        sizes = [min(missing, STRIPE_BYTES, room if room >= missing else room // granule * granule) for room in free]
-        # Equals go by index: a run that resumes from a savepoint must deal the same stripes as before.
-        best = min(range(len(free)), key=lambda i: (sizes[i] <= 0, self.used[i] / max(1, self._shares[i]), i))
-        return best, max(0, sizes[best])
+            # Only the last stripe of a block may end inside a granule, since every other granule lies on one mount.
+            if room < missing:
+                room -= room % self._granule_bytes
+            size = min(missing, STRIPE_BYTES, room)
+
+            # Equals go by index: a run that resumes from a savepoint must deal the same stripes as before.
+            taken = used / max(1, self._shares[mount])
+            if size > 0 and taken < least:
+                best = (mount, size)
+                least = taken
+        return best
 
 
 @functools.cache
@@ -157,7 +166,8 @@ def zero_checksum(num_bytes: int) -> int:
 
 def zero_checksums(num_bytes: int, granule_bytes: int) -> npt.NDArray[np.uint32]:
     """Return the checksum of each granule of so many zeros. The last granule may be shorter."""
-    checksums = np.full(-(-num_bytes // granule_bytes), zero_checksum(granule_bytes), dtype=np.uint32)
+    whole = zero_checksum(granule_bytes)
+    checksums = np.full(-(-num_bytes // granule_bytes), whole, dtype=np.uint32)
     if tail := num_bytes % granule_bytes:
         checksums[-1] = zero_checksum(tail)
     return checksums

@@ -121,9 +121,10 @@ class GpuReader:
         with contextlib.ExitStack() as reads:
             for piece in extent.pieces(start, start + target.numel()):
                 path = self._files.paths[piece.mount]
+                handle = self._handles[piece.mount]
                 part = target[piece.start : piece.start + piece.num_bytes]
                 with self._typed_errors(f"read of block {key}", path, piece.file_offset):
-                    future = self._handles[piece.mount].pread(part, piece.num_bytes, piece.file_offset)
+                    future = handle.pread(part, piece.num_bytes, piece.file_offset)
                 reads.callback(self._finish, key, piece, future)
 
         if self._files.options.checksums:
@@ -146,8 +147,11 @@ class GpuReader:
         path = self._files.paths[piece.mount]
         with self._typed_errors(f"read of block {key}", path, piece.file_offset):
             num_bytes = future.get()
+
+        # kvikio says by a count alone that a file ends too early.
         if num_bytes != piece.num_bytes:
-            raise TransferError(f"read of block {key} by kvikio", "nvme", str(path), piece.file_offset + num_bytes, 0)
+            end = piece.file_offset + num_bytes
+            raise TransferError(f"read of block {key} by kvikio", "nvme", str(path), end, 0)
 
     def _verify(self, key: str, extent: Extent, start: int, target: torch.Tensor) -> None:
         """Raise IntegrityError for the first granule whose checksum differs from the stored one."""
@@ -156,12 +160,17 @@ class GpuReader:
         # The stored checksums are read when the bytes are there, and the store lets no write of the extent begin before
         # that (`Block.reads`). So both are of the same write.
         found = checksums(target, granule)
-        expected = extent.checksums[start // granule :][: found.size]
-        for index in np.flatnonzero(found != expected)[:1]:
-            first = start + int(index) * granule
-            piece = next(extent.pieces(first, first + 1))
-            path = str(self._files.paths[piece.mount])
-            raise IntegrityError(key, path, piece.file_offset, int(expected[index]), int(found[index]))
+        first = start // granule
+        expected = extent.checksums[first : first + found.size]
+        differing = np.flatnonzero(found != expected)
+        if not differing.size:
+            return
+
+        index = int(differing[0])
+        begin = start + index * granule
+        piece = next(extent.pieces(begin, begin + 1))
+        path = str(self._files.paths[piece.mount])
+        raise IntegrityError(key, path, piece.file_offset, int(expected[index]), int(found[index]))
 
     @contextlib.contextmanager
     def _typed_errors(self, what: str, path: os.PathLike[str], offset: int) -> Iterator[None]:

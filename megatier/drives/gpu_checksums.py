@@ -58,10 +58,11 @@ def checksums(region: torch.Tensor, granule_bytes: int) -> npt.NDArray[np.uint32
         granule_bytes: a multiple of 4,096. The last granule may be shorter.
     """
     granules = triton.cdiv(region.numel(), granule_bytes)
-    found = torch.empty(granules, dtype=torch.int32, device=region.device)
     words = region.view(torch.int32)
+    granule_words = granule_bytes // 4
     distances = _distances(region.device)
-    _check[(granules,)](words, distances, found, words.numel(), granule_bytes // 4, num_warps=ROW_WARPS)
+    found = torch.empty(granules, dtype=torch.int32, device=region.device)
+    _check[(granules,)](words, distances, found, words.numel(), granule_words, num_warps=ROW_WARPS)
 
     # The sums leave out the checksum of zeros, which depends on the length alone.
     flipped: npt.NDArray[np.uint32] = found.cpu().numpy().view(np.uint32)
@@ -74,6 +75,7 @@ def _distances(device: torch.device) -> torch.Tensor:
 
     It is the checksum of a row in which only bit 31 of that word is set, without the checksum of zeros.
     """
+    # Bit by bit, since without that of zeros the checksum of a row is the xor of those of its bits.
     row = np.zeros(ROW_WORDS.value, dtype=np.uint32)
     zero = _native.checksum(row.ctypes.data, row.nbytes)
     distances = np.empty_like(row)

@@ -88,11 +88,13 @@ class NativeEngine:
 
     def submit(self, segments: Sequence[Segment], checksums: int, granule_bytes: int, *, writes: bool) -> IoBatch:
         """Begin to read or to write; see `IoEngine.submit`."""
+        # Requests of at most so many bytes, so that all threads share a large segment.
         pool = self._writers if writes else self._readers
         return pool.submit_io(writes, segments, checksums, granule_bytes, REQUEST_BYTES)
 
     def gather(self, target: Memory, parts: Sequence[Segment], checksums: int, granule_bytes: int) -> IoBatch:
         """Begin to put memory together from parts of files; see `IoEngine.gather`."""
+        # By readers alone: files of the base are never written.
         return self._readers.submit_gather(*target, parts, checksums, granule_bytes, GATHERED_BYTES)
 
     def close(self) -> None:

@@ -70,12 +70,14 @@ def find_leftovers(mount: Path, *, remove: bool = False, run_id: str = "") -> It
         TransferError: a file could not be removed.
     """
     try:
-        names = [path for path in mount.iterdir() if NAME.fullmatch(path.name)]
+        paths = [path for path in mount.iterdir() if NAME.fullmatch(path.name)]
     except OSError as error:
         raise ConfigError(f"cannot read {mount}: {error.strerror}. Name a directory, as in tiers.nvme.") from error
 
-    for path in sorted(path for path in names if not run_id or run_id in path.name.split("-")):
-        yield _examined(path, remove)
+    for path in sorted(paths):
+        # A whole part of the name: an id may begin as another one does.
+        if not run_id or run_id in path.name.split("-"):
+            yield _examined(path, remove)
 
 
 def is_abandoned(directory: Path) -> bool:
@@ -107,16 +109,20 @@ def _examined(path: Path, remove: bool) -> Leftover:
 def _examined_under_lock(path: Path, folder: int, remove: bool) -> Leftover:
     with os.scandir(folder) as entries:
         files = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
-    if foreign := sorted(name for name, status in files.items() if not _is_a_runs(name, status)):
+    foreign = sorted(name for name, status in files.items() if not _is_a_runs(name, status))
+    if foreign:
         return Leftover(path=path, stays=f"no run made {foreign[0]!r} in it")
 
+    # Read before the files go.
     note = _note(folder) if NOTE_FILE in files else None
     if remove:
         _remove(path, folder)
-    age = time.time() - max(status.st_mtime for status in files.values())
+
     # `st_blocks` counts units of 512 bytes on every file system.
-    num_bytes = sum(status.st_blocks for status in files.values()) * 512
-    return Leftover(path=path, num_bytes=num_bytes, age_s=max(0.0, age), note=note, has_savepoint=KEPT_FILE in files)
+    num_bytes = 512 * sum(status.st_blocks for status in files.values())
+    age_s = time.time() - max(status.st_mtime for status in files.values())
+    has_savepoint = KEPT_FILE in files
+    return Leftover(path=path, num_bytes=num_bytes, age_s=max(0.0, age_s), note=note, has_savepoint=has_savepoint)
 
 
 def _note(folder: int) -> Note | None:
@@ -157,9 +163,13 @@ def _locked(folder: int) -> Iterator[bool]:
     """Try to take the lock in an open directory. Yield whether it was free."""
     lock = os.open(LOCK_FILE, LOCK_FLAGS, dir_fd=folder)
     try:
-        # The last holder may have removed the file between the two calls. A lock on a file that is gone guards nothing,
-        # so the open file must still be the one of that name.
-        yield _take(lock) and os.path.samestat(os.fstat(lock), os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False))
+        is_free = _take(lock)
+        if is_free:
+            # The last holder may have removed the file between the two calls. A lock on a file that is gone guards
+            # nothing, so the open file must still be the one of that name.
+            named = os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False)
+            is_free = os.path.samestat(os.fstat(lock), named)
+        yield is_free
     finally:
         os.close(lock)
 

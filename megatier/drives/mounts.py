@@ -74,6 +74,8 @@ class Note:
             fields = json.loads(content)
         except (ValueError, RecursionError):
             return None
+
+        # Shown to people only, so a note of another version is as good as none.
         if not isinstance(fields, dict) or fields.keys() != {"owner", "began"}:
             return None
         return cls(owner=str(fields["owner"]), began=str(fields["began"]))
@@ -114,13 +116,18 @@ class MountDirectories:
         _OPEN.add(self)
         for path in self._names:
             # Each one is noted as soon as it is locked, so that `close` unlocks it if the next one is refused.
-            self._directories.append(PrivateDirectory(path))
-            for name in () if reuses else (KEPT_FILE, BLOCK_FILE):
-                with contextlib.suppress(OSError):  # a file that stays only takes room
-                    self._directories[-1].remove(name)
+            directory = PrivateDirectory(path)
+            self._directories.append(directory)
+
+            # The mark first: kept blocks that are half removed must not be taken for a savepoint.
+            if not reuses:
+                for name in (KEPT_FILE, BLOCK_FILE):
+                    with contextlib.suppress(OSError):  # a file that stays only takes room
+                        directory.remove(name)
+
             # A drive that takes no note refuses the blocks too, and says why better.
             with contextlib.suppress(OSError):
-                self._directories[-1].write(NOTE_FILE, Note.of(self._run).written())
+                directory.write(NOTE_FILE, Note.of(self._run).written())
 
     def open(self, mount: int, flags: int) -> int:
         """Open the block file on a mount; return its descriptor.
