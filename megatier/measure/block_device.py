@@ -39,11 +39,15 @@ def block_device(directory: Path, root: Path = ROOT) -> BlockDevice:
     if not (folder / "stat").is_file():
         return BlockDevice(name="unknown", logical_block_bytes=None, num_drives=1, counters=None)
 
-    names = [line.removeprefix("DEVNAME=") for line in _text(folder / "uevent").splitlines() if "DEVNAME=" in line]
+    lines = _text(folder / "uevent").splitlines()
+    names = [line.removeprefix("DEVNAME=") for line in lines if "DEVNAME=" in line]
 
     # A partition has no queue of its own. That of its drive lies in the folder above.
-    sizes = [_text(queue / "queue/logical_block_size").strip() for queue in (folder, folder.resolve().parent)]
-    size = next((int(text) for text in sizes if text.isdigit()), None)
+    size = None
+    for holder in (folder, folder.resolve().parent):
+        text = _text(holder / "queue/logical_block_size").strip()
+        if size is None and text.isdigit():
+            size = int(text)
     return BlockDevice(
         name=names[0] if names else folder.name,
         logical_block_bytes=size,

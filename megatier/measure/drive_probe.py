@@ -97,16 +97,17 @@ class DriveFigures:
     @property
     def rates(self) -> DriveRates:
         """The rates of the drive, as a plan takes them."""
-        read, write, mixed = (flow.bytes_per_s for flow in (self.read, self.write, self.mixed))
-        low, high = (min(self.mixed.windows), max(self.mixed.windows)) if self.mixed.windows else (None, None)
-        first_write = self.first_write_bytes_per_s
+        # Windows of the mixed flow alone: it is what binds a step that spills.
+        windows = self.mixed.windows
+        low = min(windows) if windows else None
+        high = max(windows) if windows else None
         return DriveRates(
             directory=self.directory,
-            read_bytes_per_s=read,
-            write_bytes_per_s=write,
-            mixed_bytes_per_s=mixed,
+            read_bytes_per_s=self.read.bytes_per_s,
+            write_bytes_per_s=self.write.bytes_per_s,
+            mixed_bytes_per_s=self.mixed.bytes_per_s,
             io_threads=self.io_threads,
-            first_write_bytes_per_s=first_write,
+            first_write_bytes_per_s=self.first_write_bytes_per_s,
             mixed_low_bytes_per_s=low,
             mixed_high_bytes_per_s=high,
         )
@@ -122,12 +123,14 @@ def check_mount(mount: MountBudget) -> int:
     directory = mount.directory
     num_bytes = mount.num_bytes or 0
     check_directory(directory, "--nvme")
-    if num_bytes < (least := BLOCKS_MIN * IoOptions().granule_bytes):
+    least = BLOCKS_MIN * IoOptions().granule_bytes
+    if num_bytes < least:
         raise ConfigError(f"--nvme: {at_least(num_bytes)} on {directory} is too small; give {at_least(least)} or more.")
 
     # f_bavail, not f_bfree, which counts the blocks that file systems keep for root as well.
     room = os.statvfs(directory)
-    if num_bytes > (free := room.f_bavail * room.f_frsize):
+    free = room.f_bavail * room.f_frsize
+    if num_bytes > free:
         raise CapacityError("nvme", num_bytes, free, f"Free space on {directory}, or give it less: {directory}:SIZE.")
     return num_bytes
 
@@ -158,10 +161,14 @@ def probe_drive(
     """
     options = options or IoOptions()
     num_bytes = check_mount(mount)
-    block_bytes = min(BLOCK_BYTES, num_bytes // BLOCKS_MIN // options.granule_bytes * options.granule_bytes)
+    granule = options.granule_bytes
+
+    # In whole granules, each of which has one checksum. A small file has smaller blocks, so that it has enough.
+    block_bytes = min(BLOCK_BYTES, num_bytes // BLOCKS_MIN // granule * granule)
     device = block_device(mount.directory)
     directory = mount.directory
     with BlockTraffic(directory, num_bytes // block_bytes, block_bytes, options, pin=pin) as traffic:
+        # First, so that all that follows is measured on a drive whose write cache is full.
         sustained = traffic.sustained(sustained_bytes) if sustained_bytes else ()
         is_direct = traffic.is_direct
         io_threads, trials = choose_threads(traffic, options.num_threads, seconds)
@@ -212,16 +219,20 @@ def try_threads(traffic: BlockTraffic, seconds: float) -> dict[int, tuple[float,
 
     Rates of drives waver over time. So the numbers take turns, and each round begins with another one.
     """
-    found: dict[int, list[tuple[float, float]]] = {count: [] for count in THREADS}
+    mixed: dict[int, list[float]] = {count: [] for count in THREADS}
+    writing: dict[int, list[float]] = {count: [] for count in THREADS}
     for number in range(TRIAL_ROUNDS):
         first = number % len(THREADS)
         for count in THREADS[first:] + THREADS[:first]:
             traffic.set_threads(count)
-            found[count].append((traffic.mixed(seconds).bytes_per_s, traffic.write(seconds).bytes_per_s))
+            mixed[count].append(traffic.mixed(seconds).bytes_per_s)
+            writing[count].append(traffic.write(seconds).bytes_per_s)
 
-    return {
-        count: (statistics.median(m for m, _ in r), statistics.median(w for _, w in r)) for count, r in found.items()
-    }
+    # Medians, because a drive that pauses once must not decide.
+    medians = {}
+    for count in THREADS:
+        medians[count] = (statistics.median(mixed[count]), statistics.median(writing[count]))
+    return medians
 
 
 def fewest_threads(trials: Mapping[int, tuple[float, float]]) -> int:
@@ -230,18 +241,29 @@ def fewest_threads(trials: Mapping[int, tuple[float, float]]) -> int:
     Few threads are better than many: a single read waits longer the more threads write at the same time.
     """
     # The best mixed rate and the best writing rate may be those of different numbers.
-    best = [max(rates) for rates in zip(*trials.values(), strict=True)]
-    near = [n for n, rates in trials.items() if all(r >= AS_FAST * b for r, b in zip(rates, best, strict=True))]
-    return min(near, default=max(trials, key=lambda count: trials[count][0]))
+    best_mixed = max(mixed for mixed, _ in trials.values())
+    best_write = max(write for _, write in trials.values())
+    near = []
+    for count, (mixed, write) in trials.items():
+        if mixed >= AS_FAST * best_mixed and write >= AS_FAST * best_write:
+            near.append(count)
+    if near:
+        return min(near)
+    return max(trials, key=lambda count: trials[count][0])
 
 
 def drive_flags(figures: DriveFigures) -> tuple[str, ...]:
     """Return the reasons why the figures of a mount are not those of its drive."""
     flags = []
     limit = DRIVE_LIMIT_BYTES_PER_S * figures.num_drives
-    for name, flow in (("read", figures.read), ("write", figures.write), ("mixed", figures.mixed)):
-        # PCIe carries as much again in the other direction.
-        if flow.bytes_per_s > limit * (1 if name != "mixed" else 2):
+
+    # PCIe carries as much again in the other direction.
+    for name, flow, most in (
+        ("read", figures.read, limit),
+        ("write", figures.write, limit),
+        ("mixed", figures.mixed, 2 * limit),
+    ):
+        if flow.bytes_per_s > most:
             flags.append(f"{name}: more than {limit / 1e9:.0f} GB/s, which PCIe does not carry: a cache answered")
         elif flow.device_bytes is not None and flow.num_bytes > UNCOUNTED_SHARE_MAX * flow.device_bytes:
             share = flow.device_bytes / flow.num_bytes
@@ -260,12 +282,14 @@ def drive_notes(figures: DriveFigures) -> tuple[str, ...]:
     if figures.block_bytes < BLOCK_BYTES:
         least = at_least(BLOCKS_MIN * BLOCK_BYTES)
         notes.append(f"blocks smaller than the store's, {at_least(BLOCK_BYTES)}: give {least} or more")
+    logical = figures.logical_block_bytes or 0
+    if logical > PAGE_BYTES:
+        notes.append(f"the device wants transfers of {logical} bytes; the store's may be smaller")
 
-    if (figures.logical_block_bytes or 0) > PAGE_BYTES:
-        notes.append(f"the device wants transfers of {figures.logical_block_bytes} bytes; the store's may be smaller")
-    flows = (figures.read, figures.write, figures.mixed)
-    if any(flow.device_bytes and flow.device_bytes > UNCOUNTED_SHARE_MAX * flow.num_bytes for flow in flows):
-        notes.append("others used the device meanwhile: the figures are too low")
+    for flow in (figures.read, figures.write, figures.mixed):
+        if flow.device_bytes and flow.device_bytes > UNCOUNTED_SHARE_MAX * flow.num_bytes:
+            notes.append("others used the device meanwhile: the figures are too low")
+            break
     return tuple(notes)
 
 
@@ -279,9 +303,14 @@ def knee(rates: Sequence[float]) -> int | None:
         mean = statistics.fmean(part)
         return sum((rate - mean) ** 2 for rate in part)
 
+    def cost(split: int) -> float:
+        return squares(rates[:split]) + squares(rates[split:])
+
     # Two steps are the least that tell a level from a single slow step.
-    splits = range(2, len(rates) - 1)
-    best = min(splits, key=lambda split: squares(rates[:split]) + squares(rates[split:]), default=None)
-    if best is None or statistics.median(rates[best:]) > KNEE_SHARE * statistics.median(rates[:best]):
+    best = min(range(2, len(rates) - 1), key=cost, default=None)
+    if best is None:
         return None
-    return best
+
+    # Medians, because one slow step in a level is no lower level.
+    first = statistics.median(rates[:best])
+    return best if statistics.median(rates[best:]) <= KNEE_SHARE * first else None

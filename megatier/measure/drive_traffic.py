@@ -105,7 +105,8 @@ class UpdatesBeside:
             if number % (MIXED_READS + MIXED_WRITES) in UPDATED_AT:
                 if len(self._flying) == 2:
                     self._flying.popleft().wait()
-                self._flying.append(self._traffic.submit(self._pool, next(chunks)))
+                update = self._traffic.submit(self._pool, next(chunks))
+                self._flying.append(update)
             yield operation
 
 
@@ -172,7 +173,8 @@ class BlockTraffic:
 
     def write(self, seconds: float) -> Flow:
         """Overwrite the file from its start, again and again."""
-        return self._measure(((True, i) for i in itertools.cycle(range(len(self._extents)))), (1,), seconds)
+        indices = itertools.cycle(range(len(self._extents)))
+        return self._measure(((True, index) for index in indices), (1,), seconds)
 
     def mixed(self, seconds: float) -> Flow:
         """Read one half and write the other, 7 blocks to 6."""
@@ -184,22 +186,27 @@ class BlockTraffic:
         This takes MIXED_WINDOWS times as long as the other flows. Through the page cache there are no windows, since
         what was written is counted only at the end.
         """
-        with UpdatesBeside(self._block_bytes // BYTES_OF_MOMENT, threads) as updates:
-            window_s = seconds if self.is_direct else None
-            return self._measure(updates.among(self._turns()), (0, 1), MIXED_WINDOWS * seconds, window_s)
+        window_s = seconds if self.is_direct else None
+        num_elements = self._block_bytes // BYTES_OF_MOMENT
+        with UpdatesBeside(num_elements, threads) as updates:
+            operations = updates.among(self._turns())
+            return self._measure(operations, (0, 1), MIXED_WINDOWS * seconds, window_s)
 
     def sustained(self, num_bytes: int) -> tuple[float, ...]:
         """Write so many bytes without a pause; return the rate of each GiB."""
+        num_blocks = -(-num_bytes // self._block_bytes)
         indices = itertools.cycle(range(len(self._extents)))
-        writes = ((True, index) for index in itertools.islice(indices, -(-num_bytes // self._block_bytes)))
+        writes = ((True, index) for index in itertools.islice(indices, num_blocks))
         began = time.perf_counter_ns()
         ends = [end for _, end in self._run(writes, DEPTH)]
         return step_rates(began, ends, self._block_bytes)
 
     def _reads(self, num_blocks: int) -> Iterator[Operation]:
         """Return reads of the first blocks, again and again; only once through the page cache."""
-        indices = range(num_blocks)
-        return ((False, index) for index in (itertools.cycle(indices) if self.is_direct else indices))
+        indices: Iterable[int] = range(num_blocks)
+        if self.is_direct:
+            indices = itertools.cycle(indices)
+        return ((False, index) for index in indices)
 
     def _turns(self) -> Iterator[Operation]:
         """Yield mixed turns: reads of the first half of the blocks among writes to the second half."""
@@ -232,13 +239,17 @@ class BlockTraffic:
             self._leave_page_cache()
         before = self._device.moved_bytes()
         began = time.perf_counter_ns()
+
+        # As many in flight for each way, so that neither waits for the slots of the other.
         spans = self._run(operations, DEPTH * len(ways), began + int(seconds * 1e9))
         if not self.is_direct:
             self._leave_page_cache()  # bytes that were written count once they are on the drive
 
         ended = time.perf_counter_ns()
         after = self._device.moved_bytes()
-        counted = None if before is None or after is None else sum(after[way] - before[way] for way in ways)
+        counted = None
+        if before is not None and after is not None:
+            counted = sum(after[way] - before[way] for way in ways)
         times = sorted((end - start) / 1e6 for start, end in spans)
         p50 = quantile(times, 0.5)
         p99 = quantile(times, 0.99)
@@ -316,9 +327,13 @@ def step_rates(began_ns: int, ends_ns: Iterable[int], block_bytes: int) -> tuple
     If all blocks together are less than a GiB, the rate is that of all of them.
     """
     ends = sorted(ends_ns)
-    per_step = min(max(1, SUSTAINED_STEP_BYTES // block_bytes), max(1, len(ends)))
-    marks = [began_ns, *ends[per_step - 1 :: per_step]]
-    return tuple(per_step * block_bytes * 1e9 / max(1, b - a) for a, b in itertools.pairwise(marks))
+    blocks = max(1, SUSTAINED_STEP_BYTES // block_bytes)
+    blocks = min(blocks, max(1, len(ends)))
+    marks = [began_ns, *ends[blocks - 1 :: blocks]]
+
+    # Two blocks may have one moment, as far as the clock can tell.
+    num_bytes = blocks * block_bytes
+    return tuple(num_bytes * 1e9 / max(1, end - start) for start, end in itertools.pairwise(marks))
 
 
 def window_rates(began_ns: int, ends_ns: Iterable[int], block_bytes: int, seconds: float) -> tuple[float, ...]:

@@ -164,7 +164,10 @@ def _probe_copies(device: torch.device, num_bytes: int, seconds: float) -> CopyF
 
 def _copy_figures(device: torch.device, copies: CopyTraffic, seconds: float) -> CopyFigures:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    to_gpu, to_ram = (alone(work, seconds) for work in (copies.to_gpu, copies.to_ram))
+    to_gpu = alone(copies.to_gpu, seconds)
+    to_ram = alone(copies.to_ram, seconds)
+
+    # A step loads and saves at the same time, and the two ways of a link share the bandwidth of RAM.
     both = at_once({"to_gpu": copies.to_gpu, "to_ram": copies.to_ram}, seconds)
     return CopyFigures(
         device=name,
@@ -178,6 +181,7 @@ def _copy_figures(device: torch.device, copies: CopyTraffic, seconds: float) -> 
 def _update_figures(update: UpdateTraffic, copies: CopyTraffic, threads: int, seconds: float) -> UpdateFigures:
     work = partial(update.on_cpu, threads)
     parameters_per_s = alone(work, seconds)
+
     # In a step AdamW and the copies share the bandwidth of RAM, so they are measured together as well.
     shared = at_once({"update": work, "to_gpu": copies.to_gpu, "to_ram": copies.to_ram}, seconds)
     return UpdateFigures(
@@ -204,9 +208,9 @@ def link_notes(device: str) -> tuple[str, ...]:
 
 def link_flags(figures: LinkFigures) -> tuple[str, ...]:
     """Return the figures that no machine reaches."""
-    return tuple(
-        f"{copies.device}: copies at {rate / 1e9:.0f} GB/s, more than any link carries"
-        for copies in figures.copies
-        for rate in (copies.to_gpu_bytes_per_s, copies.to_ram_bytes_per_s)
-        if rate > COPY_LIMIT_BYTES_PER_S
-    )
+    flags = []
+    for copies in figures.copies:
+        for rate in (copies.to_gpu_bytes_per_s, copies.to_ram_bytes_per_s):
+            if rate > COPY_LIMIT_BYTES_PER_S:
+                flags.append(f"{copies.device}: copies at {rate / 1e9:.0f} GB/s, more than any link carries")
+    return tuple(flags)

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from typing import Self
 
 import torch
@@ -45,10 +46,15 @@ Work = Callable[[Callable[[], bool]], float]
 
 def at_once(works: Mapping[str, Work], seconds: float) -> dict[str, float]:
     """Run all of them at once for a while; return the rate of each."""
+    # One end for all, so that none goes on alone when the others are over.
     end = time.perf_counter() + seconds
+
+    def run(work: Work) -> float:
+        return work(lambda: time.perf_counter() > end)
+
     with closing(Workers(len(works), "megatier-traffic")) as workers:
-        found = workers.map(lambda work: work(lambda: time.perf_counter() > end), works.values())
-        return dict(zip(works, found, strict=True))
+        rates = workers.map(run, works.values())
+        return dict(zip(works, rates, strict=True))
 
 
 def alone(work: Work, seconds: float) -> float:
@@ -136,7 +142,8 @@ class UpdateTraffic:
             CapacityError: there is less memory.
         """
         self._chunk = min(chunk_elements, round_up(num_elements))  # so planes start at multiples of their width
-        self.num_elements = max(1, num_elements // self._chunk) * self._chunk
+        num_chunks = max(1, num_elements // self._chunk)
+        self.num_elements = num_chunks * self._chunk
         self._arena = Arena(self.num_elements * STATE_BYTES_PER_PARAMETER, device, pin=pin)
         self._arena.bytes.fill_(STATE_BYTE)
 
@@ -167,10 +174,13 @@ class UpdateTraffic:
         from megatier.optim.kernels import adamw  # Triton comes with the CUDA builds of torch only
 
         # The planes lie one after the other in the arena, each with all elements.
-        starts = [self.num_elements * width for width in itertools.accumulate(self.WIDTHS, initial=0)]
-        weight, remainder, exp_avg, exp_avg_sq, grad = (
-            self._arena.bytes[start:stop] for start, stop in itertools.pairwise(starts)
-        )
+        planes = []
+        start = 0
+        for width in self.WIDTHS:
+            stop = start + width * self.num_elements
+            planes.append(self._arena.bytes[start:stop])
+            start = stop
+        weight, remainder, exp_avg, exp_avg_sq, grad = planes
 
         def work() -> None:
             adamw((weight, remainder, exp_avg, exp_avg_sq, grad), [(0, self.num_elements, 1.0)], SCALARS)
@@ -197,27 +207,34 @@ class UpdateTraffic:
         return done / (time.perf_counter() - began)
 
     def _addresses(self, start: int) -> tuple[int, int, int, int, int]:
-        begins = itertools.accumulate(self.WIDTHS, initial=0)
-        weight, remainder, exp_avg, exp_avg_sq, grad = (
-            self._arena.address + begin * self.num_elements + width * start
-            for begin, width in zip(begins, self.WIDTHS, strict=False)
-        )
+        """Return where each plane has the element `start`."""
+        addresses = []
+        plane = self._arena.address
+        for width in self.WIDTHS:
+            addresses.append(plane + width * start)
+            plane += width * self.num_elements
+        weight, remainder, exp_avg, exp_avg_sq, grad = addresses
         return weight, remainder, exp_avg, exp_avg_sq, grad
 
 
 def matmul_flops_per_s(device: torch.device, size: int, seconds: float) -> float:
     """Return the FLOP/s of a square product, in bf16 on cuda and in fp32 on the CPU."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    product = torch.empty_like(left)
-
-    def work() -> None:
-        torch.mm(left, right, out=product)
-
+    # A product and a sum for each of size^3 pairs.
+    work = square_product(device, size)
     return 2.0 * size**3 * _repeats_per_s(work, device, seconds)
 
 
-def _repeats_per_s(work: Callable[[], None], device: torch.device, seconds: float) -> float:
+def square_product(device: torch.device, size: int) -> Callable[[], object]:
+    """Return what multiplies two square matrices, in bf16 on cuda and in fp32 on the CPU."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    left = torch.randn(size, size, device=device, dtype=dtype)
+    right = torch.randn(size, size, device=device, dtype=dtype)
+    # Into one result, so that allocations are not measured.
+    out = torch.empty_like(left)
+    return partial(torch.mm, left, right, out=out)
+
+
+def _repeats_per_s(work: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Return how often a second it can be done. On a GPU several are launched in a row, so that it never idles."""
     has_stream = device.type == "cuda"
     in_a_row = LAUNCHES_IN_A_ROW if has_stream else 1

@@ -195,11 +195,14 @@ def rates_or_assumed(directories: Sequence[Path], device: str) -> tuple[Rates, t
     if links is not None:
         return dataclasses.replace(links, drives=drives), ("drives",)
 
-    # How much memory a GPU has is read from it, not assumed. Rates that are None, as those of links between ranks are
-    # here, are left to `Rates.assumed`.
     assumed = dataclasses.replace(_assumed_links(device), drives=drives)
-    names = (field.name for field in dataclasses.fields(Rates))
-    return assumed, tuple(name for name in names if name != "gpu_bytes" and getattr(assumed, name))
+    names = []
+    for field in dataclasses.fields(Rates):
+        # How much memory a GPU has is read from it, not assumed. Rates that are None, as those of links between ranks
+        # are here, are left to `Rates.assumed`.
+        if field.name != "gpu_bytes" and getattr(assumed, field.name):
+            names.append(field.name)
+    return assumed, tuple(names)
 
 
 def io_threads(asked: int | None, rates: Rates | None) -> tuple[int, str]:
@@ -266,13 +269,13 @@ def _is_whole(entry: object) -> bool:
     """Return whether an entry has everything that this version writes; newer figures may be missing."""
     links = {field.name for field in dataclasses.fields(Rates)} - {"drives"}
     rates = {field.name for field in dataclasses.fields(DriveRates)}
+    newer = {"io_threads", "first_write_bytes_per_s", *WAVERING}  # not in entries of older versions
     try:
         assert isinstance(entry, dict)
-        newer = {"io_threads", "first_write_bytes_per_s", *WAVERING}  # not in entries of older versions
-        measured = [drive["rates"].keys() | newer for drive in entry["drives"] if drive["facts"]]
-        drives_are_whole = measured == [rates] * len(entry["drives"])
-        links_are_whole = entry["links"].keys() | OF_RANKS == links
-        return bool(entry["machine"]) and links_are_whole and drives_are_whole
+        for drive in entry["drives"]:
+            if not drive["facts"] or drive["rates"].keys() | newer != rates:
+                return False
+        return bool(entry["machine"]) and entry["links"].keys() | OF_RANKS == links
     except (AssertionError, AttributeError, KeyError, TypeError):
         return False
 

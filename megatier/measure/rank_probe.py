@@ -19,7 +19,7 @@ import torch
 
 from megatier.hardware import ram_available_bytes
 from megatier.measure.link_probe import MATMUL_SIZE
-from megatier.measure.link_traffic import LAUNCHES_IN_A_ROW
+from megatier.measure.link_traffic import LAUNCHES_IN_A_ROW, square_product
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import bay_bytes
@@ -89,30 +89,27 @@ class RankFigures:
         )
 
 
-def probe_ranks(
-    ranks: Ranks, device: str, *, seconds: float, layer_bytes: int | None = None, matmul_size: int | None = None
-) -> RankFigures:
+def probe_ranks(ranks: Ranks, device: str, *, seconds: float) -> RankFigures:
     """Measure gathers, scatters, and both during products, by the way that runs will take. Every rank calls it.
 
     Args:
         ranks: the ranks that measure.
         device: "cuda" or "cpu".
         seconds: the time of each measurement.
-        layer_bytes: the bytes that a collective is about; None: as fits the device.
-        matmul_size: the rows and columns of the product; None: as fits the device.
     """
-    probe = partial(_probe_way, ranks, device, seconds, layer_bytes or LAYER_BYTES[device], matmul_size)
-    found = probe(None)
-    if found.way is not Way.RAM or device == "cpu":
-        return found
-    return min(found, probe(Way.KERNELS), key=lambda figures: figures.lost_seconds)
+    figures = _probe_way(ranks, device, seconds)
+    if figures.way is not Way.RAM or device == "cpu":
+        return figures
+
+    # Kernels take multiprocessors from the products beside them, so that the faster way may lose a step more.
+    by_kernels = _probe_way(ranks, device, seconds, Way.KERNELS)
+    return min(figures, by_kernels, key=lambda found: found.lost_seconds)
 
 
-def _probe_way(
-    ranks: Ranks, device: str, seconds: float, layer_bytes: int, matmul_size: int | None, prefers: Way | None
-) -> RankFigures:
+def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = None) -> RankFigures:
     """Measure one way of bytes between ranks: the best that there is, or one that is preferred to shared RAM."""
-    own_bytes = max(1, layer_bytes // ranks.size // PAGE_BYTES) * PAGE_BYTES
+    own_bytes = max(1, LAYER_BYTES[device] // ranks.size // PAGE_BYTES) * PAGE_BYTES
+
     # What other ranks read lies in the memory that they may read by copy engines.
     num_bytes = (1 + ranks.size) * own_bytes
     bay = bay_bytes(ram_available_bytes() // ranks.local_size)
@@ -130,7 +127,7 @@ def _probe_way(
     with closing(Queue("ranks", clock)) as lane:
         gather_s = _seconds_each(ranks, lane, gather, seconds)
         scatter_s = _seconds_each(ranks, lane, scatter, seconds)
-        product = _product(device, matmul_size or MATMUL_SIZE[device])
+        product = square_product(torch.device(device), MATMUL_SIZE[device])
         end = time.perf_counter() + seconds
         alone_per_s = _products_per_s(product, device, lambda: time.perf_counter() > end)
 
@@ -161,10 +158,16 @@ def _probe_way(
 
 def _seconds_each(ranks: Ranks, lane: Queue, work: Callable[[], None], seconds: float) -> float:
     """Return the seconds of one collective of many in a row, on the rank that takes longest."""
+
+    def longest_s(count: int) -> float:
+        moves = _submit(lane, [work] * count)
+        return max(ranks.agree(_span_s(moves)))
+
     _span_s(_submit(lane, [work] * WARM_UPS))
-    once_s = max(ranks.agree(_span_s(_submit(lane, [work])))) or seconds
-    count = max(1, round(seconds / once_s))
-    return max(ranks.agree(_span_s(_submit(lane, [work] * count)))) / count
+
+    # From the time that all ranks agree on: with another count, one would wait for the others for ever.
+    count = max(1, round(seconds / (longest_s(1) or seconds)))
+    return longest_s(count) / count
 
 
 def _submit(lane: Queue, works: Sequence[Callable[[], None]]) -> list[Transfer]:
@@ -175,14 +178,9 @@ def _span_s(moves: Sequence[Transfer]) -> float:
     """Wait for moves, and return the seconds from the start of the first to the end of the last."""
     for move in moves:
         move.wait()
-    return (moves[-1].span_ns()[1] - moves[0].span_ns()[0]) / 1e9
-
-
-def _product(device: str, size: int) -> Callable[[], object]:
-    """Return what multiplies two matrices, in bf16 on cuda and in fp32 on the CPU."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return partial(torch.mm, left, right, out=torch.empty_like(left))
+    start_ns, _ = moves[0].span_ns()
+    _, end_ns = moves[-1].span_ns()
+    return (end_ns - start_ns) / 1e9
 
 
 def _products_per_s(product: Callable[[], object], device: str, until: Callable[[], bool]) -> float:
