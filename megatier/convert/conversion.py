@@ -92,9 +92,11 @@ class Conversion:
             ConfigError: the value is no such number.
         """
         value = self.number(key)
-        if value is not None and (value != int(value) or value < least):
+        if value is None:
+            return None
+        if value != int(value) or value < least:
             raise self.refused(key, f"a whole number of at least {least}")
-        return None if value is None else int(value)
+        return int(value)
 
     def flag(self, key: str) -> bool | None:
         """Return the key's value, true or false; None as with `raw`.
@@ -114,8 +116,12 @@ class Conversion:
             ConfigError: the value is no such text.
         """
         value = self.raw(key)
-        if value is not None and not (isinstance(value, str) and (value in among if among else _is_plain(value))):
-            raise self.refused(key, f"one of {', '.join(among)}" if among else "text")
+        if value is None:
+            return None
+        if among and value not in among:
+            raise self.refused(key, f"one of {', '.join(among)}")
+        if not isinstance(value, str) or not (among or _is_plain(value)):
+            raise self.refused(key, "text")
         return value
 
     def numbers(self, key: str, length: int) -> Sequence[float] | None:
@@ -145,8 +151,10 @@ class Conversion:
         """
         # A later carry overrides an earlier one, as keys of the source override each other.
         self.settings |= settings
-        where = ", ".join(f"{name}: {_written(value)}" for name, value in settings.items())
-        self._found(key, "carried", "; ".join(filter(None, (where, remark))), differs=differs)
+        words = ", ".join(f"{name}: {_written(value)}" for name, value in settings.items())
+        if words and remark:
+            words += "; "
+        self._found(key, "carried", words + remark, differs=differs)
 
     def default(self, key: str, *settings: str) -> None:
         """Leave the settings at their defaults, because the key says `auto` or null."""
@@ -155,8 +163,10 @@ class Conversion:
             section, _, name = setting.partition(".")
             value = SECTIONS[section].__dataclass_fields__[name].default
             words.append(f"{setting} stays at its default, {_written(value)}")
+
         # What Hugging Face or the other trainer would have taken may be another value.
-        self._found(key, "default", "; ".join(words), differs=any(name.startswith(NUMERIC) for name in settings))
+        differs = any(name.startswith(NUMERIC) for name in settings)
+        self._found(key, "default", "; ".join(words), differs=differs)
 
     def leave(self, key: str, why: str, *, differs: bool = False) -> None:
         """Note that the key has no counterpart."""
@@ -184,14 +194,14 @@ class Conversion:
             differing: those of the names without whose keys the run's numbers may differ.
         """
         for key in list(self._waiting):
-            parts = key.split(".")
             # The longest name comes first, so that the reason of a key goes before the reason of its section.
-            names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-            known = next((name for name in names if name in reasons), None)
-            if known is None:
-                self.leave(key, f"no key of {self.trainer} that is known here", differs=True)
+            name = key
+            while name and name not in reasons:
+                name = name.rpartition(".")[0]
+            if name:
+                self.leave(key, reasons[name], differs=name in differing)
             else:
-                self.leave(key, reasons[known], differs=known in differing)
+                self.leave(key, f"no key of {self.trainer} that is known here", differs=True)
 
     def _found(self, key: str, outcome: Outcome, words: str, *, differs: bool) -> None:
         value = _written(self._waiting.pop(key)) if key in self._waiting else "(not given)"

@@ -155,7 +155,7 @@ def _batch(made: Conversion) -> None:
     train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * GPUs, and two of the three are
     enough. Any of them may be `auto`.
     """
-    names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, passes = (made.count(name) for name in names)
     if whole and whole % ((micro or 1) * (passes or 1)):
         raise ConfigError(
@@ -164,7 +164,9 @@ def _batch(made: Conversion) -> None:
         )
 
     # Without the whole batch one GPU is assumed.
-    batch = whole or (micro * (passes or 1) if micro else None)
+    batch = whole
+    if batch is None and micro:
+        batch = micro * (passes or 1)
     if made.has(names[0]) and batch is not None:
         made.carry(names[0], {"train.batch": batch}, "" if whole else "from the other two")
     if batch is None:
@@ -186,10 +188,12 @@ def _batch(made: Conversion) -> None:
 
 def _precision(made: Conversion) -> None:
     """Convert bf16 and fp16. A key that says `auto` leaves open which of them is on, so nothing follows from it."""
+    # The first one is the name of older versions.
     name = "bfloat16.enabled" if made.has("bfloat16.enabled") else "bf16.enabled"
+    other = "fp16.enabled"
     bf16 = made.flag(name)
-    fp16 = made.flag("fp16.enabled")
-    is_open = made.has(name) and bf16 is None, made.has("fp16.enabled") and fp16 is None
+    fp16 = made.flag(other)
+    is_open = any(made.has(key) and value is None for key, value in ((name, bf16), (other, fp16)))
     if bf16 and fp16:
         raise ConfigError(f"{made.source}: bf16 and fp16 are both enabled. Disable one of them.")
 
@@ -197,12 +201,13 @@ def _precision(made: Conversion) -> None:
         made.carry(name, {"model.compute_dtype": "bf16"})
     elif fp16:
         why = "model.compute_dtype stays bf16, which has the range of fp32: no loss scaling"
-        made.leave("fp16.enabled", why, differs=True)
-    elif not any(is_open) and (bf16, fp16) != (None, None):
+        made.leave(other, why, differs=True)
+    elif not is_open and (bf16, fp16) != (None, None):
         # Neither is on, and neither is left open: DeepSpeed computes in fp32 then.
-        made.carry("fp16.enabled" if bf16 is None else name, {"model.compute_dtype": "fp32"}, "neither is on")
+        said = other if bf16 is None else name
+        made.carry(said, {"model.compute_dtype": "fp32"}, "neither is on")
 
-    for key, words in ((name, "model.compute_dtype stays bf16"), ("fp16.enabled", "there is no fp16 here")):
+    for key, words in ((name, "model.compute_dtype stays bf16"), (other, "there is no fp16 here")):
         if made.has(key) and made.raw(key) is None:
             made.default(key, "model.compute_dtype")
         elif made.has(key):
@@ -219,6 +224,7 @@ def _optimizer(made: Conversion) -> None:
         made.leave_below("optimizer", "a setting of another form of Muon")
         return
 
+    # DeepSpeed's Adam decays apart from the gradient unless it is told not to.
     decays_apart = made.raw("optimizer.params.adam_w_mode") is not False
     is_lion = kind is not None and kind.lower() == "lion"
     if kind is not None and not is_lion and (kind.lower() not in ("adam", "adamw") or not decays_apart):
@@ -325,8 +331,10 @@ def _output(made: Conversion) -> None:
     if made.flag("tensorboard.enabled"):
         made.carry("tensorboard.enabled", {"output.tensorboard": True}, "needs the extra megatier[tensorboard]")
 
+    # The second one is the name of older versions.
     for name in ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"):
-        if made.flag(f"{ZERO}.{name}"):
-            made.carry(f"{ZERO}.{name}", {"output.export": True, "output.export_dtype": "bf16"})
-        elif made.has(f"{ZERO}.{name}"):
-            made.leave(f"{ZERO}.{name}", "output.export, on by default, writes the model at the end, layer by layer")
+        key = f"{ZERO}.{name}"
+        if made.flag(key):
+            made.carry(key, {"output.export": True, "output.export_dtype": "bf16"})
+        elif made.has(key):
+            made.leave(key, "output.export, on by default, writes the model at the end, layer by layer")

@@ -167,13 +167,17 @@ def _adapters(made: Conversion) -> None:
 def _names(made: Conversion, key: str) -> list[str]:
     """Return names that stand in a list, or in one text with commas."""
     value = made.raw(key)
-    words = value if isinstance(value, list) else (made.text(key) or "").split(",")
-    return [str(word).strip() for word in words if str(word).strip()]
+    if not isinstance(value, list):
+        value = (made.text(key) or "").split(",")
+    words = [str(word).strip() for word in value]
+    return [word for word in words if word]
 
 
 def _model(made: Conversion) -> None:
     made.send("model_name_or_path", "model.path", made.text("model_name_or_path"))
     made.flag("bf16")
+
+    # There fp16 is mixed precision as well, and bf16 is what stands for it here.
     dtype = "bf16" if made.raw("bf16") or made.raw("pure_bf16") or made.raw("fp16") else "fp32"
     made.carry("bf16", {"model.compute_dtype": dtype}, "masters and moments are fp32")
 
@@ -188,6 +192,8 @@ def _model(made: Conversion) -> None:
 def _data(made: Conversion) -> None:
     folder = (made.text("dataset_dir") or "data").rstrip("/")
     names = made.raw("dataset")
+
+    # A list, or one text with commas.
     if isinstance(names, list):
         names = ",".join(map(str, names))
     if names is not None:
@@ -199,6 +205,8 @@ def _data(made: Conversion) -> None:
     length = made.count("cutoff_len", 2) or 2048
     words = "sequences are packed, and longer documents are cut"
     made.carry("cutoff_len", {"data.sequence_length": length}, words, differs=True)
+
+    # A val_size of 1 and more is a number of documents there.
     share = made.number("val_size")
     if share is not None and 0 <= share < 1:
         made.carry("val_size", {"data.holdout_fraction": share})
@@ -216,6 +224,7 @@ def _steps(made: Conversion) -> None:
     made.carry("per_device_train_batch_size", {"train.batch": each * groups}, words, differs=True)
     made.carry("gradient_accumulation_steps", {"train.groups": groups})
 
+    # Its default is -1, which means none.
     steps = made.number("max_steps")
     if steps is not None and steps > 0:
         made.carry("max_steps", {"train.steps": int(steps)})
@@ -284,6 +293,7 @@ def _rates(made: Conversion) -> None:
     if warmup:
         made.carry("warmup_steps", {"train.warmup_steps": warmup})
     elif ratio and isinstance(steps, int):
+        # Of steps that are known only: epochs are counted when the text is.
         made.carry("warmup_ratio", {"train.warmup_steps": min(steps - 1, round(ratio * steps))})
     elif made.has("warmup_steps"):
         made.carry("warmup_steps", {"train.warmup_steps": 0})
@@ -291,9 +301,10 @@ def _rates(made: Conversion) -> None:
 
 def _output(made: Conversion) -> None:
     made.send("output_dir", "output.directory", made.text("output_dir"))
-    if (every := made.count("save_steps")) is not None:
-        made.carry("save_steps", {"output.checkpoint_every": every})
-    if (kept := made.count("save_total_limit")) is not None:
-        made.carry("save_total_limit", {"output.keep_checkpoints": kept})
-    if (every := made.count("eval_steps")) is not None:
-        made.carry("eval_steps", {"train.evaluate_every": every})
+    for key, setting in (
+        ("save_steps", "output.checkpoint_every"),
+        ("save_total_limit", "output.keep_checkpoints"),
+        ("eval_steps", "train.evaluate_every"),
+    ):
+        if (count := made.count(key)) is not None:
+            made.carry(key, {setting: count})

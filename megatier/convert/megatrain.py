@@ -101,6 +101,7 @@ def _conversations(made: Conversion, path: str) -> None:
     response = made.text("dataset.response_field") or "response"
     made.carry("dataset.path", {"data.files": [path], "data.chat": "alpaca"})
 
+    # The names that data.chat: alpaca reads. Others have to be told by a dataset_info.json.
     if (query, response) == ("instruction", "output"):
         made.carry("dataset.query_field", {"data.chat": "alpaca"})
         made.carry("dataset.response_field", {"data.chat": "alpaca"})
@@ -118,15 +119,20 @@ def _steps(made: Conversion) -> None:
     batch = made.count("training.batch_size") or 96
     steps = made.count("training.num_steps") or 100
     groups = made.count("training.gradient_accumulation_steps") or 1
-    words = "" if groups == 1 else f"{groups} micro-batches of {batch}"
-    made.carry("training.batch_size", {"train.batch": batch * groups}, words)
-    if made.has("training.gradient_accumulation_steps"):
-        words = "" if groups == 1 else "their gradients are averaged; MegaTrain's are added up, so its norms are larger"
-        made.carry("training.gradient_accumulation_steps", {"train.groups": groups}, words, differs=groups > 1)
-    words = "" if groups == 1 else f"MegaTrain counts micro-batches, {groups} a step"
-    # A run shorter than one step of ours still makes one.
-    made.carry("training.num_steps", {"train.steps": max(1, steps // groups)}, words)
     seed = made.count("training.seed", 0)
+
+    # Where a step is one micro-batch the two agree, and there is nothing to say.
+    of_batch = of_groups = of_steps = ""
+    if groups > 1:
+        of_batch = f"{groups} micro-batches of {batch}"
+        of_groups = "their gradients are averaged; MegaTrain's are added up, so its norms are larger"
+        of_steps = f"MegaTrain counts micro-batches, {groups} a step"
+    made.carry("training.batch_size", {"train.batch": batch * groups}, of_batch)
+    if made.has("training.gradient_accumulation_steps"):
+        made.carry("training.gradient_accumulation_steps", {"train.groups": groups}, of_groups, differs=groups > 1)
+
+    # A run shorter than one step of ours still makes one.
+    made.carry("training.num_steps", {"train.steps": max(1, steps // groups)}, of_steps)
     made.carry("training.seed", {"train.seed": 42 if seed is None else seed})
     words = "every layer's input is kept, not each n-th"
     made.carry("memory.checkpoint_interval", {"train.activations": "recompute"}, words)

@@ -46,25 +46,29 @@ def convert(path: Path) -> Conversion:
 
 
 def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Callable[[Conversion], None]]:
-    if tree.keys() & llama_factory.KEYS and not tree.keys() & {"model", "training"}:
+    keys = tree.keys()
+    if keys & llama_factory.KEYS and not keys & {"model", "training"}:
         return "LLaMA-Factory", llama_factory.convert
 
-    if tree.keys() >= AXOLOTL and not tree.keys() & {deepspeed.ZERO, "train_batch_size"}:
+    if keys >= AXOLOTL and not keys & {deepspeed.ZERO, "train_batch_size"}:
         raise ConfigError(
             f"{path} is a config of Axolotl, which is not converted: Axolotl itself trains it with megatier if it has "
             "plugins: [megatier.plugins.axolotl.MegatierPlugin] (docs/trainers.md)."
         )
 
+    # Both MegaTrain and megatier have a section `model`, and only MegaTrain's has a name in it.
     model = tree.get("model")
-    is_megatrain = bool(tree.keys() & {"dataset", "training"}) or (isinstance(model, dict) and "name" in model)
-    is_deepspeed = bool(tree.keys() & deepspeed.KEYS)
+    has_name = isinstance(model, dict) and "name" in model
+    is_megatrain = has_name or bool(keys & {"dataset", "training"})
+    is_deepspeed = bool(keys & deepspeed.KEYS)
     if is_megatrain and not is_deepspeed:
         # Only known sections are checked: other keys get a finding that says that they are unknown.
-        check_sections({name: tree[name] for name in tree.keys() & megatrain.SECTIONS}, str(path))
+        known = {name: tree[name] for name in keys & megatrain.SECTIONS}
+        check_sections(known, str(path))
         return "MegaTrain", megatrain.convert
     if is_deepspeed and not is_megatrain:
         return "DeepSpeed", deepspeed.convert
-    if tree.keys() & SECTIONS.keys() and not tree.keys() - SECTIONS.keys():
+    if keys & SECTIONS.keys() and keys <= SECTIONS.keys():
         raise ConfigError(f"{path} is a config of megatier already; `megatier config show {path}` shows all of it.")
     raise ConfigError(f"{path} is no config that `megatier convert` reads. It must be {KINDS}.")
 
