@@ -74,9 +74,9 @@ class OutputCheck:
         Raises:
             UnsupportedModelError: the model computed with a tensor that a module made and did not return.
         """
+        # A walk takes the host's time in each step, so later outputs are believed.
         if not self._left:
             return
-
         self._left -= 1
         steps = _steps(x for x in tree_leaves(outputs) if torch.is_tensor(x))
 
@@ -121,12 +121,13 @@ def _ends(steps: Iterable[Step]) -> Iterator[Tensor]:
 
 def _name(model: nn.Module, steps: set[Step]) -> str:
     """Name the tensor that brought a foreign graph, if a module holds it."""
+    # What torch itself keeps in a module: parameters, buffers, hooks.
+    of_torch = {attribute for attribute in vars(nn.Module()) if attribute.startswith("_")}
     for module_name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            # What torch itself keeps in a module: parameters, buffers, hooks.
-            if attribute.startswith("_") and attribute in nn.Module().__dict__:
+            if attribute in of_torch or not isinstance(value, list | tuple | dict | Tensor):
                 continue
-            for tensor in tree_leaves(value) if isinstance(value, list | tuple | dict | Tensor) else ():
+            for tensor in tree_leaves(value):
                 if torch.is_tensor(tensor) and tensor.grad_fn in steps:
                     return f"{module_name}.{attribute} {tuple(tensor.shape)}".lstrip(".")
 

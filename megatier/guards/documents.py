@@ -38,14 +38,25 @@ def check_documents(run: Callable[[dict[str, Tensor]], Tensor], ids: Tensor, voc
     if not count:
         return
     order = torch.arange(count, dtype=torch.int64, device=ids.device).repeat(2)[None]
-    is_exact = not (ids.is_cuda or any("expert" in name for name, _ in model.named_modules()))
+    has_experts = any("expert" in name for name, _ in model.named_modules())
+    is_exact = not ids.is_cuda and not has_experts
+
+    def second_of(first: Tensor, second: Tensor) -> Tensor:
+        row = torch.cat([first, second])
+        return run({"input_ids": row[None], "position_ids": order})[0, count:]
+
     for trial in range(TRIALS):
-        first, second = (ids + trial)[:count] % vocab_size, (ids + trial)[count : 2 * count] % vocab_size
-        rows = torch.cat([first, second]), torch.cat([(first + 1) % vocab_size, second])
-        one, other = (run({"input_ids": row[None], "position_ids": order})[0, count:] for row in rows)
+        tokens = (ids + trial) % vocab_size
+        first = tokens[:count]
+        second = tokens[count : 2 * count]
+        one = second_of(first, second)
+        other = second_of((first + 1) % vocab_size, second)
         bound = 0.0 if is_exact else ROUNDING.get(one.dtype, COARSE)
+
         # Not finite counts as different.
-        if bool(((one.double() - other).norm(dim=-1) <= bound * one.double().norm(dim=-1)).all()):
+        differences = (one.double() - other).norm(dim=-1)
+        is_same = differences <= bound * one.double().norm(dim=-1)
+        if bool(is_same.all()):
             return
 
     raise UnsupportedModelError(

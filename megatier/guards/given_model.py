@@ -38,6 +38,7 @@ def check_modules(model: nn.Module) -> None:
         if reason := next(_reasons(module), None):
             raise UnsupportedModelError(f"{name or type(module).__name__} ({type(module).__name__}) {reason}")
 
+    # One without parameters, such as an activation, may stand in many places.
     names: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         first = names.setdefault(id(module), name)
@@ -63,6 +64,8 @@ def check_around(outer: nn.Module, inner: nn.Module) -> None:
         if id(module) in inside:
             continue
         path = name or type(module).__name__
+
+        # A forward of its class calls the model inside. One of the object itself was put there by somebody.
         if "forward" in vars(module) or any(getattr(module, hooks, None) for hooks in FORWARD_HOOKS):
             raise UnsupportedModelError(
                 f"{path} is around the model that is streamed, and has a hook or a forward of its own, which would be "
@@ -78,6 +81,7 @@ def check_around(outer: nn.Module, inner: nn.Module) -> None:
 
 def _reason(parameter: nn.Parameter) -> str | None:
     """Return why a parameter cannot be taken, in words, with what to do instead; None if it can."""
+    # A subclass, such as that of a quantised weight, holds its values in a way of its own.
     if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
         return f"is a {type(parameter).__name__} ({parameter.layout}); only plain, dense nn.Parameters are streamed."
     if parameter.is_meta:

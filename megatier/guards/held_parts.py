@@ -36,6 +36,11 @@ PLAIN = (
     PretrainedConfig,
 )
 """What holds no part of a model."""
+OF_PYTHON = (
+    *(nn.Module, type, functools.partial),
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
+)
+"""What can be called and is no object that a user wrote to note something."""
 ITEMS_MAX = 1000
 """Items of a container that are looked at: whoever holds parts of a model holds one among the first."""
 REMEDY = (
@@ -58,9 +63,16 @@ class HeldParts:
         self._model = model
         self._seen: set[tuple[int, bool]] = set()
         self._parts = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
-        self._parts |= {id(parameter): name for name, parameter in model.named_parameters()}
-        self._parts |= {id(buffer): name for name, buffer in model.named_buffers()}
-        self._memory = sorted((*_span(p), name) for name, p in model.named_parameters() if p.numel() and not p.is_meta)
+        self._memory: list[tuple[int, int, str]] = []
+        for name, parameter in model.named_parameters():
+            self._parts[id(parameter)] = name
+            if parameter.numel() and not parameter.is_meta:
+                self._memory.append((*_span(parameter), name))
+        for name, buffer in model.named_buffers():
+            self._parts[id(buffer)] = name
+
+        # Sorted, so that one look at neighbours finds overlaps, and a bisection the weight that a view is of.
+        self._memory.sort()
 
     def check(self) -> None:
         """Look at all modules.
@@ -69,9 +81,13 @@ class HeldParts:
             UnsupportedModelError: names what holds a part that is not the copy's, and the part.
         """
         self._check_memory()
+        kinds: set[type] = set()
         for name, module in self._model.named_modules():
             self._check_module(module, name or type(module).__name__)
-        for kind in {kind for module in self._model.modules() for kind in type(module).__mro__}:
+            kinds.update(type(module).__mro__)
+
+        # Classes are not copied, and a method or property of one may have the model in a closure as well.
+        for kind in kinds:
             for leaf, value in vars(kind).items():
                 function = getattr(value, "__func__", getattr(value, "fget", value))
                 if isinstance(function, types.FunctionType) and not _is_of_library(function):
@@ -101,11 +117,11 @@ class HeldParts:
     def _check_attribute(self, value: object, where: str) -> None:
         """Look at an attribute or a hook."""
         owner = value.__self__ if isinstance(value, types.MethodType) else value
-        if callable(owner) or owner is not value:
-            is_made = isinstance(owner, (nn.Module, type, functools.partial, types.FunctionType, types.MethodType))
-            if not is_made and not isinstance(owner, types.BuiltinFunctionType):
-                self.shared[id(owner)] = owner
-                self._check(owner, where, is_copied=False)
+
+        # An object that can be called is the user's, who may read there what it notes: it is shared, and not copied.
+        if callable(value) and not isinstance(owner, OF_PYTHON):
+            self.shared[id(owner)] = owner
+            self._check(owner, where, is_copied=False)
         self._check(value, where, is_copied=id(owner) not in self.shared)
 
     def _check(self, value: object, where: str, *, is_copied: bool) -> None:
@@ -119,6 +135,8 @@ class HeldParts:
         waiting = [(value, is_copied)]
         while waiting:
             held, is_own = waiting.pop()
+
+            # Seen as something that is copied says nothing of it where it is not: there it must hold no part.
             if isinstance(held, PLAIN) or (id(held), is_own) in self._seen:
                 continue
             self._seen.add((id(held), is_own))
@@ -139,6 +157,8 @@ class HeldParts:
             )
         if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
             return
+
+        # Weights do not overlap, so only the last one that begins before the tensor ends can reach into it.
         start, stop = _span(tensor)
         place = bisect_left(self._memory, (stop,))
         if place and start < self._memory[place - 1][1]:
@@ -180,6 +200,8 @@ def _held_by(function: types.FunctionType) -> Iterator[object]:
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from vars(function).values()
+
+    # The globals of a library hold no model of the user's, and are too many to look at.
     if not _is_of_library(function):
         names = set(_globals_of(function.__code__))
         yield from (function.__globals__[name] for name in names if name in function.__globals__)
@@ -190,6 +212,8 @@ def _globals_of(code: types.CodeType) -> Iterator[str]:
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield str(instruction.argval)
+
+    # A function that is made inside has its code among the constants.
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _globals_of(constant)
@@ -213,5 +237,6 @@ def _called(hook: object) -> str:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and behind its last one."""
+    # A view may skip elements, so its last one lies further on than there are elements.
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

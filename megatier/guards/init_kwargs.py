@@ -54,6 +54,7 @@ def read_init_kwargs(given: Mapping[str, Any], stream_kwargs: Mapping[str, Any])
                 "Leave it out; arguments of megatier.stream go into stream_kwargs."
             )
 
+    # The same value in both places is no contradiction.
     for name, value in found.items():
         if stream_kwargs.get(name, value) not in (value, None):
             raise ConfigError(

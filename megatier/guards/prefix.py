@@ -6,7 +6,7 @@ a cache that holds something would be left out, and one that is empty would stay
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,17 +51,21 @@ def without_caches(
     Raises:
         StreamedModelError: a cache holds tensors.
     """
-    given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
-    left_out = {name for name, value in given.items() if value is not None and (name in NAMES or is_cache(value))}
-    for name in left_out:
-        if _holds_tensors(given[name]):
-            raise _refused(f"argument {name} of {module_name} holds")
 
-    kept = tuple(None if str(place) in left_out else value for place, value in enumerate(args))
-    named = {name: None if name in left_out else value for name, value in kwargs.items()}
-    if named.get("use_cache"):
-        named["use_cache"] = False
-    return kept, named
+    def kept(name: str, value: object) -> object:
+        if value is None or not (name in NAMES or is_cache(value)):
+            return value
+        if _holds_tensors(value):
+            raise _refused(f"argument {name} of {module_name} holds")
+        return None
+
+    by_place = tuple(kept(str(place), value) for place, value in enumerate(args))
+    by_name = {name: kept(name, value) for name, value in kwargs.items()}
+
+    # Else the module would make a cache of its own.
+    if by_name.get("use_cache"):
+        by_name["use_cache"] = False
+    return by_place, by_name
 
 
 def _has_prefix(value: object) -> bool:
@@ -70,18 +74,30 @@ def _has_prefix(value: object) -> bool:
         return any(map(_has_prefix, value.values()))
     if not isinstance(value, list | tuple):
         return is_cache(value)
-    return any(_has_prefix(item) or (type(item) is tuple and any(map(torch.is_tensor, item))) for item in value)
+
+    for item in value:
+        if type(item) is tuple and any(map(torch.is_tensor, item)):
+            return True
+        if _has_prefix(item):
+            return True
+    return False
 
 
 def _holds_tensors(value: object) -> bool:
     """Return whether there are keys, values or states in a cache, or in what stands for one."""
     if torch.is_tensor(value):
         return value.ndim > 0 and value.numel() > 0  # an empty cache may have its window as a tensor
+    held: Iterable[object]
     if isinstance(value, Mapping):
-        return any(map(_holds_tensors, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_tensors, value))
-    return not isinstance(value, type) and any(map(_holds_tensors, getattr(value, "__dict__", {}).values()))
+        held = value.values()
+    elif isinstance(value, list | tuple):
+        held = value
+    elif isinstance(value, type):
+        # The attributes of a class are no states.
+        held = ()
+    else:
+        held = getattr(value, "__dict__", {}).values()
+    return any(map(_holds_tensors, held))
 
 
 def _refused(what: str) -> StreamedModelError:

@@ -30,6 +30,7 @@ class Given:
 
     def __init__(self, flat: Sequence[Any]) -> None:
         """Note the versions of these arguments."""
+        # Tensors of inference mode count no versions, and cannot be changed where gradients are.
         self._tensors = [(i, x) for i, x in enumerate(flat) if torch.is_tensor(x) and not x.is_inference()]
         self._versions = [x._version for _, x in self._tensors]
 
@@ -67,6 +68,8 @@ class Left:
             UnsupportedModelError: the forward has changed it.
         """
         after = list(_state(self._module))
+
+        # By identity too: a tensor that is put into the place of a buffer counts versions of its own.
         for (name, buffer, version), (_, other, later) in zip(self._before, after, strict=False):
             if buffer is not other or version != later:
                 raise UnsupportedModelError(f"{module_name} changes its buffer {name} in its forward. {REMEDY}")
@@ -80,9 +83,11 @@ class Left:
 
 def hooks_inside(module: nn.Module) -> Iterator[str]:
     """Yield the names of those modules inside of a module whose forwards have hooks of the user's."""
+    # Hooks for all modules are in none of them.
     if _has_own(hooks_of_all._global_forward_hooks, hooks_of_all._global_forward_pre_hooks):
         yield "*"
     for name, part in module.named_modules():
+        # Those of the layer itself run around what is run again.
         if part is not module and _has_own(part._forward_hooks, part._forward_pre_hooks):
             yield name
 
@@ -119,6 +124,7 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
 
 def _generators() -> Iterator[tuple[str, Any]]:
     """Yield the states of random generators that are not torch's."""
+    # Not imported for this: a numpy that nobody has imported draws nothing.
     yield "Python's random", random.getstate()
     if (numpy := sys.modules.get("numpy")) is not None:
         _, key, *rest = numpy.random.get_state()

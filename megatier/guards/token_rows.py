@@ -37,11 +37,16 @@ def few_tokens(arguments: Sequence[Any]) -> list[Any]:
         The first tokens of the first row. If there is more than tokens, such as images, which belong to some of them:
         all of the first row; or all rows, if not everything has one for each.
     """
-    tensors = [x for x in arguments if torch.is_tensor(x) and x.numel() > 1]
+
+    # A tensor of one element may be a number for the whole call, such as how many items a loss is divided by.
+    def has_rows(argument: object) -> bool:
+        return isinstance(argument, Tensor) and argument.numel() > 1
+
+    shapes = [argument.shape for argument in arguments if has_rows(argument)]
     cut: tuple[slice, ...] = (slice(1), slice(FEW_TOKENS))
-    while cut and len({x.shape[: len(cut)] for x in tensors}) > 1:
+    while cut and len({shape[: len(cut)] for shape in shapes}) > 1:
         cut = cut[:-1]
-    return [x[cut] if torch.is_tensor(x) and x.numel() > 1 else x for x in arguments]
+    return [argument[cut] if has_rows(argument) else argument for argument in arguments]
 
 
 def names_of_rows(module: nn.Module, *, is_layer: bool) -> list[str]:
@@ -65,11 +70,16 @@ def _names_inside(module: nn.Module, path: str) -> list[str]:
 
 def _may_have_rows(module: nn.Module) -> bool:
     """Whether a module has parameters, holds something inside, and takes nothing that it can do without."""
-    if isinstance(module, (nn.Linear, nn.Embedding, nn.ModuleList)) or next(module.parameters(), None) is None:
+    if isinstance(module, (nn.Linear, nn.Embedding, nn.ModuleList)):
         return False
+    if next(module.parameters(), None) is None:
+        return False
+
     _, *taken = inspect.signature(type(module).forward).parameters.values()
-    named = [one for one in taken if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    return bool(named) and all(one.default is one.empty for one in named)
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [parameter for parameter in taken if parameter.kind not in starred]
+    optional = [parameter for parameter in named if parameter.default is not inspect.Parameter.empty]
+    return bool(named) and not optional
 
 
 def why_joined(module: nn.Module, run: Callable[..., object], rows: Sequence[Tensor]) -> str | None:
@@ -136,10 +146,11 @@ def _changed(before: Tensor, after: object, asked: Tensor) -> Tensor:
     """Which of the tokens that are asked for have changed by more than roundings, bool [tokens]."""
     assert isinstance(after, Tensor)
     bound = ROUNDING.get(before.dtype, COARSE)
-    before, after = before.flatten(0, -2).double(), after.flatten(0, -2).double()
+    old = before.flatten(0, -2).double()
+    new = after.flatten(0, -2).double()
 
     # Not finite counts as changed.
-    same: Tensor = (after - before).norm(dim=-1) <= bound * before.norm(dim=-1)
+    same: Tensor = (new - old).norm(dim=-1) <= bound * old.norm(dim=-1)
     return asked & ~same
 
 

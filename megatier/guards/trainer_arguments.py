@@ -72,15 +72,21 @@ def check_given(given: Mapping[str, Any]) -> None:
 def accumulation_of(args: Any) -> int:  # noqa: ANN401 - TrainingArguments, or None
     """Return the number of backwards for each step that a trainer will make, which accelerate's settings may say."""
     own = int(getattr(args, "gradient_accumulation_steps", 1))
-    settings = getattr(getattr(args, "accelerator_config", None), "gradient_accumulation_kwargs", None) or {}
-    return int(settings.get("num_steps", own)) if own == 1 else own
+
+    # A trainer refuses to be told in both ways, so accelerate's settings count where its own say nothing.
+    if own != 1:
+        return own
+    accelerator = getattr(args, "accelerator_config", None)
+    settings = getattr(accelerator, "gradient_accumulation_kwargs", None) or {}
+    return int(settings.get("num_steps", own))
 
 
 def needs_logits(given: Mapping[str, Any]) -> bool:
     """Return whether an argument of a trainer's constructor asks for logits, which a fused loss does not make."""
+    if getattr(given.get("args"), "label_smoothing_factor", 0):
+        return True
     functions = ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics")
-    smooths = getattr(given.get("args"), "label_smoothing_factor", 0)
-    return bool(smooths) or any(given.get(name) is not None for name in functions)
+    return any(given.get(name) is not None for name in functions)
 
 
 def check_stream_kwargs(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -111,6 +117,8 @@ def check_training_arguments(
     check_fields(args)
     given = args.gradient_accumulation_steps
     optimizer = getattr(args.optim, "value", args.optim)
+
+    # A GPU without a number is whichever is the current one, so it may be the other one.
     there = args.device
     is_there = there.type == device.type and (None in (there.index, device.index) or there.index == device.index)
     refuse_any(

@@ -139,9 +139,13 @@ def check_fields(args: Any) -> None:  # noqa: ANN401 - TrainingArguments, or tho
 def _unknown(args: Any) -> Iterable[str]:  # noqa: ANN401
     """Return the fields that are not known, and differ from their defaults."""
     for field in dataclasses.fields(args):
+        if field.name in KNOWN:
+            continue
+
         # A script's own class of arguments may have more fields, which no trainer reads.
         owner = next(kind for kind in type(args).__mro__ if field.name in inspect.get_annotations(kind))
-        if field.name in KNOWN or owner.__module__.split(".")[0] not in ("transformers", "trl"):
+        package = owner.__module__.partition(".")[0]
+        if package not in ("transformers", "trl"):
             continue
         default = field.default_factory() if callable(field.default_factory) else field.default
         value = getattr(args, field.name)

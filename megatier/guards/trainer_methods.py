@@ -95,14 +95,18 @@ def overriding(kind: type, mixin: type, names: Collection[str]) -> list[str]:
 def _overrides(kind: type, mixin: type) -> Iterator[tuple[type, str, bool]]:
     """Yield each class with a method of the Trainer that it overrides, and whether it comes before the mixin."""
     order = kind.__mro__
-    known = frozenset(name for name, value in vars(Trainer).items() if callable(getattr(Trainer, name, value)))
-    for owner in order[: order.index(Trainer)]:
-        if owner.__module__.split(".")[0] != "megatier":
-            for name in vars(owner).keys() & known:
-                yield owner, name, order.index(owner) < order.index(mixin)
+    known = {name for name, value in vars(Trainer).items() if callable(getattr(Trainer, name, value))}
+    for place, owner in enumerate(order[: order.index(Trainer)]):
+        if owner.__module__.partition(".")[0] == "megatier":
+            continue
+
+        # Looked for in `vars`, since a class that only inherits a method overrides nothing.
+        for name in vars(owner).keys() & known:
+            yield owner, name, place < order.index(mixin)
 
 
 def _calls(owner: type, name: str) -> bool:
     """Whether a method names itself, as a call of super's does. What is no Python function is not known."""
+    # super().name has the name among those that its code asks for; whether it is reached nobody can tell beforehand.
     code = getattr(inspect.unwrap(getattr(owner, name)), "__code__", None)
     return code is None or name in code.co_names

@@ -228,13 +228,17 @@ def _clears() -> bool:
 
 
 def _targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Unbound]:  # noqa: ANN401
-    """Return the unbound parameters that a function of torch writes into."""
+    """Yield the unbound parameters that a function of torch writes into."""
     # By torch's own convention, the name of a function that changes its first argument ends with one underscore.
     name = str(getattr(function, "__name__", ""))
     is_in_place = name.endswith("_") and not name.endswith("__") and name not in KEEPING
-    first = (args or tuple(kwargs.values()))[:1]
-    written = first if is_in_place or OPERATORS.fullmatch(name) or function in CHANGES else ()
-    return (x for x in tree_leaves((written, kwargs.get("out"))) if isinstance(x, Unbound))
+    written: tuple[Any, ...] = ()
+    if is_in_place or OPERATORS.fullmatch(name) or function in CHANGES:
+        # The first argument may be given by its name, and then comes first among those.
+        written = (args or tuple(kwargs.values()))[:1]
+    for leaf in tree_leaves((written, kwargs.get("out"))):
+        if isinstance(leaf, Unbound):
+            yield leaf
 
 
 @contextmanager

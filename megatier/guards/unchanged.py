@@ -47,8 +47,10 @@ class Unchanged:
             UnsupportedModelError: it changed one of them.
         """
         # With sums, a weight that was written is forgiven if its bits are the same.
-        written = [a != b._version for a, b in zip(self._versions, self._leaves, strict=True)]
-        changed = written if self._sums is None else on_host(_sums(self._leaves) != self._sums).tolist()
+        written = [leaf._version != before for leaf, before in zip(self._leaves, self._versions, strict=True)]
+        changed = written
+        if self._sums is not None:
+            changed = on_host(_sums(self._leaves) != self._sums).tolist()
         for name, is_changed in zip(self._names, changed, strict=True):
             if is_changed:
                 raise refused(module_name, name)
@@ -80,6 +82,8 @@ def _sums(leaves: Sequence[Tensor]) -> Tensor:
         flat = leaf.data.view(-1)
 
         # Words of eight bytes take the fewest operations. A leaf of another length is summed byte by byte.
-        words = flat.view(torch.int64 if flat.nbytes % 8 == 0 else torch.uint8)
-        sums.append(words.sum(dtype=torch.int64))
-    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device="cpu")
+        width = torch.int64 if flat.nbytes % 8 == 0 else torch.uint8
+        sums.append(flat.view(width).sum(dtype=torch.int64))
+    if not sums:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.stack(sums)
