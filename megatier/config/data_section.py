@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
-from megatier.config.values import ByteCount, check_kinds, read_text
+from megatier.config.values import ByteCount, check_kinds, read_text, require_least
 from megatier.config.values import require as _require
 
 PYTHON_STDLIB = "python-stdlib"
@@ -108,22 +108,17 @@ class DataConfig:
         read_text(self, "data", sizes=("max_bytes",), lists=("files", "suffixes"))
         self._check_source()
 
-        _require(
-            all(s.startswith(".") for s in self.suffixes),
-            "data.suffixes",
-            list(self.suffixes),
-            'suffixes such as ".txt"',
-        )
+        has_dots = all(suffix.startswith(".") for suffix in self.suffixes)
+        _require(has_dots, "data.suffixes", list(self.suffixes), 'suffixes such as ".txt"')
 
         _require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2 tokens")
         _require(0 <= self.holdout_fraction < 1, "data.holdout_fraction", self.holdout_fraction, "from 0 to below 1")
-        _require(self.holdout_rows >= 0, "data.holdout_rows", self.holdout_rows, "at least 0")
-        _require(self.window_rows >= 1, "data.window_rows", self.window_rows, "at least 1")
-        _require(self.seed >= 0, "data.seed", self.seed, "at least 0")
+        require_least(self, "data", holdout_rows=0, window_rows=1, seed=0)
         _require(self.max_bytes is None or self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "at least 1 byte")
 
     def _check_source(self) -> None:
         """Refuse anything but files alone, or a dataset with the settings that belong to it."""
+        # Refused and not passed over: whoever sets them means a dataset that is not there.
         if self.dataset is None:
             bound = 'at least one path, glob or "python-stdlib", or data.dataset be given'
             _require(len(self.files) > 0, "data.files", list(self.files), bound)
@@ -143,16 +138,20 @@ class DataConfig:
 
     def _check_holdout(self, split: str) -> None:
         """Refuse to evaluate on what is trained on."""
-        _require(split.strip() != "", "data.holdout_split", split, "the name of a split, or null")
+        name = "data.holdout_split"
         bound = f"a split that shares nothing with data.split, which is {self.split}"
-        _require(not _overlap(split, self.split), "data.holdout_split", split, bound)
+        _require(split.strip() != "", name, split, "the name of a split, or null")
+        _require(not _overlap(split, self.split), name, split, bound)
 
     @property
     def is_apart(self) -> bool:
         """Whether attention stops at the borders of documents."""
         if self.cross_documents is not None:
             return not self.cross_documents
-        return self.chat is not None or any(f"{DATASET_INFO}#" in entry for entry in self.files)
+
+        # An answer is not to be learnt from another conversation.
+        has_described = any(f"{DATASET_INFO}#" in entry for entry in self.files)
+        return self.chat is not None or has_described
 
 
 def _overlap(split: str, other: str) -> bool:
@@ -160,5 +159,6 @@ def _overlap(split: str, other: str) -> bool:
 
     Two slices of one split are not compared.
     """
+    # `datasets` takes sums of splits, and a slice in brackets behind each.
     pairs = itertools.product(*([part.strip() for part in name.split("+")] for name in (split, other)))
     return any(one == two or one.startswith(f"{two}[") or two.startswith(f"{one}[") for one, two in pairs)

@@ -95,7 +95,12 @@ def load_given(
         ConfigError: as `load`.
     """
     tree = {} if path is None else _read_sections(path)
-    check_units({} if is_saved else tree.get("tiers", {}), overrides)
+
+    # A run writes numbers of bytes without a unit, also those of small models.
+    written = {} if is_saved else tree.get("tiers", {})
+    check_units(written, overrides)
+
+    # Asked first, because overrides are laid over the tree below.
     given = given_in(tree, overrides)
     return _parsed(tree, overrides), given
 
@@ -123,7 +128,7 @@ def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunCon
     # Overrides go into the tree one after the other, so the last one of a setting wins, and each wins over the file.
     _check_text(overrides)
     words = joined(take_nested(overrides, tree))
-    _check_known(word[2:].partition("=")[0] for word in words if word.startswith("--"))
+    _check_known(_options(words))
 
     # What is nested goes past the parser, which would take quoted "1" and "null" in it for 1 and null.
     nested = {key: tree.setdefault("model", {}).pop(key, None) for key in NESTED}
@@ -180,8 +185,15 @@ def given_in(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> frozense
     """Return the dotted names of settings that sections and overrides give, without those inside of others."""
     sections = copy.deepcopy(dict(tree))
     words = take_nested(overrides, sections)
-    named = {f"{name}.{key}" for name, keys in sections.items() for key in keys}
-    return frozenset(named | {word[2:].partition("=")[0] for word in words if word.startswith("--")})
+    given = set(_options(words))
+    for name, keys in sections.items():
+        given.update(_dotted(name, keys))
+    return frozenset(given)
+
+
+def _options(words: Iterable[str]) -> Iterator[str]:
+    """Yield the names of the options among words of a command line."""
+    return (word[2:].partition("=")[0] for word in words if word.startswith("--"))
 
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -200,11 +212,14 @@ class _ByteSize(int):
         # YAML and the parser read 1e9 as a float.
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int | str):
+
+        if isinstance(value, str):
+            return super().__new__(cls, parse_bytes(value))
+        if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{value!r} is no byte size")
 
-        # An int keeps its value, since text with a unit alone has to be parsed.
-        return super().__new__(cls, value if isinstance(value, int) else parse_bytes(value))
+        # Not parsed, so that an int of any size keeps its value.
+        return super().__new__(cls, value)
 
 
 class _CommaList(tuple[str, ...]):
@@ -218,7 +233,10 @@ class _CommaList(tuple[str, ...]):
             raise ConfigError("null is no list of text")
         if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
             raise ConfigError(f"{value!r} is no list of text")
-        return super().__new__(cls, parse_list(value if isinstance(value, str) else words))
+
+        # Commas part the entries of one text. An entry of a list keeps its own.
+        entries = parse_list(value if isinstance(value, str) else words)
+        return super().__new__(cls, entries)
 
 
 def _builtin(value: object) -> object:
@@ -248,13 +266,16 @@ def field_docs(section: type[Any]) -> dict[str, str]:
     """Return the string under each field of a section, as one line. It says null and false, as YAML does."""
     # Python keeps no strings under fields, so they are read from the source.
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-    body = tree.body if isinstance(tree, ast.ClassDef) else []
-    return {
-        statement.target.id: " ".join(doc.value.value.split()).replace("None:", "null:").replace("False:", "false:")
-        for statement, doc in itertools.pairwise(body)
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-        if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) and isinstance(doc.value.value, str)
-    }
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for statement, doc in itertools.pairwise(tree.body):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        text = doc.value.value if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) else None
+        if isinstance(text, str):
+            line = " ".join(text.split())
+            docs[statement.target.id] = line.replace("None:", "null:").replace("False:", "false:")
+    return docs
 
 
 def _hints(section: type[Any]) -> dict[str, Any]:
@@ -272,18 +293,22 @@ def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
     """Return the sections of a YAML file. An empty section is an empty dict."""
     tree = read_yaml(path, get_loader("yaml"))
     if not isinstance(tree, dict):
-        found = "is empty; it" if tree is None else f"holds {shown(repr(tree))}; it"
-        raise ConfigError(f"{path} {found} must hold sections such as `train:` with `steps: 100` below.")
+        found = "is empty" if tree is None else f"holds {shown(repr(tree))}"
+        raise ConfigError(f"{path} {found}; it must hold sections such as `train:` with `steps: 100` below.")
     return _sections(tree, str(path))
 
 
 def _sections(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
     """Return the sections of a tree that holds nothing else, and only settings that are known."""
+    # A file of another trainer has dozens of unknown names, and one remedy.
     _check_trainer(tree, where)
-    _check_known((str(name) for name in tree if str(name) not in SECTIONS), where)
+    names = [str(name) for name in tree]
+    _check_known((name for name in names if name not in SECTIONS), where)
     check_sections(tree, where)
+
     sections = {name: keys or {} for name, keys in tree.items()}
-    _check_known((key for name, keys in sections.items() for key in _dotted(name, keys)), where)
+    settings = [dotted for name, keys in sections.items() for dotted in _dotted(name, keys)]
+    _check_known(settings, where)
     return sections
 
 
@@ -318,13 +343,24 @@ def _check_known(keys: Iterable[str], where: str | None = None) -> None:
         if key in SECTIONS:
             raise ConfigError(f"{key} is a section; set one of its keys, such as --{_section_keys(key)[0]}.")
 
-        # A name of another trainer, or a key in the wrong section, is as common as a misspelt one.
-        last = key.rpartition(".")[2]
-        near = [ELSEWHERE[last]] if last in ELSEWHERE else []
-        near = near or [name for name in known if name.rpartition(".")[2] == last]
-        near = near or difflib.get_close_matches(key, [*known, *SECTIONS], n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_section_keys(key.partition('.')[0]))}."
-        raise ConfigError(f"{where}: unknown setting {key}; {hint}" if where else f"unknown setting {key}; {hint}")
+        if near := _near(key, known):
+            hint = f"did you mean {near[0]}?"
+        else:
+            section = key.partition(".")[0]
+            hint = f"known are {', '.join(_section_keys(section))}."
+        place = f"{where}: " if where else ""
+        raise ConfigError(f"{place}unknown setting {key}; {hint}")
+
+
+def _near(key: str, known: Sequence[str]) -> list[str]:
+    """Return what somebody may have meant by an unknown key, if that can be told."""
+    # A name of another trainer, or a key in the wrong section, is as common as a misspelt one.
+    last = key.rpartition(".")[2]
+    if last in ELSEWHERE:
+        return [ELSEWHERE[last]]
+    if same := [name for name in known if name.rpartition(".")[2] == last]:
+        return same
+    return difflib.get_close_matches(key, [*known, *SECTIONS], n=1, cutoff=0.5)
 
 
 def _check_trainer(tree: Mapping[str, Any], where: str) -> None:
@@ -353,8 +389,11 @@ def check_units(tiers: Mapping[str, Any], overrides: Sequence[str] = ()) -> None
 
     for key in ("gpu", "gpu_limit", "ram"):
         require_unit(f"tiers.{key}", found.get(key))
+    # On the command line mounts are one text, and in a file may be a list.
     mounts = found.get("nvme") or ()
-    for mount in parse_list(mounts) if isinstance(mounts, str) else mounts:
+    if isinstance(mounts, str):
+        mounts = parse_list(mounts)
+    for mount in mounts:
         _, colon, size = str(mount).rpartition(":")
         require_unit(f"tiers.nvme: the budget of {shown(str(mount))}", size if colon else None)
 

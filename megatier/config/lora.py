@@ -66,28 +66,27 @@ class LoraConfig:
         """Check each value."""
         for key in LISTS:
             value = getattr(self, key)
-            is_text = isinstance(value, str) or (
-                isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
-            )
+            words = [value] if isinstance(value, str) else value
+            is_text = isinstance(words, list | tuple) and all(isinstance(word, str) for word in words)
             require(is_text, f"model.lora.{key}", value, "a list of text")
             object.__setattr__(self, key, parse_list(value))
 
         for key in ("rslora", "dora"):
-            require(isinstance(getattr(self, key), bool), f"model.lora.{key}", getattr(self, key), "true or false")
+            value = getattr(self, key)
+            require(isinstance(value, bool), f"model.lora.{key}", value, "true or false")
         self._check_numbers()
         is_some = bool(self.targets or self.target_parameters)
         require(is_some, "model.lora.targets", list(self.targets), "at least one module, or beside target_parameters")
-        require(
-            ALL_LINEAR not in self.targets or len(self.targets) == 1,
-            "model.lora.targets",
-            list(self.targets),
-            f"{ALL_LINEAR} alone, or names and patterns without it",
-        )
+        is_alone = ALL_LINEAR not in self.targets or len(self.targets) == 1
+        bound = f"{ALL_LINEAR} alone, or names and patterns without it"
+        require(is_alone, "model.lora.targets", list(self.targets), bound)
 
         self._check_parameters()
         adapter: object = self.adapter
         is_folder = adapter is None or (isinstance(adapter, str) and adapter != "")
         require(is_folder, "model.lora.adapter", adapter, "the folder of an adapter, or null for a new one")
+
+        # The folder says with which settings its adapter was made, and others would make another one of it.
         changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
         if self.adapter is not None and changed != ["adapter"]:
             raise ConfigError(f"model.lora.adapter brings its own settings: leave out model.lora.{changed[0]}.")
@@ -96,9 +95,12 @@ class LoraConfig:
         """Refuse numbers that are none, or out of bounds."""
         rank = number("model.lora.rank", self.rank, "at least 1", least=1, whole=True)
         object.__setattr__(self, "rank", rank)
+
+        # Bounds are inclusive, so "above 0" is at least the next number after it.
         if self.alpha is not None:
             bound = "above 0, or null for twice the rank"
-            object.__setattr__(self, "alpha", number("model.lora.alpha", self.alpha, bound, least=math.nextafter(0, 1)))
+            alpha = number("model.lora.alpha", self.alpha, bound, least=math.nextafter(0, 1))
+            object.__setattr__(self, "alpha", alpha)
         most = math.nextafter(1, 0)
         dropout = number("model.lora.dropout", self.dropout, "from 0 to below 1", least=0, most=most)
         object.__setattr__(self, "dropout", dropout)
@@ -122,10 +124,15 @@ class LoraConfig:
         """
         known = [item.name for item in fields(cls)]
         for key in given:
-            if key not in known:
-                near = [ELSEWHERE[key]] if key in ELSEWHERE else difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
-                raise ConfigError(f"unknown setting model.lora.{shown(str(key))}; {hint}")
+            if key in known:
+                continue
+            near = difflib.get_close_matches(str(key), known, n=1)
+
+            # The name in another library goes before one that is only spelt alike.
+            if key in ELSEWHERE:
+                near = [ELSEWHERE[key]]
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
+            raise ConfigError(f"unknown setting model.lora.{shown(str(key))}; {hint}")
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,6 +154,8 @@ def read_lora(section: ModelConfig) -> None:
     if section.lora is None:
         return
     require(isinstance(section.lora, dict), "model.lora", section.lora, "keys with values, such as rank: 16")
+
+    # With all defaults written out, a stored run keeps its meaning if one of them changes.
     object.__setattr__(section, "lora", LoraConfig.of(section.lora).to_dict())
     base = "the folder or name of a model with model.lora, whose adapters belong to a base that stays as it is"
     require(section.path is not None, "model.path", None, base)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatier.config.values import check_kinds, require
+from megatier.config.values import check_kinds, require, require_least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +46,7 @@ class OutputConfig:
         require(_is_text(self.directory), "output.directory", self.directory, "a path in UTF-8")
         every = self.checkpoint_every
         require(every == "auto" or every >= 0, "output.checkpoint_every", every, "auto or at least 0")
-        require(self.savepoint_every >= 0, "output.savepoint_every", self.savepoint_every, "at least 0")
-        require(self.keep_checkpoints >= 1, "output.keep_checkpoints", self.keep_checkpoints, "at least 1")
+        require_least(self, "output", savepoint_every=0, keep_checkpoints=1)
 
     @property
     def saves_by_time(self) -> bool:

@@ -68,7 +68,8 @@ def joined(words: Sequence[str]) -> list[str]:
 
 def settings_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the setting and the text of each override."""
+    # The text is behind an equals sign, or the next word; the last word has none behind it.
     for word, following in itertools.pairwise([*joined(words), ""]):
-        name, equals, text = word.partition("=")
-        if name.startswith("--"):
-            yield name.removeprefix("--"), text if equals else following
+        if word.startswith("--"):
+            name, equals, text = word.removeprefix("--").partition("=")
+            yield name, text if equals else following

@@ -14,7 +14,15 @@ from typing import Any, Literal
 from megatier.config.data_section import BYTE_TOKENIZER, DataConfig
 from megatier.config.lora import LoraConfig, read_lora
 from megatier.config.output_section import OutputConfig
-from megatier.config.values import ByteCount, MountBudget, check_kinds, check_setting, parse_mount, read_text
+from megatier.config.values import (
+    ByteCount,
+    MountBudget,
+    check_kinds,
+    check_setting,
+    parse_mount,
+    read_text,
+    require_least,
+)
 from megatier.config.values import require as _require
 from megatier.errors import ConfigError
 from megatier.optimizers import Moments, OptimizerName
@@ -84,7 +92,7 @@ class ModelConfig:
         _require(self.loss_chunk >= 1, "model.loss_chunk", self.loss_chunk, "at least 1 token")
         tile = self.tile_tokens
         _require(tile is None or tile >= 1, "model.tile_tokens", tile, "at least 1 token, or null for all at once")
-        _require(self.expert_parts >= 1, "model.expert_parts", self.expert_parts, "at least 1")
+        require_least(self, "model", expert_parts=1)
 
     @property
     def adapters(self) -> LoraConfig | None:
@@ -148,13 +156,11 @@ class TiersConfig:
         # `mounts` parses each one, so a wrong size is refused here.
         directories = [mount.directory for mount in self.mounts]
         _require(len(set(directories)) == len(directories), "tiers.nvme", list(self.nvme), "without repeats")
-        _require(
-            0 < len(self.state) == len({*self.state} & {"gpu", "ram", "nvme"}),
-            "tiers.state",
-            list(self.state),
-            "one or more of gpu, ram, nvme, each once",
-        )
+        known = {*self.state} & {"gpu", "ram", "nvme"}
+        is_once = 0 < len(self.state) == len(known)
+        _require(is_once, "tiers.state", list(self.state), "one or more of gpu, ram, nvme, each once")
 
+        # 12 bytes of state for each of 2,048 elements, a page of bf16, to whose multiples units are padded.
         _require(self.chunk is None or self.chunk >= 24576, "tiers.chunk", self.chunk, "at least 24KiB")
         io_threads = self.io_threads
         _require(io_threads is None or 1 <= io_threads <= 256, "tiers.io_threads", io_threads, "1 to 256")
@@ -242,15 +248,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Check each value, then those that depend on each other."""
         check_kinds(self, "train")
-        for name in ("steps", "batch", "groups", "slices", "evaluate_batches"):
-            _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-
-        for name in ("warmup_steps", "kept_layers", "seed", "evaluate_every"):
-            _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "at least 0")
+        require_least(self, "train", steps=1, batch=1, groups=1, slices=1, evaluate_batches=1)
+        require_least(self, "train", warmup_steps=0, kept_layers=0, seed=0, evaluate_every=0)
         for name in ("learning_rate", "weight_decay", "beta1", "beta2", "momentum", "eps", "clip"):
             check_setting(name, getattr(self, name), f"train.{name}")
 
-        _require(self.stall_timeout >= 0, "train.stall_timeout", self.stall_timeout, "at least 0")
+        require_least(self, "train", stall_timeout=0)
         ratio = self.min_learning_rate_ratio
         _require(0 <= ratio <= 1, "train.min_learning_rate_ratio", ratio, "from 0 to 1")
         _require(self.epochs is None or self.epochs > 0, "train.epochs", self.epochs, "above 0, or null for steps")
@@ -264,6 +267,7 @@ class TrainConfig:
 
     def bounded(self, *, steps_given: bool) -> TrainConfig:
         """Return these settings with steps that bound the epochs only if they were given, or are not the default."""
+        # The default of the steps must not end a run that was asked for by its epochs.
         is_free = self.epochs is not None and not steps_given and self.steps == type(self)().steps
         return replace(self, steps=STEPS_UNBOUND) if is_free else self
 
@@ -288,7 +292,7 @@ class NumericsConfig:
     def __post_init__(self) -> None:
         """Check each value."""
         check_kinds(self, "numerics")
-        _require(self.max_skips >= 0, "numerics.max_skips", self.max_skips, "at least 0")
+        require_least(self, "numerics", max_skips=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ import yaml
 
 from megatier.config.schema import SECTIONS
 from megatier.config.values import ByteCount
+from megatier.errors import UNITS
 
 INDENT = "  "
 
@@ -68,9 +69,16 @@ def write(sections: Mapping[str, Mapping[str, Any]], names: Collection[str], rem
 
 
 def _lines(section: type[Any], key: str, value: object) -> Iterator[str]:
-    if isinstance(value, int) and ByteCount in get_args(get_type_hints(section, include_extras=True)[key]):
+    if isinstance(value, int) and _is_size(section, key):
         value = exact_size(value)
-    yield from textwrap.indent(dump({key: value}), INDENT).splitlines()
+    text = dump({key: value})
+    yield from textwrap.indent(text, INDENT).splitlines()
+
+
+def _is_size(section: type[Any], key: str) -> bool:
+    """Return whether a setting is a number of bytes."""
+    hints = get_type_hints(section, include_extras=True)
+    return ByteCount in get_args(hints[key])
 
 
 def options(settings: Mapping[str, Any]) -> str:
@@ -78,14 +86,16 @@ def options(settings: Mapping[str, Any]) -> str:
     words = []
     for dotted, value in settings.items():
         section, _, key = dotted.partition(".")
-        is_size = ByteCount in get_args(get_type_hints(SECTIONS[section], include_extras=True)[key])
-        words.append(f"--{dotted} {exact_size(value) if is_size and value is not None else value}")
+        is_size = value is not None and _is_size(SECTIONS[section], key)
+        written = exact_size(value) if is_size else value
+        words.append(f"--{dotted} {written}")
     return " ".join(words)
 
 
 def exact_size(num_bytes: int) -> int | str:
     """Return bytes as text with the largest unit of which they are a multiple; as a plain number if there is none."""
-    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    # 0 is a multiple of every unit, and needs none.
+    for unit, scale in UNITS:
         if num_bytes and num_bytes % scale == 0:
             return f"{num_bytes // scale}{unit}"
     return num_bytes

@@ -74,14 +74,19 @@ def parse_bytes(text: str) -> int:
     Raises:
         ConfigError: not a size.
     """
-    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?(?:e\d{1,2})?)\s*([a-df-z]*)", text.strip().lower())
+    # No unit has an E, which is an exponent's.
+    words = text.strip().lower()
+    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?(?:e\d{1,2})?)\s*([a-df-z]*)", words)
     if match is None or match[2] not in BYTE_UNITS:
         raise ConfigError(f"{text!r} is no byte size; write 96GiB, 500MB or a plain number of bytes")
 
-    number = match[1]
-    unit = BYTE_UNITS[match[2]]
+    number, name = match.groups()
+    unit = BYTE_UNITS[name]
+
     # A float would round large whole numbers.
-    return int(number) * unit if number.isdigit() else int(float(number) * unit)
+    if number.isdigit():
+        return int(number) * unit
+    return int(float(number) * unit)
 
 
 def require_unit(name: str, written: object) -> None:
@@ -158,7 +163,10 @@ def _check_written(text: str) -> None:
     """
     depth = 0
     for count, event in enumerate(yaml.parse(text, yaml.SafeLoader)):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
         if count > YAML_EVENTS_MAX or depth > YAML_DEPTH_MAX:
             raise ConfigError(TOO_MUCH)
 
@@ -191,11 +199,13 @@ def _check_keys(node: yaml.MappingNode) -> None:
     """Refuse a key that comes twice. YAML's parser would keep the last one and say nothing."""
     seen = set()
     for key, _ in node.value:
-        name = key.value if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge" else None
-        if name is not None and name in seen:
+        # A merge key, `<<`, may come as often as there are mappings to merge.
+        if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+            continue
+        if key.value in seen:
             line = key.start_mark.line + 1
-            raise ConfigError(f"{shown(name)} is given twice, again in line {line}. Remove one of them.")
-        seen.add(name)
+            raise ConfigError(f"{shown(key.value)} is given twice, again in line {line}. Remove one of them.")
+        seen.add(key.value)
 
 
 def parse_mount(text: str, setting: str = "tiers.nvme") -> MountBudget:
@@ -383,6 +393,22 @@ def require(holds: bool, name: str, value: object, bound: str) -> None:
     """
     if not holds:
         raise ConfigError(f"{name} is {_told(value)}; it must be {bound}.")
+
+
+def require_least(section: object, name: str, **least: int) -> None:
+    """Refuse numbers of a section that are below their least ones.
+
+    Args:
+        section: the section.
+        name: its name, for messages.
+        least: the least numbers, by the names of their settings.
+
+    Raises:
+        ConfigError: names setting, value and bound.
+    """
+    for key, bound in least.items():
+        value = getattr(section, key)
+        require(value >= bound, f"{name}.{key}", value, f"at least {bound}")
 
 
 def _told(value: object, write: Callable[[object], str] = repr) -> str:
