@@ -108,7 +108,7 @@ def _cut(document: str | Conversation, left: int) -> tuple[str | Conversation, i
         encoded = document.encode("utf-8")[:left]
         return encoded.decode("utf-8", errors="ignore"), left - len(encoded)
 
-    # Half a conversation would be one without an answer, so the first one that does not fit ends the text.
+    # Half a conversation could be one without an answer, so the first one that does not fit ends the text.
     if document.num_bytes > left:
         return "", 0
     return document, left - document.num_bytes

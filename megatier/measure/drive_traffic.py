@@ -240,7 +240,7 @@ class BlockTraffic:
         before = self._device.moved_bytes()
         began = time.perf_counter_ns()
 
-        # As many in flight for each way, so that neither waits for the slots of the other.
+        # DEPTH counts for each way, and a mixed flow has two.
         spans = self._run(operations, DEPTH * len(ways), began + int(seconds * 1e9))
         if not self.is_direct:
             self._leave_page_cache()  # bytes that were written count once they are on the drive

@@ -136,7 +136,7 @@ def _lane_row(grid: Table, lane: str, report: StepReport) -> None:
 
 
 def _bar(part: float, whole: float) -> ProgressBar:
-    # A bar whose whole is 0 would be full at once, and one that is more than full is drawn wrong.
+    # A bar whose whole is 0 is a finished one for rich, and this one has not begun.
     return ProgressBar(total=whole or 1, completed=min(part, whole), width=WIDTH)
 
 

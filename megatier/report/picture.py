@@ -267,7 +267,7 @@ def _colours(events: Sequence[TraceEvent]) -> dict[str, str]:
     labels = {_label(event) for event in events if event.lane != STEP}
     colours = {label: colour for label, colour in COLOURS.items() if label in labels}
 
-    # The same labels that begin with `STALL`, which no other one does.
+    # In an order of their own: a set has another one in each process, and pictures of two steps are compared.
     causes = [label.removeprefix(STALL) for label in labels if label.startswith(STALL)]
     for cause in in_row_order(causes):
         colours[STALL + cause] = STALL_COLOURS.get(cause, STALL_COLOUR_OTHER)
