@@ -111,6 +111,7 @@ def settings_of_compiler() -> dict[tuple[str, str], Any]:
         (config, name): getattr(sys.modules[config], name)
         for config, name in (
             ("torch._functorch.config", "activation_memory_budget"),
+            ("torch._functorch.config", "force_non_lazy_backward_lowering"),
             ("torch._inductor.config", "deterministic"),
             ("torch._inductor.config", "joint_custom_post_pass"),
             ("torch._inductor.config", "joint_custom_pre_pass"),

@@ -44,6 +44,8 @@ RECOMPILES_MAX = 1 << 30
 on the batches before whether a batch is compiled."""
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 """torch's names of such limits."""
+EAGER_BACKWARD = "force_non_lazy_backward_lowering"
+"""torch's name of the setting by which a backward is compiled together with its forward."""
 REFUSED_GUARDS = "Guard failed on the same frame"
 """How torch's message begins if code that it has just compiled does not serve the batch that it was compiled for."""
 COST = "It takes more time, and more memory where layers save a share of their activations"
@@ -103,6 +105,9 @@ class Compilation:
         torch._inductor.config.deterministic = deterministic
         torch._inductor.config.joint_custom_post_pass = marking
         torch._inductor.config.joint_custom_pre_pass = rule
+        # With the forward, in whose call a refusal is heard. In the backward it would end the run.
+        if hasattr(torch._functorch.config, EAGER_BACKWARD):
+            setattr(torch._functorch.config, EAGER_BACKWARD, True)
         for name in LIMITS:
             setattr(torch._dynamo.config, name, RECOMPILES_MAX)
         flop_counter.sdpa_flop_count = _attention_flops

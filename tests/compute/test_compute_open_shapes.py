@@ -14,6 +14,8 @@ import torch._dynamo
 import torch._inductor.config
 from tiny_runs import one_thread
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.utils import run_and_get_code
 
 from megatier.compute import open_shapes
@@ -181,3 +183,21 @@ def test_limit_of_recompiles_that_somebody_sets_ends_no_run() -> None:
     assert refusals[0].startswith("Scaled runs uncompiled with batches of this size, because ")
     assert refusals[0].endswith("It takes more time, and more memory where layers save a share of their activations.")
     assert not compiled.is_refused
+
+
+@pytest.mark.parametrize("any_shape", [True, False])
+def test_backward_that_is_refused_runs_uncompiled_and_ends_no_run(any_shape: bool) -> None:
+    def refuse(graph: Any, examples: Any) -> Any:
+        raise AssertionError("no such backward")
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=refuse)
+    compiled = Compilation(any_shape=any_shape)(scaled, "Scaled")
+    compiled._run = torch.compile(scaled, backend=backend, dynamic=False, fullgraph=True)
+    plain = Compiled(scaled, "plain", saves_inputs_alone=False)
+    plain._run = scaled
+    with pytest.warns(
+        UserWarning, match="Scaled runs uncompiled with batches of this size, because .*no such backward"
+    ):
+        found = run(compiled, (2, 5))
+    assert compiled.is_refused
+    assert all(torch.equal(one, other) for one, other in zip(found, run(plain, (2, 5)), strict=True))
