@@ -7,7 +7,8 @@ have 1,024 tokens. Both take `sdpa`, which is what `megatier.stream` takes.
 python bench/bench_lengths.py [--row 5] [--lengths 200] [--steps 20]     writes bench/results/<machine>/lengths.json
 python bench/bench_lengths.py --lengths 0 --steps 1    a second process: the seconds until the end of its first step
 
-Results: tokens/s, the slowest step after the tenth over the median, and GPU memory in the course of the loop.
+Results: tokens/s, the slowest step after the tenth over the median, what the host works for a step, and GPU memory in
+the course of the loop.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rows import RATE, ROWS, changed, config_of, skeleton
 
 from megatier.compute.compile_clock import CLOCK
 from megatier.hardware import set_cuda_defaults
+from megatier.rest import REST
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.setup.setup import Setup
@@ -49,6 +51,7 @@ def run(session: Session, shapes: list[tuple[int, int]], vocabulary: int) -> Ite
     generator = torch.Generator().manual_seed(1)
     for step, (rows, length) in enumerate(shapes, start=1):
         ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
+        REST.restart()
         began = time.perf_counter()
         result = session.engine.train_step(step, RATE, [{"input_ids": ids, "labels": ids}])
         seconds = time.perf_counter() - began
@@ -56,6 +59,7 @@ def run(session: Session, shapes: list[tuple[int, int]], vocabulary: int) -> Ite
             "rows": rows,
             "length": length,
             "seconds": seconds,
+            "host_busy_seconds": seconds - REST.ns / 1e9,
             "loss": result.loss,
             "norm": result.grad_norm,
             "reserved_bytes": torch.cuda.memory_reserved() if torch.cuda.is_available() else 0,
@@ -69,6 +73,7 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
     return {
         "tokens_per_s": sum(step["rows"] * step["length"] for step in timed) / sum(seconds),
         "median_seconds": median(seconds),
+        "median_host_busy_seconds": median(step["host_busy_seconds"] for step in timed),
         "slowest_over_median": max(seconds) / median(seconds),
         "reserved_bytes_after_warmup": timed[0]["reserved_bytes"],
         "reserved_bytes_at_the_end": timed[-1]["reserved_bytes"],

@@ -10,9 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatier.rest import REST
+
 
 def on_host(tensor: Tensor) -> Tensor:
     """Return a tensor in RAM once the current stream has made it. Other copies from its GPU go on meanwhile."""
     if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
+        with REST:
+            torch.cuda.current_stream(tensor.device).synchronize()
     return tensor.cpu()

@@ -23,6 +23,7 @@ from megatier.play.gradients import UnitGradients
 from megatier.play.offload import Offload
 from megatier.play.passes import Orders, Pass
 from megatier.play.updates import Updates
+from megatier.rest import REST
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Moves
 from megatier.schedule.slots import SLOTS_MIN
@@ -254,7 +255,8 @@ class UnitWeights:
             return [self._collectives.gather(unit)] if self._pass.timeline is None else []
 
         began = time.monotonic()
-        transfers = self._store.prefetch(key, Tier.GPU, wait=True)
+        with REST:
+            transfers = self._store.prefetch(key, Tier.GPU, wait=True)
 
         # Slots may have to become free first. A vote stands for a slice of time.
         waited_s = time.monotonic() - began
@@ -264,12 +266,13 @@ class UnitWeights:
 
     def _wait(self, transfer: Transfer, causes: Counter[str]) -> None:
         """Order compute behind a transfer, and count per time slice which lane it waited for."""
-        self._recorder.until_issued(transfer, causes)
+        with REST:
+            self._recorder.until_issued(transfer, causes)
 
-        # With CUDA its copy may still run. Compute is enqueued behind it, and the host goes on.
-        if not transfer.done():
-            causes[transfer.queue] += 1
-        transfer.order()
+            # With CUDA its copy may still run. Compute is enqueued behind it, and the host goes on.
+            if not transfer.done():
+                causes[transfer.queue] += 1
+            transfer.order()
 
     # ------------------------------------------------------------------ the player's side
 

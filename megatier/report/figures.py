@@ -53,6 +53,9 @@ class StepReport:
     """Seconds that compute waited, by cause."""
     host_seconds: float = 0.0
     """Seconds of neither: the host prepares the step, enqueues compute, or ends the step."""
+    host_busy_seconds: float | None = None
+    """Seconds in which the host worked for the step: it ran Python and enqueued compute, which may have hidden that.
+    Where the host itself computes, that is in it too."""
     attainment: float | None = None
     """Seconds that the step should take over those that it took; None if the machine was not measured."""
     bound_by: str = ""

@@ -97,6 +97,8 @@ class Step(RankWork):
     seconds: float
     """Seconds of the step without those of the compiler."""
     compile_seconds: float
+    host_busy_seconds: float | None
+    """Seconds in which the host worked, whether or not compute hid it."""
     attainment: float | None
     skipped: str | None
     """Why the step was left out; None: it was not."""
@@ -312,6 +314,7 @@ def _step(
         tokens=_figure(record["tokens"]),
         seconds=_figure(record["seconds"]),
         compile_seconds=_figure(record.get("compile_seconds", 0.0)),
+        host_busy_seconds=_optional(record.get("host_busy_seconds")),
         attainment=_optional(record.get("attainment")),
         skipped=None if skipped is None else _text(skipped),
         compute_seconds=_optional(record.get("compute_seconds")),

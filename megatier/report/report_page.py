@@ -324,8 +324,17 @@ def _stalls(run: RecordedRun) -> str:
         waited = amount_of(lambda step: step.stall_seconds, cause)
         lines.append(Line(cause, run.points(waited, scale)))
     columns = ("waited for", "in all", "share of the time", "longest in a step")
-    words = "The first step of each process, which learns the order of the units, is in the chart alone."
+    words = f"The first step of each process, which learns the order of the units, is in the chart alone.{_host(run)}"
     return row(table(columns, rows) + note(words), chart.draw(f"stalled, {unit} a step", lines))
+
+
+def _host(run: RecordedRun) -> str:
+    """Return a sentence about what the host itself does in a step, if it does not compute and that is on file."""
+    worked = [step.host_busy_seconds for step in run.steady if step.host_busy_seconds is not None]
+    if not worked or run.opening is None or run.opening.device == "cpu":
+        return ""
+    a_step = format_seconds(median(worked))
+    return f" The host worked for {a_step} a step (median). The table has what compute did not hide of it."
 
 
 def _unstalled(run: RecordedRun, seconds: float) -> Iterator[tuple[str, str, str, str]]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from megatier.rest import REST
 from megatier.schedule.timeline import Access
 from megatier.store.stream_clock import Instant, StreamClock
 from megatier.store.transfer import Transfer
@@ -82,7 +83,8 @@ class Recorder:
         causes: Counter[str] = Counter()
         asked = Instant(self._clock)
         try:
-            yield causes
+            with REST:
+                yield causes
         finally:
             self.pause(main_cause(causes) or cause, asked, Instant(self._clock))
 

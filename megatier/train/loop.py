@@ -27,6 +27,7 @@ from megatier.report.figures import QueueBytes, SlowestRank, StepReport
 from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_seconds
 from megatier.report.report import Progress, print_moves
+from megatier.rest import REST
 from megatier.session.process import memory_bytes
 from megatier.session.session import Session
 from megatier.tier import QUEUES
@@ -215,6 +216,7 @@ class Loop:
         columns = [value.chunk(train.groups) for value in batch.values()]
         groups = [dict(zip(batch, parts, strict=True)) for parts in zip(*columns, strict=True)]
 
+        REST.restart()
         with self._watchdog.watch(session.player):
             result = session.engine.train_step(step, rate, groups)
 
@@ -251,6 +253,7 @@ class Loop:
             compute_seconds=spent.compute_seconds,
             stall_seconds=spent.stall_seconds,
             host_seconds=spent.host_seconds,
+            host_busy_seconds=(ended_ns - read_ns - REST.ns) / 1e9,
             attainment=None if forecast is None else forecast.seconds / seconds,
             bound_by="" if forecast is None else forecast.bound_by,
             busy_seconds=busy,
@@ -292,6 +295,7 @@ class Loop:
             "compute_seconds": report.compute_seconds,
             "stall_seconds": report.stall_seconds,
             "host_seconds": report.host_seconds,
+            "host_busy_seconds": report.host_busy_seconds,
             "busy_seconds": report.busy_seconds,
             "slowest_rank": None if report.slowest is None else asdict(report.slowest),
             "speculation": OUTCOMES[self._session.speculation.outcome],

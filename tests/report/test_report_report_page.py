@@ -153,6 +153,13 @@ def test_page_shows_what_steps_waited_for_the_compiler_and_counts_it_in_none(run
     assert "compiled" not in record(run, step(1), step(2)).words
 
 
+def test_page_says_how_long_the_host_worked_where_it_does_not_compute(run: Path) -> None:
+    steps = [step(number, host_busy_seconds=0.03 * number) for number in (1, 2, 3)]
+    said = "The host worked for 75 ms a step (median)"
+    assert said in record(run, {**BEGINS, "device": "a GPU"}, *steps).section("What compute waited for")
+    assert said not in record(run, {**BEGINS, "device": "cpu"}, *steps).section("What compute waited for")
+
+
 def test_page_of_several_ranks_names_the_slowest_ones(run: Path) -> None:
     found = [(0, 2.0), (1, 1.5), (1, 1.25), (1, 1.125)]
     slowest = [{"rank": rank, "host": "<b>", "seconds": seconds, "least_seconds": 1.0} for rank, seconds in found]

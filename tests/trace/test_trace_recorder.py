@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 
 from megatier.errors import TransferError
+from megatier.rest import REST
 from megatier.schedule.timeline import Access
 from megatier.store.lanes import Lanes
 from megatier.store.stream_clock import Instant
@@ -108,3 +110,11 @@ def test_take_leaves_a_transfer_under_way_to_the_next_call() -> None:
     go_on.set()
     lanes.close()
     assert [event.name for event in recorder.take([])] == ["a"]
+
+
+def test_host_does_not_work_while_it_waits() -> None:
+    recorder = Recorder()
+    REST.restart()
+    with recorder.waiting("ram_to_gpu"):
+        time.sleep(0.02)
+    assert REST.ns >= 0.02 * 1e9

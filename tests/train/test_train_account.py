@@ -100,5 +100,8 @@ def test_account_of_a_step_adds_up_and_has_all_that_training_waited_for(
         causes = record["compute_seconds"], *record["stall_seconds"].values(), record["host_seconds"]
         assert min(causes) >= 0
         assert sum(causes) == pytest.approx(record["seconds"], rel=1e-6)
+    steps = [record for record in records if "loss" in record]
+    assert all(0 < step["host_busy_seconds"] <= step["seconds"] for step in steps)
+    assert sum(step["seconds"] - step["host_busy_seconds"] for step in steps) > 3 * LATE_S
     waited = sum(sum(record["stall_seconds"].values()) for record in records if "loss" in record)
     assert waited >= 0.99 * watch.seconds > 3 * LATE_S

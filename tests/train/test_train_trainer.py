@@ -268,6 +268,7 @@ def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
         "compute_seconds",
         "stall_seconds",
         "host_seconds",
+        "host_busy_seconds",
         "busy_seconds",
         "slowest_rank",
         "speculation",
