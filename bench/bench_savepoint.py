@@ -35,11 +35,11 @@ from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDE
 from megatier.checkpoint.savepoint import Savepoint, drop_savepoint, save_savepoint
 from megatier.config.output_section import OutputConfig
 from megatier.config.schema import OF_LOOP, ModelConfig, RunConfig, TiersConfig, TrainConfig
-from megatier.hardware import device_for
 from megatier.models.decoder import build_skeleton
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks, joined
 from megatier.session.session import Session
+from megatier.setup.machine import choose_device
 from megatier.setup.setup import Setup
 from megatier.tier import Tier
 
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
 
-    with joined(device_for(options.device)) as ranks:
+    with joined(choose_device(options.device, "--device").type) as ranks:
         leads = ranks is None or ranks.rank == 0
         results: dict[str, Any] = {"prediction": PREDICTION, **facts(), "ranks": 1 if ranks is None else ranks.size}
         results["layers"] = options.layers

@@ -43,13 +43,13 @@ def run(argv: Sequence[str]) -> int:
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: its directory does not exist. Create it first.")
 
-    hardware.set_cuda_defaults()
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.measure import rank_probe
     from megatier.ranks.channel import Alone
     from megatier.ranks.ranks import joined
+    from megatier.setup.machine import choose_device
 
-    device = _device(options.device)
+    device = choose_device(options.device, "--device").type
     with joined(device) as ranks:
         crew = ranks or Alone()
         console = Console(quiet=options.json or crew.rank > 0)
@@ -222,15 +222,6 @@ def _mounts(texts: Sequence[str], num_bytes: int) -> list[MountBudget]:
         raise ConfigError(f"--nvme names a directory twice: {', '.join(words)}. Name each drive once.")
 
     return mounts
-
-
-def _device(asked: str) -> str:
-    """Return the device that is measured: cuda or cpu."""
-    import torch
-
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no CUDA device. Check nvidia-smi, or give --device cpu.")
-    return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 # ---------------------------------------------------------------------- output

@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     loaded, given = config_file.load_given(options.config, overrides)
     world = World(options.ranks, options.hosts)
     if world.ranks > 1 and "train.groups" not in given:
-        # As `megatier train` does under torchrun (`train.shared.choices_of`).
+        # As `megatier train` does under torchrun (`train.shared.setup_of`).
         loaded = replace(loaded, train=replace(loaded.train, groups=world.ranks))
     here = options.machine is None
     elsewhere = None if here else _elsewhere(loaded, options.machine, searches=options.search)

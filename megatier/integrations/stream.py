@@ -132,7 +132,7 @@ def _open(
     # The session owns files on the drives, which nobody would remove if loading fails or is interrupted.
     share_interpreter()
     with ExitStack() as opened:
-        device = choose_device(config.tiers)
+        device = choose_device(config.tiers.device)
         ranks = opened.enter_context(joined(device.type, is_guest=True))
         groups = config.train.groups * (1 if ranks is None else ranks.size)
         config = config.changed({"train.batch": groups, "train.groups": groups})

@@ -53,7 +53,7 @@ class Machine:
         Raises:
             ConfigError: a budget, a mount or a device is not for this machine.
         """
-        device = choose_device(tiers) if device is None else device
+        device = choose_device(tiers.device) if device is None else device
         is_gpu = device.type == "cuda"
         if ranks is not None and is_gpu:
             device = torch.device("cuda", ranks.local_rank)
@@ -112,8 +112,12 @@ class Machine:
         return self.device.type == "cpu" and model.compute_dtype == "bf16" and not self.has_bf16
 
 
-def choose_device(tiers: TiersConfig) -> torch.device:
+def choose_device(asked: str, setting: str = "tiers.device") -> torch.device:
     """Return the device that computes.
+
+    Args:
+        asked: auto, cuda or cpu.
+        setting: where that was asked, for messages.
 
     Raises:
         ConfigError: cuda was asked for and is not there.
@@ -121,12 +125,12 @@ def choose_device(tiers: TiersConfig) -> torch.device:
     # These settings are read with the first CUDA context, so they come before torch is asked for a GPU.
     set_cuda_defaults()
     available = torch.cuda.is_available()
-    if tiers.device == "cuda" and not available:
+    if asked == "cuda" and not available:
         raise ConfigError(
-            "tiers.device is cuda, but torch sees no GPU. Check the driver (nvidia-smi) and that torch was built with "
-            "CUDA, or set tiers.device to auto or cpu."
+            f"{setting} is cuda, but torch sees no GPU. Check the driver (nvidia-smi) and that torch was built with "
+            f"CUDA, or set {setting} to auto or cpu."
         )
-    return torch.device("cuda" if available and tiers.device != "cpu" else "cpu")
+    return torch.device("cuda" if available and asked != "cpu" else "cpu")
 
 
 def check_attention(attention: str, device: torch.device) -> None:

@@ -95,7 +95,7 @@ def train(
     """
     _prepare_process(config)
     with ExitStack() as stack:
-        device = choose_device(config.tiers)
+        device = choose_device(config.tiers.device)
         ranks = stack.enter_context(joined(device.type))
         if not resumes and (before := run_before_restart(config, given, ranks)) is not None:
             config, given = before

@@ -16,7 +16,6 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from megatier.config.schema import OF_LOOP, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
-from megatier.hardware import device_for
 from megatier.models.decoder import build_skeleton
 from megatier.models.initialiser import Initialiser
 from megatier.optimizers import OPTIMIZERS, Moments
@@ -26,6 +25,7 @@ from megatier.report.metrics import format_seconds
 from megatier.report.report import WorkBar
 from megatier.schedule.sizes import Policy, host_ram
 from megatier.session.session import Session
+from megatier.setup.machine import choose_device
 from megatier.setup.setup import Setup
 from megatier.tier import Activations, Tier
 
@@ -111,7 +111,7 @@ def verify(device: str, directory: Path, console: Console, *, is_quick: bool = F
     torch.use_deterministic_algorithms(True)
     tried = {Mode(CLIP): (Activations.KEEP,)} if is_quick else MODES
     modes = {mode._replace(optimizer=optimizer): policies for mode, policies in tried.items()}
-    with joined(device_for(device)) as ranks:
+    with joined(choose_device(device, "--device").type) as ranks:
         if ranks is not None:
             quiet = console if ranks.rank == 0 else Console(quiet=True)
             return _verify_ranks(device, directory, quiet, ranks, tuple(modes))
