@@ -304,6 +304,25 @@ def test_resume_over_changed_files_of_text_goes_on_with_the_tokens_of_the_start(
     assert all(found[record["step"]] == record["loss"] for record in before if "loss" in record)
 
 
+@pytest.mark.parametrize("there", ["link", "file"])
+def test_resume_whose_checkpoints_cannot_be_seen_is_refused_and_keeps_its_records(
+    there: str, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a drive that is not mounted: the run would begin again, and drop what it knows of its steps."""
+    before = (stopped / "metrics.jsonl").read_bytes()
+    folder = stopped / "checkpoints"
+    folder.rename(tmp_path / "drive")
+    if there == "link":
+        folder.symlink_to(tmp_path / "drive")
+        (tmp_path / "drive").rename(tmp_path / "gone")
+    else:
+        folder.touch()
+    assert main(["resume", str(stopped)]) == 2
+    what = f"a link to {tmp_path}/drive, which is not there" if there == "link" else "no folder"
+    assert f"{folder} is {what}. Bring back what was there" in capsys.readouterr().err
+    assert (stopped / "metrics.jsonl").read_bytes() == before
+
+
 def test_resume_in_another_directory_is_refused(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", str(stopped), f"--output.directory={stopped.parent}/other"]) == 2
     assert f"--output.directory: a run goes on in its own directory, {stopped}." in capsys.readouterr().err

@@ -291,8 +291,15 @@ def _refuse_run(path: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the whole checkpoints in a folder, oldest first."""
+    """Return the whole checkpoints in a folder, oldest first.
+
+    Raises:
+        CheckpointError: a file, or a link that leads nowhere, is in its place. A run would begin again without a word.
+    """
     if not folder.is_dir():
+        if folder.is_symlink() or folder.exists():
+            what = f"a link to {folder.readlink()}, which is not there" if folder.is_symlink() else "no folder"
+            raise CheckpointError(f"{folder} is {what}. Bring back what was there, or move it away.")
         return []
 
     # Anything else in the folder is somebody else's. By step, since names of more digits do not sort as numbers do.
