@@ -48,6 +48,11 @@ EAGER_BACKWARD = "force_non_lazy_backward_lowering"
 """torch's name of the setting by which a backward is compiled together with its forward."""
 REFUSED_GUARDS = "Guard failed on the same frame"
 """How torch's message begins if code that it has just compiled does not serve the batch that it was compiled for."""
+EACH_SIZE = (
+    "is compiled anew for each size of batches, which takes seconds each time: the masks of flex attention hold their "
+    "sizes. Pad batches to few sizes, or open the model with attention='sdpa', for which one compilation serves all."
+)
+"""What a user should know of a loop whose sizes cannot be open."""
 COST = "It takes more time, and more memory where layers save a share of their activations"
 """What a user should know of code that runs uncompiled."""
 
@@ -162,6 +167,8 @@ class Compiled(Generic[P, R]):
         self._saves_inputs_alone = saves_inputs_alone
         self._any_shape = any_shape
         self._warned = set() if warned is None else warned
+        self._sizes: set[tuple[torch.Size, ...]] = set()
+        """The shapes of tensors that came with a mask by blocks."""
         self._refused: set[tuple[torch.Size, ...]] | None = set()
         """The shapes of tensors with which the compiler refuses the function; None: with any."""
 
@@ -196,8 +203,8 @@ class Compiled(Generic[P, R]):
     def _compiling(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
         """A context for the call. torch reads all this when it compiles, in a call that nobody knows beforehand."""
         CLOCK.watch()
-        if self._any_shape:
-            open_up(args, kwargs)
+        if self._any_shape and not open_up(args, kwargs):
+            self._look_at_size(_shapes(args, kwargs))
         if not self._settings:
             return planning() if self._any_shape else contextlib.nullcontext()
         within = contextlib.ExitStack()
@@ -205,6 +212,15 @@ class Compiled(Generic[P, R]):
         if self._any_shape:
             within.enter_context(planning())
         return within
+
+    def _look_at_size(self, shapes: tuple[torch.Size, ...]) -> None:
+        """Say once that another size of batches is compiled anew, though the loop may have any."""
+        if EACH_SIZE in self._warned:
+            return
+        self._sizes.add(shapes)
+        if len(self._sizes) > 1:
+            self._warned.add(EACH_SIZE)
+            warnings.warn(f"{self._name} {EACH_SIZE}", stacklevel=4)
 
     def _refuse(self, error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Run uncompiled from now on: with any shapes if the code itself is refused, else with these alone.

@@ -74,18 +74,19 @@ def holds_blocks(value: Any) -> bool:  # noqa: ANN401
     return isinstance(value, BlockMask)
 
 
-def open_up(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Mark those dimensions of arguments that differ from batch to batch.
+def open_up(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Mark those dimensions of arguments that differ from batch to batch; returns False if they cannot be open.
 
     The last dimension of hidden states and of tables of angles is the model's. That of masks, of positions and of
     images is the batch's.
     """
     if holds_blocks(args) or holds_blocks(kwargs):
-        return
+        return False
     for tensor in (*tensors_in(args), *tensors_in(kwargs)):
         if tensor.dim() and not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
             is_hidden = tensor.is_floating_point() and 1 < tensor.dim() < 4
             torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.dim() - is_hidden)))
+    return True
 
 
 @contextlib.contextmanager

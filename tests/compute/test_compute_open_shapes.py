@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.utils import run_and_get_code
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from megatier.compute import open_shapes
 from megatier.compute.compilation import Compilation, Compiled
@@ -106,6 +107,28 @@ def test_marks_leave_out_what_is_the_models() -> None:
     open_shapes.open_up([kinds], {"scale": torch.ones(())})
     found: list[set[int]] = [getattr(x, "_dynamo_weak_dynamic_indices") for x in kinds]  # noqa: B009 - torch's own
     assert found == [{0, 1}, {0}, {0, 1}, {0, 1, 2, 3}]
+
+
+def test_masks_by_blocks_are_compiled_for_each_size_and_a_warning_names_the_cost_once(graphs: list[Any]) -> None:
+    def masked(x: Tensor, mask: BlockMask) -> Tensor:
+        return x * 2
+
+    def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    compilation = Compilation(any_shape=True)
+    one, other = compilation(masked, "Masked"), compilation(masked, "Masked")
+    masks = {length: create_block_mask(causal, None, None, length, length, device="cpu") for length in (5, 7, 9)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in (5, 5):
+            one(torch.ones(2, length, 16, requires_grad=True), masks[length])
+        assert not caught
+        for length in (7, 9, 5):
+            one(torch.ones(2, length, 16, requires_grad=True), masks[length])
+            other(torch.ones(2, length, 16, requires_grad=True), masks[length])
+    assert [str(w.message).partition(",")[0] for w in caught] == ["Masked is compiled anew for each size of batches"]
+    assert len(graphs) == 3
 
 
 # ---------------------------------------------------------------------- the same bits
