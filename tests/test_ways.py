@@ -609,6 +609,50 @@ def test_way_of_a_layer_that_changes_more_than_its_result_is_refused_where_it_ru
                 trained(streamed.model)
 
 
+class GoingOn(nn.Module):
+    """The activation of an MLP, which goes on from one forward to the next past buffers and known generators."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.count = kind, 0
+        self.last = torch.ones(())
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = functional.silu(x)
+        match self.kind:
+            case "attribute":
+                self.count += 1
+                return result * self.count
+            case "tensor":
+                result, self.last = result * self.last, result.detach().mean()
+                return result
+            case _:
+                return result * torch.rand((), generator=self.generator)
+
+
+@pytest.mark.parametrize("kind", ["attribute", "tensor", "generator"])
+def test_way_of_a_layer_that_gives_other_numbers_when_it_runs_again_is_refused_and_plain_where_it_does_not(
+    kind: str,
+) -> None:
+    def change(model: Any) -> None:
+        model.model.layers[1].mlp.act_fn = GoingOn(kind)
+
+    for activations in POLICIES:
+        with opened(activations) as streamed:
+            change(streamed.model)
+            refused = pytest.raises(UnsupportedModelError, match=r"layers\.1 gave other numbers when it ran again")
+            with refused if activations != "keep" else NOTHING:
+                trained(streamed.model)
+            streamed.abandon()
+
+    def way(model: Any) -> list[Tensor]:
+        change(model)
+        return [trained(model)]
+
+    check_right(way, "keep")
+
+
 @pytest.mark.parametrize("activations", POLICIES)
 def test_way_of_a_layer_that_changes_an_argument_in_place_is_plain_or_refused(
     activations: str, monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,7 @@ from megatier.engine.call import Call, Called, join
 from megatier.engine.replay import Replay
 from megatier.errors import StreamedModelError
 from megatier.guards.crossing import check_inside
-from megatier.guards.rerun import Given, Left
+from megatier.guards.rerun import Gave, Given, Left
 from megatier.tier import Phase
 
 
@@ -82,7 +82,7 @@ class _UnitFunction(torch.autograd.Function):
     Its context holds the call, the number of its forward, the position of the input that is offloaded (`stashed`), what
     goes with it (`beside`), whether graphs stay (`keeps`), the graphs, and what is needed to make them again
     (`replays`; `given`: the arguments as they were; `kept`: what attention gave; `lasts`: whether the last module in
-    tiles has to run).
+    tiles has to run; `gave`: some numbers of the results, in first forwards).
     """
 
     @staticmethod
@@ -95,6 +95,7 @@ class _UnitFunction(torch.autograd.Function):
         ctx.replays = []
         ctx.kept = []
         ctx.lasts = []
+        ctx.gave = []
         present = _stash(ctx, inputs)
 
         # Asked once: a compiler that refuses the module changes the answer in the forward below.
@@ -128,6 +129,9 @@ class _UnitFunction(torch.autograd.Function):
                 ctx.kept[-1].replace(ctx.beside.leave)
             if node.is_new:
                 check_inside(node.module_name, outputs, [*slice_inputs, *leaves], stage.model)
+                # A last module in tiles is spared when the forward runs again, and what it gives is made up.
+                if not keeps and ctx.lasts[-1] is None:
+                    ctx.gave.append(Gave(outputs))
 
             if keeps:
                 # Autograd holds the leaf of an offloaded input. Its bytes may go: what was saved of it is an address.
@@ -328,6 +332,8 @@ def _make_graph(ctx: Any, index: int, piece: tuple[list[Tensor], list[Any]], wei
     sparing = _telling(node, ctx.lasts[index], LastModule.replaying)
     with torch.enable_grad(), ctx.replays[index].again(), hooks, replaying, sparing:
         outputs = ctx.call.run(leaves, flat)
+    if ctx.gave:
+        ctx.gave[index].check(node.module_name, outputs, is_plain=ctx.is_plain and node.is_plain)
     rebinding.bind(weights)
     return _SliceGraph.of(outputs, inputs, leaves, rebinding)
 

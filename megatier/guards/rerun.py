@@ -4,6 +4,9 @@ A forward that changes an argument in place, a buffer, or a random generator oth
 when it runs again, and changes it once more. So it is refused under activations other than keep. Hooks inside of a
 layer are called again as well. What they return is needed, and only they know what else they do: so a warning names
 them.
+
+Whatever else a forward may go on from (an attribute that it counts up, a generator of its own, a closure) is found by
+what it gives: in a module's first forwards, some numbers of each result are noted, and compared when it runs again.
 """
 
 from __future__ import annotations
@@ -19,8 +22,12 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 
 from megatier.errors import UnsupportedModelError
+from megatier.guards.token_rows import COARSE, ROUNDING
 
 REMEDY = "Open the model with activations='keep', under which each forward runs once."
+SAMPLES = 1024
+"""Numbers of a result that are noted, at least; at most twice as many. All of them would take as much as activations.
+"""
 OWN_HOOKS = ("transformers", "peft", "accelerate", "torch", "megatier")
 """Packages whose hooks may be called any number of times."""
 
@@ -81,6 +88,33 @@ class Left:
                 )
 
 
+class Gave:
+    """Some numbers of what a forward gave, which it has to give again."""
+
+    def __init__(self, results: Sequence[Tensor | None]) -> None:
+        """Note them. The host does not wait for the device."""
+        self._noted = [_some(x) for x in results]
+
+    def check(self, module_name: str, results: Sequence[Tensor | None], *, is_plain: bool) -> None:
+        """Look at what it gave when it ran again. The host waits for the device.
+
+        Args:
+            module_name: the module.
+            results: what it gave now.
+            is_plain: whether it ran uncompiled both times.
+
+        Raises:
+            UnsupportedModelError: it was something else.
+        """
+        pairs = zip(self._noted, map(_some, results), strict=False)
+        if len(results) != len(self._noted) or any(_differ(*pair, is_plain=is_plain) for pair in pairs):
+            raise UnsupportedModelError(
+                f"{module_name} gave other numbers when it ran again for its backward, so something in it goes on from "
+                "one forward to the next: an attribute that it changes, a random generator of its own, or a variable "
+                f"that is none of its arguments. {REMEDY}"
+            )
+
+
 def hooks_inside(module: nn.Module) -> Iterator[str]:
     """Yield the names of those modules inside of a module whose forwards have hooks of the user's."""
     # Hooks for all modules are in none of them.
@@ -129,3 +163,25 @@ def _generators() -> Iterator[tuple[str, Any]]:
     if (numpy := sys.modules.get("numpy")) is not None:
         _, key, *rest = numpy.random.get_state()
         yield "numpy", (key.tobytes(), *rest)
+
+
+def _some(result: Tensor | None) -> Tensor | None:
+    """Copy some numbers of a result, from all over it; None if it has none that are rounded."""
+    if result is None or not result.is_floating_point() or not result.numel():
+        return None
+    flat = result.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLES)].clone()
+
+
+def _differ(before: Tensor | None, after: Tensor | None, *, is_plain: bool) -> bool:
+    """Whether numbers are others than before.
+
+    On a GPU some kernels add up in any order, and a module may be compiled anew meanwhile. Then roundings may change.
+    """
+    if before is None or after is None or before.shape != after.shape:
+        return before is not after
+    bound = 0.0 if is_plain and not before.is_cuda else ROUNDING.get(before.dtype, COARSE)
+
+    # Not finite is no difference: the step is left out for that.
+    one, other = before.double(), after.double()
+    return bool((other - one).norm() > bound * one.norm())

@@ -32,6 +32,7 @@ def passed_over(
         TimelineError: the order is another.
     """
     skipped = list[Access]()
+    repeats = access is not None and access in used and (access.unit, access.group) not in left_out
 
     for other in recorded[len(used) :]:
         if other == access:
@@ -42,11 +43,11 @@ def passed_over(
         is_lost = other.phase is Phase.BACKWARD and other.unit in trained
         known = left_out | {(past.unit, past.group) for past in skipped}
         if (other.unit, other.group) not in known and (is_lost or other in used):
-            raise _another_order(len(used), access, other, repeats=other in used or access in used)
+            raise _another_order(len(used), access, other, repeats=repeats or other in used)
         skipped.append(other)
 
     if access is not None:
-        raise _another_order(len(used), access, None, repeats=access in used)
+        raise _another_order(len(used), access, None, repeats=repeats)
     return skipped
 
 
