@@ -20,15 +20,17 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatier.checkpoint.arrays import ArrayReader
-from megatier.checkpoint.chunkfile import ChunkFiles, check_ends
+from megatier.checkpoint.chunkfile import STAGED, ChunkFiles, check_ends
 from megatier.checkpoint.grid import Grid, StoredArray
 from megatier.checkpoint.manifest import METADATA_FILE, Manifest, digest_of, read_json
 from megatier.checkpoint.run_directory import CHECKPOINT_NAME, checkpoints, step_of
@@ -37,8 +39,10 @@ from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointErr
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
 from megatier.ranks.channel import Alone
+from megatier.session.filling import Source
 from megatier.session.session import Session
 from megatier.state import ARRAYS, MASTERS
+from megatier.tier import Kind
 
 FORMAT = 3
 """The format that is written."""
@@ -46,6 +50,10 @@ UNBOUND_FORMAT = 2
 """The format of versions that wrote no manifest."""
 NUM_THREADS = 4
 """Native threads that read."""
+READERS = 6
+"""Arrays that are restored at once, if there are as many cores: those of two units with both moments."""
+STAGED_EACH = 3
+"""Staging buffers for each of them: one is checked and taken, two arrive."""
 WRITING = ".partial"
 """End of the hidden name of a checkpoint that is not whole yet."""
 REMOVING = ".removed"
@@ -321,21 +329,33 @@ def _fill(
     progress: Callable[[Unit], None],
     groups: Collection[str],
 ) -> None:
-    """Fill state from groups of arrays, unit by unit."""
-    # Units are filled one after the other, so staging buffers are all the RAM that this takes.
-    with _files(arrays.values()) as files:
-        for unit in session.units:
-            for name, planes in unit.layout.schema.arrays.items():
-                tensors = tensors_of(unit.layout, name)
-                if name not in groups or not tensors:
-                    continue
+    """Fill state from groups of arrays, in as many threads as cores and a few arrays at once keep busy."""
+    threads = min(session.num_cores, READERS)
+    with ExitStack() as stack:
+        idle: SimpleQueue[ChunkFiles] = SimpleQueue()
+        for _ in range(threads):
+            idle.put(stack.enter_context(_files(arrays.values(), STAGED_EACH)))
 
+        @contextmanager
+        def open_pieces(name: str, tensors: Sequence[TensorSlice]) -> Iterator[Iterator[tuple[int, Tensor]]]:
+            files = idle.get()
+            try:
                 # Units that hold parts of one parameter read their own elements of its array alone.
                 places = [arrays[name, tensor.name] for tensor in tensors]
                 pieces = files.read(places, [tensor.elements for tensor in tensors])
-                values = ((tensors[i].place(first), found) for i, first, found in pieces)
-                session.fill(unit, planes, values, base=not unit.layout.has_base)
-            progress(unit)
+                yield ((tensors[i].place(first), found) for i, first, found in pieces)
+            finally:
+                idle.put(files)
+
+        def sources(unit: Unit) -> list[tuple[Sequence[Kind], Source]]:
+            named = {name: tensors_of(unit.layout, name) for name in groups}
+            return [
+                (planes, partial(open_pieces, name, named[name]))
+                for name, planes in unit.layout.schema.arrays.items()
+                if named.get(name)
+            ]
+
+        session.fill_arrays(sources, threads, progress)
 
 
 @contextmanager
@@ -395,10 +415,10 @@ def check_moments(path: Path, units: Sequence[Unit]) -> None:
         check_ends(array)
 
 
-def _files(arrays: Iterable[StoredArray]) -> ChunkFiles:
-    """Open staging buffers that take the chunks of these arrays."""
+def _files(arrays: Iterable[StoredArray], num_staged: int = STAGED) -> ChunkFiles:
+    """Open so many staging buffers that take the chunks of these arrays."""
     largest = max((array.grid.chunk_elements for array in arrays), default=1)
-    return ChunkFiles(largest, NUM_THREADS)
+    return ChunkFiles(largest, NUM_THREADS, num_staged)
 
 
 def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 
 import numpy as np
@@ -23,7 +23,16 @@ from megatier.tier import Kind
 from megatier.workers import Task, Workers
 
 UNITS_AHEAD = 2
-"""Units that threads have runs of at once: while one ends, the next one begins."""
+"""Units that threads have tasks of at once: while one ends, the next one begins."""
+
+Job = tuple[Unit, Unit]
+"""A whole unit, and what this process has of it."""
+TasksOf = Callable[[Unit, Unit], Iterator[Callable[[], None]]]
+"""Makes the tasks of such a pair."""
+Source = Callable[[], AbstractContextManager[Iterator[tuple[int, Tensor]]]]
+"""Opens the pieces of some planes, in the thread that takes them."""
+Sources = Callable[[Unit], Sequence[tuple[Sequence[Kind], Source]]]
+"""Names the planes of a unit that are filled together, and where their pieces come from."""
 
 
 class Filling:
@@ -41,28 +50,71 @@ class Filling:
 
     def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]], base: bool) -> None:
         """Overwrite planes of a unit from pieces, in this thread; see `Session.fill`."""
-        ahead: tuple[int, Tensor] | None = None
-        """The piece that reaches beyond the runs that are done."""
-        for elements in self._runs(unit, kinds, base=base):
-            values = self._buffer(elements)
-            ahead = assemble(values, elements, pieces, ahead)
-            self._write(unit, kinds, elements, values)
-
+        self._fill_part(unit, kinds, pieces, base=base)
         self._kept = threading.local()
         self._share(unit, kinds, base=base)
+
+    def fill_arrays(
+        self, units: Sequence[Unit], sources: Sources, threads: int, progress: Callable[[Unit], None]
+    ) -> None:
+        """Overwrite planes of all units in several threads; see `Session.fill_arrays`."""
+
+        def tasks_of(_: Unit, unit: Unit) -> Iterator[Callable[[], None]]:
+            for kinds, source in sources(unit):
+                yield partial(self._fill_from, unit, kinds, source)
+
+        def end(unit: Unit) -> None:
+            for kinds, _ in sources(unit):
+                self._share(unit, kinds, base=not unit.layout.has_base)
+            progress(unit)
+
+        spills = {unit.name for unit in units if self._blocks.spilled(unit.name)}
+        self._in_threads([(unit, unit) for unit in units], spills, tasks_of, threads, end)
 
     def fill_masters(
         self, units: Sequence[tuple[Unit, Unit]], source: PartReader, threads: int, progress: Callable[[Unit], None]
     ) -> None:
         """Overwrite the masters of all units in several threads.
 
-        What is at home on NVMe has threads of its own, which mostly wait for drives; the others go on meanwhile.
-
         Args:
             units: each whole unit with what this process has of it.
             source: gives the numbers.
             threads: how many fill what is not at home on NVMe.
             progress: is called after each unit, in this thread.
+        """
+
+        def tasks_of(whole: Unit, unit: Unit) -> Iterator[Callable[[], None]]:
+            kinds = unit.layout.schema.master_kinds
+            read = source.parts(whole)
+            for elements in self._runs(unit, kinds, base=True):
+                yield partial(self._fill_run, unit, kinds, elements, read)
+
+        def end(unit: Unit) -> None:
+            self._share(unit, unit.layout.schema.master_kinds, base=True)
+            progress(unit)
+
+        spills = {unit.name for _, unit in units if self._spills_master(unit)}
+        self._in_threads(units, spills, tasks_of, threads, end)
+
+    def _in_threads(
+        self,
+        units: Sequence[Job],
+        spilled: Collection[str],
+        tasks_of: TasksOf,
+        threads: int,
+        end: Callable[[Unit], None],
+    ) -> None:
+        """Do the tasks of all units in several threads.
+
+        What is at home on NVMe has threads of its own, which mostly wait for drives; the others go on meanwhile. They
+        are few, because each holds slots of an update chunk.
+
+        Args:
+            units: each whole unit with what this process has of it.
+            spilled: names of the units of which something that is filled is at home on NVMe.
+            tasks_of: makes the tasks of a unit.
+            threads: how many work on what is not at home on NVMe.
+            end: is called in this thread when a unit's tasks are done.
         """
         with ExitStack() as stack:
             counts = {True: min(threads, UPDATE_DEPTH), False: threads}
@@ -71,46 +123,42 @@ class Filling:
                 for spills, count in counts.items()
             }
             under_way: dict[bool, deque[tuple[Unit, list[Task[None]]]]] = {spills: deque() for spills in pools}
-            for whole, unit in self._mixed(units):
-                spills = self._spills(unit)
+            for whole, unit in _mixed(units, spilled):
+                spills = unit.name in spilled
                 if len(under_way[spills]) == UNITS_AHEAD:
-                    self._end(*under_way[spills].popleft(), progress)
-                kinds = unit.layout.schema.master_kinds
-                read = source.parts(whole)
-                tasks = [
-                    pools[spills].submit(partial(self._fill_run, unit, kinds, elements, read))
-                    for elements in self._runs(unit, kinds, base=True)
-                ]
+                    _wait(*under_way[spills].popleft(), end)
+                tasks = [pools[spills].submit(task) for task in tasks_of(whole, unit)]
                 under_way[spills].append((unit, tasks))
 
             for rest in under_way.values():
                 while rest:
-                    self._end(*rest.popleft(), progress)
+                    _wait(*rest.popleft(), end)
         self._kept = threading.local()
 
-    def _mixed(self, units: Sequence[tuple[Unit, Unit]]) -> list[tuple[Unit, Unit]]:
-        """Return the units so that those at home on NVMe come at even distances, and drives always have work."""
-        placed: list[tuple[float, int, tuple[Unit, Unit]]] = []
-        for spills in (True, False):
-            group = [pair for pair in units if self._spills(pair[1]) is spills]
-            placed += [((number + 0.5) / len(group), len(placed) + number, pair) for number, pair in enumerate(group)]
-        return [pair for *_, pair in sorted(placed, key=lambda found: found[:2])]
-
-    def _spills(self, unit: Unit) -> bool:
+    def _spills_master(self, unit: Unit) -> bool:
         """Return whether a part of a unit's master is at home on NVMe."""
         return not set(unit.layout.schema.master_kinds).isdisjoint(self._blocks.spilled(unit.name))
 
-    def _end(self, unit: Unit, tasks: Sequence[Task[None]], progress: Callable[[Unit], None]) -> None:
-        """Wait for a unit's runs."""
-        for task in tasks:
-            task.result()
-        self._share(unit, unit.layout.schema.master_kinds, base=True)
-        progress(unit)
+    def _fill_from(self, unit: Unit, kinds: Sequence[Kind], source: Source) -> None:
+        """Fill planes of a unit from pieces that are opened for it; this runs in a worker."""
+        self._take_gpu()
+        with source() as pieces:
+            self._fill_part(unit, kinds, pieces, base=not unit.layout.has_base)
+
+    def _fill_part(
+        self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]], *, base: bool
+    ) -> None:
+        """Fill planes of a unit, run by run."""
+        ahead: tuple[int, Tensor] | None = None
+        """The piece that reaches beyond the runs that are done."""
+        for elements in self._runs(unit, kinds, base=base):
+            values = self._buffer(elements)
+            ahead = assemble(values, elements, pieces, ahead)
+            self._write(unit, kinds, elements, values)
 
     def _fill_run(self, unit: Unit, kinds: Sequence[Kind], elements: Elements, read: ReadPart) -> None:
         """Fill one run of a unit; this runs in a worker."""
-        if self._gpu is not None:
-            torch.cuda.set_device(self._gpu)
+        self._take_gpu()
         start, stop = elements
         values = self._buffer(elements)
         done = start
@@ -121,6 +169,11 @@ class Filling:
             np.copyto(values[first - start : done - start].numpy(), piece.numpy())
         values[done - start :] = 0
         self._write(unit, kinds, elements, values)
+
+    def _take_gpu(self) -> None:
+        """Let this thread work on the device of whoever opened the session."""
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
 
     def _write(self, unit: Unit, kinds: Sequence[Kind], elements: Elements, values: Tensor) -> None:
         """Make a run's planes of its numbers, and start their way home."""
@@ -162,4 +215,20 @@ class Filling:
         return kept[:size]
 
 
-__all__ = ["Filling"]
+def _mixed(units: Sequence[Job], spilled: Collection[str]) -> list[Job]:
+    """Return the units so that those on NVMe come at even distances, and drives always have work."""
+    placed: list[tuple[float, int, Job]] = []
+    for spills in (True, False):
+        group = [pair for pair in units if (pair[1].name in spilled) is spills]
+        placed += [((number + 0.5) / len(group), len(placed) + number, pair) for number, pair in enumerate(group)]
+    return [pair for *_, pair in sorted(placed, key=lambda found: found[:2])]
+
+
+def _wait(unit: Unit, tasks: Sequence[Task[None]], end: Callable[[Unit], None]) -> None:
+    """Wait for a unit's tasks, and end it."""
+    for task in tasks:
+        task.result()
+    end(unit)
+
+
+__all__ = ["Filling", "Source", "Sources"]

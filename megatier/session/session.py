@@ -34,7 +34,7 @@ from megatier.ranks.ranks import Ranks
 from megatier.schedule.placement import Placement, all_short, place
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import Budgets, bay_bytes
-from megatier.session.filling import Filling
+from megatier.session.filling import Filling, Sources
 from megatier.session.kept_code import keep_code
 from megatier.session.shards import Read, WholeMasters, reading_masters, shards_of
 from megatier.setup.machine import check_attention, limit_gpu
@@ -204,13 +204,17 @@ class Session:
         with self.player.loading():
             pairs = list(zip(self.wholes, self.units, strict=True))
             if isinstance(source, PartReader):
-                local_size = 1 if self.ranks is None else self.ranks.local_size
-                self._filling.fill_masters(pairs, source, max(1, cores_usable() // local_size), progress)
+                self._filling.fill_masters(pairs, source, self.num_cores, progress)
                 return
             for whole, unit in pairs:
                 shard = None if self.ranks is None else unit.layout
                 self.fill(unit, unit.layout.schema.master_kinds, source.read(whole, shard))
                 progress(unit)
+
+    @property
+    def num_cores(self) -> int:
+        """Cores of this process: the ranks of a host share its cores."""
+        return max(1, cores_usable() // (1 if self.ranks is None else self.ranks.local_size))
 
     def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]], base: bool = True) -> None:
         """Overwrite planes of a unit's state: those of its master, or one moment.
@@ -225,6 +229,18 @@ class Session:
         # If this fails midway, planes of the unit may be of different origins, so the state is torn then.
         with self.store.tear.change:
             self._filling.fill(unit, kinds, pieces, base)
+
+    def fill_arrays(self, sources: Sources, threads: int, progress: Callable[[Unit], None]) -> None:
+        """Overwrite planes of all units, in several threads. Frozen elements of a base stay as they are.
+
+        Args:
+            sources: gives the planes of a unit that are filled together, as for `fill`, each with what opens their
+                pieces. It is called for a unit in this thread, and what it gives in others.
+            threads: most threads that fill what is not at home on NVMe.
+            progress: is called after each unit, in this thread.
+        """
+        with self.store.tear.change:
+            self._filling.fill_arrays(self.units, sources, threads, progress)
 
     def read_master(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a unit's fp32 masters, flat, on the CPU. Call `player.drain` first.

@@ -192,6 +192,23 @@ def restored(whole: Path, tmp_path: Path) -> Iterator[Callable[[Path], None]]:
         yield lambda path: restore(session, path)
 
 
+@pytest.mark.parametrize("cores", [1, 8])
+@pytest.mark.parametrize("place", ["gpu", "ram", "nvme_twice", "gpu_ram_nvme"])
+def test_restore_by_any_number_of_threads_gives_the_same_bits(
+    place: str, cores: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "num_cores", cores)
+    told = list[str]()
+    with opened(exactness_config("tied"), tmp_path, PLACES[place], Run(model="tied").train) as session:
+        restore(session, whole, lambda unit: told.append(unit.name))
+        assert sorted(told) == sorted(unit.name for unit in session.units)
+        again = saved(session, tmp_path / "again", 1)
+    read = [
+        {path.relative_to(at): path.read_bytes() for path in at.rglob("*") if path.is_file()} for at in (whole, again)
+    ]
+    assert read[0] == read[1]
+
+
 @pytest.fixture
 def copied(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "copy" / whole.name))

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatier.config.schema import NumericsConfig, TrainConfig
 from megatier.errors import CheckpointError, StreamedModelError, TornStateError
 from megatier.integrations.streamed import Streamed
-from megatier.optim import masters
+from megatier.session import filling
 from megatier.store.queue import Queue
 
 PLACES_INTERRUPTED = ("play", "store", "drives", "engine/gradient", "integrations/streamed")
@@ -185,15 +185,16 @@ def test_restore_that_fails_half_way_tears_the_state_and_mends_none(
         saved = streamed.state_dict()
         step(streamed, 2)
         streamed._session.store.tear.is_torn = was_torn
-        fill, left = streamed._session._filling.fill, iter((1, 1, 0))
+        # Threads fill, and this one ends what they have filled of each unit.
+        share, left = streamed._session._filling._share, iter((1, 1, 0))
 
-        def interrupt(*arguments: Any) -> None:
-            fill(*arguments)
+        def interrupt(*arguments: Any, **options: Any) -> None:
+            share(*arguments, **options)
             if not next(left):
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(streamed._session._filling, "fill", interrupt)
+            patch.setattr(streamed._session._filling, "_share", interrupt)
             streamed.restore(tmp_path / "saved")
         with pytest.raises(TornStateError):
             streamed.state_dict()
@@ -210,7 +211,7 @@ def test_restore_interrupted_at_any_line_leaves_what_was_or_is_said(place: str, 
         with interrupted(PLACES_OF_RESTORE) as lines:
             streamed.restore(tmp_path / "saved")
         told = []
-        for at in sorted(random.Random(f"{place} {is_torn}").sample(range(lines.count), 8)):
+        for at in sorted(random.Random(f"{place} {is_torn}").sample(range(lines.count), 24)):
             if streamed.steps == 2:
                 step(streamed, 3)
                 streamed.state_dict()
@@ -229,18 +230,18 @@ def test_restore_interrupted_at_any_line_leaves_what_was_or_is_said(place: str, 
 def test_restore_interrupted_in_a_wait_is_said_though_the_wait_is_harmless_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A region around the wait has half of its planes written."""
+    """A region around the wait for the threads that fill has some of its planes written."""
     with streamed_on("nvme_grads", tmp_path) as streamed:
         histories = Histories(streamed, tmp_path / "saved")
-        split, left = masters.split_master, iter([1, 1, 0])
+        wait, left = filling._wait, iter([1, 1, 0])
 
         def interrupt(*arguments: Any) -> None:
-            split(*arguments)
+            wait(*arguments)
             if not next(left):
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("megatier.session.filling.split_master", interrupt)
+            patch.setattr(filling, "_wait", interrupt)
             streamed.restore(tmp_path / "saved")
         assert histories.check(streamed)
 
