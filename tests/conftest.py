@@ -33,7 +33,8 @@ os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(scratch_directory()))
 """Parent of every tmp_path: a mount of the NVMe tier may not lie in RAM, and on many machines /tmp does."""
 
 
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{default_cache_dir()}_tests"
 """What tests compile is kept for other test runs, and not in the user's own place."""
 
 

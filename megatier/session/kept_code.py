@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 import warnings
 
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
 from megatier.errors import ConfigError
 from megatier.hardware import cache_directory
 from megatier.private import make_private
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""torch's own setting. torch sets it too, when it compiles for the first time."""
+"""torch's own setting. torch sets it too, to its default, as soon as its compiler is imported."""
 FOLDER = "compiled"
 """The folder among this user's caches. torch's default lies in `/tmp`, which many machines empty when they start."""
 
 
 def keep_code() -> None:
-    """Let torch keep compiled code among this user's caches, unless it was told a place, or has one already.
+    """Let torch keep compiled code among this user's caches, unless it was told a place.
 
     What lies there is run, so nobody else may write there. Where that does not hold, torch's default stays, and a
     warning says so. Which code is found there changes no bit: it is found by all that it was made of.
     """
-    if VARIABLE in os.environ:
+    if os.environ.get(VARIABLE) not in (None, default_cache_dir()):
         return
     try:
         directory = cache_directory().absolute() / FOLDER

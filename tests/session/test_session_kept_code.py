@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tiny_runs import PLACES, exactness_config, opened
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from megatier.config.schema import TrainConfig
 from megatier.session.kept_code import VARIABLE, keep_code
@@ -36,6 +37,14 @@ def test_compiled_session_keeps_code_in_a_private_directory_of_the_users_caches(
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     assert cache_dir() == str(cache / "compiled")
+
+
+def test_code_is_kept_elsewhere_than_in_the_place_that_torch_sets_itself(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, default_cache_dir())
+    keep_code()
+    assert os.environ[VARIABLE] == str(cache / "compiled")
 
 
 def test_code_is_kept_where_the_user_says(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
