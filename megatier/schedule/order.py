@@ -34,6 +34,9 @@ def passed_over(
     skipped = list[Access]()
     repeats = access is not None and access in used and (access.unit, access.group) not in left_out
 
+    # A use that step 1 never made is of a unit that it left out, wherever in the order it comes.
+    is_new = access is not None and access not in recorded
+
     for other in recorded[len(used) :]:
         if other == access:
             return skipped
@@ -43,7 +46,7 @@ def passed_over(
         is_lost = other.phase is Phase.BACKWARD and other.unit in trained
         known = left_out | {(past.unit, past.group) for past in skipped}
         if (other.unit, other.group) not in known and (is_lost or other in used):
-            raise _another_order(len(used), access, other, repeats=repeats or other in used)
+            raise _another_order(len(used), access, other, repeats=repeats or (other in used and not is_new))
         skipped.append(other)
 
     if access is not None:
