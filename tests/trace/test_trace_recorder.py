@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from megatier.store.stream_clock import Instant
 from megatier.store.transfer import Transfer
 from megatier.tier import Phase
 from megatier.trace.events import TraceEvent
-from megatier.trace.recorder import STALL_NS_MIN, Recorder
+from megatier.trace.recorder import STALL_NS_MIN, WAIT_SLICE_S, Recorder
 
 
 class At(Instant):
@@ -118,3 +119,31 @@ def test_host_does_not_work_while_it_waits() -> None:
     with recorder.waiting("ram_to_gpu"):
         time.sleep(0.02)
     assert REST.ns >= 0.02 * 1e9
+
+
+def test_wait_from_which_the_thread_was_woken_late_has_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a wait of half a slice may take several."""
+    recorder, lanes, go_on = Recorder(), Lanes(torch.device("cpu")), threading.Event()
+
+    def wait() -> None:
+        go_on.wait()
+
+    lanes.submit("nvme_to_ram", "a", 1, wait)
+    second: Transfer = lanes.submit("nvme_to_ram", "b", 1, lambda: None)
+    issued = Transfer.issued
+
+    def woken_late(transfer: Transfer, timeout_s: float) -> bool:
+        if not timeout_s:
+            return issued(transfer, timeout_s)
+        go_on.set()
+        time.sleep(5 * WAIT_SLICE_S)
+        return issued(transfer, timeout_s)
+
+    monkeypatch.setattr(Transfer, "issued", woken_late)
+    causes = Counter[str]()
+    recorder.until_issued(second, causes)
+    assert causes == {"nvme_to_ram": 1}
+
+    recorder.until_issued(second, causes)
+    assert causes == {"nvme_to_ram": 1}, "it has started long ago"
+    lanes.close()
