@@ -20,7 +20,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -50,8 +50,9 @@ UNBOUND_FORMAT = 2
 """The format of versions that wrote no manifest."""
 NUM_THREADS = 4
 """Native threads that read."""
-READERS = 6
-"""Arrays that are restored at once, if there are as many cores: those of two units with both moments."""
+READERS = 4
+"""Arrays that are restored at once, if there are as many cores. Each takes 1.8 GB/s, so more would wait for drives, and
+their buffers are in no budget."""
 STAGED_EACH = 3
 """Staging buffers for each of them: one is checked and taken, two arrive."""
 WRITING = ".partial"
@@ -342,8 +343,8 @@ def _fill(
             try:
                 # Units that hold parts of one parameter read their own elements of its array alone.
                 places = [arrays[name, tensor.name] for tensor in tensors]
-                pieces = files.read(places, [tensor.elements for tensor in tensors])
-                yield ((tensors[i].place(first), found) for i, first, found in pieces)
+                with closing(files.read(places, [tensor.elements for tensor in tensors])) as pieces:
+                    yield ((tensors[i].place(first), found) for i, first, found in pieces)
             finally:
                 idle.put(files)
 

@@ -195,19 +195,29 @@ class ChunkFiles:
 
         # Every free buffer reads ahead. One comes free when the caller asks for more, because it is done with that
         # chunk then.
-        for index, _, chunk in chunks:
-            while self._free and waiting:
-                number, place, ahead = waiting.popleft()
-                reading.append(self._begin_read(arrays[number], place, ahead))
+        held: Staged | None = None
+        try:
+            for index, _, chunk in chunks:
+                while self._free and waiting:
+                    number, place, ahead = waiting.popleft()
+                    reading.append(self._begin_read(arrays[number], place, ahead))
 
-            staged = reading.popleft()
-            self._finish_read(staged)
+                held = reading.popleft()
+                self._finish_read(held)
 
-            start, stop = bounds[index]
-            first = max(start, chunk.start)
-            values = staged.values(min(stop - chunk.start, chunk.num_elements))
-            yield index, first, values[first - chunk.start :]
-            self._free.append(staged)
+                start, stop = bounds[index]
+                first = max(start, chunk.start)
+                values = held.values(min(stop - chunk.start, chunk.num_elements))
+                yield index, first, values[first - chunk.start :]
+                self._free.append(held)
+                held = None
+        finally:
+            # After damage, or if the caller stops early, others may use these buffers.
+            if held is not None:
+                held.path = None
+                self._free.append(held)
+            for staged in reading:
+                self._drop(staged)
 
     def fetch(self, array: StoredArray, place: int, chunk: ArrayChunk) -> Tensor:
         """Return a chunk, fp32 with its padding, which is not read again before as many others as there are buffers.
@@ -248,10 +258,15 @@ class ChunkFiles:
 
         # Among those in flight before it has a file, so that `__exit__` closes what was opened.
         self._flying.append(staged)
-        with _opening(path):
-            staged.files.append(_open_direct(path))
-            staged.files.append(_open(path))
-        _check_size(path, staged.files[0], staged.num_bytes)
+        staged.batch = None
+        try:
+            with _opening(path):
+                staged.files.append(_open_direct(path))
+                staged.files.append(_open(path))
+            _check_size(path, staged.files[0], staged.num_bytes)
+        except DamagedCheckpointError:
+            self._drop(staged)
+            raise
 
         # Whole pages go by O_DIRECT, and the rest through the descriptor that is without it.
         direct, plain = staged.files
@@ -282,6 +297,15 @@ class ChunkFiles:
         if staged.expected is not None:
             assert staged.path is not None
             _check_place(staged.path, found, staged.expected)
+
+    def _drop(self, staged: Staged) -> None:
+        """Give back a buffer whose chunk nobody wants any more, once nothing is on its way into it."""
+        if staged.batch is not None:
+            staged.batch.wait()
+        self._flying.remove(staged)
+        staged.close()
+        staged.path = None
+        self._free.append(staged)
 
     def _finish_write(self) -> None:
         """Wait for the write that was begun first, and cut its file to the file's size.

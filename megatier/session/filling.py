@@ -47,9 +47,12 @@ class Filling:
         # Each thread keeps a buffer for a run while it fills: no unit lies in fp32 as a whole, and memory that comes
         # anew from the system takes longer than drawing.
         self._kept = threading.local()
+        self._is_left = False
+        """Whether whoever waits for the threads has left, by an error or an interrupt. So they end at the next run."""
 
     def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]], base: bool) -> None:
         """Overwrite planes of a unit from pieces, in this thread; see `Session.fill`."""
+        self._is_left = False
         self._fill_part(unit, kinds, pieces, base=base)
         self._kept = threading.local()
         self._share(unit, kinds, base=base)
@@ -123,6 +126,8 @@ class Filling:
                 for spills, count in counts.items()
             }
             under_way: dict[bool, deque[tuple[Unit, list[Task[None]]]]] = {spills: deque() for spills in pools}
+            self._is_left = False
+            stack.callback(self._leave)
             for whole, unit in _mixed(units, spilled):
                 spills = unit.name in spilled
                 if len(under_way[spills]) == UNITS_AHEAD:
@@ -134,6 +139,10 @@ class Filling:
                 while rest:
                     _wait(*rest.popleft(), end)
         self._kept = threading.local()
+
+    def _leave(self) -> None:
+        """Let threads end at the next run. Where all is done, none is at work."""
+        self._is_left = True
 
     def _spills_master(self, unit: Unit) -> bool:
         """Return whether a part of a unit's master is at home on NVMe."""
@@ -152,6 +161,8 @@ class Filling:
         ahead: tuple[int, Tensor] | None = None
         """The piece that reaches beyond the runs that are done."""
         for elements in self._runs(unit, kinds, base=base):
+            if self._is_left:
+                return
             values = self._buffer(elements)
             ahead = assemble(values, elements, pieces, ahead)
             self._write(unit, kinds, elements, values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 from torch import Tensor
 
 
@@ -23,14 +24,19 @@ def assemble(
     """
     start, stop = elements
     done = start
+
+    # Not by torch, which would start a team of threads for each thread that fills.
+    numbers = master.numpy()
     while (piece := ahead or next(pieces, None)) is not None:
         first, values = piece
         lower = max(first, start)
         upper = min(first + values.numel(), stop)
         if lower < upper:
             # Between two tensors there is padding, which is in no piece.
-            master[done - start : lower - start] = 0
-            master[lower - start : upper - start] = values[lower - first : upper - first]
+            numbers[done - start : lower - start] = 0
+            np.copyto(
+                numbers[lower - start : upper - start], values[lower - first : upper - first].detach().cpu().numpy()
+            )
             done = upper
 
         # The rest of this piece, or all of it, belongs to the next run.
@@ -38,5 +44,5 @@ def assemble(
             break
         ahead = None
 
-    master[done - start :] = 0
+    numbers[done - start :] = 0
     return piece

@@ -219,3 +219,31 @@ def test_file_with_a_flipped_bit_in_any_page_is_refused(at: int, tmp_path: Path)
     path.write_bytes(raw)
     with pytest.raises(CheckpointError, match="is damaged: its checksum"):
         read(tmp_path / "a", grid)
+
+
+@pytest.mark.parametrize("harm", ["gone", "flipped", "left"])
+def test_read_that_ends_early_leaves_all_buffers_to_the_next(harm: str, tmp_path: Path) -> None:
+    values, chunks = numbers((60,)), Grid.of((60,), 6)
+    write(tmp_path, chunks, values, 60)
+    array = StoredArray(tmp_path.resolve(), chunks)
+    (tmp_path / "whole").mkdir()
+    write(tmp_path / "whole", chunks, values, 60)
+    path = tmp_path / "c" / "4"
+    if harm == "gone":
+        path.unlink()
+    elif harm == "flipped":
+        raw = bytearray(path.read_bytes())
+        raw[3] ^= 1
+        path.write_bytes(raw)
+
+    with ChunkFiles(chunks.chunk_elements, 2, 3) as files:
+        for _ in range(4):
+            reading = files.read([array])
+            if harm == "left":
+                next(reading)
+                reading.close()
+            else:
+                with pytest.raises(CheckpointError, match="c/4"):
+                    list(reading)
+        found = [part.clone() for *_, part in files.read([StoredArray((tmp_path / "whole").resolve(), chunks)])]
+    assert torch.equal(torch.cat(found), values)
