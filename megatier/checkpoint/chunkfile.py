@@ -17,7 +17,7 @@ import math
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -165,7 +165,7 @@ class ChunkFiles:
 
     def read(
         self, arrays: Sequence[StoredArray], wanted: Sequence[tuple[int, int]] | None = None
-    ) -> Iterator[tuple[int, int, Tensor]]:
+    ) -> Generator[tuple[int, int, Tensor], None, None]:
         """Yield the elements of arrays, each array from front to back.
 
         Args:
