@@ -85,7 +85,7 @@ FOLLOWED = (
     *("seed", "activations", "kept_layers", "kept_attention"),
 )
 """Fields of TrainConfig that a loop's steps follow."""
-OWN_END = "the loop ends when it likes"
+OWN_END = "the loop itself decides when it ends"
 OWN_RATE = "put a scheduler of torch over the streamed optimizer"
 OWN_TEST = "the loop evaluates by forwards under torch.no_grad"
 NOT_OF_LOOPS: Mapping[str, str] = {
@@ -99,7 +99,7 @@ NOT_OF_LOOPS: Mapping[str, str] = {
     "min_learning_rate_ratio": OWN_RATE,
     "evaluate_every": OWN_TEST,
     "evaluate_batches": OWN_TEST,
-    "stall_timeout": "nobody watches a loop, which may stop between its steps",
+    "stall_timeout": "a loop has no watchdog, since it may stop between its steps",
 }
 """The other fields, which have to be as they are by default, and what is done instead."""
 ELSEWHERE = {
@@ -173,9 +173,10 @@ def check_train(train: TrainConfig, given: Iterable[str]) -> None:
             raise ConfigError(f"{name} and train are given, and both say {' and '.join(of_train)}. Leave out {name}.")
 
     plain = TrainConfig()
+    also = {"batch": train.groups, "schedule": "constant"}
     for name, instead in NOT_OF_LOOPS.items():
         value = getattr(train, name)
-        if value != getattr(plain, name) and not (name == "batch" and value == train.groups):
+        if value not in (getattr(plain, name), also.get(name)):
             raise ConfigError(f"train.{name} is {value!r}, which a loop does not follow: {instead}. Leave it out.")
     _checked("activations", train.activations, "train.activations")
 

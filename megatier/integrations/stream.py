@@ -61,9 +61,10 @@ def stream(
         tiers: budgets and mounts, as a `TiersConfig` or as the section `tiers` of a config; None: taken from the
             machine, without NVMe.
         train: the steps, as in a config, in the place of the short arguments that say the same. What is no loop's has
-            to be as it is by default: `steps`, `epochs`, `batch` (but for `groups`), `slices`, `offload_attention`, the
-            schedule, evaluations and `stall_timeout`; so has `activations` not to be offload. `groups` are
-            `accumulation_steps`. The learning rate is 3e-4 by default here, and there is no decay.
+            to be as it is by default: `steps`, `epochs`, `slices`, `offload_attention`, the schedule, evaluations and
+            `stall_timeout`. `activations` may not be offload. `groups` are `accumulation_steps`; where the default
+            batch of 8 is no multiple of them, give `batch` as many as `groups`. The rate is constant unless a scheduler
+            changes it. The learning rate is 3e-4 by default here, and there is no decay.
         **short: the arguments below. Others are refused by name.
         accumulation_steps: backwards per `optimizer.step`, at least 1 (default: 1). Each is one pass over the units.
             Under `torchrun` each rank makes as many, and their gradients are all added.
