@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatier.engine.replay import settings_now
+from megatier.engine.replay import ORDER, settings_now
 from megatier.hardware import cpu_has_bf16, cpu_instructions, driver_version
 
 LIBRARIES = ("torch", "transformers", "numpy")
@@ -63,9 +63,14 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def noted_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of an environment that can be compared with an earlier one: older versions noted less."""
-    return {name: value for name, value in now.items() if name in before}
+def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what decides bits in one environment and is otherwise in a later one, as `differences`.
+
+    Older versions noted less, and only what they noted is compared. So is not the order of attention's kernels: torch
+    sets it at the first attention on a GPU, so one and the same environment was noted with either of two.
+    """
+    noted = {name: value for name, value in now.items() if name in before}
+    return differences(before, noted, free=(ORDER.name,))
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str] = ()) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from megatier.checkpoint.environment import differences, environment, noted_of
+from megatier.checkpoint.environment import changes_of, differences, environment
 from megatier.checkpoint.manifest import digest_of
 from megatier.compute.tiles import Decision
 from megatier.config.file import to_dict
@@ -135,8 +135,7 @@ class RunState:
         now = _numeric(_plain(config))
         changes = list(differences(_numeric(self.config), now, free))
 
-        around = noted_of(self.environment, environment(device))
-        changes += differences(self.environment, around)
+        changes += changes_of(self.environment, environment(device))
         return changes
 
     def check(self, changes: Collection[str], accepted: Container[str] = ()) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,13 +59,14 @@ def _reductions(kind: str) -> _Setting:
 
 
 _cuda = torch.backends.cuda
+ORDER = _Setting("the order of attention's kernels", torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order)
 SETTINGS = (
     _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     _Setting("deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
     _Setting("flash attention", _cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     _Setting("attention by products", _cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    _Setting("the order of attention's kernels", torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    ORDER,
     _Setting(
         "reductions of attention by products",
         _cuda.fp16_bf16_reduction_math_sdp_allowed,
@@ -103,6 +104,8 @@ def settings_now(device: torch.device) -> dict[str, str]:
     Args:
         device: the device that computes.
     """
+    if device.type == "cuda":
+        _settle_order(device)
     chosen = (*SETTINGS, *GPU_SETTINGS) if device.type == "cuda" else SETTINGS
     return {setting.name: str(setting.get()) for setting in chosen}
 
@@ -124,6 +127,8 @@ class Replay:
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         kinds = {"cpu", device.type}
         self._autocast = {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds}
+        if device.type == "cuda":
+            _settle_order(device)
         self._settings = (*SETTINGS, *(GPU_SETTINGS if device.type == "cuda" else (THREADS,)))
         self._values = [setting.get() for setting in self._settings]
         self._modes, self._default = _modes()
@@ -175,6 +180,16 @@ class Replay:
         for module, trains in zip(modules, self._training, strict=True):
             stack.callback(setattr, module, "training", module.training)
             module.training = trains
+
+
+@cache
+def _settle_order(device: torch.device) -> None:
+    """Let torch choose the order of attention's kernels, which it does once a process, at the first choice of a kernel.
+
+    Until then one reads another order. Nothing is computed for it, and nobody waits for the device.
+    """
+    probe = torch.empty(1, 1, 1, 8, dtype=torch.float16, device=device)
+    torch._fused_sdp_choice(probe, probe, probe)
 
 
 def _training(module: nn.Module | None) -> list[bool]:

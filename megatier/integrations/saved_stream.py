@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, settle_replaced
-from megatier.checkpoint.environment import differences, noted_of
+from megatier.checkpoint.environment import changes_of
 from megatier.checkpoint.run_directory import last_checkpoint, step_of
 from megatier.checkpoint.run_state import read_tiles
 from megatier.compute.tiles import Decision
@@ -101,7 +101,7 @@ class SavedStream:
                 f"compile={before != 'not at all'} to go on as before."
             )
         noted = self.state.get("environment")
-        if isinstance(noted, dict) and (others := list(differences(noted, noted_of(noted, environment)))):
+        if isinstance(noted, dict) and (others := list(changes_of(noted, environment))):
             yield (
                 f"{self.path} was written in another environment: {shown('; '.join(others))}. State is taken bit by "
                 "bit, but steps may be rounded in other ways from now on."

@@ -73,6 +73,20 @@ def test_environment_that_an_older_version_noted_is_compared_in_its_own_names() 
     assert RunState.read(state).changes(CONFIG, CPU) == []
 
 
+def test_order_of_attention_kernels_that_torch_sets_after_a_save_is_no_change() -> None:
+    state = RunState.read(stored())
+    before = torch._C._get_sdp_priority_order()
+    try:
+        # As the first attention of a process does on some GPUs.
+        torch._C._set_sdp_priority_order([before[-1], *before[:-1]])
+        later = RunState.read(stored())
+        assert later.environment != state.environment
+        assert state.changes(CONFIG, CPU) == []
+    finally:
+        torch._C._set_sdp_priority_order(before)
+    assert later.changes(CONFIG, CPU) == []
+
+
 TILES = {"layers.0.mlp": Decision("it draws", ()), "layers.0.norm": Decision(None, ("x",))}
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import get_args, get_type_hints
 
 import pytest
@@ -7,8 +9,9 @@ import torch
 from torch import Tensor
 
 from megatier.config.schema import TrainConfig
+from megatier.engine import replay as engine_replay
 from megatier.engine.activation import Rebinding, dropping
-from megatier.engine.replay import Replay
+from megatier.engine.replay import Replay, settings_now
 from megatier.errors import UnsupportedModelError
 from megatier.tier import Activations
 
@@ -106,6 +109,46 @@ def test_replay_again_restores_the_device_generator() -> None:
     first = torch.rand(4, device=device)
     with replay.again():
         assert torch.equal(torch.rand(4, device=device), first)
+
+
+FIRST_ATTENTION = """
+import torch
+from megatier.engine.replay import Replay, settings_now
+
+device = torch.device("cuda", 0)
+replay = Replay(device) if {replays} else None
+before = settings_now(device)
+query = torch.randn(1, 2, 64, 64, dtype=torch.bfloat16, device=device)
+torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+assert settings_now(device) == before
+if replay is not None:
+    with replay.again():
+        assert settings_now(device) == before
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("replays", [False, True])
+def test_settings_noted_before_the_first_attention_of_a_process_are_those_after_it(replays: bool) -> None:
+    subprocess.run([sys.executable, "-c", FIRST_ATTENTION.format(replays=replays)], check=True)
+
+
+def test_settings_on_cuda_are_noted_after_torch_has_chosen_the_order_of_attention_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Stand-ins for a GPU, and for torch, which sets the order when it first chooses a kernel there.
+    before = torch._C._get_sdp_priority_order()
+    later = [before[-1], *before[:-1]]
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: torch._C._set_sdp_priority_order(later))
+    monkeypatch.setattr(engine_replay, "GPU_SETTINGS", ())
+    engine_replay._settle_order.cache_clear()
+    try:
+        assert settings_now(torch.device("cuda", 0))[engine_replay.ORDER.name] == str(later)
+    finally:
+        engine_replay._settle_order.cache_clear()
+        torch._C._set_sdp_priority_order(before)
 
 
 def test_policies_of_the_config_are_those_there_are() -> None:
