@@ -108,6 +108,8 @@ class LastModule:
         """Whether anything has run after the last one that uses what it gave."""
         self._again: int | None = None
         """The number of modules that have run again; None: the first forward."""
+        self.is_spared = False
+        """Whether the module did not run again, so that what came of it was made up."""
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -119,6 +121,7 @@ class LastModule:
     def replaying(self) -> Iterator[None]:
         """Run the forward again inside, once."""
         self._again = 0
+        self.is_spared = False
         yield
 
     def is_needless(self) -> bool:
@@ -128,6 +131,7 @@ class LastModule:
     def ran(self) -> None:
         """Note that a module has run."""
         if self._again is not None:
+            self.is_spared |= self.is_needless()
             self._again += 1
             return
         self._count += 1

@@ -82,7 +82,7 @@ class _UnitFunction(torch.autograd.Function):
     Its context holds the call, the number of its forward, the position of the input that is offloaded (`stashed`), what
     goes with it (`beside`), whether graphs stay (`keeps`), the graphs, and what is needed to make them again
     (`replays`; `given`: the arguments as they were; `kept`: what attention gave; `lasts`: whether the last module in
-    tiles has to run; `gave`: some numbers of the results, in first forwards).
+    tiles has to run; `gave`: some numbers of the results, None in later forwards). All have one entry a slice.
     """
 
     @staticmethod
@@ -129,9 +129,8 @@ class _UnitFunction(torch.autograd.Function):
                 ctx.kept[-1].replace(ctx.beside.leave)
             if node.is_new:
                 check_inside(node.module_name, outputs, [*slice_inputs, *leaves], stage.model)
-                # A last module in tiles is spared when the forward runs again, and what it gives is made up.
-                if not keeps and ctx.lasts[-1] is None:
-                    ctx.gave.append(Gave(outputs))
+            if not keeps:
+                ctx.gave.append(Gave(outputs) if node.is_new else None)
 
             if keeps:
                 # Autograd holds the leaf of an offloaded input. Its bytes may go: what was saved of it is an address.
@@ -329,11 +328,15 @@ def _make_graph(ctx: Any, index: int, piece: tuple[list[Tensor], list[Any]], wei
     if kept is not None and ctx.beside is not None:
         kept.replace(ctx.beside.back)
     replaying = kept.replaying() if kept is not None else contextlib.nullcontext()
-    sparing = _telling(node, ctx.lasts[index], LastModule.replaying)
+    last: LastModule | None = ctx.lasts[index]
+    sparing = _telling(node, last, LastModule.replaying)
     with torch.enable_grad(), ctx.replays[index].again(), hooks, replaying, sparing:
         outputs = ctx.call.run(leaves, flat)
-    if ctx.gave:
-        ctx.gave[index].check(node.module_name, outputs, is_plain=ctx.is_plain and node.is_plain)
+
+    # What a spared module gives is made up.
+    gave: Gave | None = ctx.gave[index]
+    if gave is not None and (last is None or not last.is_spared):
+        gave.check(node.module_name, outputs, is_plain=ctx.is_plain and node.is_plain)
     rebinding.bind(weights)
     return _SliceGraph.of(outputs, inputs, leaves, rebinding)
 

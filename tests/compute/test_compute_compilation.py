@@ -24,6 +24,7 @@ from megatier.compute.compilation import Compilation
 from megatier.engine.gradient import Gradients
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage, learning
+from megatier.errors import UnsupportedModelError
 from megatier.layout import Layout
 from megatier.state import ADAMW_FP32
 from megatier.tier import Activations
@@ -232,20 +233,23 @@ def test_function_that_the_backend_refuses_is_warned_of_with_the_cause_in_one_li
 class Branch(nn.Module):
     """A product whose sign depends on a value."""
 
-    def __init__(self, device: str, *, refused: bool) -> None:
+    def __init__(self, device: str, *, refused: bool, part: nn.Module | None = None) -> None:
         super().__init__()
+        self.part = part or nn.Identity()
         self.gain = nn.Parameter(torch.empty(SIZE, SIZE, device=device))
         self.refused = refused
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        result = torch.tanh(x @ self.gain) * x
+        result: Tensor = self.part(torch.tanh(x @ self.gain)) * x
         if self.refused and x.sum() > 0:
             return result * -2
         return result
 
 
-def streamed(activations: str, share: float, *, slices: int = 1, refused: bool = False) -> tuple[Branch, Node, Shelf]:
-    """A compiled module on meta behind a node."""
+def streamed(
+    activations: str, share: float | None, *, slices: int = 1, refused: bool = False, part: nn.Module | None = None
+) -> tuple[Branch, Node, Shelf]:
+    """A module on meta behind a node, compiled if a share is given. A part that is given may run in tiles."""
     torch.manual_seed(0)
     layout = replace(Layout.of([("gain", (SIZE, SIZE))]), schema=ADAMW_FP32)
     shelf = OneShelf(torch.randn(layout.num_elements))
@@ -260,11 +264,12 @@ def streamed(activations: str, share: float, *, slices: int = 1, refused: bool =
         device=device,
         slices=slices,
         anchor=anchor,
-        compilation=Compilation(share),
+        compilation=None if share is None else Compilation(share),
     )
-    module = Branch("meta", refused=refused)
+    module = Branch("meta", refused=refused, part=part)
     places: Any = [(module._parameters, tensor.name, tensor) for tensor in layout.tensors]
-    node = Node(stage, "unit", "branch", module, places, activations=Activations(activations))
+    tiled = () if part is None else ("part",)
+    node = Node(stage, "unit", "branch", module, places, activations=Activations(activations), tiled=tiled)
     with torch.no_grad(), learning(stage):
         for rows in (1, 2):
             module(torch.randn(rows, SIZE))
@@ -316,6 +321,39 @@ def test_compiled_node_gives_the_gradients_of_plain_torch(
         assert all(bool((slot == 0xFF).all()) for slot in shelf.slots)
         node.stage.gradients.begin_group(0)
     assert node.keeps_graph is (activations == "keep" or (share == 0 and not refused))
+
+
+class Counting(nn.Module):
+    """A factor that grows from one forward to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.filterwarnings("ignore:Branch runs uncompiled")
+def test_node_with_slices_and_tiles_that_the_compiler_refuses_gives_the_gradients_of_plain_torch() -> None:
+    module, _, shelf = streamed("recompute", 0.8, slices=2, refused=True, part=nn.Identity())
+    x = torch.randn(6, SIZE)
+    expected = plain_gradients(shelf, x, refused=True, slices=2)
+    leaf = x.clone().requires_grad_()
+    module(leaf).square().sum().backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, expected[1])
+    torch.testing.assert_close(shelf.shipped[-1][: SIZE * SIZE].view(SIZE, SIZE), expected[0])
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_node_that_might_run_in_tiles_and_gives_other_numbers_when_it_runs_again_is_refused(slices: int) -> None:
+    module, _, _ = streamed("recompute", None, slices=slices, part=Counting())
+    output = module(torch.randn(6, SIZE, requires_grad=True))
+    with pytest.raises(UnsupportedModelError, match="branch gave other numbers when it ran again"):
+        output.square().sum().backward()
 
 
 # ---------------------------------------------------------------------- what stays on the device
