@@ -20,6 +20,7 @@ from megatier.data.encoded import BOM, decode, read_lines, read_text
 from megatier.data.formats import Format
 from megatier.errors import DataError, FileChangedError
 from megatier.files import FileVersion, open_regular
+from megatier.foreign import first_sentence
 
 ROWS_AT_ONCE = 1024
 """Rows of a table that are in RAM as Python objects at once."""
@@ -254,8 +255,10 @@ def _read_table(path: Path, file_format: str) -> Iterator[Any]:
                 yield from batch.to_pylist()
         except (arrow.ArrowException, OSError) as error:
             _refuse_written(path, file, version)
-            reason = str(error).strip().splitlines()[0]
-            raise DataError(f"{path}: no valid {file_format} file: {reason}") from error
+            # An error of the system has a number, one of pyarrow about the file's content has none.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise DataError(f"{path}: no valid {file_format} file: {first_sentence(error)}.") from error
         _refuse_written(path, file, version)
 
 

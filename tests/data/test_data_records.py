@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
 from megatier.config.data_section import DataConfig
+from megatier.data import records
 from megatier.data.formats import format_of
 from megatier.data.records import read_records, saved_files
 from megatier.data.text import documents
@@ -23,9 +27,9 @@ RECORDS: list[dict[str, Any]] = [
 ]
 
 
-def write_table(path: Path, records: list[dict[str, Any]]) -> None:
+def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
     arrow = pytest.importorskip("pyarrow")
-    table = arrow.Table.from_pylist(records)
+    table = arrow.Table.from_pylist(rows)
     if path.suffix == ".parquet":
         pytest.importorskip("pyarrow.parquet").write_table(table, path)
         return
@@ -34,11 +38,11 @@ def write_table(path: Path, records: list[dict[str, Any]]) -> None:
         writer.write_table(table, max_chunksize=1)
 
 
-def write(path: Path, records: list[dict[str, Any]]) -> Path:
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     if path.suffix in (".parquet", ".arrow"):
-        write_table(path, records)
+        write_table(path, rows)
     else:
-        lines = [json.dumps(record) for record in records]
+        lines = [json.dumps(row) for row in rows]
         path.write_text("\n\n".join(lines) if path.suffix == ".jsonl" else f"[{', '.join(lines)}]")
     return path
 
@@ -124,6 +128,41 @@ def test_read_records_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'megatier\[data\]'"):
         list(read_records(tmp_path / "a.parquet", format_of(tmp_path / "a.parquet")))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow"])
+def test_table_that_the_system_stops_giving_is_told_as_unreadable(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / name, RECORDS)
+
+    class Lost(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    batches = records._batches
+
+    def lost(arrow: Any, parquet: Any, file: IO[bytes], file_format: str) -> Iterator[Any]:
+        with file:
+            yield from batches(arrow, parquet, Lost(file.fileno(), closefd=False), file_format)
+
+    monkeypatch.setattr(records, "_batches", lost)
+    with pytest.raises(DataError, match=rf"cannot read .*{name}: Stale file handle\.$"):
+        list(documents(DataConfig(files=(str(tmp_path / name),))))
+
+
+def test_table_refused_without_a_reason_is_told_by_the_kind_of_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.parquet", RECORDS)
+
+    def refused(_arrow: Any, _parquet: Any, file: IO[bytes], _format: str) -> None:
+        file.close()
+        raise OSError
+
+    monkeypatch.setattr(records, "_batches", refused)
+    with pytest.raises(DataError, match=r"a\.parquet: no valid parquet file: OSError\.$"):
+        list(read_records(path, format_of(path)))
 
 
 def test_read_records_missing_table_is_an_os_error(tmp_path: Path) -> None:
