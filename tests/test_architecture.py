@@ -62,7 +62,7 @@ OURS = {
     "adapters/folder.py": 1,  # written
     "checkpoint/chunkfile.py": 3,  # checkpoints and savepoints have manifests and checksums
     "checkpoint/manifest.py": 1,
-    "checkpoint/run_directory.py": 2,
+    "checkpoint/run_directory.py": 3,
     "checkpoint/run_state.py": 2,
     "checkpoint/savepoint.py": 1,
     "data/packing.py": 1,  # tokens have a checksum

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from from_outside import FAULTS
-from small_commands import command, leftovers, metrics
+from small_commands import all_records, command, leftovers, metrics
 from warm_python import MEGATIER, Process, WarmPython
 
 from megatier.cli import main
+from megatier.drives import mounts
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +60,31 @@ def test_train_killed_leaves_blocks_that_clean_removes_and_a_run_that_it_mention
     assert f"{tmp_path / 'run'}: a killed run" in output
     assert list(leftovers(tmp_path)) == [tmp_path / "run" / "lock"]
     assert metrics(tmp_path)
+
+
+def test_resume_after_a_kill_has_the_budget_that_its_old_block_files_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def free(_: Path) -> int:
+        return (16 << 20) - sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("blocks"))
+
+    monkeypatch.setattr(mounts, "free_bytes", free)
+    settings = {"tiers.nvme": tmp_path, "tiers.state": "nvme", "train.steps": 1, "output.export": False}
+    assert main(command(tmp_path, {**settings, "output.checkpoint_every": 1})) == 0
+
+    # What a kill leaves in a run that takes much of the drive.
+    run_id = (tmp_path / "run" / "run-id").read_text().partition(" ")[0]
+    left = tmp_path / f"megatier-{run_id}"
+    left.mkdir(mode=0o700)
+    (left / "lock").touch(mode=0o600)
+    (left / "blocks").touch(mode=0o600)
+    (left / "blocks").write_bytes(b"x" * (12 << 20))
+    assert main(["resume", str(tmp_path / "run"), "--train.steps=2", "--accept-changes"]) == 0
+
+    begins = [record for record in all_records(tmp_path) if "tiers" in record]
+    before, after = (tier["budget_bytes"] for record in begins for tier in record["tiers"] if tier["tier"] == "nvme")
+    assert after == before == pytest.approx(0.9 * (16 << 20), abs=1)
+    assert list(leftovers(tmp_path)) == []
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])

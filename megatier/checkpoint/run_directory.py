@@ -108,23 +108,10 @@ class RunDirectory:
         Raises:
             ConfigError: it cannot be read or written.
         """
-        inode = self.path.stat().st_ino
-        file = self.path / RUN_ID_FILE
-        try:
-            text = read_regular(file, 64)
-        except FileNotFoundError:
-            text = b""
-        except OSError as error:
-            raise ConfigError(f"cannot read {file}: {error.strerror}.") from error
-
-        # A copy of the directory has another inode. It must not take over the block files of the run that it was copied
-        # from.
-        noted = re.fullmatch(rb"([0-9a-f]{12}) (\d{1,20})\n", text)
-        if noted is not None and int(noted[2]) == inode:
-            return noted[1].decode()
-
+        if (noted := noted_id(self.path)) is not None:
+            return noted
         run_id = secrets.token_hex(6)
-        self._write(RUN_ID_FILE, f"{run_id} {inode}\n")
+        self._write(RUN_ID_FILE, f"{run_id} {self.path.stat().st_ino}\n")
         return run_id
 
     def write_config(self, config: RunConfig) -> None:
@@ -187,6 +174,27 @@ class RunDirectory:
             if self._is_new:
                 self.path.rmdir()  # refused if it holds anything
         os.close(self._lock)
+
+
+def noted_id(path: Path) -> str | None:
+    """Return the name of a run's block files (`RunDirectory.run_id`); None: none is noted for this directory.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    file = path / RUN_ID_FILE
+    try:
+        text = read_regular(file, 64)
+        inode = path.stat().st_ino
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}.") from error
+
+    # A copy of the directory has another inode. It must not take over the block files of the run that it was copied
+    # from.
+    noted = re.fullmatch(rb"([0-9a-f]{12}) (\d{1,20})\n", text)
+    return noted[1].decode() if noted is not None and int(noted[2]) == inode else None
 
 
 def check_is_free(path: Path) -> None:

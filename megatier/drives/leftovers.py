@@ -18,11 +18,11 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatier.drives.mounts import FILES, KEPT_FILE, NOTE_BYTES_MAX, NOTE_FILE, Note
+from megatier.drives.mounts import FILES, KEPT_FILE, NOTE_BYTES_MAX, NOTE_FILE, Note, directory_of
 from megatier.errors import ConfigError, TransferError
 from megatier.private import FOLDER_FLAGS, LOCK_FILE, is_ours_alone
 
@@ -80,6 +80,19 @@ def find_leftovers(mount: Path, *, remove: bool = False, run_id: str = "") -> It
             yield _examined(path, remove)
 
 
+def left_bytes(mount: Path, run_ids: Iterable[str]) -> int:
+    """Return the bytes that come free on a mount when a run locks its directories there: those that a kill has left.
+
+    Files that a process uses, or that a savepoint needs, do not count.
+
+    Args:
+        mount: a directory as in `tiers.nvme`.
+        run_ids: names the directories, of which each rank has its own.
+    """
+    found = [_examined(directory_of(mount, run_id), remove=False) for run_id in run_ids]
+    return sum(left.num_bytes for left in found if not left.stays and not left.has_savepoint)
+
+
 def is_abandoned(directory: Path) -> bool:
     """Return whether a process that held the lock in a directory is gone and has not removed it."""
     with contextlib.suppress(OSError), _opened(directory) as folder, _locked(folder) as is_free:
@@ -96,7 +109,7 @@ def _examined(path: Path, remove: bool) -> Leftover:
                 return Leftover(path=path, stays="it is another user's")
             if not is_ours_alone(os.fstat(folder)):
                 return Leftover(path=path, stays="other users may open it")
-            with _locked(folder) as is_free:
+            with _locked(folder, shares=not remove) as is_free:
                 if not is_free:
                     return Leftover(path=path, stays="a run uses it")
                 return _examined_under_lock(path, folder, remove)
@@ -159,11 +172,16 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _locked(folder: int) -> Iterator[bool]:
-    """Try to take the lock in an open directory. Yield whether it was free."""
+def _locked(folder: int, *, shares: bool = False) -> Iterator[bool]:
+    """Try to take the lock in an open directory. Yield whether it was free.
+
+    Args:
+        folder: the directory.
+        shares: let others have a look at the same time, as the ranks of a host do.
+    """
     lock = os.open(LOCK_FILE, LOCK_FLAGS, dir_fd=folder)
     try:
-        is_free = _take(lock)
+        is_free = _take(lock, fcntl.LOCK_SH if shares else fcntl.LOCK_EX)
         if is_free:
             # The last holder may have removed the file between the two calls. A lock on a file that is gone guards
             # nothing, so the open file must still be the one of that name.
@@ -174,9 +192,9 @@ def _locked(folder: int) -> Iterator[bool]:
         os.close(lock)
 
 
-def _take(lock: int) -> bool:
+def _take(lock: int, kind: int) -> bool:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

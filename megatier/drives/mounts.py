@@ -97,7 +97,7 @@ class MountDirectories:
             run: the run directory, for `Note`; empty if there is none.
         """
         self._run = run
-        self._names = [mount.directory / f"megatier-{run_id}" for mount in mounts]
+        self._names = [directory_of(mount.directory, run_id) for mount in mounts]
         self.paths = [directory / BLOCK_FILE for directory in self._names]
         """The block file on each mount, for messages. The files are reached from the open directories."""
         self._directories: list[PrivateDirectory] = []
@@ -191,6 +191,16 @@ class MountDirectories:
         self._directories = []
 
 
+def directory_of(mount: Path, run_id: str) -> Path:
+    """Return the directory that a run, or one of its ranks, has on a mount."""
+    return mount / f"megatier-{run_id}"
+
+
+def rank_id(run_id: str, rank: int) -> str:
+    """Return what names the directories of one of several ranks."""
+    return f"{run_id}-{rank}"
+
+
 def _sync(directory: Path) -> None:
     """Wait until the names in a directory are on the drive."""
     file = os.open(directory, FOLDER_FLAGS)
@@ -215,8 +225,12 @@ def check_directory(directory: Path, setting: str = "tiers.nvme") -> None:
         )
 
 
-def budget_bytes(mount: MountBudget) -> int:
+def budget_bytes(mount: MountBudget, left_bytes: int = 0) -> int:
     """Return a mount's budget: nine tenths of the free space there if none was given.
+
+    Args:
+        mount: the mount.
+        left_bytes: bytes that are not free yet, and will be once the run has locked its directories.
 
     Raises:
         ConfigError: it is no directory on a drive, the drive is smaller than the budget, or it is full.
@@ -230,6 +244,6 @@ def budget_bytes(mount: MountBudget) -> int:
                 "all. Lower the budget, or leave it out for what is free."
             )
         return mount.num_bytes
-    if not (budget := free_bytes(mount.directory) * 9 // 10):
+    if not (budget := (free_bytes(mount.directory) + left_bytes) * 9 // 10):
         raise ConfigError(f"tiers.nvme: {mount.directory} is full. Free space on it, or name another drive.")
     return budget

@@ -18,6 +18,7 @@ from megatier.compute.compile_clock import CLOCK
 from megatier.config.values import MountBudget
 from megatier.defaults import usual_defaults
 from megatier.drives.blockfile import IoOptions
+from megatier.drives.mounts import rank_id
 from megatier.engine.step import Engine
 from megatier.engine.unit_model import EngineOptions
 from megatier.errors import PlanError
@@ -308,7 +309,7 @@ def _open_store(
     nvme = [f"{mount.directory}:{(mount.num_bytes or 0) // local_size}" for mount in machine.mounts]
     if ranks is not None:
         # Each rank has a directory of its own on every mount, which `leftovers` knows by this form of name.
-        run_id = f"{ranks.first(lambda: run_id or secrets.token_hex(6))}-{ranks.rank}"
+        run_id = rank_id(ranks.first(lambda: run_id or secrets.token_hex(6)), ranks.rank)
     if machine.device.type == "cuda":
         limit_gpu(setup.config.tiers.gpu_limit)
 

@@ -9,7 +9,8 @@ import torch
 
 from megatier.config.schema import ModelConfig, TiersConfig
 from megatier.config.values import MountBudget
-from megatier.drives.mounts import budget_bytes
+from megatier.drives.leftovers import left_bytes
+from megatier.drives.mounts import budget_bytes, rank_id
 from megatier.errors import ConfigError, mib
 from megatier.hardware import cpu_has_bf16, default_budgets, ram_total_bytes, set_cuda_defaults
 from megatier.measure.probe import rates_or_assumed
@@ -42,13 +43,20 @@ class Machine:
     """The ranks of the run."""
 
     @classmethod
-    def here(cls, tiers: TiersConfig, device: torch.device | None = None, ranks: Ranks | None = None) -> Self:
+    def here(
+        cls,
+        tiers: TiersConfig,
+        device: torch.device | None = None,
+        ranks: Ranks | None = None,
+        run_id: str | None = None,
+    ) -> Self:
         """Look at this machine, which will run. Every rank has to call it.
 
         Args:
             tiers: budgets and mounts, as far as they are set.
             device: as `choose_device` gave it to who had to know it before the ranks joined; None: it is chosen now.
             ranks: the ranks of the run.
+            run_id: names the block files of a run that is resumed. What a kill left of them counts as free.
 
         Raises:
             ConfigError: a budget, a mount or a device is not for this machine.
@@ -61,7 +69,11 @@ class Machine:
         # Homes and slots follow from the budgets, and have to be the same on all ranks.
         crew = ranks or Alone()
         with crew.together():
-            own = *budgets_of(tiers, device), *map(budget_bytes, tiers.mounts)
+            ids = _ids_of_host(run_id, ranks)
+            own = (
+                *budgets_of(tiers, device),
+                *(budget_bytes(mount, left_bytes(mount.directory, ids)) for mount in tiers.mounts),
+            )
         gpu, ram, *sizes = map(min, zip(*crew.agree(own), strict=True))
         directories = [mount.directory for mount in tiers.mounts]
         rates, assumed = rates_or_assumed(directories, device.type)
@@ -131,6 +143,18 @@ def choose_device(asked: str, setting: str = "tiers.device") -> torch.device:
             f"CUDA, or set {setting} to auto or cpu."
         )
     return torch.device("cuda" if available and asked != "cpu" else "cpu")
+
+
+def _ids_of_host(run_id: str | None, ranks: Ranks | None) -> list[str]:
+    """Return what names the directories that a run has on the mounts of this host; none if it has no id yet."""
+    if run_id is None:
+        return []
+    if ranks is None:
+        return [run_id]
+
+    # torchrun numbers the ranks of a host one after another.
+    first = ranks.rank - ranks.local_rank
+    return [rank_id(run_id, rank) for rank in range(first, first + ranks.local_size)]
 
 
 def check_attention(attention: str, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from megatier.checkpoint.run_directory import (
     STALL_FILE,
     TENSORBOARD_FOLDER,
     TRACE_FILE,
+    noted_id,
 )
 from megatier.checkpoint.run_state import write_numbers
 from megatier.checkpoint.savepoint import drop_savepoint, remove_savepoints
@@ -102,7 +103,8 @@ def train(
             resumes = True
         config = replace(config, train=config.train.bounded(steps_given="train.steps" in given))
         with one_version():
-            machine = Machine.here(config.tiers, device, ranks)
+            left_id = (ranks or Alone()).first(lambda: noted_id(Path(config.output.directory))) if resumes else None
+            machine = Machine.here(config.tiers, device, ranks, left_id)
             setup, reader, expected = setup_of(config, given, machine, ranks, console)
             config = setup.config
             forecast = None if expected is None else expected.forecast

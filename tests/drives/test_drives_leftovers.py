@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from megatier.config.values import MountBudget
 from megatier.drives import leftovers
 from megatier.drives.blockfile import BlockFiles, IoOptions
-from megatier.drives.leftovers import find_leftovers, is_abandoned
+from megatier.drives.leftovers import find_leftovers, is_abandoned, left_bytes
 from megatier.errors import ConfigError, RunLockedError, TransferError
 from megatier.private import lock_directory
 
@@ -115,14 +116,33 @@ def test_directory_of_a_live_run_stays(tmp_path: Path) -> None:
 def test_lock_whose_file_its_last_holder_removed_is_no_leftovers(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take = leftovers._take
 
-    def take_late(lock: int) -> bool:
+    def take_late(lock: int, kind: int) -> bool:
         """Another run comes between our open and our lock."""
         (left / "lock").unlink()
         (left / "lock").touch(mode=0o600)
-        return take(lock)
+        return take(lock, kind)
 
     monkeypatch.setattr(leftovers, "_take", take_late)
     assert reasons(left.parent) == ["a run uses it"]
+
+
+def test_left_bytes_are_those_that_a_run_frees_when_it_locks_its_directories(left: Path) -> None:
+    make_left(left.with_name(f"{NAME}-1"))
+    run_id = NAME.removeprefix("megatier-")
+    taken = (left / "blocks").stat().st_blocks * 512
+    assert taken
+    for ids, count in [([], 0), ([run_id], 1), ([run_id, f"{run_id}-1"], 2), ([f"{run_id}-2"], 0)]:
+        assert left_bytes(left.parent, ids) == count * taken
+
+    # The ranks of a host look at the same time, and have to see the same.
+    with (left / "lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        assert left_bytes(left.parent, [run_id]) == taken
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert left_bytes(left.parent, [run_id]) == 0, "a run uses it"
+
+    (left / "savepoint").touch(mode=0o600)
+    assert left_bytes(left.parent, [run_id]) == 0, "a run could go on from it"
 
 
 def link_instead(directory: Path) -> None:
