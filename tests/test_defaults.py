@@ -146,6 +146,7 @@ def ordinary(case: tuple[Any, dict[str, Any]], tmp_path_factory: pytest.TempPath
     return streamed_bits(case[0], usual, usual, usual, tmp_path_factory.mktemp("usual"), **case[1])
 
 
+@pytest.mark.filterwarnings("ignore:.*deterministic algorithms was")  # a restore says so, as it should
 @pytest.mark.parametrize("name", AT_OPENING)
 def test_streamed_model_opened_under_other_defaults_has_the_bits_of_the_ordinary_run(
     name: str, case: tuple[Any, dict[str, Any]], ordinary: Any, tmp_path: Path
@@ -154,6 +155,7 @@ def test_streamed_model_opened_under_other_defaults_has_the_bits_of_the_ordinary
     assert same(streamed_bits(case[0], AT_OPENING[name], usual, usual, tmp_path, **case[1]), ordinary)
 
 
+@pytest.mark.filterwarnings("ignore:.*deterministic algorithms was")  # a restore says so, as it should
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_streamed_model_trained_under_other_defaults_has_the_bits_of_the_ordinary_run(
     name: str, case: tuple[Any, dict[str, Any]], ordinary: Any, tmp_path: Path

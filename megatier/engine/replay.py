@@ -60,8 +60,9 @@ def _reductions(kind: str) -> _Setting:
 
 _cuda = torch.backends.cuda
 ORDER = _Setting("the order of attention's kernels", torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order)
+DEFAULT_DTYPE = _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
+"""A forward may read it. What megatier itself makes never does (`defaults`), so no run depends on it."""
 SETTINGS = (
-    _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     _Setting("deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
     _Setting("flash attention", _cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
@@ -129,7 +130,7 @@ class Replay:
         self._autocast = {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds}
         if device.type == "cuda":
             _settle_order(device)
-        self._settings = (*SETTINGS, *(GPU_SETTINGS if device.type == "cuda" else (THREADS,)))
+        self._settings = (DEFAULT_DTYPE, *SETTINGS, *(GPU_SETTINGS if device.type == "cuda" else (THREADS,)))
         self._values = [setting.get() for setting in self._settings]
         self._modes, self._default = _modes()
 

@@ -214,7 +214,7 @@ def test_doctor_missing_package_fails(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_doctor_names_each_extra_as_the_package_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     bring = {name: wanted[-1].partition(",")[0] for name, wanted in project["optional-dependencies"].items()}
-    others = {"gds", "gds-cu12", "test", "docs", "dev"}
+    others = {"gds", "gds-cu12", "test", "bench", "docs", "dev"}
     assert {name: wanted for name, wanted in bring.items() if name not in others} == doctor.EXTRAS
 
     versions = {"pyarrow": "17.9.1", "peft": "0.18.0rc1"}
