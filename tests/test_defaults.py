@@ -57,6 +57,7 @@ def strict() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     with np.errstate(all="raise"), warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*deterministic algorithms was")  # as a restore should say
         torch.use_deterministic_algorithms(True)
         try:
             yield
