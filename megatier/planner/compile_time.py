@@ -16,7 +16,7 @@ KEPT_KIND_SECONDS = 0.7
 
 
 @dataclass(frozen=True, slots=True)
-class CompileTime:
+class CompileEstimate:
     """The time that a run's first step takes in addition."""
 
     kinds: int
@@ -33,17 +33,17 @@ class CompileTime:
         return KEPT_KIND_SECONDS * self.kinds
 
 
-def compile_time(setup: Setup) -> CompileTime:
+def compile_time(setup: Setup) -> CompileEstimate:
     """Estimate the time of a run."""
     model = setup.model
     is_fused = setup.config.model.fused_loss
     if not setup.compiles:
-        return CompileTime(0)
+        return CompileEstimate(0)
     head = model.get_output_embeddings() if is_fused else None
     names = (name for unit in setup.work.units if not unit.is_lent for name in unit.module_names)
     modules = (model.get_submodule(name) for name in names)
     kinds = {_kind(module) for module in modules if module is not head and not isinstance(module, nn.Embedding)}
-    return CompileTime(len(kinds) + is_fused)
+    return CompileEstimate(len(kinds) + is_fused)
 
 
 def _kind(module: nn.Module) -> Hashable:

@@ -18,7 +18,7 @@ from megatier.config.schema import TrainConfig
 from megatier.errors import PlanError
 from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
 from megatier.forecast.jobs import HOST_SECONDS
-from megatier.planner.compile_time import CompileTime, compile_time
+from megatier.planner.compile_time import CompileEstimate, compile_time
 from megatier.planner.memory import ActivationBytes, mask_bytes
 from megatier.planner.shortage import with_ways
 from megatier.planner.trial import Trial, with_parts
@@ -98,7 +98,7 @@ class Plan:
     """Shortest and longest step, as the drives waver. The two are equal if that was not measured."""
     compute_seconds: float
     """Seconds that a step's compute takes with nothing else going on."""
-    compiling: CompileTime
+    compiling: CompileEstimate
     """What compiling adds to the first step."""
     room: Room
     """Bytes that the run directory takes, of all ranks together: one checkpoint, and the export."""
