@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -34,9 +35,8 @@ def assemble(
         if lower < upper:
             # Between two tensors there is padding, which is in no piece.
             numbers[done - start : lower - start] = 0
-            np.copyto(
-                numbers[lower - start : upper - start], values[lower - first : upper - first].detach().cpu().numpy()
-            )
+            part = values[lower - first : upper - first].detach().to("cpu", torch.float32)
+            np.copyto(numbers[lower - start : upper - start], part.numpy())
             done = upper
 
         # The rest of this piece, or all of it, belongs to the next run.
