@@ -223,7 +223,10 @@ def _model(session: Session, config: RunConfig) -> str:
     num_parameters = sum(tensor.num_parameters for unit in session.wholes for tensor in unit.layout.tensors)
     num_trained = sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.trained.tensors)
     trained = f" ({format_count(num_trained)} trained)" if num_trained < num_parameters else ""
-    moments = f" with {config.train.moments} moments" if config.train.moments != "fp32" else ""
+    # Lion has none: its momentum is fp32 whatever the setting says.
+    has_moments = any(Kind.EXP_AVG_SQ in unit.layout.schema.kinds for unit in session.units)
+    is_narrow = has_moments and config.train.moments != "fp32"
+    moments = f" with {config.train.moments} moments" if is_narrow else ""
     moments += f", optimizer {config.train.optimizer}" if config.train.optimizer != "adamw" else ""
     return (
         f"{format_count(num_parameters)} parameters{trained} in {len(session.units)} units, "

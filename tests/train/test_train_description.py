@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from small_commands import command
 
+from megatier.cli import main
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TrainConfig
 from megatier.data.packing import PackedText
@@ -45,6 +47,15 @@ def test_run_on_documents_says_how_many_they_are_and_what_an_epoch_is(tmp_path: 
     )
     words, _ = described(tmp_path, data, TrainConfig(steps=15, batch=4))
     assert words == ["10 documents, 320 tokens to train on; an epoch is 10 steps, and 15 steps are 1.5 epochs"]
+
+
+@pytest.mark.parametrize(("optimizer", "has_moments"), [("adamw", True), ("lion", False)])
+def test_moments_are_told_where_an_optimizer_has_them(
+    optimizer: str, has_moments: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"train.optimizer": optimizer, "train.moments": "bf16", "train.steps": 1, "output.export": False}
+    assert main(command(tmp_path, settings)) == 0
+    assert ("with bf16 moments" in " ".join(capsys.readouterr().out.split())) is has_moments
 
 
 def test_run_on_conversations_says_how_many_tokens_are_learnt_and_warns_of_hundreds_of_epochs(tmp_path: Path) -> None:
