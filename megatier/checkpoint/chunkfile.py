@@ -212,8 +212,11 @@ class ChunkFiles:
                 self._free.append(held)
                 held = None
         finally:
-            # After damage, or if the caller stops early, others may use these buffers.
-            if held is not None:
+            # After damage, or if the caller stops early, others may use these buffers. One whose wait was interrupted
+            # is still being read into.
+            if held is not None and held in self._flying:
+                reading.append(held)
+            elif held is not None:
                 held.path = None
                 self._free.append(held)
             for staged in reading:

@@ -247,3 +247,23 @@ def test_read_that_ends_early_leaves_all_buffers_to_the_next(harm: str, tmp_path
                     list(reading)
         found = [part.clone() for *_, part in files.read([StoredArray((tmp_path / "whole").resolve(), chunks)])]
     assert torch.equal(torch.cat(found), values)
+
+
+def test_read_that_is_interrupted_in_its_wait_leaves_no_buffer_that_is_still_read_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, chunks = numbers((60,)), Grid.of((60,), 6)
+    write(tmp_path, chunks, values, 60)
+    array = StoredArray(tmp_path.resolve(), chunks)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with ChunkFiles(chunks.chunk_elements, 2, 3) as files:
+        with monkeypatch.context() as patch:
+            patch.setattr(ChunkFiles, "_finish_read", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                list(files.read([array]))
+        assert (len(files._free), len(files._flying)) == (3, 0)
+        found = [part.clone() for *_, part in files.read([array])]
+    assert torch.equal(torch.cat(found), values)
