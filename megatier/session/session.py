@@ -154,13 +154,13 @@ class Session:
         )
 
         # The ranks of a host share its cores.
-        local_size = 1 if self.ranks is None else self.ranks.local_size
+        host_ranks = setup.machine.world.host_ranks
         optimizer = RunOptimizer(
             {unit.name: unit.layout.trained for unit in self.units if unit.layout.num_trained},
             decays(self.model),
             hyper,
             groups=policy.groups,
-            num_threads=max(1, (setup.config.tiers.update_threads or cores_usable()) // local_size),
+            num_threads=max(1, (setup.config.tiers.update_threads or cores_usable()) // host_ranks),
             ranks=self.ranks,
             seed=train.seed,
         )
@@ -215,7 +215,7 @@ class Session:
     @property
     def num_cores(self) -> int:
         """Cores of this process: the ranks of a host share its cores."""
-        return max(1, cores_usable() // (1 if self.ranks is None else self.ranks.local_size))
+        return max(1, cores_usable() // self.setup.machine.world.host_ranks)
 
     def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]], base: bool = True) -> None:
         """Overwrite planes of a unit's state: those of its master, or one moment.
