@@ -26,10 +26,11 @@ from peers.shapes import SHAPES, llama_config
 from record import facts
 from torch import Tensor
 
-from megatier.checkpoint.checkpoint import checkpoint_bytes, restore
+from megatier.checkpoint.checkpoint import checkpoint_bytes
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import CHUNK_ELEMENTS
+from megatier.checkpoint.restore import restore
 from megatier.config.schema import OF_LOOP, ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.config.values import MountBudget
 from megatier.durable import sync_tree

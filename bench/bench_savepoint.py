@@ -29,8 +29,9 @@ from bench_checkpoint import GIB, RandomWeights
 from peers.shapes import SHAPES, llama_config
 from record import facts
 
-from megatier.checkpoint.checkpoint import checkpoint_bytes, restore
+from megatier.checkpoint.checkpoint import checkpoint_bytes
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
+from megatier.checkpoint.restore import restore
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
 from megatier.checkpoint.savepoint import Savepoint, drop_savepoint, save_savepoint
 from megatier.config.output_section import OutputConfig

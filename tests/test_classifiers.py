@@ -28,7 +28,7 @@ import megatier
 from megatier.config.schema import ModelConfig
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.integrations.streamed import Streamed
-from megatier.models.decoder import is_classifier
+from megatier.models.model_class import is_classifier
 from megatier.setup.skeleton import model_config_of, skeleton_of
 from megatier.tier import Kind
 

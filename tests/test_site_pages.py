@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from types import ModuleType
 
-import pytest
+import site_pages
 from test_docs import ROOT
 
 
-@pytest.fixture(scope="module")
-def site() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "tools" / "site_pages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_link_within_docs_stays_as_it_is(site: ModuleType) -> None:
+def test_link_within_docs_stays_as_it_is() -> None:
     text = "[a](guide.md#your-first-run) [b](#here) [c](https://pytorch.org)"
-    assert site.for_site(text, "models.md", None) == text
+    assert site_pages.for_site(text, "models.md", None) == text
 
 
-def test_link_between_readme_and_docs_leads_to_the_page_of_the_site(site: ModuleType) -> None:
-    assert site.for_site("![a](docs/pictures/tiers.svg)", "index.md", None) == "![a](pictures/tiers.svg)"
-    assert site.for_site("[a](../README.md#quick-start)", "guide.md", None) == "[a](index.md#quick-start)"
-    assert site.for_site("[a](../../README.md)", "decisions/0001.md", None) == "[a](../index.md)"
+def test_link_between_readme_and_docs_leads_to_the_page_of_the_site() -> None:
+    assert site_pages.for_site("![a](docs/pictures/tiers.svg)", "index.md", None) == "![a](pictures/tiers.svg)"
+    assert site_pages.for_site("[a](../README.md#quick-start)", "guide.md", None) == "[a](index.md#quick-start)"
+    assert site_pages.for_site("[a](../../README.md)", "decisions/0001.md", None) == "[a](../index.md)"
 
 
-def test_link_that_leaves_docs_leads_to_the_repository_or_is_a_path(site: ModuleType) -> None:
+def test_link_that_leaves_docs_leads_to_the_repository_or_is_a_path() -> None:
     text = "See [the list](../bench/results/README.md)."
-    assert site.for_site(text, "benchmarks.md", None) == "See the list (`bench/results/README.md`)."
-    found = site.for_site(text, "benchmarks.md", "https://host/megatier")
+    assert site_pages.for_site(text, "benchmarks.md", None) == "See the list (`bench/results/README.md`)."
+    found = site_pages.for_site(text, "benchmarks.md", "https://host/megatier")
     assert found == "See [the list](https://host/megatier/blob/main/bench/results/README.md)."
-    assert site.for_site("[LICENSE](LICENSE)", "index.md", None) == "`LICENSE`"
+    assert site_pages.for_site("[LICENSE](LICENSE)", "index.md", None) == "`LICENSE`"
 
 
-def test_link_in_a_block_of_code_is_no_link(site: ModuleType) -> None:
+def test_link_in_a_block_of_code_is_no_link() -> None:
     text = "```python\n[a](../bench)\n```"
-    assert site.for_site(text, "guide.md", None) == text
+    assert site_pages.for_site(text, "guide.md", None) == text
 
 
 def test_index_of_decisions_names_each_decision() -> None:

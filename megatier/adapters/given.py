@@ -14,7 +14,8 @@ from megatier.adapters.lora import ADAPTER, check_made, inject, stored_names, ti
 from megatier.adapters.stored import checked_settings
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.foreign import shown
-from megatier.models.decoder import decoder_layers, is_adapter, is_classifier
+from megatier.models.decoder import decoder_layers, is_adapter
+from megatier.models.model_class import is_classifier
 
 CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS")
 """PEFT's names for the tasks of classifiers."""

@@ -19,11 +19,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -38,11 +36,7 @@ from megatier.durable import REPLACED, discard, free_bytes, settle
 from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
-from megatier.ranks.channel import Alone
-from megatier.session.filling import Source
-from megatier.session.session import Session
 from megatier.state import ARRAYS, MASTERS
-from megatier.tier import Kind
 
 FORMAT = 3
 """The format that is written."""
@@ -50,11 +44,6 @@ UNBOUND_FORMAT = 2
 """The format of versions that wrote no manifest."""
 NUM_THREADS = 4
 """Native threads that read."""
-READERS = 4
-"""Arrays that are restored at once, if there are as many cores. Each takes 1.8 GB/s, so more would wait for drives, and
-their buffers are in no budget."""
-STAGED_EACH = 3
-"""Staging buffers for each of them: one is checked and taken, two arrive."""
 WRITING = ".partial"
 """End of the hidden name of a checkpoint that is not whole yet."""
 REMOVING = ".removed"
@@ -220,7 +209,7 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
     return state, manifest
 
 
-def _check_parameters(path: Path, units: Sequence[Unit]) -> None:
+def check_parameters(path: Path, units: Sequence[Unit]) -> None:
     """Refuse a checkpoint whose parameters are not those of a model, by their names.
 
     Args:
@@ -245,7 +234,7 @@ def _check_parameters(path: Path, units: Sequence[Unit]) -> None:
             )
 
 
-def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> dict[tuple[str, str], StoredArray]:
+def open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> dict[tuple[str, str], StoredArray]:
     """Return arrays that are about to be read, by group and parameter, with the checksums of their chunks.
 
     Args:
@@ -275,90 +264,6 @@ def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> 
     return arrays
 
 
-def restore(
-    session: Session,
-    path: Path,
-    progress: Callable[[Unit], None] = lambda _: None,
-    take_rest: Callable[[], None] = lambda: None,
-    weights_only: bool = False,
-) -> None:
-    """Fill the whole state of a run, also after something broke off while state was changed.
-
-    A rank reads the elements of its shards. It does not matter how many ranks have written them. The base of adapters
-    stays as it is, so it has to be loaded before.
-
-    Args:
-        session: sealed.
-        path: the checkpoint.
-        progress: is called after each unit.
-        take_rest: takes what belongs to the state and is no array. If it fails, the state is torn.
-        weights_only: fill the masters alone; moments stay as they are, so the state must not be torn.
-
-    Raises:
-        CheckpointError: the arrays are not those of this model or checkpoint, or damaged.
-        TransferError: the drive failed.
-    """
-    root = path.resolve()
-    _check_parameters(path, session.wholes)
-
-    # Looked at first, so that a run whose moments are missing is refused before its state is touched.
-    for name, parameter in arrays_of(session.wholes):
-        if not (root / name / parameter).exists() and (root / MASTERS / parameter).exists():
-            raise CheckpointError(
-                f"{path} has no moments of {parameter}, which was frozen in its run. Freeze it as before, or export "
-                "the checkpoint and begin a run with that model."
-            )
-
-    # Metadata that does not fit is refused on all ranks while each has its whole state.
-    crew = session.ranks or Alone()
-    with crew.together():
-        arrays = _open_arrays(path, arrays_of(session.units))
-
-        if weights_only:
-            check_moments(path, session.wholes)
-
-    # If something breaks off in here, also on another rank, the state is torn until it is loaded again. `loading` is
-    # outermost, so that it sees the error of another rank, which `together` raises here.
-    with session.player.loading(), crew.together():
-        _fill(session, arrays, progress, (MASTERS,) if weights_only else ARRAYS)
-        take_rest()
-
-
-def _fill(
-    session: Session,
-    arrays: dict[tuple[str, str], StoredArray],
-    progress: Callable[[Unit], None],
-    groups: Collection[str],
-) -> None:
-    """Fill state from groups of arrays, in as many threads as cores and a few arrays at once keep busy."""
-    threads = min(session.num_cores, READERS)
-    with ExitStack() as stack:
-        idle: SimpleQueue[ChunkFiles] = SimpleQueue()
-        for _ in range(threads):
-            idle.put(stack.enter_context(_files(arrays.values(), STAGED_EACH)))
-
-        @contextmanager
-        def open_pieces(name: str, tensors: Sequence[TensorSlice]) -> Iterator[Iterator[tuple[int, Tensor]]]:
-            files = idle.get()
-            try:
-                # Units that hold parts of one parameter read their own elements of its array alone.
-                places = [arrays[name, tensor.name] for tensor in tensors]
-                with closing(files.read(places, [tensor.elements for tensor in tensors])) as pieces:
-                    yield ((tensors[i].place(first), found) for i, first, found in pieces)
-            finally:
-                idle.put(files)
-
-        def sources(unit: Unit) -> list[tuple[Sequence[Kind], Source]]:
-            named = {name: tensors_of(unit.layout, name) for name in groups}
-            return [
-                (planes, partial(open_pieces, name, named[name]))
-                for name, planes in unit.layout.schema.arrays.items()
-                if named.get(name)
-            ]
-
-        session.fill_arrays(sources, threads, progress)
-
-
 @contextmanager
 def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, int, int], Tensor]]:
     """Open the master weights of a checkpoint.
@@ -371,10 +276,10 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
         CheckpointError: the arrays are not those of this model or checkpoint, or damaged.
         TransferError: the drive failed.
     """
-    _check_parameters(path, units)
+    check_parameters(path, units)
     shapes = {(MASTERS, name): shape for name, shape in parameter_shapes(units).items()}
-    arrays = _open_arrays(path, shapes)
-    with _files(arrays.values()) as files:
+    arrays = open_arrays(path, shapes)
+    with files_for(arrays.values()) as files:
         readers = {name: ArrayReader(files, array) for (_, name), array in arrays.items()}
 
         def read(unit: Unit, start: int, stop: int) -> Tensor:
@@ -412,11 +317,11 @@ def check_moments(path: Path, units: Sequence[Unit]) -> None:
         name, _, parameter = node.partition("/")
         if name != MASTERS and parameter in shapes:
             moments[name, parameter] = shapes[parameter]
-    for array in _open_arrays(path, moments).values():
+    for array in open_arrays(path, moments).values():
         check_ends(array)
 
 
-def _files(arrays: Iterable[StoredArray], num_staged: int = STAGED) -> ChunkFiles:
+def files_for(arrays: Iterable[StoredArray], num_staged: int = STAGED) -> ChunkFiles:
     """Open so many staging buffers that take the chunks of these arrays."""
     largest = max((array.grid.chunk_elements for array in arrays), default=1)
     return ChunkFiles(largest, NUM_THREADS, num_staged)

@@ -26,7 +26,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
-from megatier.models.decoder import Unit, decoder_layers, is_adapter, is_classifier
+from megatier.models.decoder import Unit, decoder_layers, is_adapter
+from megatier.models.model_class import is_classifier
 
 IGNORED = -100
 """Label of a token that does not count."""

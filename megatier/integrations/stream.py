@@ -27,10 +27,11 @@ from megatier.integrations.in_ram import InRam
 from megatier.integrations.loop_settings import ShortArguments, loop_config
 from megatier.integrations.streamed import Streamed
 from megatier.models.copied import copied_skeleton
-from megatier.models.decoder import build_skeleton, is_classifier
+from megatier.models.decoder import build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import NewScore, named_as_classifier
 from megatier.models.location import resolve
+from megatier.models.model_class import is_classifier
 from megatier.models.weights import SafetensorsFolder, WeightReader
 from megatier.ranks.ranks import joined
 from megatier.session.process import share_interpreter

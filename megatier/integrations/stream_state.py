@@ -24,9 +24,10 @@ from megatier.adapters.base import noted
 from megatier.adapters.folder import export
 from megatier.adapters.given import without_adapters
 from megatier.adapters.lora import adapter_config
-from megatier.checkpoint.checkpoint import restore, settle_replaced
+from megatier.checkpoint.checkpoint import settle_replaced
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.environment import environment
+from megatier.checkpoint.restore import restore
 from megatier.config.schema import TrainConfig
 from megatier.errors import BlockNotFoundError, CapacityError, StreamedModelError
 from megatier.guards.token_rows import few_tokens

@@ -23,7 +23,7 @@ from megatier.guards.trainer_arguments import refuse_any
 from megatier.guards.trainer_fields import check_fields
 from megatier.integrations.streamed import Streamed
 from megatier.integrations.transformers_trainer import StreamedTraining
-from megatier.models.decoder import is_classifier
+from megatier.models.model_class import is_classifier
 
 OF_LANGUAGE = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer")
 """Trainers that need a head over the vocabulary."""

@@ -18,8 +18,9 @@ from megatier.errors import UnsupportedModelError
 from megatier.foreign import first_sentence, reading
 from megatier.guards.given_model import check_modules, check_parameters
 from megatier.guards.held_parts import TREE, HeldParts
-from megatier.models.decoder import check_config, decoder_layers, implementation_of, is_adapter, known_class
+from megatier.models.decoder import check_config, decoder_layers, is_adapter
 from megatier.models.dtypes import names_in_fp32
+from megatier.models.model_class import implementation_of, known_class
 
 
 def copied_skeleton(model: PreTrainedModel, attention: str) -> PreTrainedModel:

@@ -17,10 +17,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -34,6 +30,7 @@ from megatier.guards.token_rows import names_of_rows
 from megatier.layout import Layout, TensorSlice
 from megatier.models.buffers import initialise_buffers, parameters_on_meta
 from megatier.models.limits import counted
+from megatier.models.model_class import auto_class
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Parameters that Hugging Face's Trainer leaves out of weight decay, by lower-case name."""
@@ -47,15 +44,6 @@ INDEXER_MASKED = (5, 17)
 MOST_ROUND = 1 << 22
 """Elements of a parameter of a module around the layers, at most: 8 MiB in bf16."""
 
-AutoClass = type[
-    AutoModelForCausalLM
-    | AutoModelForImageTextToText
-    | AutoModelForSequenceClassification
-    | AutoModelForTokenClassification
-]
-"""What makes a model of a config."""
-CLASSIFIERS: tuple[AutoClass, ...] = (AutoModelForSequenceClassification, AutoModelForTokenClassification)
-"""Makers of decoders without a head over the vocabulary, but with a score of the whole sequence or of each token."""
 
 USUAL_ATTENTION = ("auto", "sdpa")
 """Names of the attention of PyTorch, or eager where a part of a model has none of it."""
@@ -153,71 +141,6 @@ def check_config(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(
             f"{config.model_type} is an encoder-decoder; only decoder-only models are streamed."
         )
-
-
-def auto_class(config: PretrainedConfig) -> AutoClass:
-    """Return the auto class that makes the model of a config: the one that its `architectures` name.
-
-    If they name none of transformers, it is the whole language model, with its vision tower if it has one.
-
-    Raises:
-        UnsupportedModelError: they name another class of transformers, or there is no language model of this config.
-    """
-    made = _classes(config)
-    named = _architectures(config)
-    if (found := next((auto for auto, kind in made.items() if kind.__name__ in named), None)) is not None:
-        return found
-    if other := next((name for name in named if name in vars(transformers)["__all__"]), None):
-        raise _not_streamed(other, config)
-
-    # The causal class of some models that see would leave the vision tower out.
-    sees = config.get_text_config() is not config
-    order: tuple[AutoClass, ...] = (AutoModelForImageTextToText, AutoModelForCausalLM)
-    found = next((auto for auto in (order if sees else order[::-1]) if auto in made), None)
-    if found is None:
-        raise _not_streamed(f"The model of type {config.model_type}", config)
-    return found
-
-
-def known_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the class of transformers that a model is of, or that its class is derived from.
-
-    Raises:
-        UnsupportedModelError: it is neither a classifier nor the language model, with or without vision, that
-            transformers loads for its config.
-    """
-    known = _classes(model.config).values()
-    for kind in type(model).__mro__:
-        if kind in known:
-            return kind
-    raise _not_streamed(type(model).__name__, model.config)
-
-
-def _not_streamed(name: str, config: PretrainedConfig) -> UnsupportedModelError:
-    """Return the error about a model of a class that is not streamed."""
-    made = _classes(config)
-    known = dict.fromkeys(kind.__name__ for auto, kind in made.items() if auto not in CLASSIFIERS)
-    return UnsupportedModelError(
-        f"{name} is neither a classifier nor the language model, with or without vision, that transformers loads for "
-        f"its config ({' or '.join(known) or type(config).__name__}); only these are streamed."
-    )
-
-
-def implementation_of(model_class: object, attention: str) -> str:
-    """Return the implementation of attention that a class of models has: eager, if it has no sdpa."""
-    wanted = "sdpa" if attention == "auto" else attention
-    return "eager" if wanted == "sdpa" and not getattr(model_class, "_supports_sdpa", True) else wanted
-
-
-def is_classifier(config: PretrainedConfig) -> bool:
-    """Return whether a config is that of a classifier, such as a reward model: its `architectures` name one."""
-    named = _architectures(config)
-    return any(kind.__name__ in named for auto, kind in _classes(config).items() if auto in CLASSIFIERS)
-
-
-def supports_flex(config: PretrainedConfig) -> bool:
-    """Return whether transformers has flex attention for the model of a config."""
-    return bool(getattr(_model_class(auto_class(config), config), "_supports_flex_attn", False))
 
 
 def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
@@ -383,24 +306,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         )
 
     return max(lists, key=len)
-
-
-def _classes(config: PretrainedConfig) -> dict[AutoClass, type[PreTrainedModel]]:
-    """Return the classes of models that are streamed and that transformers makes of a config, by their auto classes."""
-    autos: tuple[AutoClass, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, *CLASSIFIERS)
-    made = {auto: _model_class(auto, config) for auto in autos}
-    return {auto: kind for auto, kind in made.items() if isinstance(kind, type)}
-
-
-def _architectures(config: PretrainedConfig) -> list[str]:
-    """Return the names of classes in a config."""
-    named = config.architectures
-    return list(map(str, named)) if isinstance(named, list) else []
-
-
-def _model_class(auto: AutoClass, config: PretrainedConfig) -> object:
-    """Return the class that an auto class makes of a config; None if it makes none."""
-    return auto._model_mapping.get(type(config), None)
 
 
 def _first_owners(model: PreTrainedModel) -> dict[int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from megatier.config.schema import RunConfig
-from megatier.models.decoder import supports_flex
+from megatier.models.model_class import supports_flex
 from megatier.setup.attention_rule import Attention, chosen
 from megatier.setup.machine import Machine, compiles
 

@@ -20,11 +20,12 @@ from megatier.config.schema import ModelConfig, RunConfig
 from megatier.defaults import usual_defaults
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, first_sentence, read_object, reading, shown
-from megatier.models.decoder import build_skeleton, is_classifier
+from megatier.models.decoder import build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.models.limits import check_counts
 from megatier.models.location import CONFIG_FILE, find_local, resolve
+from megatier.models.model_class import is_classifier
 from megatier.models.shards import StoredTensor
 from megatier.models.weights import SafetensorsFolder, WeightReader
 from megatier.setup.workload import COMPUTE_DTYPES

@@ -14,7 +14,8 @@ from typing import Self
 
 from rich.console import Console
 
-from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, restore
+from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state
+from megatier.checkpoint.restore import restore
 from megatier.checkpoint.run_directory import (
     CHECKPOINT_FOLDER,
     METRICS_FILE,

@@ -19,8 +19,9 @@ from tiny_runs import PLACES, Run, exactness_config, one_thread, opened, outcome
 
 from megatier import durable
 from megatier.checkpoint import checkpoint, checkpoint_writer, chunkfile, grid, plane_writer
-from megatier.checkpoint.checkpoint import checkpoint_bytes, prune, read_state, remove_leftovers, restore
+from megatier.checkpoint.checkpoint import checkpoint_bytes, prune, read_state, remove_leftovers
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
+from megatier.checkpoint.restore import restore
 from megatier.checkpoint.run_directory import checkpoints, last_checkpoint
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TrainConfig

@@ -23,9 +23,9 @@ from small_commands import outcome as outcome_of_run
 from tiny_runs import PLACES, Outcome, Run, exactness_config, one_thread, opened, outcome, random_groups
 
 from megatier.checkpoint import checkpoint_writer, chunkfile
-from megatier.checkpoint.checkpoint import restore
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.chunkfile import ChunkFiles, Staged
+from megatier.checkpoint.restore import restore
 from megatier.checkpoint.run_directory import checkpoints
 from megatier.cli import main
 from megatier.config.schema import TrainConfig

@@ -17,8 +17,9 @@ from test_checkpoint_checkpoint import SmallGrid, saved, steps
 from tiny_runs import PLACES, Run, exactness_config, one_thread, opened
 
 from megatier.checkpoint import checkpoint, checkpoint_writer, plane_writer
-from megatier.checkpoint.checkpoint import UNBOUND_FORMAT, check_moments, is_bound, open_masters, read_state, restore
+from megatier.checkpoint.checkpoint import UNBOUND_FORMAT, check_moments, is_bound, open_masters, read_state
 from megatier.checkpoint.manifest import Manifest, digest_of
+from megatier.checkpoint.restore import restore
 from megatier.errors import DamagedCheckpointError
 from megatier.models.decoder import Unit
 from megatier.session.session import Session

@@ -27,7 +27,7 @@ from tiny_models import tiny_config
 import megatier
 from megatier.errors import SharedMemoryError
 from megatier.integrations.transformers_trainer import MegatierTrainer
-from megatier.models.decoder import auto_class
+from megatier.models.model_class import auto_class
 from megatier.ranks.board import share_memory
 from megatier.ranks.channel import Alone
 

@@ -26,7 +26,8 @@ from megatier.config.schema import ModelConfig
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reason_of
 from megatier.models.buffers import parameters_on_meta
-from megatier.models.decoder import CLASSIFIERS, auto_class, build_skeleton, check_config
+from megatier.models.decoder import build_skeleton, check_config
+from megatier.models.model_class import CLASSIFIERS, auto_class
 from megatier.setup.skeleton import read_model_config
 
 AUTOS: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, *CLASSIFIERS)

@@ -23,9 +23,9 @@ from tiny_runs import Place
 
 from megatier import layout
 from megatier.checkpoint import chunkfile
-from megatier.checkpoint.checkpoint import restore
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.grid import Grid
+from megatier.checkpoint.restore import restore
 from megatier.checkpoint.run_directory import checkpoints, last_checkpoint
 from megatier.errors import ConfigError, MegatierError, StepAbandonedError
 from megatier.models.initialiser import Initialiser

@@ -29,10 +29,11 @@ from megatier.engine.step import StepResult
 from megatier.engine.unit_model import Batch
 from megatier.errors import PlanError
 from megatier.layout import Layout
-from megatier.models.decoder import Unit, auto_class, build_skeleton
+from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.experts import cut_units
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
+from megatier.models.model_class import auto_class
 from megatier.models.weights import WeightReader
 from megatier.schedule import placement
 from megatier.schedule.rates import World
