@@ -69,7 +69,7 @@ def tree(folder: Path) -> dict[Path, bytes]:
     ("settings", "expected"),
     [
         ({"train.learning_rte": 0.1}, "did you mean train.learning_rate?"),
-        ({"train.steps": "many"}, "train.steps is 'many'; expected int"),
+        ({"train.steps": "many"}, "train.steps is 'many'; it must be a whole number"),
         ({"tiers.ram": "12 parsecs"}, "tiers.ram"),
         ({"tiers.ram": "100PiB"}, "tiers.ram is 102400.0 TiB, but this machine, or its container, has "),
         ({"train.batch": 3, "train.groups": 2}, "multiple of groups"),

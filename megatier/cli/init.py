@@ -14,6 +14,7 @@ from megatier.config import file as config_file
 from megatier.config import text as config_text
 from megatier.config.data_section import BYTE_TOKENIZER, DATASET_INFO, PYTHON_STDLIB, DataConfig
 from megatier.config.schema import SECTIONS, ModelConfig
+from megatier.config.section import field_docs
 from megatier.config.values import parse_list, parse_mount
 from megatier.data.sources import check_sources
 from megatier.data.text import guess_shape
@@ -148,7 +149,7 @@ def _tiers(nvme: str) -> dict[str, Any]:
 
 def _remarks(settings: Iterable[str]) -> dict[str, str]:
     """The first words of what each setting means."""
-    docs = {name: config_file.field_docs(section) for name, section in SECTIONS.items()}
+    docs = {name: field_docs(section) for name, section in SECTIONS.items()}
     said = {}
     for dotted in settings:
         section, _, key = dotted.partition(".")

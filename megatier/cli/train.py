@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatier.checkpoint.run_directory import check_is_free
 from megatier.config import file as config_file
 from megatier.config import schema
-from megatier.config import values as config_values
+from megatier.config.section import field_docs, hints, in_help
 from megatier.errors import ConfigError
 from megatier.session.paths import check_paths
 from megatier.train.outlet import announce, run_console
@@ -36,8 +33,6 @@ examples:
   megatier train run.yaml --tiers.ram 96GiB --tiers.nvme /mnt/a:500GiB,/mnt/b:500GiB --train.steps 100
   megatier train run.yaml --model.config.num_hidden_layers 12
 """
-
-KINDS: dict[Any, str] = {bool: "true | false", int: "N", float: "X", str: "TEXT", tuple: "LIST", dict: "KEYS"}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -69,25 +64,14 @@ def run(argv: Sequence[str]) -> int:
 def settings() -> Iterator[str]:
     """Yield the lines of the help about every setting: what it takes, its default, and what it means."""
     for name, section in schema.SECTIONS.items():
-        yield f"{name}: {section.__doc__}"
-        docs = config_file.field_docs(section)
-        hints = get_type_hints(section, include_extras=True)
+        yield f"{name}: {section.__doc__.splitlines()[0]}"
+        docs = field_docs(section)
 
-        for field in dataclasses.fields(section):
-            default = (",".join(field.default) or "none") if isinstance(field.default, tuple) else field.default
+        for key, hint in hints(section).items():
+            default = section.__dataclass_fields__[key].default
+            default = (",".join(default) or "none") if isinstance(default, tuple) else default
             said = "null" if default is None else str(default).lower()
-            yield f"  --{name}.{field.name}  {_kind(hints[field.name])}  ({said})"
-            yield textwrap.fill(docs[field.name], 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            yield f"  --{name}.{key}  {in_help(hint)}  ({said})"
+            yield textwrap.fill(docs[key], 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
         yield ""
-
-
-def _kind(hint: Any) -> str:  # noqa: ANN401  type hints have no common type
-    """Return a word for the values that a setting takes."""
-    if get_origin(hint) is Literal:
-        return " | ".join(get_args(hint))
-    if hint == config_values.ByteCount:
-        return "SIZE"
-    if get_origin(hint) in (Union, UnionType):
-        return " | ".join(_kind(part) for part in get_args(hint) if part is not NoneType)
-    return KINDS[get_origin(hint) or hint]

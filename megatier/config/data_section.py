@@ -9,8 +9,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
-from megatier.config.values import ByteCount, check_kinds, read_text, require_least
-from megatier.config.values import require as _require
+from megatier.config.section import Section, explained
+from megatier.config.values import ByteCount
 
 PYTHON_STDLIB = "python-stdlib"
 """The entry of `data.files` that stands for the source files of Python's own standard library."""
@@ -25,9 +25,12 @@ Chat = Literal["messages", "sharegpt", "alpaca"]
 """The shapes of conversations."""
 
 
+@explained
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(Section):
     """The texts to learn from, and how they become sequences."""
+
+    NAME = "data"
 
     files: tuple[str, ...] = ()
     """Files, folders or globs; a folder that Hugging Face's save_to_disk wrote; or PATH/dataset_info.json#NAME of
@@ -104,44 +107,41 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        check_kinds(self, "data")
-        read_text(self, "data", sizes=("max_bytes",), lists=("files", "suffixes"))
+        self.read()
         self._check_source()
 
         has_dots = all(suffix.startswith(".") for suffix in self.suffixes)
-        _require(has_dots, "data.suffixes", list(self.suffixes), 'suffixes such as ".txt"')
+        self.need("suffixes", has_dots, 'suffixes such as ".txt"')
 
-        _require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2 tokens")
-        _require(0 <= self.holdout_fraction < 1, "data.holdout_fraction", self.holdout_fraction, "from 0 to below 1")
-        require_least(self, "data", holdout_rows=0, window_rows=1, seed=0)
-        _require(self.max_bytes is None or self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "at least 1 byte")
+        self.need("sequence_length", self.sequence_length >= 2, "at least 2 tokens")
+        self.need("holdout_fraction", 0 <= self.holdout_fraction < 1, "from 0 to below 1")
+        self.need_least(holdout_rows=0, window_rows=1, seed=0)
+        self.need("max_bytes", self.max_bytes is None or self.max_bytes >= 1, "at least 1 byte")
 
     def _check_source(self) -> None:
         """Refuse anything but files alone, or a dataset with the settings that belong to it."""
         # Refused and not passed over: whoever sets them means a dataset that is not there.
         if self.dataset is None:
             bound = 'at least one path, glob or "python-stdlib", or data.dataset be given'
-            _require(len(self.files) > 0, "data.files", list(self.files), bound)
+            self.need("files", len(self.files) > 0, bound)
             for name in ("subset", "revision", "streaming", "holdout_split"):
-                value = getattr(self, name)
-                _require(not value, f"data.{name}", value, "left out without data.dataset")
+                self.need(name, not getattr(self, name), "left out without data.dataset")
             return
 
         bound = "a name on the hub, such as org/name, or a folder"
-        _require(self.dataset != "", "data.dataset", self.dataset, bound)
-        _require(not self.files, "data.files", list(self.files), "empty if data.dataset is given")
+        self.need("dataset", self.dataset != "", bound)
+        self.need("files", not self.files, "empty if data.dataset is given")
         if self.holdout_split is not None:
             self._check_holdout(self.holdout_split)
 
         bound = "null with data.streaming: train.steps bounds a stream"
-        _require(self.max_bytes is None or not self.streaming, "data.max_bytes", self.max_bytes, bound)
+        self.need("max_bytes", self.max_bytes is None or not self.streaming, bound)
 
     def _check_holdout(self, split: str) -> None:
         """Refuse to evaluate on what is trained on."""
-        name = "data.holdout_split"
         bound = f"a split that shares nothing with data.split, which is {self.split}"
-        _require(split.strip() != "", name, split, "the name of a split, or null")
-        _require(not _overlap(split, self.split), name, split, bound)
+        self.need("holdout_split", split.strip() != "", "the name of a split, or null")
+        self.need("holdout_split", not _overlap(split, self.split), bound)
 
     @property
     def is_apart(self) -> bool:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
-from megatier.config.values import number, parse_list, require
+from megatier.config.section import Section, explained
 from megatier.errors import ConfigError
-from megatier.foreign import shown
 
 if TYPE_CHECKING:
     from megatier.config.schema import ModelConfig
@@ -21,24 +18,14 @@ ALL_LINEAR = "all-linear"
 """The target that stands for every linear layer but the head."""
 NAMES = ("targets", "target_parameters", "modules_to_save", "adapter")
 """Settings that are taken as they are written on the command line: YAML would see an alias in *.q_proj."""
-LISTS = ("targets", "target_parameters", "modules_to_save")
-"""Settings that are lists of text, or one text with commas."""
-ELSEWHERE = {
-    "r": "rank",
-    "lora_rank": "rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "target_modules": "targets",
-    "lora_target": "targets",
-    "use_rslora": "rslora",
-    "use_dora": "dora",
-}
-"""Settings by the names that PEFT and other trainers give them, for suggestions."""
 
 
+@explained
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoraConfig:
+class LoraConfig(Section):
     """The adapters of a run. In Python, lists may be given as text too."""
+
+    NAME = "model.lora"
 
     rank: int = 16
     """Columns of the first matrix of an adapter and rows of the second one, at least 1."""
@@ -64,46 +51,23 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        for key in LISTS:
-            value = getattr(self, key)
-            words = [value] if isinstance(value, str) else value
-            is_text = isinstance(words, list | tuple) and all(isinstance(word, str) for word in words)
-            require(is_text, f"model.lora.{key}", value, "a list of text")
-            object.__setattr__(self, key, parse_list(value))
-
-        for key in ("rslora", "dora"):
-            value = getattr(self, key)
-            require(isinstance(value, bool), f"model.lora.{key}", value, "true or false")
-        self._check_numbers()
+        self.read()
+        self.need_least(rank=1)
+        self.need("alpha", self.alpha is None or self.alpha > 0, "above 0, or null for twice the rank")
+        self.need("dropout", 0 <= self.dropout < 1, "from 0 to below 1")
         is_some = bool(self.targets or self.target_parameters)
-        require(is_some, "model.lora.targets", list(self.targets), "at least one module, or beside target_parameters")
+        self.need("targets", is_some, "at least one module, or beside target_parameters")
         is_alone = ALL_LINEAR not in self.targets or len(self.targets) == 1
         bound = f"{ALL_LINEAR} alone, or names and patterns without it"
-        require(is_alone, "model.lora.targets", list(self.targets), bound)
+        self.need("targets", is_alone, bound)
 
         self._check_parameters()
-        adapter: object = self.adapter
-        is_folder = adapter is None or (isinstance(adapter, str) and adapter != "")
-        require(is_folder, "model.lora.adapter", adapter, "the folder of an adapter, or null for a new one")
+        self.need("adapter", self.adapter != "", "the folder of an adapter, or null for a new one")
 
         # The folder says with which settings its adapter was made, and others would make another one of it.
         changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
         if self.adapter is not None and changed != ["adapter"]:
             raise ConfigError(f"model.lora.adapter brings its own settings: leave out model.lora.{changed[0]}.")
-
-    def _check_numbers(self) -> None:
-        """Refuse numbers that are none, or out of bounds."""
-        rank = number("model.lora.rank", self.rank, "at least 1", least=1, whole=True)
-        object.__setattr__(self, "rank", rank)
-
-        # Bounds are inclusive, so "above 0" is at least the next number after it.
-        if self.alpha is not None:
-            bound = "above 0, or null for twice the rank"
-            alpha = number("model.lora.alpha", self.alpha, bound, least=math.nextafter(0, 1))
-            object.__setattr__(self, "alpha", alpha)
-        most = math.nextafter(1, 0)
-        dropout = number("model.lora.dropout", self.dropout, "from 0 to below 1", least=0, most=most)
-        object.__setattr__(self, "dropout", dropout)
 
     def _check_parameters(self) -> None:
         """Refuse what PEFT refuses beside `target_parameters`, in its words, before there is a model."""
@@ -122,18 +86,7 @@ class LoraConfig:
         Raises:
             ConfigError: a setting is not known, or its value is out of bounds. Names it.
         """
-        known = [item.name for item in fields(cls)]
-        for key in given:
-            if key in known:
-                continue
-            near = difflib.get_close_matches(str(key), known, n=1)
-
-            # The name in another library goes before one that is only spelt alike.
-            if key in ELSEWHERE:
-                near = [ELSEWHERE[key]]
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
-            raise ConfigError(f"unknown setting model.lora.{shown(str(key))}; {hint}")
-        return cls(**given)
+        return cls(**{str(key): value for key, value in given.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain lists, numbers and text."""
@@ -153,10 +106,8 @@ def read_lora(section: ModelConfig) -> None:
     """
     if section.lora is None:
         return
-    require(isinstance(section.lora, dict), "model.lora", section.lora, "keys with values, such as rank: 16")
-
     # With all defaults written out, a stored run keeps its meaning if one of them changes.
     object.__setattr__(section, "lora", LoraConfig.of(section.lora).to_dict())
     base = "the folder or name of a model with model.lora, whose adapters belong to a base that stays as it is"
-    require(section.path is not None, "model.path", None, base)
-    require(not section.frozen, "model.frozen", list(section.frozen), "empty with model.lora, which freezes the base")
+    section.need("path", section.path is not None, base)
+    section.need("frozen", not section.frozen, "empty with model.lora, which freezes the base")

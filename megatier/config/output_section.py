@@ -8,12 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatier.config.values import check_kinds, require, require_least
+from megatier.config.section import Section, explained
 
 
+@explained
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OutputConfig:
+class OutputConfig(Section):
     """What the run writes."""
+
+    NAME = "output"
 
     directory: str = "runs/megatier"
     """Run directory, for the resolved config, metrics.jsonl, checkpoints and the export. One run may use it at a
@@ -40,13 +43,13 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        check_kinds(self, "output")
-        require(self.directory != "", "output.directory", self.directory, "a path")
+        self.read()
+        self.need("directory", self.directory != "", "a path")
         # The tokenizers library writes to no other path, which would be found when the run is over.
-        require(_is_text(self.directory), "output.directory", self.directory, "a path in UTF-8")
+        self.need("directory", _is_text(self.directory), "a path in UTF-8")
         every = self.checkpoint_every
-        require(every == "auto" or every >= 0, "output.checkpoint_every", every, "auto or at least 0")
-        require_least(self, "output", savepoint_every=0, keep_checkpoints=1)
+        self.need("checkpoint_every", every == "auto" or every >= 0, "auto or at least 0")
+        self.need_least(savepoint_every=0, keep_checkpoints=1)
 
     @property
     def saves_by_time(self) -> bool:

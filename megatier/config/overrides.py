@@ -1,75 +1,94 @@
-"""Words of the command line that are laid over a file: of settings that hold others, and with a minus in front."""
+"""Words of the command line that are laid over the sections of a file."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jsonargparse import get_loader
-
 from megatier.config.lora import NAMES
+from megatier.config.names import meant
+from megatier.config.schema import SECTIONS
+from megatier.config.section import hints
 from megatier.config.values import parse_yaml
 from megatier.errors import ConfigError
+from megatier.foreign import shown
 
-NESTED = ("config", "lora")
-"""Settings of the model that hold settings of their own."""
-BELOW = tuple(f"model.{key}." for key in NESTED)
+NESTED = ("model.config", "model.lora")
+"""Settings that hold settings of their own."""
 AS_WRITTEN = tuple(f"model.lora.{key}" for key in NAMES)
 """Nested settings that are no YAML."""
 
 
-def take_nested(overrides: Sequence[str], tree: dict[str, dict[str, Any]]) -> list[str]:
-    """Set overrides of nested settings, and of keys inside them, in the tree; returns the other words."""
-    words = list(overrides)
-    rest = []
+def settings_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the setting and the text of each override.
 
-    while words:
-        word = words.pop(0)
-        name, equals, text = word.removeprefix("--").partition("=")
-        if not (word.startswith("--") and f"{name}.".startswith(BELOW)):
-            rest.append(word)
-            continue
+    Raises:
+        ConfigError: a word is no override, or has no value.
+    """
+    waiting = iter(words)
+    for word in waiting:
+        if not word.startswith("--"):
+            raise ConfigError(
+                f"{shown(word)} is no setting: settings are written --section.key VALUE, after the config file."
+            )
 
-        # The value stands after an equals sign, or is the next word.
-        if not equals and (not words or words[0].startswith("--")):
-            raise ConfigError(f"{name} has no value. Write it as {name} VALUE.")
+        # The text is behind an equals sign, or the next word, which may begin with a minus.
+        name, equals, text = word[2:].partition("=")
+        if not is_nested(name):
+            check_known([name])
+        if not equals:
+            text = next(waiting, "--")
+        if not equals and text.startswith("--"):
+            raise ConfigError(f"{shown(name)} has no value. Write it as --{shown(name)} VALUE.")
+        yield name, text
+
+
+def laid_over(tree: Mapping[str, Mapping[str, Any]], overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return sections with overrides in them: the last one of a setting wins, and each wins over the sections.
+
+    Raises:
+        ConfigError: as `settings_of`, or a nested setting is no YAML.
+    """
+    laid: dict[str, Any] = {name: dict(keys) for name, keys in tree.items()}
+    for name, text in settings_of(overrides):
+        value: Any = text
+        if is_nested(name) and name not in AS_WRITTEN:
+            try:
+                value = parse_yaml(text)
+            except ConfigError as error:
+                raise ConfigError(f"{name} is {error}") from error
 
         *parents, leaf = name.split(".")
-        target: dict[str, Any] = tree
+        target = laid
         for parent in parents:
-            if not isinstance(target.get(parent), dict):
-                target[parent] = {}
+            # Copied on the way, since the sections may be another's.
+            inner = target.get(parent)
+            target[parent] = dict(inner) if isinstance(inner, dict) else {}
             target = target[parent]
+        target[leaf] = value
+    return laid
 
-        value = text if equals else words.pop(0)
-        if name in AS_WRITTEN:
-            target[leaf] = value
+
+def is_nested(name: str) -> bool:
+    """Return whether a setting holds others, or is held by another."""
+    return f"{name}.".startswith(NESTED)
+
+
+def check_known(keys: Iterable[str], where: str | None = None) -> None:
+    """Refuse unknown keys, and name the nearest known one, and the file if they stand in one.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    known = {f"{name}.{key}": name for name, section in SECTIONS.items() for key in hints(section)}
+    for key in keys:
+        if key in known:
             continue
-        try:
-            target[leaf] = parse_yaml(value, get_loader("yaml"))
-        except ConfigError as error:
-            raise ConfigError(f"{name} is {error}") from error
+        owner = key.partition(".")[0]
+        siblings = [name for name, section in known.items() if section == owner] or list(SECTIONS)
+        if key in SECTIONS:
+            raise ConfigError(f"{key} is a section; set one of its keys, such as --{siblings[0]}.")
 
-    return rest
-
-
-def joined(words: Sequence[str]) -> list[str]:
-    """Words in which a value that begins with a minus is joined to its key, since the parser takes it for a key."""
-    found: list[str] = []
-    for word in words:
-        is_value = word.startswith("-") and not word.startswith("--")
-        if is_value and found and found[-1].startswith("--") and "=" not in found[-1]:
-            found[-1] += f"={word}"
-        else:
-            found.append(word)
-    return found
-
-
-def settings_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the setting and the text of each override."""
-    # The text is behind an equals sign, or the next word; the last word has none behind it.
-    for word, following in itertools.pairwise([*joined(words), ""]):
-        if word.startswith("--"):
-            name, equals, text = word.removeprefix("--").partition("=")
-            yield name, text if equals else following
+        hint = meant(key, [*known, *SECTIONS], cutoff=0.5) or f"known are {', '.join(siblings)}."
+        place = f"{where}: " if where else ""
+        raise ConfigError(f"{place}unknown setting {shown(key)}; {hint}")

@@ -14,16 +14,8 @@ from typing import Any, Literal
 from megatier.config.data_section import BYTE_TOKENIZER, DataConfig
 from megatier.config.lora import LoraConfig, read_lora
 from megatier.config.output_section import OutputConfig
-from megatier.config.values import (
-    ByteCount,
-    MountBudget,
-    check_kinds,
-    check_setting,
-    parse_mount,
-    read_text,
-    require_least,
-)
-from megatier.config.values import require as _require
+from megatier.config.section import Section, explained
+from megatier.config.values import ByteCount, MountBudget, check_setting, parse_mount
 from megatier.errors import ConfigError
 from megatier.optimizers import Moments, OptimizerName
 
@@ -32,9 +24,12 @@ KEPT_FROM = 4_096
 repeated forward of attention takes 2 % at 4,096 tokens, 4 % at 8,192 and a sixth at 131,072."""
 
 
+@explained
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The model that is trained, and how it computes."""
+
+    NAME = "model"
 
     path: str | None = None
     """Folder of a Hugging Face model, or its id on the hub. Give exactly one of path and config."""
@@ -76,23 +71,20 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        check_kinds(self, "model")
+        self.read()
         if (self.path is None) == (self.config is None):
             raise ConfigError(
                 "give exactly one of model.path (to go on with a model) and model.config (to start anew)."
             )
 
-        read_text(self, "model", lists=("frozen",))
-        _require(self.config is None or "model_type" in self.config, "model.config", self.config, "with a model_type")
-        _require(
-            all(name.strip("! ") for name in self.frozen), "model.frozen", list(self.frozen), "without empty names"
-        )
+        self.need("config", self.config is None or "model_type" in self.config, "with a model_type")
+        self.need("frozen", all(name.strip("! ") for name in self.frozen), "without empty names")
         read_lora(self)
-        _require(0 <= self.saved_share <= 1, "model.saved_share", self.saved_share, "from 0 to 1")
-        _require(self.loss_chunk >= 1, "model.loss_chunk", self.loss_chunk, "at least 1 token")
+        self.need("saved_share", 0 <= self.saved_share <= 1, "from 0 to 1")
+        self.need("loss_chunk", self.loss_chunk >= 1, "at least 1 token")
         tile = self.tile_tokens
-        _require(tile is None or tile >= 1, "model.tile_tokens", tile, "at least 1 token, or null for all at once")
-        require_least(self, "model", expert_parts=1)
+        self.need("tile_tokens", tile is None or tile >= 1, "at least 1 token, or null for all at once")
+        self.need_least(expert_parts=1)
 
     @property
     def adapters(self) -> LoraConfig | None:
@@ -100,9 +92,12 @@ class ModelConfig:
         return None if self.lora is None else LoraConfig.of(self.lora)
 
 
+@explained
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TiersConfig:
+class TiersConfig(Section):
     """Where the state may lie, and how it moves. In Python, sizes and lists may be given as text too."""
+
+    NAME = "tiers"
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device that computes. auto: cuda if there is a GPU, else cpu. On the CPU an arena in RAM stands for GPU
@@ -146,28 +141,26 @@ class TiersConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        check_kinds(self, "tiers")
-        read_text(self, "tiers", sizes=("gpu", "gpu_limit", "ram", "chunk"), lists=("nvme", "state"))
+        self.read()
 
         for name in ("gpu", "gpu_limit", "ram"):
             num_bytes = getattr(self, name)
-            _require(num_bytes is None or num_bytes >= 1, f"tiers.{name}", num_bytes, "at least 1 byte")
+            self.need(name, num_bytes is None or num_bytes >= 1, "at least 1 byte")
 
         # `mounts` parses each one, so a wrong size is refused here.
         directories = [mount.directory for mount in self.mounts]
-        _require(len(set(directories)) == len(directories), "tiers.nvme", list(self.nvme), "without repeats")
+        self.need("nvme", len(set(directories)) == len(directories), "without repeats")
         known = {*self.state} & {"gpu", "ram", "nvme"}
         is_once = 0 < len(self.state) == len(known)
-        _require(is_once, "tiers.state", list(self.state), "one or more of gpu, ram, nvme, each once")
+        self.need("state", is_once, "one or more of gpu, ram, nvme, each once")
 
         # 12 bytes of state for each of 2,048 elements, a page of bf16, to whose multiples units are padded.
-        _require(self.chunk is None or self.chunk >= 24576, "tiers.chunk", self.chunk, "at least 24KiB")
-        io_threads = self.io_threads
-        _require(io_threads is None or 1 <= io_threads <= 256, "tiers.io_threads", io_threads, "1 to 256")
-        _require(0 <= self.streamed_share <= 1, "tiers.streamed_share", self.streamed_share, "from 0 to 1")
-        _require(self.generations in (1, 2, 3), "tiers.generations", self.generations, "1, 2 or 3")
-        threads = self.update_threads
-        _require(threads is None or 1 <= threads <= 1024, "tiers.update_threads", threads, "1 to 1024")
+        self.need("chunk", self.chunk is None or self.chunk >= 24576, "at least 24KiB")
+        io_threads, threads = self.io_threads, self.update_threads
+        self.need("io_threads", io_threads is None or 1 <= io_threads <= 256, "1 to 256")
+        self.need("streamed_share", 0 <= self.streamed_share <= 1, "from 0 to 1")
+        self.need("generations", self.generations in (1, 2, 3), "1, 2 or 3")
+        self.need("update_threads", threads is None or 1 <= threads <= 1024, "1 to 1024")
 
     @property
     def mounts(self) -> tuple[MountBudget, ...]:
@@ -179,9 +172,12 @@ STEPS_UNBOUND = (1 << 63) - 1
 """The `train.steps` of a run in epochs whose steps are neither given nor counted yet."""
 
 
+@explained
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(Section):
     """The steps and their optimizer."""
+
+    NAME = "train"
 
     steps: int = 1000
     """Optimizer steps, at least 1."""
@@ -247,23 +243,23 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check each value, then those that depend on each other."""
-        check_kinds(self, "train")
-        require_least(self, "train", steps=1, batch=1, groups=1, slices=1, evaluate_batches=1)
-        require_least(self, "train", warmup_steps=0, kept_layers=0, seed=0, evaluate_every=0)
+        self.read()
+        self.need_least(steps=1, batch=1, groups=1, slices=1, evaluate_batches=1)
+        self.need_least(warmup_steps=0, kept_layers=0, seed=0, evaluate_every=0)
         for name in ("learning_rate", "weight_decay", "beta1", "beta2", "momentum", "eps", "clip"):
             check_setting(name, getattr(self, name), f"train.{name}")
 
-        require_least(self, "train", stall_timeout=0)
+        self.need_least(stall_timeout=0)
         ratio = self.min_learning_rate_ratio
-        _require(0 <= ratio <= 1, "train.min_learning_rate_ratio", ratio, "from 0 to 1")
-        _require(self.epochs is None or self.epochs > 0, "train.epochs", self.epochs, "above 0, or null for steps")
+        self.need("min_learning_rate_ratio", 0 <= ratio <= 1, "from 0 to 1")
+        self.need("epochs", self.epochs is None or self.epochs > 0, "above 0, or null for steps")
 
         # With epochs the steps are not known yet. This is checked again when they are.
         is_short = self.epochs is not None or self.warmup_steps < self.steps
-        _require(is_short, "train.warmup_steps", self.warmup_steps, f"below train.steps {self.steps}")
+        self.need("warmup_steps", is_short, f"below train.steps {self.steps}")
 
         parts = self.groups * self.slices
-        _require(self.batch % parts == 0, "train.batch", self.batch, f"a multiple of groups * slices ({parts})")
+        self.need("batch", self.batch % parts == 0, f"a multiple of groups * slices ({parts})")
 
     def bounded(self, *, steps_given: bool) -> TrainConfig:
         """Return these settings with steps that bound the epochs only if they were given, or are not the default."""
@@ -276,9 +272,12 @@ class TrainConfig:
         return tokens >= KEPT_FROM if self.kept_attention is None else self.kept_attention
 
 
+@explained
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NumericsConfig:
+class NumericsConfig(Section):
     """Choices that change bits, and what happens to numbers that are not finite."""
+
+    NAME = "numerics"
 
     deterministic: bool = True
     """Use only operations that repeat bit by bit in a fresh process."""
@@ -291,12 +290,13 @@ class NumericsConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        check_kinds(self, "numerics")
-        require_least(self, "numerics", max_skips=0)
+        self.read()
+        self.need_least(max_skips=0)
 
 
+@explained
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
+class RunConfig(Section):
     """A whole run."""
 
     model: ModelConfig
@@ -308,14 +308,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Check the settings that depend on those of another section."""
-        _require(
-            self.model.path is not None or self.data.tokenizer is not None,
-            "data.tokenizer",
-            None,
-            'a tokenizer such as "bytes", because model.config brings none',
-        )
+        has_tokenizer = self.model.path is not None or self.data.tokenizer is not None
+        self.data.need("tokenizer", has_tokenizer, 'a tokenizer such as "bytes", because model.config brings none')
         bound = "null with data.streaming, whose end is not known: set train.steps"
-        _require(not (self.train.epochs and self.data.streaming), "train.epochs", self.train.epochs, bound)
+        self.train.need("epochs", not (self.train.epochs and self.data.streaming), bound)
         self._check_generations()
         self._check_borders()
 
@@ -326,29 +322,26 @@ class RunConfig:
         """
         tiers = self.tiers
         if not self.output.savepoint_every:
-            _require(tiers.generations < 3, "tiers.generations", 3, "1 or 2 without output.savepoint_every")
+            tiers.need("generations", tiers.generations < 3, "1 or 2 without output.savepoint_every")
         elif tiers.nvme:
             needs = "with output.savepoint_every"
             waits = self.train.clip is not None or self.numerics.guard
-            _require(tiers.generations > 1, "tiers.generations", 1, f"2 or 3 {needs}: one of them is kept")
-            _require(tiers.checksums, "tiers.checksums", False, f"true {needs}")
-            _require(waits, "numerics.guard", False, f"true, or train.clip set, {needs}: updates have to wait")
+            tiers.need("generations", tiers.generations > 1, f"2 or 3 {needs}: one of them is kept")
+            tiers.need("checksums", tiers.checksums, f"true {needs}")
+            self.numerics.need("guard", waits, f"true, or train.clip set, {needs}: updates have to wait")
 
     def _check_borders(self) -> None:
         """Refuse masks that keep documents apart if the kernels do not take them, or if they cannot be cut."""
-        is_apart = self.data.is_apart
-        attention = self.model.attention
-        _require(
-            not is_apart or attention != "flash_attention_2",
-            "model.attention",
-            attention,
+        stops = not self.data.is_apart or self.model.attention != "flash_attention_2"
+        self.model.need(
+            "attention",
+            stops,
             "sdpa, eager or flex_attention, because flash_attention_2 does not stop at the borders of documents "
             "(data.cross_documents)",
         )
-        _require(
+        self.train.need(
+            "slices",
             self.can_slice or self.train.slices == 1,
-            "train.slices",
-            self.train.slices,
             "1 with flex_attention and documents that are apart (data.cross_documents), whose mask cannot be cut",
         )
 
@@ -374,7 +367,7 @@ class RunConfig:
 OF_LOOP = DataConfig(files=("batches of the loop",), tokenizer=BYTE_TOKENIZER)
 """The section `data` of a loop that brings its own batches. Nothing of it is read but the length of a sequence."""
 
-SECTIONS: dict[str, type[Any]] = {
+SECTIONS: dict[str, Any] = {
     "model": ModelConfig,
     "data": DataConfig,
     "tiers": TiersConfig,

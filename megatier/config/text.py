@@ -6,11 +6,12 @@ import math
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import yaml
 
 from megatier.config.schema import SECTIONS
+from megatier.config.section import hints, kinds_of
 from megatier.config.values import ByteCount
 from megatier.errors import UNITS
 
@@ -54,7 +55,7 @@ def write(sections: Mapping[str, Mapping[str, Any]], names: Collection[str], rem
     lines: list[str] = []
 
     for name, section in SECTIONS.items():
-        keys = [key for key in section.__dataclass_fields__ if f"{name}.{key}" in names]
+        keys = [key for key in hints(section) if f"{name}.{key}" in names]
         if not keys:
             continue
 
@@ -75,10 +76,9 @@ def _lines(section: type[Any], key: str, value: object) -> Iterator[str]:
     yield from textwrap.indent(text, INDENT).splitlines()
 
 
-def _is_size(section: type[Any], key: str) -> bool:
+def _is_size(section: Any, key: str) -> bool:  # noqa: ANN401
     """Return whether a setting is a number of bytes."""
-    hints = get_type_hints(section, include_extras=True)
-    return ByteCount in get_args(hints[key])
+    return ByteCount in kinds_of(hints(section)[key])
 
 
 def options(settings: Mapping[str, Any]) -> str:

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
 import yaml
 
@@ -99,19 +98,37 @@ def require_unit(name: str, written: object) -> None:
     Raises:
         ConfigError: names the spellings.
     """
-    text = _told(written, str).strip().lower()
+    text = told(written, str).strip().lower()
     if re.fullmatch(r"[0-9]{1,20}(\.[0-9]{1,20})?(e[0-9]{1,2})?", text) and 0 < float(text) < 1 << 20:
         raise ConfigError(
             f"{name} is {text}, and a number without a unit is bytes. Write {text}GiB, or {text}B if you mean bytes."
         )
 
 
-def parse_yaml(text: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401  YAML holds anything
-    """Parse YAML text.
+class _Loader(yaml.SafeLoader):
+    """Reads numbers as people and JSON write them.
 
-    Args:
-        text: the YAML.
-        parse: makes values of it.
+    By YAML 1.1 alone 2e-5 is text, 12:30:00 is 45000 in base 60, 010 is 8, and 2026-01-01 is a date.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  as in its base
+        first: [rule for rule in rules if rule[0].rpartition(":")[2] not in ("int", "float", "timestamp")]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+POINT = r"(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?"
+NUMBERS = {
+    "int": r"[-+]?(0|[1-9][\d_]*|0b[01_]+|0x[\da-fA-F_]+)$",
+    "float": rf"[-+]?({POINT}|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$",
+}
+"""How numbers look."""
+for _kind, _looks in NUMBERS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_looks), list("-+.0123456789"))
+
+
+def parse_yaml(text: str) -> Any:  # noqa: ANN401  YAML holds anything
+    """Parse YAML text.
 
     Raises:
         ConfigError: it is no valid YAML, or has more values or deeper ones, with its aliases unfolded, than anybody
@@ -120,24 +137,20 @@ def parse_yaml(text: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401  
     try:
         _check_written(text)
         _check_unfolded(yaml.compose(text, yaml.SafeLoader))
-        return parse(text)
+        return yaml.load(text, _Loader)
     except YAML_ERRORS as error:
         raise ConfigError(f"no valid YAML: {shown(' '.join(str(error).split()))}") from error
 
 
-def read_yaml(path: Path, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401
+def read_yaml(path: Path) -> Any:  # noqa: ANN401
     """Parse a YAML file.
-
-    Args:
-        path: the file.
-        parse: makes values of its text.
 
     Raises:
         ConfigError: it cannot be read, or as in `parse_yaml`; names the file.
     """
     text = read_text_of(path)
     try:
-        return parse_yaml(text, parse)
+        return parse_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{path} is {error}") from error
 
@@ -232,58 +245,6 @@ def parse_list(given: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(word.strip() for word in words if word.strip())
 
 
-def read_text(section: object, name: str, *, sizes: Sequence[str] = (), lists: Sequence[str] = ()) -> None:
-    """Turn text in a section into the values of its fields, as the config's reader does, if it is made in Python.
-
-    Args:
-        section: the section, while it is built.
-        name: its name, for messages.
-        sizes: fields in bytes, which may be given as "8MiB".
-        lists: fields that are tuples of text, which may be given as one string or as a list.
-
-    Raises:
-        ConfigError: a field is not a size; the message begins with the setting.
-    """
-    # The section is frozen, so its fields are set past its own `__setattr__`.
-    for key in sizes:
-        value = getattr(section, key)
-        if value is not None:
-            object.__setattr__(section, key, byte_count(f"{name}.{key}", value))
-
-    for key in lists:
-        object.__setattr__(section, key, parse_list(getattr(section, key)))
-
-
-def check_kinds(section: object, name: str) -> None:
-    """Refuse values of another kind than their fields. The reader refuses them earlier; Python code does not.
-
-    Numbers of other libraries become Python's own, since a config is written as YAML and JSON.
-
-    Args:
-        section: the section, while it is built.
-        name: its name, for messages.
-
-    Raises:
-        ConfigError: names setting, value, and its kind or choices.
-    """
-    for key, hint in get_type_hints(type(section), include_extras=True).items():
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        value = getattr(section, key)
-        if value is None and NoneType in kinds:
-            continue
-
-        setting = f"{name}.{key}"
-        choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-        if choices and (isinstance(value, str) or int not in kinds):
-            require(value in choices, setting, value, f"one of {', '.join(choices)}")
-        elif int in kinds or float in kinds:
-            object.__setattr__(section, key, number(setting, value, whole=int in kinds))
-        elif bool in kinds:
-            require(isinstance(value, bool), setting, value, "true or false")
-        elif str in kinds:
-            require(isinstance(value, str), setting, value, "text")
-
-
 def number(
     name: str,
     value: Any,  # noqa: ANN401 - whatever somebody gave
@@ -358,7 +319,7 @@ def check_setting(name: str, value: object, shown: str = "") -> None:
         pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
         require(len(pair) == 2, shown, value, "two numbers")
         for beta in pair:
-            check_setting("beta1", beta, f"one of {shown} {_told(value)}")
+            check_setting("beta1", beta, f"one of {shown} {told(value)}")
         return
 
     if name == "clip" and value is None:
@@ -392,26 +353,10 @@ def require(holds: bool, name: str, value: object, bound: str) -> None:
         ConfigError: names setting, value and bound.
     """
     if not holds:
-        raise ConfigError(f"{name} is {_told(value)}; it must be {bound}.")
+        raise ConfigError(f"{name} is {told(value)}; it must be {bound}.")
 
 
-def require_least(section: object, name: str, **least: int) -> None:
-    """Refuse numbers of a section that are below their least ones.
-
-    Args:
-        section: the section.
-        name: its name, for messages.
-        least: the least numbers, by the names of their settings.
-
-    Raises:
-        ConfigError: names setting, value and bound.
-    """
-    for key, bound in least.items():
-        value = getattr(section, key)
-        require(value >= bound, f"{name}.{key}", value, f"at least {bound}")
-
-
-def _told(value: object, write: Callable[[object], str] = repr) -> str:
+def told(value: object, write: Callable[[object], str] = repr) -> str:
     """Return a value for a message, however long it is. Python writes no number of thousands of digits."""
     try:
         return shown(write(value))

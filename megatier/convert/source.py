@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import get_loader
-
 from megatier.config.file import check_sections
 from megatier.config.schema import SECTIONS
 from megatier.config.values import parse_yaml, read_text_of
@@ -86,7 +84,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         if isinstance(error, ConfigError):
             raise ConfigError(f"{path}: {error}") from error
         try:
-            tree = parse_yaml(text, get_loader("yaml"))
+            tree = parse_yaml(text)
         except ConfigError as refusal:
             # What begins like JSON was meant as JSON, so its parser's reason helps more than that of YAML's.
             said = f"no valid JSON: {error}" if text.lstrip().startswith("{") else refusal

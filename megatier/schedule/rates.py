@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatier.config.values import parse_bytes, read_yaml
 from megatier.errors import ConfigError
 from megatier.tier import Way
@@ -212,7 +210,7 @@ def read_rates(path: Path) -> Rates:
     Raises:
         ConfigError: it cannot be read, or a name is missing or unknown, or its figure is no positive number.
     """
-    parsed = read_yaml(path, yaml.safe_load)
+    parsed = read_yaml(path)
     if not isinstance(parsed, dict):
         raise ConfigError(f"{path}: names and figures are expected: {', '.join(sorted(FIELDS))}.")
 

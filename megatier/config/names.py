@@ -1,0 +1,67 @@
+"""What somebody meant by the name of a setting that there is not. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+ELSEWHERE: Mapping[str, str] = {
+    "lr": "train.learning_rate",
+    "lr_scheduler_type": "train.schedule",
+    "batch_size": "train.batch",
+    "train_batch_size": "train.batch",
+    "per_device_train_batch_size": "train.batch",
+    "gradient_accumulation_steps": "train.groups",
+    "micro_batch": "train.groups",
+    "micro_batch_size": "train.groups",
+    "train_micro_batch_size_per_gpu": "train.groups",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "max_steps": "train.steps",
+    "num_steps": "train.steps",
+    "max_grad_norm": "train.clip",
+    "warmup_ratio": "train.warmup_steps",
+    "gradient_checkpointing": "train.activations",
+    "max_length": "data.sequence_length",
+    "max_seq_length": "data.sequence_length",
+    "cutoff_len": "data.sequence_length",
+    "model_name_or_path": "model.path",
+    "attn_implementation": "model.attention",
+    "dtype": "model.compute_dtype",
+    "bf16": "model.compute_dtype",
+    "fp16": "model.compute_dtype",
+    "template": "data.chat_template",
+    "output_dir": "output.directory",
+    "save_steps": "output.checkpoint_every",
+    "save_total_limit": "output.keep_checkpoints",
+    "eval_steps": "train.evaluate_every",
+    "r": "model.lora.rank",
+    "lora_rank": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "lora_dropout": "model.lora.dropout",
+    "target_modules": "model.lora.targets",
+    "lora_target": "model.lora.targets",
+    "use_rslora": "model.lora.rslora",
+    "use_dora": "model.lora.dora",
+}
+"""Settings by the names that other trainers give them."""
+
+
+def meant(
+    name: str, known: Sequence[str], elsewhere: Mapping[str, str] = ELSEWHERE, *, cutoff: float = 0.6
+) -> str | None:
+    """Return the question whether a known name was meant by an unknown one; None: no name is like it.
+
+    Args:
+        name: the unknown name, which may be dotted.
+        known: the names that there are.
+        elsewhere: those of other programs, for each the name here.
+        cutoff: how like a name has to be, from 0 to 1.
+    """
+    # A name of another trainer, or a key in the wrong section, is as common as a misspelt one.
+    last = name.rpartition(".")[2]
+    if last in elsewhere:
+        return f"did you mean {elsewhere[last]}?"
+    same = [other for other in known if other.rpartition(".")[2] == last]
+    near = same or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}?" if near else None

@@ -1,0 +1,233 @@
+"""A section of a config: what all sections have in common. Pure.
+
+The string under a field is all that is written about it: messages, the help and `help()` of a section show it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+import textwrap
+from contextlib import suppress
+from dataclasses import fields
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
+from typing import get_type_hints as hints_of_class
+
+from megatier.config.names import meant
+from megatier.config.values import ByteCount, byte_count, number, parse_list, parse_yaml, require, told
+from megatier.errors import ConfigError
+from megatier.foreign import shown
+from megatier.optimizers import in_words
+
+NULLS = ("null", "Null", "NULL", "~")
+"""How YAML writes that there is no value."""
+
+
+class Kind(NamedTuple):
+    """How the values of a type are called."""
+
+    short: str
+    """In the help."""
+    words: str
+    """In messages."""
+
+
+KINDS: dict[Any, Kind] = {
+    bool: Kind("true | false", "true or false"),
+    int: Kind("N", "a whole number below 2**63"),
+    float: Kind("X", "a finite number"),
+    str: Kind("TEXT", "text"),
+    ByteCount: Kind("SIZE", "a size such as 96GiB"),
+    tuple: Kind("LIST", "a list of text ([] for none)"),
+    dict: Kind("KEYS", "keys with values"),
+}
+
+
+class Section:
+    """A part of a config. A name that it does not have is refused, and so is a value of another kind than its field."""
+
+    __slots__ = ("given",)
+
+    NAME: ClassVar[str] = ""
+    """Its name in a config; empty: of the whole."""
+    given: frozenset[str]
+    """Names of the fields that its maker gave, also of those that are at their default. A copy with other values, as
+    `dataclasses.replace` makes it, was given all."""
+
+    def __new__(cls, *args: object, **given: object) -> Self:
+        """Refuse names that no field has.
+
+        Raises:
+            ConfigError: names the first one, and what may have been meant.
+        """
+        known = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every section is a dataclass
+        for name in given:
+            if name not in known:
+                hint = meant(name, known) or f"known are {', '.join(known)}."
+                raise ConfigError(f"unknown setting {cls.dotted(shown(name))}; {hint}")
+
+        made = super().__new__(cls)
+        object.__setattr__(made, "given", frozenset(given))
+        return made
+
+    @classmethod
+    def dotted(cls, key: str) -> str:
+        """Return the name of a setting in a whole config."""
+        return f"{cls.NAME}.{key}" if cls.NAME else key
+
+    def read(self) -> None:
+        """Refuse values of another kind than their fields, and keep the others as Python's own.
+
+        Numbers of other libraries become Python's, since a config is written as YAML and JSON; sizes and lists may be
+        given as text.
+
+        Raises:
+            ConfigError: names setting and value, what may stand there, and what the setting means.
+        """
+        section: Any = type(self)
+        for key, hint in hints(section).items():
+            value = getattr(self, key)
+            kinds = kinds_of(hint)
+            if value is None and NoneType in kinds:
+                continue
+            kept = _kept(value, kinds)
+            if kept is None:
+                found = "null" if value is None else told(value)
+                raise ConfigError(
+                    f"{self.dotted(key)} is {found}; it must be {in_message(hint)}. {field_docs(section)[key]}"
+                )
+
+            # A section is frozen, so its fields are set past its own `__setattr__`.
+            object.__setattr__(self, key, kept)
+
+    def need(self, key: str, holds: bool, bound: str) -> None:
+        """Refuse the value of a field unless it holds.
+
+        Raises:
+            ConfigError: names setting, value and bound.
+        """
+        value = getattr(self, key)
+        require(holds, self.dotted(key), list(value) if isinstance(value, tuple) else value, bound)
+
+    def need_least(self, **least: int) -> None:
+        """Refuse numbers that are below their least ones, which are given by the names of the fields.
+
+        Raises:
+            ConfigError: names setting, value and bound.
+        """
+        for key, bound in least.items():
+            self.need(key, getattr(self, key) >= bound, f"at least {bound}")
+
+
+def _kept(value: Any, kinds: list[Any]) -> Any:  # noqa: ANN401  a setting is of any type
+    """Return a value as a setting of these kinds keeps it; None: it takes no such value."""
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    if isinstance(value, str) and choices:
+        return value if value in choices else None
+    with suppress(ConfigError):
+        if ByteCount in kinds:
+            return byte_count("", value)
+        if int in kinds or float in kinds:
+            return number("", value, whole=int in kinds)
+
+    if tuple in kinds:
+        words = [value] if isinstance(value, str) else value
+        is_text = isinstance(words, list | tuple) and all(isinstance(word, str) for word in words)
+        return parse_list(value) if is_text else None
+    plain = tuple(kind for kind in kinds if kind in (bool, str, dict))
+    return value if isinstance(value, plain) else None
+
+
+@functools.cache
+def hints(section: type[Any]) -> dict[str, Any]:
+    """Return the types of the fields of a section, by name."""
+    found = hints_of_class(section, include_extras=True)
+    return {item.name: found[item.name] for item in fields(section)}
+
+
+def kinds_of(hint: Any) -> list[Any]:  # noqa: ANN401  type hints have no common type
+    """Return the types that a setting takes: those of a union each, without what tuples and dicts hold."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return [part if get_origin(part) in (Literal, Annotated) else get_origin(part) or part for part in parts]
+
+
+def in_help(hint: Any) -> str:  # noqa: ANN401
+    """Return a word for the values that a setting takes."""
+    kinds = [kind for kind in kinds_of(hint) if kind is not NoneType]
+    return " | ".join(KINDS[kind].short if kind in KINDS else " | ".join(get_args(kind)) for kind in kinds)
+
+
+def in_message(hint: Any) -> str:  # noqa: ANN401
+    """Return in words what a setting takes."""
+    kinds = kinds_of(hint)
+    words = [text for kind in kinds if kind is not NoneType for text in _words(kind)]
+    said = in_words(tuple(words)) if len(words) > 1 else words[0]
+    return f"{said}, or null" if NoneType in kinds else said
+
+
+def _words(kind: Any) -> tuple[str, ...]:  # noqa: ANN401
+    return (KINDS[kind].words,) if kind in KINDS else get_args(kind)
+
+
+def from_text(text: str, hint: Any) -> Any:  # noqa: ANN401
+    """Return what a text stands for that a file or the command line gives to a setting of this type.
+
+    What is no value of the type comes back as it is or as YAML sees it, for the section to refuse.
+    """
+    kinds = kinds_of(hint)
+    if kinds == [str]:
+        return text
+    if text in NULLS:
+        return None
+
+    # A list may be written as YAML, too. Text without brackets is none: a pattern such as *.norm would be an alias.
+    is_yaml = text.lstrip().startswith("[") if tuple in kinds else not {str, ByteCount} & set(kinds)
+    with suppress(ConfigError):
+        value = parse_yaml(text) if is_yaml else text
+        return text if value is None else value
+    return text
+
+
+@functools.cache
+def field_docs(section: type[Any]) -> dict[str, str]:
+    """Return the string under each field of a section, as one line. It says null and false, as YAML does."""
+    # Python keeps no strings under fields, so they are read from the source.
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for statement, doc in itertools.pairwise(tree.body):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        text = doc.value.value if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) else None
+        if isinstance(text, str):
+            line = " ".join(text.split())
+            docs[statement.target.id] = line.replace("None:", "null:").replace("False:", "false:")
+    return docs
+
+
+class Explained:
+    """The docstring of a section, with the strings under its fields. It is made when somebody asks for it."""
+
+    def __init__(self, first: str | None) -> None:
+        """Begin with the docstring in the source."""
+        self.first = first
+
+    def __get__(self, instance: object, section: Any) -> str:  # noqa: ANN401
+        """Return the docstring with a paragraph for each field, in the order of the fields."""
+        paragraphs = [
+            textwrap.fill(f"{key}: {doc}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
+            for key, doc in field_docs(section).items()
+        ]
+        return "\n".join([f"{self.first}\n\nAttributes:", *paragraphs])
+
+
+Made = TypeVar("Made", bound=type[Section])
+
+
+def explained(section: Made) -> Made:
+    """Let the docstring of a section explain its fields. This decorates the finished dataclass."""
+    type.__setattr__(section, "__doc__", Explained(section.__doc__))
+    return section
