@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from megatier.config.schema import SECTIONS
@@ -81,9 +82,8 @@ class Conversion:
         if isinstance(value, str):  # YAML reads 1e-5 as text
             with contextlib.suppress(ValueError):
                 value = float(value)
-        if value is not None and not _is_number(value):
-            raise self.refused(key, "a number")
-        return value  # type: ignore[no-any-return]
+        number: float | None = self.checked(key, value, "a number", is_number)
+        return number
 
     def count(self, key: str, least: int = 1) -> int | None:
         """Return the key's value as a whole number of at least `least`; None as with `raw`.
@@ -91,12 +91,9 @@ class Conversion:
         Raises:
             ConfigError: the value is no such number.
         """
-        value = self.number(key)
-        if value is None:
-            return None
-        if value != int(value) or value < least:
-            raise self.refused(key, f"a whole number of at least {least}")
-        return int(value)
+        bound = f"a whole number of at least {least}"
+        value = self.checked(key, self.number(key), bound, lambda value: value == int(value) and value >= least)
+        return None if value is None else int(value)
 
     def flag(self, key: str) -> bool | None:
         """Return the key's value, true or false; None as with `raw`.
@@ -104,10 +101,8 @@ class Conversion:
         Raises:
             ConfigError: the value is neither.
         """
-        value = self.raw(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.refused(key, "true or false")
-        return value
+        flag: bool | None = self.checked(key, self.raw(key), "true or false", lambda value: isinstance(value, bool))
+        return flag
 
     def text(self, key: str, *among: str) -> str | None:
         """Return the key's value as text, which must be one of `among` if any are given; None as with `raw`.
@@ -115,32 +110,20 @@ class Conversion:
         Raises:
             ConfigError: the value is no such text.
         """
-        value = self.raw(key)
-        if value is None:
-            return None
-        if among and value not in among:
-            raise self.refused(key, f"one of {', '.join(among)}")
-        if not isinstance(value, str) or not (among or _is_plain(value)):
-            raise self.refused(key, "text")
-        return value
+        bound = f"one of {', '.join(among)}" if among else "text"
+        text: str | None = self.checked(key, self.raw(key), bound, among.__contains__ if among else _is_plain)
+        return text
 
-    def numbers(self, key: str, length: int) -> Sequence[float] | None:
-        """Return the key's value as a list of finite numbers; None as with `raw`.
+    def checked(self, key: str, value: Any, bound: str, fits: Callable[[Any], bool]) -> Any:  # noqa: ANN401
+        """Return the value of a key, which must be None or fit.
 
         Raises:
-            ConfigError: the value is no list of so many numbers.
+            ConfigError: it does not; the message says what it is bound to be.
         """
-        value = self.raw(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or len(value) != length or not all(_is_number(item) for item in value):
-            raise self.refused(key, f"a list of {length} numbers")
+        if value is not None and not fits(value):
+            found = _written(self._waiting.get(key))
+            raise ConfigError(f"{self.source}: {key} is {found}; it must be {bound}. Change it there, or remove it.")
         return value
-
-    def refused(self, key: str, bound: str) -> ConfigError:
-        """Return the error that says of a key's value that it makes no sense."""
-        found = _written(self._waiting.get(key))
-        return ConfigError(f"{self.source}: {key} is {found}; it must be {bound}. Change it there, or remove it.")
 
     # ------------------------------------------------------------------ findings
 
@@ -168,17 +151,28 @@ class Conversion:
         differs = any(name.startswith(NUMERIC) for name in settings)
         self._found(key, "default", "; ".join(words), differs=differs)
 
-    def leave(self, key: str, why: str, *, differs: bool = False) -> None:
-        """Note that the key has no counterpart."""
-        self._found(key, "left", why, differs=differs)
+    def agree(self, key: str, words: str, *, differs: bool = False) -> None:
+        """Note that the key's value is what megatier always does. Does nothing if the file has no such key."""
+        if self.has(key):
+            self.carry(key, {}, words, differs=differs)
 
-    def send(self, key: str, setting: str, value: object, remark: str = "", *, differs: bool = False) -> None:
-        """Carry a value that was read, or note that the default stands. Does nothing if the file has no such key."""
-        if not self.has(key):
-            return
-        if self.raw(key) is None:
+    def leave(self, key: str, why: str, *, differs: bool = False, is_implied: bool = False) -> None:
+        """Note that the key has no counterpart. Does nothing if the file has no such key, unless that implies one."""
+        if is_implied or self.has(key):
+            self._found(key, "left", why, differs=differs)
+
+    def send(
+        self, key: str, setting: str, value: object, remark: str = "", *, default: object = None, differs: bool = False
+    ) -> None:
+        """Carry a value that was read.
+
+        If the file has none, the other trainer's default is carried, if there is one. Without that, ours stands.
+        """
+        if default is not None and self.raw(key) is None:
+            self.carry(key, {setting: default}, remark, differs=differs)
+        elif self.has(key) and self.raw(key) is None:
             self.default(key, setting)
-        else:
+        elif self.has(key):
             self.carry(key, {setting: value}, remark, differs=differs)
 
     def leave_below(self, section: str, why: str) -> None:
@@ -186,26 +180,64 @@ class Conversion:
         for key in [key for key in self._waiting if key.startswith(f"{section}.")]:
             self.leave(key, why, differs=True)
 
-    def leave_rest(self, reasons: Mapping[str, str], differing: Collection[str]) -> None:
-        """Give a reason for all keys still waiting, by the key or what it lies in.
+    def convert(self, rules: Mapping[str, Rule], reasons: Mapping[str, str], differing: Mapping[str, str]) -> None:
+        """Go by the table of a trainer: carry what has a counterpart, and say of the rest why it has none.
 
         Args:
-            reasons: by name.
-            differing: those of the names without whose keys the run's numbers may differ.
+            rules: what becomes of keys, in this order.
+            reasons: why others have no counterpart, by the key or what it lies in.
+            differing: the same, of those without which the run's numbers may differ.
+
+        Raises:
+            ConfigError: a value makes no sense, or contradicts another.
         """
+        for key, rule in rules.items():
+            rule(self, key)
+
+        known = {**reasons, **differing}
         for key in list(self._waiting):
             # The longest name comes first, so that the reason of a key goes before the reason of its section.
             name = key
-            while name and name not in reasons:
+            while name and name not in known:
                 name = name.rpartition(".")[0]
-            if name:
-                self.leave(key, reasons[name], differs=name in differing)
-            else:
-                self.leave(key, f"no key of {self.trainer} that is known here", differs=True)
+            why = known.get(name, f"no key of {self.trainer} that is known here")
+            self.leave(key, why, differs=name not in reasons)
 
     def _found(self, key: str, outcome: Outcome, words: str, *, differs: bool) -> None:
         value = _written(self._waiting.pop(key)) if key in self._waiting else "(not given)"
         self.findings.append(Finding(key=key, value=value, outcome=outcome, words=words, differs=differs))
+
+
+Rule = Callable[[Conversion, str], None]
+"""What becomes of a key, and of those that go with it."""
+Table = tuple[Mapping[str, Rule], Mapping[str, str], Mapping[str, str]]
+"""Rules, and reasons why other keys are left; see `Conversion.convert`."""
+
+
+def becomes(
+    setting: str,
+    read: Callable[[Conversion, str], object],
+    default: object = None,
+    remark: str = "",
+    *,
+    differs: bool = False,
+) -> Rule:
+    """Return the rule of a key that is a setting of ours by itself; see `Conversion.send`."""
+    return lambda made, key: made.send(key, setting, read(made, key), remark, default=default, differs=differs)
+
+
+def turns_on(settings: Mapping[str, object], remark: str = "") -> Rule:
+    """Return the rule of a key that stands for some settings if it is true."""
+    return lambda made, key: made.carry(key, settings, remark) if made.flag(key) else None
+
+
+def below(section: str, table: Mapping[str, str]) -> dict[str, str]:
+    """Return a table of keys that lie in a section."""
+    return {f"{section}.{name}": why for name, why in table.items()}
+
+
+COUNT_FROM_0 = partial(Conversion.count, least=0)
+COUNT_FROM_2 = partial(Conversion.count, least=2)
 
 
 def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
@@ -220,7 +252,7 @@ def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterat
             yield key, value
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     """Return whether a value is a finite number, of a size that somebody may mean. True and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -FIGURE_MAX < value < FIGURE_MAX
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatier.config.lora import ALL_LINEAR
-from megatier.convert.conversion import Conversion
+from megatier.convert.conversion import COUNT_FROM_0, COUNT_FROM_2, Conversion, becomes
 from megatier.errors import ConfigError
 from megatier.optimizers import OPTIMIZER_NAMES, in_words
 
@@ -32,103 +32,18 @@ LORA_KEYS = (
     "use_dora",
     "additional_target",
 )
-ADAPTER = "model.lora.adapter goes on with an adapter, whose own settings then count"
-QUANTISED = "the base stays in full precision"
-FIRST_VALUES = "adapters begin as PEFT's do by default"
-
-REASONS = {
-    "do_train": "`megatier train` trains",
-    "do_eval": EVALUATION,
-    "do_predict": "there is nothing like it here",
-    "eval_dataset": EVALUATION,
-    "eval_strategy": "train.evaluate_every says how often, and at the end it is always evaluated",
-    "per_device_eval_batch_size": "evaluations have the batch of the training",
-    "template": "the tokenizer's own chat template is taken; data.chat_template names another one",
-    "max_samples": "data.max_bytes bounds the text, in bytes",
-    "packing": "sequences are always packed, and conversations in one do not see each other",
-    "neat_packing": "conversations that share a sequence never see each other, unless data.cross_documents is true",
-    "train_on_prompt": "of conversations only the assistant's turns are learnt",
-    "mask_history": "all turns of the assistant are learnt",
-    "overwrite_cache": ONE_PASS,
-    "preprocessing_num_workers": ONE_PASS,
-    "dataloader_num_workers": ONE_PASS,
-    "streaming": "data.streaming reads a dataset of the hub while the run goes on",
-    "logging_steps": FIGURES,
-    "plot_loss": FIGURES,
-    "report_to": "figures go to metrics.jsonl, and to TensorBoard with output.tensorboard",
-    "run_name": "output.directory names the run",
-    "overwrite_output_dir": "a run never overwrites another one",
-    "save_only_model": "checkpoints hold masters and moments, so that a run goes on bit for bit",
-    "resume_from_checkpoint": "`megatier resume` goes on with a run",
-    "trust_remote_code": ELSEWHERE,
-    "ddp_timeout": "train.stall_timeout says when a run that hangs ends",
-    "deepspeed": "the budgets of the tiers say what lies where; `megatier convert` reads that file too",
-    "fsdp": "the budgets of the tiers say what lies where",
-    "fp16": "model.compute_dtype stays bf16, which needs no loss scaling",
-    "pure_bf16": "masters are always fp32, and so are moments unless train.moments says bf16",
-    "warmup_ratio": "train.warmup_steps counts steps",
-    "freeze_vision_tower": VISION,
-    "freeze_multi_modal_projector": VISION,
-    "image_max_pixels": VISION,
-    "video_max_pixels": VISION,
-    "optim": f"train.optimizer is {in_words(OPTIMIZER_NAMES)}",
-    "use_liger_kernel": "head and loss are one, chunk by chunk (model.fused_loss)",
-    "enable_liger_kernel": "head and loss are one, chunk by chunk (model.fused_loss)",
-    "data_seed": "data.seed sets the order of the text",
-    "adapter_name_or_path": ADAPTER,
-    "create_new_adapter": ADAPTER,
-    "quantization_bit": QUANTISED,
-    "quantization_method": QUANTISED,
-    "pissa_init": FIRST_VALUES,
-    "loraplus_lr_ratio": "all parameters of adapters have one learning rate",
-}
 PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit")
 NARROW_ADAMW = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 LION = ("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit")
 """Values of optim that are AdamW with moments in 32 and in 8 bits, and Lion."""
-DIFFERING = {
-    "eval_dataset",
-    "template",
-    "max_samples",
-    "packing",
-    "train_on_prompt",
-    "mask_history",
-    "fp16",
-    "pure_bf16",
-    "warmup_ratio",
-    "freeze_vision_tower",
-    "freeze_multi_modal_projector",
-    "optim",
-    "data_seed",
-    "adapter_name_or_path",
-    "create_new_adapter",
-    "quantization_bit",
-    "quantization_method",
-    "pissa_init",
-    "loraplus_lr_ratio",
-}
-"""Those without which a run's numbers may differ."""
+ADAPTER = "model.lora.adapter goes on with an adapter, whose own settings then count"
+QUANTISED = "the base stays in full precision"
+FIRST_VALUES = "adapters begin as PEFT's do by default"
 
 
-def convert(made: Conversion) -> None:
-    """Carry what has a counterpart, and say of the rest why it has none.
-
-    Raises:
-        ConfigError: a value makes no sense, or the run is of a kind that megatier does not train.
-    """
-    _kind(made)
-    _model(made)
-    _data(made)
-    _steps(made)
-    _optimizer(made)
-    _rates(made)
-    _output(made)
-    made.leave_rest(REASONS, DIFFERING)
-
-
-def _kind(made: Conversion) -> None:
+def _kind(made: Conversion, key: str) -> None:
     """Refuse what would be trained as something else: preferences, rewards, other kinds of adapters."""
-    stage = made.text("stage") or "sft"
+    stage = made.text(key) or "sft"
     if stage not in ("sft", "pt"):
         raise ConfigError(
             f"{made.source}: stage is {stage}; `megatier train` does sft and pt. DPO runs with StreamedTrl "
@@ -137,11 +52,10 @@ def _kind(made: Conversion) -> None:
     method = made.text("finetuning_type") or "lora"
     if method not in ("full", "lora"):
         raise ConfigError(f"{made.source}: finetuning_type is {method}; megatier trains full or lora.")
-    made.carry("stage", {}, "as dataset_info.json describes the records")
+    made.carry(key, {}, "as dataset_info.json describes the records")
     if method == "lora":
         _adapters(made)
-    else:
-        made.carry("finetuning_type", {}, "as here")
+    made.agree("finetuning_type", "as here")
 
 
 def _adapters(made: Conversion) -> None:
@@ -160,8 +74,7 @@ def _adapters(made: Conversion) -> None:
     }
     made.carry("finetuning_type", {"model.lora": lora}, "needs megatier[lora]")
     for key in LORA_KEYS:
-        if made.has(key):
-            made.carry(key, {}, "see finetuning_type")
+        made.agree(key, "see finetuning_type")
 
 
 def _names(made: Conversion, key: str) -> list[str]:
@@ -173,93 +86,76 @@ def _names(made: Conversion, key: str) -> list[str]:
     return [word for word in words if word]
 
 
-def _model(made: Conversion) -> None:
-    made.send("model_name_or_path", "model.path", made.text("model_name_or_path"))
-    made.flag("bf16")
+def _computing(made: Conversion, key: str) -> None:
+    made.flag(key)
 
     # There fp16 is mixed precision as well, and bf16 is what stands for it here.
-    dtype = "bf16" if made.raw("bf16") or made.raw("pure_bf16") or made.raw("fp16") else "fp32"
-    made.carry("bf16", {"model.compute_dtype": dtype}, "masters and moments are fp32")
+    dtype = "bf16" if any(map(made.raw, (key, "pure_bf16", "fp16"))) else "fp32"
+    made.carry(key, {"model.compute_dtype": dtype}, "masters and moments are fp32")
 
-    attention = made.text("flash_attn")
-    if attention in ATTENTION:
-        made.carry("flash_attn", {"model.attention": ATTENTION[attention]})
-    elif made.has("flash_attn"):
-        why = "model.attention stays sdpa, which keeps documents apart (docs/data.md)"
-        made.leave("flash_attn", why, differs=True)
+    attention = ATTENTION.get(made.text("flash_attn") or "")
+    if attention:
+        made.carry("flash_attn", {"model.attention": attention})
+    why = "model.attention stays sdpa, which keeps documents apart (docs/data.md)"
+    made.leave("flash_attn", why, differs=True)
 
 
-def _data(made: Conversion) -> None:
+def _data(made: Conversion, key: str) -> None:
     folder = (made.text("dataset_dir") or "data").rstrip("/")
-    names = made.raw("dataset")
+    names = made.raw(key)
 
     # A list, or one text with commas.
     if isinstance(names, list):
         names = ",".join(map(str, names))
     if names is not None:
         files = [f"{folder}/dataset_info.json#{name.strip()}" for name in str(names).split(",") if name.strip()]
-        made.carry("dataset", {"data.files": files})
-        if made.has("dataset_dir"):
-            made.carry("dataset_dir", {}, "see dataset")
+        made.carry(key, {"data.files": files})
+        made.agree("dataset_dir", "see dataset")
 
-    length = made.count("cutoff_len", 2) or 2048
-    words = "sequences are packed, and longer documents are cut"
-    made.carry("cutoff_len", {"data.sequence_length": length}, words, differs=True)
 
+def _holdout(made: Conversion, key: str) -> None:
     # A val_size of 1 and more is a number of documents there.
-    share = made.number("val_size")
+    share = made.number(key) if made.has(key) else 0.0
     if share is not None and 0 <= share < 1:
-        made.carry("val_size", {"data.holdout_fraction": share})
-    elif made.has("val_size"):
-        made.leave("val_size", "data.holdout_fraction is a share of the documents, below 1", differs=True)
-    else:
-        made.carry("val_size", {"data.holdout_fraction": 0.0})
+        made.carry(key, {"data.holdout_fraction": share})
+    made.leave(key, "data.holdout_fraction is a share of the documents, below 1", differs=True)
 
 
-def _steps(made: Conversion) -> None:
-    """Convert batch and length. The numbers in these functions are LLaMA-Factory's defaults."""
-    each = made.count("per_device_train_batch_size") or 8
+def _steps(made: Conversion, key: str) -> None:
+    """Convert batch and length. The numbers are LLaMA-Factory's defaults."""
+    each = made.count(key) or 8
     groups = made.count("gradient_accumulation_steps") or 1
-    words = "of one device; several have as many each"
-    made.carry("per_device_train_batch_size", {"train.batch": each * groups}, words, differs=True)
+    made.carry(key, {"train.batch": each * groups}, "of one device; several have as many each", differs=True)
     made.carry("gradient_accumulation_steps", {"train.groups": groups})
 
     # Its default is -1, which means none.
     steps = made.number("max_steps")
     if steps is not None and steps > 0:
         made.carry("max_steps", {"train.steps": int(steps)})
-        if made.has("num_train_epochs"):
-            made.leave("num_train_epochs", "max_steps goes before it, as there")
+        made.leave("num_train_epochs", "max_steps goes before it, as there")
     else:
-        epochs = made.number("num_train_epochs")
-        made.carry("num_train_epochs", {"train.epochs": 3.0 if epochs is None else epochs})
-        if made.has("max_steps"):
-            made.carry("max_steps", {}, "none, as there")
-
-    seed = made.count("seed", 0)
-    made.carry("seed", {"train.seed": 42 if seed is None else seed})
-    off = made.flag("disable_gradient_checkpointing")
-    made.carry("disable_gradient_checkpointing", {"train.activations": "keep" if off else "recompute"})
+        made.send("num_train_epochs", "train.epochs", made.number("num_train_epochs"), default=3.0)
+        made.agree("max_steps", "none, as there")
 
 
-def _optimizer(made: Conversion) -> None:
+def _activations(made: Conversion, key: str) -> None:
+    made.carry(key, {"train.activations": "keep" if made.flag(key) else "recompute"})
+
+
+def _optimizer(made: Conversion, key: str) -> None:
     """Convert what trains, by either of the two keys that say so."""
-    if made.flag("use_muon"):
+    if made.flag(key):
         remark = "AdamW trains all that is no matrix of a decoder layer, also in vision towers"
-        made.carry("use_muon", {"train.optimizer": "muon"}, remark, differs=True)
-    elif made.has("use_muon"):
-        made.carry("use_muon", {"train.optimizer": "adamw"})
+        made.carry(key, {"train.optimizer": "muon"}, remark, differs=True)
+    elif made.has(key):
+        made.carry(key, {"train.optimizer": "adamw"})
 
     optim = made.text("optim")
     if optim in PLAIN_ADAMW:
         made.carry("optim", {}, "AdamW, as train.optimizer says")
     elif optim in NARROW_ADAMW:
-        made.carry(
-            "optim",
-            {"train.moments": "bf16"},
-            "train.moments: fp8 has 8 bits too, and has been tried less",
-            differs=True,
-        )
+        remark = "train.moments: fp8 has 8 bits too, and has been tried less"
+        made.carry("optim", {"train.moments": "bf16"}, remark, differs=True)
     elif optim in LION:
         remark = "its momentum is in fp32 here" if "8bit" in optim else ""
         made.carry("optim", {"train.optimizer": "lion"}, remark, differs=bool(remark))
@@ -267,44 +163,100 @@ def _optimizer(made: Conversion) -> None:
         made.carry("optim", {"train.optimizer": "muon"}, "in Moonshot's form", differs=True)
 
 
-def _rates(made: Conversion) -> None:
-    """Convert the optimizer's numbers, and the course of the learning rate."""
-    for key, setting, default in (
-        ("learning_rate", "train.learning_rate", 5e-5),
-        ("weight_decay", "train.weight_decay", 0.0),
-        ("adam_beta1", "train.beta1", 0.9),
-        ("adam_beta2", "train.beta2", 0.999),
-        ("adam_epsilon", "train.eps", 1e-8),
-        ("max_grad_norm", "train.clip", 1.0),
-    ):
-        value = made.number(key)
-        made.carry(key, {setting: default if value is None else value})
-
-    name = made.text("lr_scheduler_type") or "linear"
+def _schedule(made: Conversion, key: str) -> None:
+    name = made.text(key) or "linear"
     if name in SCHEDULES:
-        made.carry("lr_scheduler_type", {"train.schedule": SCHEDULES[name]})
-    else:
-        made.leave("lr_scheduler_type", "train.schedule is constant, linear or cosine", differs=True)
+        made.carry(key, {"train.schedule": SCHEDULES[name]})
+    made.leave(key, "train.schedule is constant, linear or cosine", differs=True)
 
     # Both are given only if the ratio is to be overruled.
     warmup = made.count("warmup_steps", 0)
     ratio = made.number("warmup_ratio")
     steps = made.settings.get("train.steps")
-    if warmup:
-        made.carry("warmup_steps", {"train.warmup_steps": warmup})
-    elif ratio and isinstance(steps, int):
+    if not warmup and ratio and isinstance(steps, int):
         # Of steps that are known only: epochs are counted when the text is.
         made.carry("warmup_ratio", {"train.warmup_steps": min(steps - 1, round(ratio * steps))})
     elif made.has("warmup_steps"):
-        made.carry("warmup_steps", {"train.warmup_steps": 0})
+        made.carry("warmup_steps", {"train.warmup_steps": warmup or 0})
 
 
-def _output(made: Conversion) -> None:
-    made.send("output_dir", "output.directory", made.text("output_dir"))
-    for key, setting in (
-        ("save_steps", "output.checkpoint_every"),
-        ("save_total_limit", "output.keep_checkpoints"),
-        ("eval_steps", "train.evaluate_every"),
-    ):
-        if (count := made.count(key)) is not None:
-            made.carry(key, {setting: count})
+# The numbers are LLaMA-Factory's defaults.
+RULES = {
+    "stage": _kind,
+    "model_name_or_path": becomes("model.path", Conversion.text),
+    "bf16": _computing,
+    "dataset": _data,
+    "cutoff_len": becomes(
+        "data.sequence_length",
+        COUNT_FROM_2,
+        2048,
+        "sequences are packed, and longer documents are cut",
+        differs=True,
+    ),
+    "val_size": _holdout,
+    "per_device_train_batch_size": _steps,
+    "seed": becomes("train.seed", COUNT_FROM_0, 42),
+    "disable_gradient_checkpointing": _activations,
+    "use_muon": _optimizer,
+    "learning_rate": becomes("train.learning_rate", Conversion.number, 5e-5),
+    "weight_decay": becomes("train.weight_decay", Conversion.number, 0.0),
+    "adam_beta1": becomes("train.beta1", Conversion.number, 0.9),
+    "adam_beta2": becomes("train.beta2", Conversion.number, 0.999),
+    "adam_epsilon": becomes("train.eps", Conversion.number, 1e-8),
+    "max_grad_norm": becomes("train.clip", Conversion.number, 1.0),
+    "lr_scheduler_type": _schedule,
+    "output_dir": becomes("output.directory", Conversion.text),
+    "save_steps": becomes("output.checkpoint_every", Conversion.count),
+    "save_total_limit": becomes("output.keep_checkpoints", Conversion.count),
+    "eval_steps": becomes("train.evaluate_every", Conversion.count),
+}
+REASONS = {
+    "do_train": "`megatier train` trains",
+    "do_eval": EVALUATION,
+    "do_predict": "there is nothing like it here",
+    "eval_strategy": "train.evaluate_every says how often, and at the end it is always evaluated",
+    "per_device_eval_batch_size": "evaluations have the batch of the training",
+    "neat_packing": "conversations that share a sequence never see each other, unless data.cross_documents is true",
+    "overwrite_cache": ONE_PASS,
+    "preprocessing_num_workers": ONE_PASS,
+    "dataloader_num_workers": ONE_PASS,
+    "streaming": "data.streaming reads a dataset of the hub while the run goes on",
+    "logging_steps": FIGURES,
+    "plot_loss": FIGURES,
+    "report_to": "figures go to metrics.jsonl, and to TensorBoard with output.tensorboard",
+    "run_name": "output.directory names the run",
+    "overwrite_output_dir": "a run never overwrites another one",
+    "save_only_model": "checkpoints hold masters and moments, so that a run goes on bit for bit",
+    "resume_from_checkpoint": "`megatier resume` goes on with a run",
+    "trust_remote_code": ELSEWHERE,
+    "ddp_timeout": "train.stall_timeout says when a run that hangs ends",
+    "deepspeed": "the budgets of the tiers say what lies where; `megatier convert` reads that file too",
+    "fsdp": "the budgets of the tiers say what lies where",
+    "image_max_pixels": VISION,
+    "video_max_pixels": VISION,
+    "use_liger_kernel": "head and loss are one, chunk by chunk (model.fused_loss)",
+    "enable_liger_kernel": "head and loss are one, chunk by chunk (model.fused_loss)",
+}
+DIFFERING = {
+    "eval_dataset": EVALUATION,
+    "template": "the tokenizer's own chat template is taken; data.chat_template names another one",
+    "max_samples": "data.max_bytes bounds the text, in bytes",
+    "packing": "sequences are always packed, and conversations in one do not see each other",
+    "train_on_prompt": "of conversations only the assistant's turns are learnt",
+    "mask_history": "all turns of the assistant are learnt",
+    "fp16": "model.compute_dtype stays bf16, which needs no loss scaling",
+    "pure_bf16": "masters are always fp32, and so are moments unless train.moments says bf16",
+    "warmup_ratio": "train.warmup_steps counts steps",
+    "freeze_vision_tower": VISION,
+    "freeze_multi_modal_projector": VISION,
+    "optim": f"train.optimizer is {in_words(OPTIMIZER_NAMES)}",
+    "data_seed": "data.seed sets the order of the text",
+    "adapter_name_or_path": ADAPTER,
+    "create_new_adapter": ADAPTER,
+    "quantization_bit": QUANTISED,
+    "quantization_method": QUANTISED,
+    "pissa_init": FIRST_VALUES,
+    "loraplus_lr_ratio": "all parameters of adapters have one learning rate",
+}
+TABLE = RULES, REASONS, DIFFERING
+"""What becomes of LLaMA-Factory's keys; see `Conversion.convert`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatier.config.file import check_sections
 from megatier.config.schema import SECTIONS
 from megatier.config.values import parse_yaml, read_text_of
 from megatier.convert import deepspeed, llama_factory, megatrain
-from megatier.convert.conversion import Conversion
+from megatier.convert.conversion import Conversion, Table
 from megatier.errors import ConfigError
 
 KINDS = (
@@ -31,22 +31,22 @@ def convert(path: Path) -> Conversion:
         ConfigError: the file cannot be read, belongs to neither trainer, or has a value that makes no sense.
     """
     tree = _read(path)
-    trainer, translate = _recognised(path, tree)
+    trainer, table = _recognised(path, tree)
     try:
         made = Conversion(trainer, str(path), tree)
 
         # Sections lie in each other deeper than `DEPTH_MAX`, or lists deeper than Python can follow.
-        translate(made)
+        made.convert(*table)
     except RecursionError:
         raise ConfigError(f"{path} has settings in settings too deep to be a config.") from None
 
     return made
 
 
-def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Callable[[Conversion], None]]:
+def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Table]:
     keys = tree.keys()
     if keys & llama_factory.KEYS and not keys & {"model", "training"}:
-        return "LLaMA-Factory", llama_factory.convert
+        return "LLaMA-Factory", llama_factory.TABLE
 
     if keys >= AXOLOTL and not keys & {deepspeed.ZERO, "train_batch_size"}:
         raise ConfigError(
@@ -63,9 +63,9 @@ def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Callable[[Con
         # Only known sections are checked: other keys get a finding that says that they are unknown.
         known = {name: tree[name] for name in keys & megatrain.SECTIONS}
         check_sections(known, str(path))
-        return "MegaTrain", megatrain.convert
+        return "MegaTrain", megatrain.TABLE
     if is_deepspeed and not is_megatrain:
-        return "DeepSpeed", deepspeed.convert
+        return "DeepSpeed", deepspeed.TABLE
     if keys & SECTIONS.keys() and keys <= SECTIONS.keys():
         raise ConfigError(f"{path} is a config of megatier already; `megatier config show {path}` shows all of it.")
     raise ConfigError(f"{path} is no config that `megatier convert` reads. It must be {KINDS}.")
