@@ -359,8 +359,8 @@ class Gradients:
         adds = self._adds(unit, self.group)
 
         # AdamW updates padding like any element, so it must not see what the slot held before.
-        for start, stop in () if adds else self._gaps[unit]:
-            buffer[start:stop].zero_()
+        zeroed = [] if adds else [buffer[start:stop] for start, stop in self._gaps[unit]]
+        copied: list[tuple[Tensor, Tensor]] = []
 
         for tensor in self._layouts[unit].tensors:
             piece = buffer[tensor.start : tensor.stop]
@@ -376,9 +376,15 @@ class Gradients:
                 # It computes in fp32, and rounds what it writes.
                 torch.add(*summands, out=piece)
             elif summands:
-                piece.copy_(summands[0])
+                copied.append((piece, summands[0]))
             else:
-                piece.zero_()
+                zeroed.append(piece)
+
+        # Together: a call for each parameter takes the host longer than the GPU.
+        if copied:
+            torch._foreach_copy_(*map(list, zip(*copied, strict=True)))
+        if zeroed:
+            torch._foreach_zero_(zeroed)
 
     def _take(self, unit: str, *, fits: bool = False) -> Tensor:
         """Ask the sink for a buffer, and see it as numbers."""

@@ -108,11 +108,31 @@ def sum_squares(piece: Tensor, first: int = 0) -> Tensor:
     num_tiles = triton.cdiv(skipped + count, tile) if count else 0
     partials = torch.empty(num_tiles, dtype=torch.float64, device=piece.device)
 
-    # As integers, whose bits the kernel widens itself (`_float_of`).
-    values = piece.view(torch.uint16) if piece.dtype is torch.bfloat16 else piece
     launch = _sum_tiles[(num_tiles,)]
-    launch(values, skipped, count, partials, num_warps=LANE_WARPS)
+    launch(_numbers(piece), skipped, count, partials, num_warps=LANE_WARPS)
     return partials
+
+
+def sum_runs(values: Tensor, runs: Tensor, *, aligned: bool) -> Tensor:
+    """Take a sum of squares for each run of elements, none longer than a tile, in one launch.
+
+    Args:
+        values: flat bf16 or fp32 on the GPU.
+        runs: int64 [runs, 2] on the same device: the first element of each, and the number of its elements, above 0.
+        aligned: whether all first elements are multiples of 16, which is fast.
+
+    Returns:
+        fp64 [runs], of which each equals that of `sum_squares` over its run.
+    """
+    sums = torch.empty(len(runs), dtype=torch.float64, device=values.device)
+    launch = _sum_runs[(len(runs),)]
+    launch(_numbers(values), runs, sums, aligned, num_warps=LANE_WARPS)
+    return sums
+
+
+def _numbers(values: Tensor) -> Tensor:
+    """View bf16 as integers, whose bits the kernel widens itself (`_float_of`)."""
+    return values.view(torch.uint16) if values.dtype is torch.bfloat16 else values
 
 
 # ---------------------------------------------------------------------- AdamW
@@ -278,22 +298,39 @@ def _float_of(values: tl.tensor) -> tl.tensor:
 
 @_jit
 def _sum_tiles(values: tl.tensor, skipped: tl.int32, count: tl.int64, partials: tl.tensor) -> None:
-    """Sum the squares of what a piece has of one tile. The first tile lacks the elements that are skipped.
-
-    Elements that the last row lacks count as +0, which changes no sum of squares.
-    """
+    """Sum the squares of what a piece has of one tile. The first tile lacks the elements that are skipped."""
     tile = tl.program_id(0).to(tl.int64)
     start = tl.maximum(tile * TILE_ELEMENTS - skipped, 0)
     left = (tl.minimum((tile + 1) * TILE_ELEMENTS - skipped, count) - start).to(tl.int32)
+    tl.store(partials + tile + tl.arange(0, 1), _sum_of(values + start, left))
+
+
+@_jit
+def _sum_runs(values: tl.tensor, runs: tl.tensor, sums: tl.tensor, aligned: tl.constexpr) -> None:
+    """Sum the squares of one run."""
+    run = tl.program_id(0).to(tl.int64)
+    start = tl.load(runs + 2 * run)
+    if aligned:
+        start = tl.multiple_of(start, 16)
+    left = tl.load(runs + 2 * run + 1).to(tl.int32)
+    tl.store(sums + run + tl.arange(0, 1), _sum_of(values + start, left))
+
+
+@_jit
+def _sum_of(values: tl.tensor, left: tl.tensor) -> tl.tensor:
+    """Sum the squares of the next elements, so many as are left, at most a tile.
+
+    Elements that the last row lacks count as +0, which changes no sum of squares.
+    """
     lanes = tl.zeros([LANES], tl.float64)
 
     for row in range(0, left, LANES * ROWS_AHEAD):
         if left - row >= LANES * ROWS_AHEAD:
-            lanes = _add_rows(lanes, values + start + row, None)
+            lanes = _add_rows(lanes, values + row, None)
         else:
-            lanes = _add_rows(lanes, values + start + row, left - row)
+            lanes = _add_rows(lanes, values + row, left - row)
 
-    tl.store(partials + tile + tl.arange(0, 1), _fold(lanes))
+    return _fold(lanes)
 
 
 @_jit

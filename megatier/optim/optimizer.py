@@ -112,6 +112,8 @@ class RunOptimizer:
         # Lion trains all units or none.
         self._is_lion = any(layout.schema in LION.values() for layout in layouts.values())
         self._sums: dict[str, list[Tensor]] = {}
+        self._runs: dict[str, tuple[Tensor, bool]] = {}
+        """Of each unit, what lies in each tile, on the GPU. It is the same at every step."""
         self._refused: str | None = None
 
         # Triton comes with torch's CUDA builds alone.
@@ -220,15 +222,13 @@ class RunOptimizer:
             unit: its unit.
             grad: flat [num_elements] in the dtype of the unit's weights, on any device.
         """
-        tensors = [(tensor, self._origin(unit, tensor)) for tensor in self.layouts[unit].tensors]
         if grad.is_cuda:
-            on_gpu = []
-            for tensor, origin in tensors:
-                piece = grad[tensor.start : tensor.stop]
-                on_gpu.append(self._kernels.sum_squares(piece, tensor.start - origin))
-            self._sums[unit] = on_gpu
+            # One launch for all parameters: a launch for each takes the host longer than the GPU.
+            runs, aligned = self._tile_runs(unit, grad.device)
+            self._sums[unit] = [self._kernels.sum_runs(grad, runs, aligned=aligned)]
             return
 
+        tensors = [(tensor, self._origin(unit, tensor)) for tensor in self.layouts[unit].tensors]
         is_bf16 = grad.dtype is torch.bfloat16
         dtype = torch.bfloat16 if is_bf16 else torch.float32
         num_elements = max((tensor.stop for tensor, _ in tensors), default=0)
@@ -240,13 +240,24 @@ class RunOptimizer:
 
         calls: list[tuple[int, int, bool, int]] = []
         for tensor, origin in tensors:
-            for start, stop in _pieces(tensor, origin):
+            for start, stop in _pieces(tensor, origin, PIECE_ELEMENTS):
                 count = stop - start
                 calls.append((source + start * dtype.itemsize, count, is_bf16, target))
                 target += -(-count // TILE_ELEMENTS) * sums.element_size()
 
         self._at_once(_native.sum_squares, calls, (grad, sums))
         self._sums[unit] = [sums]
+
+    def _tile_runs(self, unit: str, device: torch.device) -> tuple[Tensor, bool]:
+        """What a unit's parameters have of each tile, and whether it begins where `sum_runs` is fast."""
+        if unit not in self._runs:
+            runs = []
+            for tensor in self.layouts[unit].tensors:
+                pieces = _pieces(tensor, self._origin(unit, tensor), TILE_ELEMENTS)
+                runs += [(start, stop - start) for start, stop in pieces if stop > start]
+            aligned = all(start % 16 == 0 for start, _ in runs)
+            self._runs[unit] = torch.tensor(runs, dtype=torch.int64, device=device).view(-1, 2), aligned
+        return self._runs[unit]
 
     def _origin(self, unit: str, tensor: TensorSlice) -> int:
         """The element of a unit from which the tiles of a tensor are counted."""
@@ -448,10 +459,10 @@ def _num_tiles(tensor: TensorSlice, origin: int) -> int:
     return end - first
 
 
-def _pieces(tensor: TensorSlice, origin: int) -> Iterator[tuple[int, int]]:
-    """Cut a tensor into a head and runs of whole tiles. A native call takes one, and counts tiles from its start."""
+def _pieces(tensor: TensorSlice, origin: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut a tensor into a head, up to the first border of tiles, and runs of whole tiles with so many elements."""
     # The first border of tiles at or behind the tensor's start.
     tiles_before = -((origin - tensor.start) // TILE_ELEMENTS)
     border = origin + tiles_before * TILE_ELEMENTS
-    borders = range(border, tensor.stop, PIECE_ELEMENTS)
+    borders = range(border, tensor.stop, most)
     return pairwise([tensor.start, *borders, tensor.stop])

@@ -319,6 +319,18 @@ def test_sum_squares_of_a_piece_leaves_out_its_neighbours(kernels: ModuleType, d
 
 
 @bf16_or_fp32
+@pytest.mark.parametrize("starts", [(0, 64, 70_000), (1, 77, 70_001)])
+def test_sum_runs_equals_the_c_sum_of_each_run(
+    kernels: ModuleType, dtype: torch.dtype, starts: tuple[int, ...]
+) -> None:
+    values = torch.randn(200_003, generator=torch.Generator().manual_seed(8)).to(dtype)
+    runs = list(zip(starts, (13, 65_536, 60_000), strict=True))
+    aligned = all(start % 16 == 0 for start in starts)
+    found = kernels.sum_runs(values.to(DEVICE), torch.tensor(runs, device=DEVICE), aligned=aligned)
+    assert_same_sums(found, torch.cat([sum_on_cpu(values[start : start + count]) for start, count in runs]))
+
+
+@bf16_or_fp32
 @pytest.mark.parametrize("special", SPECIAL)
 def test_sum_squares_of_special_numbers_equals_the_c_sum(
     kernels: ModuleType, dtype: torch.dtype, special: float
