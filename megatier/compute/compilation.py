@@ -46,6 +46,9 @@ LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 """torch's names of such limits."""
 EAGER_BACKWARD = "force_non_lazy_backward_lowering"
 """torch's name of the setting by which a backward is compiled together with its forward."""
+FUSES_UNASKED = "mix_order_reduction_non_strict_mode"
+"""torch's name of the setting by which sums along rows and along columns become one kernel whatever the batch's size is.
+Else torch asks for the size, and compiles a layer again where the answer is another one."""
 REFUSED_GUARDS = "Guard failed on the same frame"
 """How torch's message begins if code that it has just compiled does not serve the batch that it was compiled for."""
 EACH_SIZE = (
@@ -113,6 +116,8 @@ class Compilation:
         # With the forward, in whose call a refusal is heard. In the backward it would end the run.
         if hasattr(torch._functorch.config, EAGER_BACKWARD):
             setattr(torch._functorch.config, EAGER_BACKWARD, True)
+        if hasattr(torch._inductor.config.triton, FUSES_UNASKED):
+            setattr(torch._inductor.config.triton, FUSES_UNASKED, self.any_shape)
         for name in LIMITS:
             setattr(torch._dynamo.config, name, RECOMPILES_MAX)
         flop_counter.sdpa_flop_count = _attention_flops
