@@ -24,7 +24,7 @@ pytest.importorskip("trl")
 pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
 
-import datasets  # type: ignore[import-untyped]
+import datasets
 import trl
 
 from megatier.integrations.trl_trainer import StreamedTrl

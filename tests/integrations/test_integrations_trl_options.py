@@ -15,7 +15,7 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
 
-import datasets  # type: ignore[import-untyped]
+import datasets
 from small_optimizers import close_optimizer
 from streamed_loops import TIERS
 from test_integrations_grpo import PLAIN as GRPO

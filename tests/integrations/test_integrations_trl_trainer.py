@@ -26,7 +26,7 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
 
-import datasets  # type: ignore[import-untyped]
+import datasets
 import trl
 from accelerate import state
 
