@@ -47,7 +47,7 @@ LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 EAGER_BACKWARD = "force_non_lazy_backward_lowering"
 """torch's name of the setting by which a backward is compiled together with its forward."""
 FUSES_UNASKED = "mix_order_reduction_non_strict_mode"
-"""torch's name of the setting by which sums along rows and along columns become one kernel whatever the batch's size is.
+"""torch's name of the setting by which sums along rows and along columns become one kernel, whatever a batch's size is.
 Else torch asks for the size, and compiles a layer again where the answer is another one."""
 REFUSED_GUARDS = "Guard failed on the same frame"
 """How torch's message begins if code that it has just compiled does not serve the batch that it was compiled for."""

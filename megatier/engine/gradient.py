@@ -382,7 +382,7 @@ class Gradients:
 
         # Together: a call for each parameter takes the host longer than the GPU.
         if copied:
-            torch._foreach_copy_(*map(list, zip(*copied, strict=True)))
+            torch._foreach_copy_([piece for piece, _ in copied], [summand for _, summand in copied])
         if zeroed:
             torch._foreach_zero_(zeroed)
 
