@@ -35,11 +35,13 @@ class OptimizerKind:
     """The state of matrices in decoder layers by the dtype that computes; None: like that of all others."""
     settings: tuple[str, ...] = ("lr", "betas", "eps")
     """The settings that all parameters share, as groups of a torch optimizer name them."""
+    narrows: bool = True
+    """Whether it has AdamW's moments, which may be stored in fewer bits."""
 
 
 OPTIMIZERS: Mapping[str, OptimizerKind] = {
     "adamw": OptimizerKind(schemas=ADAMW),
     "muon": OptimizerKind(schemas=ADAMW, matrices=MUON, settings=("lr", "betas", "eps", "momentum")),
-    "lion": OptimizerKind(schemas={(compute, moments): LION[compute] for compute, moments in ADAMW}),
+    "lion": OptimizerKind(schemas={(compute, "fp32"): LION[compute] for compute, _ in ADAMW}, narrows=False),
 }
 """All there are, by name."""

@@ -17,6 +17,7 @@ from megatier.checkpoint.pace import about, every_seconds
 from megatier.cli.output import json_text, print_json, write_text
 from megatier.config import file as config_file
 from megatier.config import text as config_text
+from megatier.config.remarks import remarks
 from megatier.config.schema import RunConfig
 from megatier.errors import ConfigError, mib
 from megatier.hardware import mount_of
@@ -49,6 +50,8 @@ def run(argv: Sequence[str]) -> int:
     console.print(f"{options.config}: loading PyTorch and transformers", highlight=False, soft_wrap=True)
     with _nothing_collected():
         plan, machine, chosen = _planned(loaded, given, world, elsewhere, searches=options.search)
+    for words in remarks(loaded.changed(chosen)):
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
     room = plan.room.described(loaded.output, here=here)
 
     rates, assumed = machine.rates, machine.assumed

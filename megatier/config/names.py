@@ -50,7 +50,7 @@ ELSEWHERE: Mapping[str, str] = {
 def meant(
     name: str, known: Sequence[str], elsewhere: Mapping[str, str] = ELSEWHERE, *, cutoff: float = 0.6
 ) -> str | None:
-    """Return the question whether a known name was meant by an unknown one; None: no name is like it.
+    """Return the name that was meant by an unknown one; None: none is like it.
 
     Args:
         name: the unknown name, which may be dotted.
@@ -61,7 +61,7 @@ def meant(
     # A name of another trainer, or a key in the wrong section, is as common as a misspelt one.
     last = name.rpartition(".")[2]
     if last in elsewhere:
-        return f"did you mean {elsewhere[last]}?"
+        return elsewhere[last]
     same = [other for other in known if other.rpartition(".")[2] == last]
     near = same or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return f"did you mean {near[0]}?" if near else None
+    return near[0] if near else None

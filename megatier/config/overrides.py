@@ -89,6 +89,7 @@ def check_known(keys: Iterable[str], where: str | None = None) -> None:
         if key in SECTIONS:
             raise ConfigError(f"{key} is a section; set one of its keys, such as --{siblings[0]}.")
 
-        hint = meant(key, [*known, *SECTIONS], cutoff=0.5) or f"known are {', '.join(siblings)}."
+        near = meant(key, [*known, *SECTIONS], cutoff=0.5)
+        hint = f"did you mean {near}?" if near else f"known are {', '.join(siblings)}."
         place = f"{where}: " if where else ""
         raise ConfigError(f"{place}unknown setting {shown(key)}; {hint}")

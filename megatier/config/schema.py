@@ -17,7 +17,7 @@ from megatier.config.output_section import OutputConfig
 from megatier.config.section import Section, explained
 from megatier.config.values import ByteCount, MountBudget, check_setting, parse_mount
 from megatier.errors import ConfigError
-from megatier.optimizers import Moments, OptimizerName
+from megatier.optimizers import OPTIMIZERS, Moments, OptimizerName
 
 KEPT_FROM = 4_096
 """Tokens of a sequence from which on attention is not computed twice, if nobody says otherwise. Of a step of 8B, the
@@ -248,6 +248,9 @@ class TrainConfig(Section):
         self.need_least(warmup_steps=0, kept_layers=0, seed=0, evaluate_every=0)
         for name in ("learning_rate", "weight_decay", "beta1", "beta2", "momentum", "eps", "clip"):
             check_setting(name, getattr(self, name), f"train.{name}")
+
+        is_narrow = OPTIMIZERS[self.optimizer].narrows or self.moments == "fp32"
+        self.need("moments", is_narrow, f"fp32 with train.optimizer {self.optimizer}, whose state is always fp32")
 
         self.need_least(stall_timeout=0)
         ratio = self.min_learning_rate_ratio

@@ -66,7 +66,8 @@ class Section:
         known = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every section is a dataclass
         for name in given:
             if name not in known:
-                hint = meant(name, known) or f"known are {', '.join(known)}."
+                near = meant(name, known)
+                hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}."
                 raise ConfigError(f"unknown setting {cls.dotted(shown(name))}; {hint}")
 
         made = super().__new__(cls)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
 
 from megatier.config.file import check_units
+from megatier.config.names import meant
 from megatier.config.schema import OF_LOOP, ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.section import Section
 from megatier.config.values import check_setting, number, require
 from megatier.errors import ConfigError
 from megatier.foreign import shown
 from megatier.optimizers import MOMENTS, OPTIMIZER_NAMES, Moments, OptimizerName, in_words
 from megatier.setup.workload import COMPUTE_DTYPES
+
+Made = TypeVar("Made", bound=Section)
 
 
 class ShortArguments(TypedDict, total=False):
@@ -101,7 +104,7 @@ NOT_OF_LOOPS: Mapping[str, str] = {
     "evaluate_batches": OWN_TEST,
     "stall_timeout": "a loop has no watchdog, since it may stop between its steps",
 }
-"""The other fields, which have to be as they are by default, and what is done instead."""
+"""The other fields, which are refused if they are given, and what is done instead."""
 ELSEWHERE = {
     "learning_rate": "lr",
     "max_grad_norm": "clip",
@@ -126,7 +129,10 @@ ELSEWHERE = {
 
 
 def loop_config(
-    given: Mapping[str, Any], tiers: TiersConfig | Mapping[str, Any] | None, train: TrainConfig | None, attention: str
+    given: Mapping[str, Any],
+    tiers: TiersConfig | Mapping[str, Any] | None,
+    train: TrainConfig | Mapping[str, Any] | None,
+    attention: str,
 ) -> RunConfig:
     """Return the config of a loop.
 
@@ -148,6 +154,7 @@ def loop_config(
         settings |= zip(argument.settings, values, strict=False)
 
     if train is not None:
+        train = read_section(TrainConfig, train)
         check_train(train, given)
         settings |= {f"train.{field.name}": getattr(train, field.name) for field in fields(train)}
     settings["train.batch"] = settings["train.groups"]
@@ -166,17 +173,18 @@ def check_train(train: TrainConfig, given: Iterable[str]) -> None:
     Raises:
         ConfigError: names the field, and what to do instead.
     """
-    if not isinstance(train, TrainConfig):
-        raise ConfigError(f"train is {shown(repr(train))}; it must be a TrainConfig.")
     for name in given:
         if of_train := [setting for setting in SHORT[name].settings if setting.startswith("train.")]:
             raise ConfigError(f"{name} and train are given, and both say {' and '.join(of_train)}. Leave out {name}.")
 
-    plain = TrainConfig()
-    also = {"batch": train.groups, "schedule": "constant"}
+    # A copy with other values was given all fields: which of them somebody wrote is not known.
+    fields_of = TrainConfig.__dataclass_fields__
+    written = train.given if len(train.given) < len(fields_of) else frozenset()
+    meets = {"batch": train.groups, "schedule": "constant"}
     for name, instead in NOT_OF_LOOPS.items():
         value = getattr(train, name)
-        if value not in (getattr(plain, name), also.get(name)):
+        is_given = name in written or value != fields_of[name].default
+        if is_given and not (name in meets and value == meets[name]):
             raise ConfigError(f"train.{name} is {value!r}, which a loop does not follow: {instead}. Leave it out.")
     _checked("activations", train.activations, "train.activations")
 
@@ -207,28 +215,33 @@ def refuse_unknown(names: Iterable[str]) -> None:
     """
     known = ["tiers", "train", *SHORT]
     for name in names:
-        if name in known:
-            continue
-        near = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-        hint = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}."
-        raise ConfigError(f"megatier.stream has no argument {shown(name)}. {hint}")
+        if name not in known:
+            near = meant(name, known, ELSEWHERE, cutoff=0.7)
+            hint = f"Did you mean {near}?" if near else f"It takes {', '.join(known)}."
+            raise ConfigError(f"megatier.stream has no argument {shown(name)}. {hint}")
 
 
 def read_tiers(given: TiersConfig | Mapping[str, Any] | None) -> TiersConfig:
-    """Return the section `tiers`.
+    """Return the section `tiers`; None: as it is by default.
 
     Raises:
-        ConfigError: it is of another type, or has a key or value that no section has.
+        ConfigError: as `read_section`, or a budget has no unit.
     """
-    if given is None or isinstance(given, TiersConfig):
-        return given or TiersConfig()
+    if isinstance(given, Mapping):
+        check_units(given)
+    return TiersConfig() if given is None else read_section(TiersConfig, given)
+
+
+def read_section(kind: type[Made], given: Made | Mapping[str, Any]) -> Made:
+    """Return a section that is given as itself, or as keys with values.
+
+    Raises:
+        ConfigError: it is of another type, or has a key or value that no such section has.
+    """
+    if isinstance(given, kind):
+        return given
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"tiers is {given!r}; it must be a TiersConfig or keys with values, such as {{'ram': '96GiB'}}."
+            f"{kind.NAME} is {shown(repr(given))}; it must be a {kind.__name__} or keys with values, as in a config."
         )
-
-    known = list(TiersConfig.__dataclass_fields__)
-    if unknown := [str(name) for name in given if name not in known]:
-        raise ConfigError(f"tiers has no {shown(unknown[0])}; it takes {', '.join(known)}.")
-    check_units(given)
-    return TiersConfig(**given)
+    return kind(**{str(key): value for key, value in given.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatier.adapters.given import add_given, check_adapters, check_trained, un
 from megatier.adapters.in_place import note_tensors
 from megatier.adapters.quantised import CodesReader, is_quantised, open_quantised
 from megatier.adapters.weights import AdaptedWeights
+from megatier.config.remarks import remarks
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.config.values import require
 from megatier.defaults import usual_defaults
@@ -46,7 +48,7 @@ def stream(
     model: str | os.PathLike[str] | nn.Module,
     *,
     tiers: TiersConfig | Mapping[str, Any] | None = None,
-    train: TrainConfig | None = None,
+    train: TrainConfig | Mapping[str, Any] | None = None,
     **short: Unpack[ShortArguments],
 ) -> Streamed:
     """Place a model and the state of its optimizer on the tiers, for any loop.
@@ -61,11 +63,12 @@ def stream(
             its adapters alone are trained.
         tiers: budgets and mounts, as a `TiersConfig` or as the section `tiers` of a config; None: taken from the
             machine, without NVMe.
-        train: the steps, as in a config, in the place of the short arguments that say the same. What is no loop's has
-            to be as it is by default: `steps`, `epochs`, `slices`, `offload_attention`, the schedule, evaluations and
-            `stall_timeout`. `activations` may not be offload. `groups` are `accumulation_steps`; where the default
-            batch of 8 is no multiple of them, give `batch` as many as `groups`. The rate is constant unless a scheduler
-            changes it. The learning rate is 3e-4 by default here, and there is no decay.
+        train: the steps, as a `TrainConfig` or as the section `train` of a config, in the place of the short arguments
+            that say the same. What is no loop's is refused if it is given: `steps`, `epochs`, `slices`,
+            `offload_attention`, the schedule, evaluations and `stall_timeout`. `activations` may not be offload.
+            `groups` are `accumulation_steps`; where the default batch of 8 is no multiple of them, give `batch` as many
+            as `groups`. The rate is constant unless a scheduler changes it. The learning rate is 3e-4 by default here,
+            and there is no decay.
         **short: the arguments below. Others are refused by name.
         accumulation_steps: backwards per `optimizer.step`, at least 1 (default: 1). Each is one pass over the units.
             Under `torchrun` each rank makes as many, and their gradients are all added.
@@ -107,6 +110,8 @@ def stream(
             found before weights are read.
     """
     config = loop_config(short, tiers, train, _own_attention(model))
+    for words in remarks(config, "train.learning_rate" if train else "lr"):
+        warnings.warn(words, stacklevel=2)
     is_named = isinstance(model, str | os.PathLike) and os.fspath(model) != ""
     require(is_named or isinstance(model, nn.Module), "model", model, "a folder, a hub id, or a model of transformers")
     return _open(model, config, short.get("frozen", ()), short.get("peft_config"), short.get("num_labels"))

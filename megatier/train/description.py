@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from megatier.config.remarks import remarks
 from megatier.config.schema import RunConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
@@ -28,12 +29,6 @@ from megatier.train.save_plan import SavePlan
 
 EPOCHS_MAX = 10
 """A run that trains on its text more often than that is told so."""
-RATE_MAX = 1.0
-"""Learning rate from which on it is remarked on. Weights of models are far below 1."""
-RATE_REMARK = (
-    "train.learning_rate is {:g}. A step moves each weight by about that much, which is more than the weights "
-    "themselves, so the model will learn nothing, though its loss may stay finite. Usual rates are 1e-6 to 1e-2."
-)
 
 
 def describe_reserved(console: Console, session: Session) -> None:
@@ -94,8 +89,6 @@ def describe(
     if config.tiers.gpu_limit is not None and session.engine.options.device.type != "cuda":
         say(console, "tiers.gpu_limit is ignored, because this run has no GPU.")
 
-    describe_rate(console, config.train.learning_rate)
-
     # Said also if there are none: where no update waits for the norm, RAM spills, or the GPU has no room for their
     # slots, the planner gives streamed units up.
     placement = session.placement
@@ -103,7 +96,7 @@ def describe(
         say(console, f"{len(placement.streamed)} units stream their state through the GPU to be updated there")
     if placement.spilled:
         say(console, _safety(config, placement, plan.num_kept))
-    for words in _base_on_nvme(session):
+    for words in (*_base_on_nvme(session), *remarks(config)):
         say(console, words)
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
         what = "sums of groups" if placement.sums_on_gpu else "gradients"
@@ -116,12 +109,6 @@ def describe(
         say(console, f"weights and gradients go between ranks by {session.ranks.way}{why}")
     if (promise := plan.promise()) is not None:
         say(console, promise)
-
-
-def describe_rate(console: Console, rate: float) -> None:
-    """Warn of a learning rate that no model stands."""
-    if rate >= RATE_MAX:
-        say(console, RATE_REMARK.format(rate))
 
 
 def describe_positions(console: Console, model: PreTrainedModel, sequence_length: int) -> None:
@@ -224,9 +211,7 @@ def _model(session: Session, config: RunConfig) -> str:
     num_trained = sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.trained.tensors)
     trained = f" ({format_count(num_trained)} trained)" if num_trained < num_parameters else ""
     # Lion has none: its momentum is fp32 whatever the setting says.
-    has_moments = any(Kind.EXP_AVG_SQ in unit.layout.schema.kinds for unit in session.units)
-    is_narrow = has_moments and config.train.moments != "fp32"
-    moments = f" with {config.train.moments} moments" if is_narrow else ""
+    moments = f" with {config.train.moments} moments" if config.train.moments != "fp32" else ""
     moments += f", optimizer {config.train.optimizer}" if config.train.optimizer != "adamw" else ""
     return (
         f"{format_count(num_parameters)} parameters{trained} in {len(session.units)} units, "

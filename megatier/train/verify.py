@@ -93,6 +93,16 @@ RANK_PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
 """The same for ranks, in bytes for each of them. Whole units pass through the GPU, so its budgets are larger."""
 
 
+def modes_of(optimizer: str) -> dict[Mode, tuple[Activations, ...]]:
+    """Return the modes that an optimizer has."""
+    narrows = OPTIMIZERS[optimizer].narrows
+    return {
+        mode._replace(optimizer=optimizer): policies
+        for mode, policies in MODES.items()
+        if narrows or mode.moments == "fp32"
+    }
+
+
 def verify(device: str, directory: Path, console: Console, *, is_quick: bool = False, optimizer: str = "adamw") -> bool:
     """Train under every placement and activation policy in several modes, and print a table of the outcomes.
 
@@ -109,8 +119,7 @@ def verify(device: str, directory: Path, console: Console, *, is_quick: bool = F
         Whether all outcomes are equal, within each mode.
     """
     torch.use_deterministic_algorithms(True)
-    tried = {Mode(CLIP): (Activations.KEEP,)} if is_quick else MODES
-    modes = {mode._replace(optimizer=optimizer): policies for mode, policies in tried.items()}
+    modes = {Mode(CLIP, optimizer=optimizer): (Activations.KEEP,)} if is_quick else modes_of(optimizer)
     with joined(choose_device(device, "--device").type) as ranks:
         if ranks is not None:
             quiet = console if ranks.rank == 0 else Console(quiet=True)

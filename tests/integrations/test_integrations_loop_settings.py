@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from streamed_loops import TIERS, loop, same, train_config
 from tiny_runs import exactness_config, one_thread, plain_model
 
 import megatier
+from megatier.config.file import from_dict
 from megatier.config.schema import ModelConfig, TrainConfig
 from megatier.errors import ConfigError
 from megatier.integrations.loop_settings import FOLLOWED, NOT_OF_LOOPS, SHORT, ShortArguments, loop_config
@@ -78,8 +79,51 @@ def test_short_argument_beside_a_train_config_that_says_the_same_is_refused_by_n
 
 
 def test_train_that_is_no_train_config_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"train is \{'lr': 1\}; it must be a TrainConfig"):
-        megatier.stream("nowhere", train={"lr": 1})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"train is 3; it must be a TrainConfig or keys with values"):
+        megatier.stream("nowhere", train=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"unknown setting train\.lr; did you mean train\.learning_rate\?"):
+        megatier.stream("nowhere", train={"lr": 1})
+
+
+def test_train_as_a_mapping_is_the_train_config_of_its_keys() -> None:
+    given = {"groups": 2, "batch": 2, "learning_rate": 1e-2, "schedule": "constant"}
+    assert loop_config({}, None, given, "sdpa") == loop_config({}, None, TrainConfig(**given), "sdpa")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted(NOT_OF_LOOPS))
+def test_field_that_is_no_loops_is_refused_at_its_default_too_if_it_is_given(name: str) -> None:
+    default: Any = TrainConfig.__dataclass_fields__[name].default
+    for train in (TrainConfig(**{name: default}), {name: default}):
+        with pytest.raises(ConfigError, match=rf"^train\.{name} is .*which a loop does not follow"):
+            loop_config({}, None, train, "sdpa")
+
+    # Nobody knows what was given of a copy, so its defaults count as not given.
+    assert loop_config({}, None, replace(TrainConfig(), groups=8), "sdpa").train.groups == 8
+
+
+@pytest.mark.parametrize("moments", ["bf16", "fp8"])
+def test_narrow_moments_of_lion_are_refused_at_every_door(moments: Any) -> None:
+    message = rf"train\.moments is '{moments}'; it must be fp32 with train\.optimizer lion, whose state is always fp32"
+    short: dict[str, Any] = {"optimizer": "lion", "moments": moments}
+    doors: list[Callable[[], object]] = [
+        lambda: TrainConfig(**short),
+        lambda: megatier.stream("nowhere", **short),
+        lambda: megatier.stream("nowhere", train=short),
+        lambda: from_dict({"model": {"path": "m"}, "data": {"files": "x"}, "train": short}),
+    ]
+    for door in doors:
+        with pytest.raises(ConfigError, match=message):
+            door()
+    assert TrainConfig(optimizer="muon", moments=moments).moments == moments
+
+
+def test_learning_rate_and_settings_without_effect_are_told_by_stream() -> None:
+    refused = pytest.raises(ConfigError, match="model is ''")
+    with pytest.warns(UserWarning, match=r"^lr is 1\. A step moves each weight") as caught, refused:
+        megatier.stream("", lr=1.0)
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"^train\.kept_layers is 2 and has no effect, because"), refused:
+        megatier.stream("", train=TrainConfig(kept_layers=2))
 
 
 def test_defaults_of_a_train_config_differ_from_the_short_ones_in_rate_and_decay_alone() -> None:

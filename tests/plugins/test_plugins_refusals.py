@@ -78,7 +78,7 @@ def test_several_processes_are_refused(check: Any, monkeypatch: pytest.MonkeyPat
         ({"compute_dtype": "bf16"}, r"megatier\.compute_dtype follows from the program's own settings"),
         ({"gradient_accumulation_steps": 2}, "Did you mean accumulation_steps"),
         ({"accumulation_steps": 2}, "accumulation_steps; the trainer takes it from TrainingArguments"),
-        ({"tiers": {"rma": "1GiB"}}, "tiers has no rma"),
+        ({"tiers": {"rma": "1GiB"}}, "unknown setting tiers.rma"),
         ({"tiers": 3}, "tiers is 3; it must be"),
     ],
 )

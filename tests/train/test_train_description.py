@@ -16,7 +16,7 @@ from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TrainConfig
 from megatier.data.packing import PackedText
 from megatier.data.tokenizer import byte_tokenizer
-from megatier.train.description import describe_rate, describe_text
+from megatier.train.description import describe_text
 from megatier.train.shared import SharedText
 
 LLAMA = ModelConfig(config={"model_type": "llama"})
@@ -49,13 +49,12 @@ def test_run_on_documents_says_how_many_they_are_and_what_an_epoch_is(tmp_path: 
     assert words == ["10 documents, 320 tokens to train on; an epoch is 10 steps, and 15 steps are 1.5 epochs"]
 
 
-@pytest.mark.parametrize(("optimizer", "has_moments"), [("adamw", True), ("lion", False)])
-def test_moments_are_told_where_an_optimizer_has_them(
-    optimizer: str, has_moments: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = {"train.optimizer": optimizer, "train.moments": "bf16", "train.steps": 1, "output.export": False}
+def test_moments_and_settings_without_effect_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"train.kept_layers": 1, "train.moments": "bf16", "train.steps": 1, "output.export": False}
     assert main(command(tmp_path, settings)) == 0
-    assert ("with bf16 moments" in " ".join(capsys.readouterr().out.split())) is has_moments
+    said = " ".join(capsys.readouterr().out.split())
+    assert "with bf16 moments" in said
+    assert "train.kept_layers is 1 and has no effect, because" in said
 
 
 def test_run_on_conversations_says_how_many_tokens_are_learnt_and_warns_of_hundreds_of_epochs(tmp_path: Path) -> None:
@@ -94,10 +93,3 @@ def test_epochs_and_steps_that_are_both_given_end_the_run_at_the_smaller_one(
     assert (
         f"train.epochs 1 takes 10 steps, and train.steps is {given:,}: the smaller one ends the run, after {steps}"
     ) in console.export_text()
-
-
-@pytest.mark.parametrize(("rate", "is_remarked"), [(0.0, False), (1e-3, False), (0.9, False), (1.0, True), (1e6, True)])
-def test_learning_rate_that_no_model_stands_is_remarked_on(rate: float, is_remarked: bool) -> None:
-    target = io.StringIO()
-    describe_rate(Console(file=target, width=400), rate)
-    assert target.getvalue().startswith(f"train.learning_rate is {rate:g}. A step moves each weight") is is_remarked

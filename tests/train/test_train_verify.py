@@ -111,3 +111,10 @@ def test_verify_on_two_ranks_finds_every_placement_equal_to_one_process(tmp_path
     assert "20 runs of 1 steps on 2 ranks: bit-identical to one process" in report
     assert nothing == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_tries_an_optimizer_in_the_modes_that_it_has() -> None:
+    for optimizer, moments in {"adamw": ["fp32", "fp32", "bf16", "fp8"], "lion": ["fp32", "fp32"]}.items():
+        modes = verify.modes_of(optimizer)
+        assert [mode.moments for mode in modes] == moments
+        assert [verify._settings("keep", mode, 1).optimizer for mode in modes] == [optimizer] * len(moments)
