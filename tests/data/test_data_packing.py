@@ -232,3 +232,9 @@ def test_state_covers_what_is_learnt(tmp_path: Path) -> None:
     tokens[-9] ^= 1  # the lowest mark: a token of the answer's end
     tokens.tofile(data.train.path)
     assert content_of(data.train.path).crc32 != data.state["crc32"]
+
+
+def test_held_out_documents_are_as_many_for_any_seed_and_other_ones() -> None:
+    chosen = [[number for number in range(1000) if is_held_out(number, 0.03, seed)] for seed in range(4)]
+    assert [len(found) for found in chosen] == [30] * 4
+    assert len({tuple(found) for found in chosen}) == 4

@@ -13,7 +13,9 @@ from block_files import GRANULE_BYTES, MIB, NUM_BYTES, memory, open_files, prepa
 
 from megatier.config.values import MountBudget
 from megatier.drives.blockfile import BlockFiles, IoOptions
+from megatier.drives.extent import Striping
 from megatier.errors import CapacityError
+from megatier.tier import PAGE_BYTES
 
 
 @pytest.fixture
@@ -95,3 +97,11 @@ def test_disk_smaller_than_the_reservation_is_refused(tmp_path: Path, monkeypatc
     assert caught.value.needed_bytes == NUM_BYTES
     files.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_every_granule_but_the_last_lies_on_one_mount_whatever_the_budgets() -> None:
+    granule = 16 * PAGE_BYTES
+    striping = Striping([3 * granule + PAGE_BYTES, 5 * granule + 2 * PAGE_BYTES], [1, 1], granule)
+    stripes = striping.reserve(7 * granule + PAGE_BYTES).stripes
+    assert {stripe.mount for stripe in stripes} == {0, 1}
+    assert [stripe.start % granule for stripe in stripes] == [0] * len(stripes)

@@ -209,3 +209,37 @@ def test_measure_that_is_interrupted_leaves_the_threads_their_memory(monkeypatch
         signal.signal(signal.SIGALRM, alarm)
         go.set()
         optimizer.close()
+
+
+# ---------------------------------------------------------------------- clip and sums
+
+
+def test_clip_scales_a_longer_gradient_down_and_a_shorter_one_never_up() -> None:
+    optimizer = RunOptimizer({"unit": LAYOUT}, frozenset(), Hyperparameters(clip=1.0), groups=1, num_threads=1)
+    optimizer.begin_step(1, 1e-2)
+    assert [optimizer.clip(norm) for norm in (0.0, 0.5, 4.0)] == [1.0, 1.0, 1 / (4 + 1e-6)]
+    optimizer.close()
+
+
+def test_sum_of_groups_is_rounded_once_after_the_last() -> None:
+    """Rounded after the second, half of a bf16's last digit would be lost."""
+    optimizer = RunOptimizer({"unit": LAYOUT}, frozenset(), Hyperparameters(), groups=3, num_threads=2)
+    optimizer.begin_step(1, 1e-2)
+    total = torch.zeros(LAYOUT.num_elements)
+    for group, value in enumerate((1.0, 2**-8, -1.0)):
+        part = torch.full_like(total, value)
+        optimizer.accumulate("unit", total.view(torch.uint8), part.view(torch.uint8), group=group)
+    assert total.view(torch.bfloat16)[: LAYOUT.num_elements].unique().tolist() == [2**-8]
+    optimizer.close()
+
+
+def test_groups_of_several_ranks_are_added_in_their_order() -> None:
+    """In fp32 the ones are lost beside the large number, unless that has gone before they come."""
+    optimizer = RunOptimizer({"unit": LAYOUT}, frozenset(), Hyperparameters(), groups=1, num_threads=1)
+    optimizer.begin_step(1, 1e-2)
+    pieces = torch.tensor([2.0**24, 1, 1, -(2.0**24)]).repeat_interleave(LAYOUT.num_elements).view(4, -1)
+    total = torch.full((LAYOUT.num_elements,), 77.0)
+    options = {"adds": False, "is_last": True}
+    optimizer.sum_groups("unit", total.view(torch.uint8), pieces.view(torch.uint8), torch.empty(0), **options)
+    assert total.view(torch.bfloat16)[: LAYOUT.num_elements].unique().tolist() == [0]
+    optimizer.close()
