@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import some
 from small_optimizers import close_optimizer
 from tiny_gradients import attention_of
 from tiny_models import FAMILIES, config_class, tiny_config
@@ -157,7 +158,7 @@ def test_classifier_in_fp32_has_the_gradients_of_a_plain_backward(place: str, ac
     assert found["score.weight"].any()
 
 
-@pytest.mark.parametrize("family", SEQUENCES)
+@pytest.mark.parametrize("family", some(SEQUENCES, by=2))
 def test_classifier_of_each_family_takes_the_steps_of_a_plain_loop(family: str, tmp_path: Path) -> None:
     model = classifier(family)
     with opened(model, tmp_path) as streamed:

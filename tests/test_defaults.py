@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crossed import crossed
 from small_commands import command
 from small_optimizers import SOME, give_gradients, optimizers, parameters_of, same
 from tiny_models import tiny_config
@@ -131,7 +132,10 @@ def streamed_bits(
     return losses, found
 
 
-@pytest.fixture(scope="module", params=["ram-fp32", "folder-bf16", "lora"])
+CASES = ("ram-fp32", "folder-bf16", "lora")
+
+
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, model: PreTrainedModel, folder: Path) -> tuple[Any, dict[str, Any]]:
     place, _, compute = request.param.partition("-")
     options: dict[str, Any] = {"compute_dtype": compute or "bf16"}
@@ -148,7 +152,7 @@ def ordinary(case: tuple[Any, dict[str, Any]], tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic algorithms was")  # a restore says so, as it should
-@pytest.mark.parametrize("name", AT_OPENING)
+@pytest.mark.parametrize(("case", "name"), crossed(CASES, AT_OPENING, by=3), indirect=["case"])
 def test_streamed_model_opened_under_other_defaults_has_the_bits_of_the_ordinary_run(
     name: str, case: tuple[Any, dict[str, Any]], ordinary: Any, tmp_path: Path
 ) -> None:
@@ -157,7 +161,7 @@ def test_streamed_model_opened_under_other_defaults_has_the_bits_of_the_ordinary
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic algorithms was")  # a restore says so, as it should
-@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize(("case", "name"), crossed(CASES, DEFAULTS, by=3), indirect=["case"])
 def test_streamed_model_trained_under_other_defaults_has_the_bits_of_the_ordinary_run(
     name: str, case: tuple[Any, dict[str, Any]], ordinary: Any, tmp_path: Path
 ) -> None:

@@ -106,7 +106,8 @@ def test_layout_puts_frozen_tensors_behind_the_trained_ones() -> None:
     assert IoOptions().granule_bytes == 2 * CHECKED_ELEMENTS
 
 
-FEW = ("ram", "gpu", "nvme", "gpu_ram_nvme")
+FEW = ("ram", "nvme", "gpu_ram_nvme")
+MORE = (*FEW, "gpu")
 SUMMED = tuple(name for name in ROOMY if name != "nvme_grads")
 
 
@@ -115,7 +116,8 @@ SUMMED = tuple(name for name in ROOMY if name != "nvme_grads")
     [
         pytest.param("below", 1, FEW, id="below"),
         pytest.param("above", 1, FEW, id="above"),
-        pytest.param("inside", 1, tuple(ROOMY), id="inside"),
+        pytest.param("inside", 1, (*FEW, "ram_streamed", "nvme_twice"), id="inside"),
+        pytest.param("inside", 1, tuple(ROOMY), id="inside-all-places", marks=pytest.mark.slow),
         pytest.param("mixed", 3, FEW, id="mixed"),
         *(pytest.param(frozen, 3, SUMMED, id=f"{frozen}-all", marks=pytest.mark.slow) for frozen in FROZEN),
     ],
@@ -132,11 +134,16 @@ def test_frozen_run_gives_the_same_bits_on_any_tier(
     assert found["ram"] != trained_on(ROOMY["ram"], "model.norm", tmp_path, settings(groups=groups))
 
 
-@pytest.mark.parametrize("frozen", ["below", "inside"])
-def test_frozen_run_without_clipping_gives_the_same_bits_on_any_tier(frozen: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("frozen", "names"),
+    [("inside", FEW), *(pytest.param(frozen, MORE, marks=pytest.mark.slow) for frozen in ("below", "inside"))],
+)
+def test_frozen_run_without_clipping_gives_the_same_bits_on_any_tier(
+    frozen: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
     train = settings(clip=None, slices=2)
-    found = [trained_on(ROOMY[name], frozen, tmp_path, train, fused_loss=True) for name in FEW]
-    assert found == [found[0]] * len(FEW)
+    found = [trained_on(ROOMY[name], frozen, tmp_path, train, fused_loss=True) for name in names]
+    assert found == [found[0]] * len(names)
 
 
 def test_frozen_weights_on_nvme_alone_need_no_slots_for_updates_and_give_the_same_bits(tmp_path: Path) -> None:
@@ -355,7 +362,7 @@ def ended_run(folder: Path, run: Mapping[str, Any], step: int = 4) -> Path:
 
 
 @pytest.mark.usefixtures("_settings_put_back")
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_frozen_run_goes_on_from_checkpoints_and_savepoints_to_the_same_bits(
     dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

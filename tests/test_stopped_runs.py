@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import some
 from from_outside import FAULTS
 from small_commands import all_records, command, leftovers, metrics
 from warm_python import MEGATIER, Process, WarmPython
@@ -87,7 +88,7 @@ def test_resume_after_a_kill_has_the_budget_that_its_old_block_files_took(
     assert list(leftovers(tmp_path)) == []
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])
+@pytest.mark.parametrize("ending", some([signal.SIGTERM, signal.SIGINT], by=2), ids=["terminate", "interrupt"])
 def test_train_told_to_stop_ends_with_a_checkpoint_and_a_second_run_is_refused_before(
     ending: signal.Signals, running: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +122,11 @@ def test_train_told_to_stop_twice_ends_at_once(running: Process, tmp_path: Path)
     assert list(leftovers(tmp_path)) == []
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGINT)], ids=["one", "both"])
+@pytest.mark.parametrize(
+    "numbers",
+    [pytest.param((signal.SIGINT,), marks=pytest.mark.slow), (signal.SIGTERM, signal.SIGINT)],
+    ids=["one", "both"],
+)
 def test_train_told_to_stop_twenty_times_ends_in_order(
     numbers: tuple[signal.Signals, ...], running: Process, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import some
 from safetensors.torch import load_file, save_file
 from tiny_gradients import far, plain_gradients, streamed_gradients
 from tiny_runs import PLACES, ModelWeights, Outcome, one_thread, opened, outcome, plain_model, read_parameters
@@ -138,7 +139,7 @@ def test_vision_model_with_experts_in_parts_has_nearly_the_gradients_of_the_plai
         assert far(found, expected, 1e-5) == {}
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", some(VISION_FAMILIES, by=2))
 def test_vision_fused_loss_gives_nearly_the_plain_gradients(family: str, tmp_path: Path) -> None:
     config, batch = vision_config(family), image_batch(family)
     skip_own_loss(config)
@@ -149,7 +150,7 @@ def test_vision_fused_loss_gives_nearly_the_plain_gradients(family: str, tmp_pat
     assert far(found, expected).keys() - rounding == set()  # a key's bias has a gradient of 0, but for rounding
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", some(VISION_FAMILIES, by=2, first=1))
 def test_vision_in_bf16_has_nearly_the_loss_of_fp32(family: str, tmp_path: Path) -> None:
     config, batch = vision_config(family), image_batch(family)
     loss, _, source = plain_gradients(config, "sdpa", batch)
@@ -180,12 +181,20 @@ def mixed_run(
         return outcome(session, results)
 
 
-@pytest.mark.parametrize(("family", "clip"), [("llava", 0.5), ("qwen3_vl", None)])
+@pytest.mark.parametrize(
+    ("family", "clip", "places"),
+    [
+        ("llava", 0.5, ("ram_streamed", "nvme_twice")),
+        pytest.param("qwen3_vl", None, ("nvme", "gpu_ram_nvme"), marks=pytest.mark.slow),
+        pytest.param("llava", 0.5, ("gpu_ram_nvme",), marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", None, ("ram",), marks=pytest.mark.slow),
+    ],
+)
 def test_steps_with_and_without_images_equal_every_bit_wherever_the_state_lies(
-    family: str, clip: float | None, tmp_path: Path
+    family: str, clip: float | None, places: Sequence[str], tmp_path: Path
 ) -> None:
     expected = mixed_run(family, tmp_path, "gpu", clip=clip)
-    for place in ["ram_streamed", "nvme_twice", "gpu_ram_nvme"] if clip else ["ram", "nvme", "gpu_ram_nvme"]:
+    for place in places:
         assert mixed_run(family, tmp_path, place, "recompute", clip=clip) == expected, place
 
 
@@ -313,7 +322,7 @@ def test_step_of_several_groups_has_the_mean_loss_over_all_its_tokens(family: st
 # ---- weights in and out
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", some(VISION_FAMILIES, by=2))
 def test_vision_export_is_what_transformers_loads_and_saves(family: str, tmp_path: Path) -> None:
     plain_model(vision_config(family)).save_pretrained(tmp_path / "theirs")
     expected = AutoModelForImageTextToText.from_pretrained(tmp_path / "theirs").state_dict()

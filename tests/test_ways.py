@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from crossed import crossed
 from plain_adamw import PlainAdamW
 from streamed_loops import TIERS, same
 from tiny_runs import exactness_config, one_thread, plain_model
@@ -389,9 +390,10 @@ NOT_AGAIN = {
 """Contexts that cannot be restored where a forward runs again."""
 
 
-@pytest.mark.parametrize("activations", POLICIES)
-@pytest.mark.parametrize("around", ["forward", "backward", "both"])
-@pytest.mark.parametrize("kind", CONTEXTS)
+@pytest.mark.parametrize(
+    ("kind", "around", "activations"),
+    crossed(CONTEXTS, ["forward", "backward", "both"], POLICIES, by=min(3, len(POLICIES))),
+)
 def test_way_in_a_context_gives_what_a_plain_model_gives(kind: str, around: str, activations: str) -> None:
     def way(model: Any) -> list[Tensor]:
         context = CONTEXTS[kind]()

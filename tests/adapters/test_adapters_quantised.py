@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import some
 from plain_adamw import PlainAdamW
 from safetensors.torch import load_file, save_file
 from small_commands import command
@@ -87,13 +88,16 @@ def opened_over(
 
 @pytest.mark.parametrize(
     ("kind", "lora", "name", "activations"),
-    [
-        ("channel", "dropped", "nvme", "keep"),
-        ("tensor", "plain", "gpu", "recompute"),
-        ("block", "dora", "ram", "offload"),
-        ("nf4", "plain", "ram_streamed", "keep"),
-        ("nested", "dropped", "gpu_ram_nvme", "recompute"),
-    ],
+    some(
+        [
+            ("channel", "dropped", "nvme", "keep"),
+            ("tensor", "plain", "gpu", "recompute"),
+            ("block", "dora", "ram", "offload"),
+            ("nf4", "plain", "ram_streamed", "keep"),
+            ("nested", "dropped", "gpu_ram_nvme", "recompute"),
+        ],
+        by=2,
+    ),
 )
 def test_adapters_over_a_quantised_base_take_three_steps_like_peft_over_the_decoded_one_bit_for_bit(
     kind: str, lora: str, name: str, activations: Any, tmp_path: Path
@@ -141,7 +145,7 @@ def trained_on(
         return outcome(session, results), {name: masters[name] for name in stored_names(session.model).values()}
 
 
-@pytest.mark.parametrize("kind", ["channel", "nested"])
+@pytest.mark.parametrize("kind", [pytest.param("channel", marks=pytest.mark.slow), "nested"])
 def test_adapters_over_a_quantised_base_in_bf16_have_the_bits_of_a_decoded_one_on_any_tier(
     kind: str, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 import zarr
+from crossed import crossed, some
 from tiny_runs import PLACES, Run, exactness_config, one_thread, opened, outcome, random_groups, read_parameters
 
 from megatier import durable
@@ -74,23 +75,26 @@ def go_on_elsewhere(run: Run, before: str, after: str, folder: Path) -> None:
 PAIRS = list(zip(ORDER, [*ORDER[3:], *ORDER[:3]], strict=True))
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize(("before", "after"), some(PAIRS, by=2))
 def test_run_saved_from_some_tiers_goes_on_in_others_to_the_same_bits(before: str, after: str, tmp_path: Path) -> None:
     go_on_elsewhere(Run(model="untied"), before, after, tmp_path)
 
 
 @pytest.mark.parametrize(
     "run",
-    [
-        Run(model="tied", dtype="fp32", clip=None),
-        Run(model="moe", groups=2),
-        Run(model="untied", moments="bf16"),
-        Run(model="tied", dtype="fp32", moments="bf16", clip=None),
-        Run(model="untied", moments="fp8"),
-        Run(model="moe", optimizer="muon"),
-        Run(model="untied", optimizer="lion"),
-        Run(model="untied", optimizer="muon", dtype="fp32", clip=None),
-    ],
+    some(
+        [
+            Run(model="tied", dtype="fp32", clip=None),
+            Run(model="untied", moments="bf16"),
+            Run(model="tied", dtype="fp32", moments="bf16", clip=None),
+            Run(model="moe", groups=2),
+            Run(model="untied", moments="fp8"),
+            Run(model="untied", optimizer="muon", dtype="fp32", clip=None),
+            Run(model="untied", optimizer="lion"),
+            Run(model="moe", optimizer="muon"),
+        ],
+        by=2,
+    ),
     ids=str,
 )
 def test_run_with_arrays_of_many_chunks_goes_on_to_the_same_bits(
@@ -101,8 +105,7 @@ def test_run_with_arrays_of_many_chunks_goes_on_to_the_same_bits(
     go_on_elsewhere(run, "ram_nvme", "gpu_ram", tmp_path)
 
 
-@pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("shares_chunks", [False, True])
+@pytest.mark.parametrize(("clip", "shares_chunks"), crossed([None, 0.5], [True, False], by=2))
 def test_run_with_experts_in_parts_goes_on_to_the_same_bits(
     clip: float | None, shares_chunks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,8 +196,7 @@ def restored(whole: Path, tmp_path: Path) -> Iterator[Callable[[Path], None]]:
         yield lambda path: restore(session, path)
 
 
-@pytest.mark.parametrize("cores", [1, 8])
-@pytest.mark.parametrize("place", ["gpu", "ram", "nvme_twice", "gpu_ram_nvme"])
+@pytest.mark.parametrize(("place", "cores"), crossed(["gpu", "ram", "nvme_twice", "gpu_ram_nvme"], [8, 1], by=2))
 def test_restore_by_any_number_of_threads_gives_the_same_bits(
     place: str, cores: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +292,7 @@ def test_read_state_of_no_checkpoint_is_refused(text: str, tmp_path: Path) -> No
         read_state(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.slow)])
 def test_read_state_with_any_bit_flipped_is_refused_or_the_same(every: int, copied: Path) -> None:
     path, state = copied / "zarr.json", read_state(copied)
     raw = path.read_bytes()

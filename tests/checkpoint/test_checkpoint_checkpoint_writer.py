@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import some
 from integer_runs import fail_moves
 from small_commands import command, leftovers, metrics
 from small_commands import outcome as outcome_of_run
@@ -162,7 +163,7 @@ def name_of(run: Run) -> str:
     return f"{run.model}-{run.place}-{run.clip}-{run.groups}-{run.device}"
 
 
-@pytest.mark.parametrize("run", [*RUNS, *ON_A_GPU], ids=name_of)
+@pytest.mark.parametrize("run", [*some(RUNS, by=2), *ON_A_GPU], ids=name_of)
 def test_checkpoint_written_beside_training_changes_no_bit_of_either(
     run: Run, tmp_path: Path, held: threading.Event, expected: dict[Run, tuple[Outcome, str]]
 ) -> None:
@@ -257,7 +258,7 @@ TIERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("tiers", TIERS, ids=str)
+@pytest.mark.parametrize("tiers", some(TIERS, by=2), ids=str)
 def test_train_with_a_checkpoint_of_every_step_has_the_bits_of_a_run_with_none(
     tiers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import some
 from savepoint_runs import (
     NVME,
     SPREAD,
@@ -61,7 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return outcome_of(folder / "run")
 
 
-@pytest.mark.parametrize("tiers", [NVME, {**NVME, "tiers.generations": 3}, SPREAD, SPREAD_THRICE], ids=str)
+@pytest.mark.parametrize("tiers", some([NVME, SPREAD, {**NVME, "tiers.generations": 3}, SPREAD_THRICE], by=3), ids=str)
 def test_run_that_ended_goes_on_from_its_savepoint_to_the_same_bits(
     tiers: dict[str, Any], tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,7 +185,7 @@ FAULTS: dict[str, tuple[Any, str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", some(FAULTS, by=2))
 def test_savepoint_that_a_drive_refuses_ends_the_run_which_goes_on_from_the_one_before(
     fault: str, tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def _one_thread() -> Iterator[None]:
 # ---------------------------------------------------------------------- whole runs
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_compiled_run_gives_the_same_bits_on_any_tier_and_nearly_those_of_an_uncompiled_one(
     share: float, tmp_path: Path

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import some
 from living import Living
 from tiny_gradients import attention_of, far, streamed_gradients
 from tiny_models import BASE, known_config, tiny_config
@@ -53,7 +54,7 @@ several hidden states a token, and experts that take rows for each expert (Llama
 
 
 @pytest.mark.filterwarnings("ignore:.*runs whole")
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", some(CASES, by=2))
 def test_layers_in_tiles_give_nearly_the_loss_and_the_gradients_of_whole_ones(family: str, tmp_path: Path) -> None:
     config = tiny_config(family, **CASES[family])
     source = ModelWeights(plain_model(config, attention_of(config)))
@@ -66,13 +67,16 @@ def test_layers_in_tiles_give_nearly_the_loss_and_the_gradients_of_whole_ones(fa
 @pytest.mark.filterwarnings("ignore:.*runs whole")
 @pytest.mark.parametrize(
     "options",
-    [
-        {"expert_parts": 2},
-        {"slices": 2},
-        {"frozen": ("*.mlp.*",)},
-        {"frozen": ("*.up_proj.weight", "*norm*")},
-        {"frozen": ("model.layers.[0-1]", "model.embed_tokens")},
-    ],
+    some(
+        [
+            {"expert_parts": 2},
+            {"frozen": ("*.mlp.*",)},
+            {"slices": 2},
+            {"frozen": ("model.layers.[0-1]", "model.embed_tokens")},
+            {"frozen": ("*.up_proj.weight", "*norm*")},
+        ],
+        by=2,
+    ),
 )
 def test_layers_in_tiles_that_are_cut_or_frozen_give_nearly_the_gradients_of_whole_ones(
     options: dict[str, Any], tmp_path: Path
@@ -348,7 +352,9 @@ def test_module_in_tiles_that_computes_with_a_tensor_of_another_is_refused() -> 
         module(x).sum().backward()
 
 
-@pytest.mark.parametrize(("family", "runs"), [("llama", 2), ("gemma2", 3), ("cohere2", 2), ("qwen2_moe", 2)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "runs"), some([("gemma2", 3), ("llama", 2), ("cohere2", 2), ("qwen2_moe", 2)], by=2), ids=str
+)
 def test_module_in_tiles_whose_result_is_only_added_does_not_run_again_before_its_tiles(
     family: str, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -102,14 +102,15 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=found, eos_token="<|end|>", unk_token="<unk>")
 
 
+@pytest.mark.parametrize("sizes", [(2_000, 7_777), pytest.param((3_001,), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TEXTS)
 def test_tokens_of_a_long_text_are_those_of_the_whole(
-    name: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    name: str, sizes: Sequence[int], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = TEXTS[name]
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     monkeypatch.setattr(long_text, "OVERLAP_CHARACTERS", 1000)
-    for size in (2_000, 3_001, 7_777):
+    for size in sizes:
         monkeypatch.setattr(long_text, "PIECE_CHARACTERS", size)
         pieces = list(tokens_of(text, tokenizer))
         assert np.concatenate(pieces).tolist() == whole

@@ -338,7 +338,7 @@ def test_container_whose_tensors_have_no_batch_dimension_refuses_slices(
         streamed_gradients(config, tmp_path, source, slices=2, batch=batch_with(Shelf()))
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("activations", [pytest.param("keep", marks=pytest.mark.slow), "recompute"])
 def test_carried_tensors_do_not_outlive_their_step(activations: Any, tmp_path: Path) -> None:
     config, counts = tiny_config("gemma4_text"), []
     train = TrainConfig(steps=3, batch=BATCH, activations=activations)

@@ -360,7 +360,7 @@ def arguments(draw: random.Random) -> dict[str, Any]:
     return {"input_ids": ids(draw.randrange(100)), "labels": labels, **given}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma2"])
 def test_forward_of_a_fused_loss_is_equal_to_the_plain_model_or_refused_by_name(family: str) -> None:
     model = tiny(family)
     outcomes = Counter[str]()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from crossed import crossed, some
 from interrupts import interrupted
 from small_optimizers import (
     ALL,
@@ -158,7 +159,7 @@ def test_frozen_parameters_take_no_room(make: Make) -> None:
 
 @dtypes
 @pytest.mark.usefixtures("tier")
-@pytest.mark.parametrize(("before", "after"), [(TINY, ALL), (ALL, TINY), (SOME, SOME)])
+@pytest.mark.parametrize(("before", "after"), some([(TINY, ALL), (ALL, TINY), (SOME, SOME)], by=2))
 def test_saved_state_goes_on_bit_by_bit_on_other_tiers(
     make: Make, tmp_path: Path, dtype: torch.dtype, before: str, after: str
 ) -> None:
@@ -184,8 +185,7 @@ INTERRUPTED = ("integrations/torch_optimizer", "integrations/placed_state", "int
 
 
 @pytest.mark.usefixtures("tier")
-@pytest.mark.parametrize("ram", [TINY, ALL])
-@pytest.mark.parametrize("work", ["step", "state_dict", "load"])
+@pytest.mark.parametrize(("ram", "work"), crossed([TINY, ALL], ["step", "state_dict", "load"], by=2))
 def test_interrupt_anywhere_leaves_whole_state_or_says_so_until_it_is_loaded(make: Make, work: str, ram: str) -> None:
     parameters, expected = parameters_of(torch.bfloat16), parameters_of(torch.bfloat16)
     optimizer, other = make(parameters, ram=ram), make(expected, ram=ALL)

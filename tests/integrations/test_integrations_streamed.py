@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from crossed import crossed
 from from_outside import check_invariants
 from streamed_loops import GUARDED, VOCAB, loop, reference, same, streamed_on, train_config
 from tiny_runs import (
@@ -53,8 +54,7 @@ def of_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outco
     return run
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "groups"), crossed(PLACES, [1, 2], by=2))
 def test_loop_any_place_takes_the_steps_of_the_engine_bit_by_bit(
     place: str, groups: int, tmp_path: Path, of_engine: Callable[[int], Outcome]
 ) -> None:
@@ -82,9 +82,9 @@ def test_loop_on_a_gpu_takes_the_steps_of_the_engine_bit_by_bit(place: str, grou
         assert outcome(session, loop(streamed, train, 160)) == expected
 
 
-@pytest.mark.parametrize("model", ["untied", "moe"])
-@pytest.mark.parametrize("fused_loss", [True, False])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize(
+    ("model", "fused_loss", "activations"), crossed(["untied", "moe"], [True, False], ["keep", "recompute"], by=2)
+)
 def test_loop_any_model_and_policy_takes_the_steps_of_the_engine(
     model: str, fused_loss: bool, activations: str, tmp_path: Path
 ) -> None:
@@ -142,8 +142,7 @@ def test_lent_head_in_evaluations_among_others_gives_the_same_loss(tmp_path: Pat
         assert len(losses) == 1
 
 
-@pytest.mark.parametrize("fused_loss", [True, False])
-@pytest.mark.parametrize("place", ["gpu", "ram_nvme"])
+@pytest.mark.parametrize(("place", "fused_loss"), crossed(["gpu", "ram_nvme"], [True, False], by=2))
 def test_evaluations_in_inference_mode_leave_no_trace_in_the_steps(
     place: str, fused_loss: bool, tmp_path: Path
 ) -> None:
@@ -274,8 +273,7 @@ def test_backward_that_fails_may_be_dropped(
         assert streamed.steps == step + 1
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("place", ["ram", "ram_nvme", "nvme_grads_some"])
+@pytest.mark.parametrize(("place", "groups"), crossed(["ram", "ram_nvme", "nvme_grads_some"], [1, 2], by=2))
 def test_memory_that_ends_while_gradients_are_written_loses_no_slot(
     place: str, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

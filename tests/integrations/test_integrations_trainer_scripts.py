@@ -186,7 +186,7 @@ TAKEN: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
         },
     ),
 }
-SLOW = ("own loader", "own rows", "own step", "settings", "resume", "loss function", "best")
+SLOW = ("change and train", "own loader", "own rows", "own step", "settings", "resume", "loss function", "best")
 
 
 def made(parent: Any, model: Any, folder: Path, **given: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crossed import crossed
+from crossed import crossed, some
 from rank_pool import POOL
 from rank_runs import RankRun, train_on_ranks
 from small_setups import elsewhere
@@ -203,7 +203,7 @@ def test_plan_foretells_the_order_and_the_bytes_of_a_real_run(
     assert Counter({queue: round(size) for queue, size in plan.forecast.moved_bytes.items()}) == demanded
 
 
-@pytest.mark.parametrize("name", ["gpu", "ram", "nvme"])
+@pytest.mark.parametrize("name", some(["nvme", "gpu", "ram"], by=3))
 def test_plan_of_ranks_foretells_the_bytes_of_a_real_run(name: str, tmp_path: Path) -> None:
     """A step more demands as much as the plan says. The least budgets of a session are those of the plan."""
     place = Place(tiers=(name,), gpu=64 * MIB if name == "gpu" else 0)

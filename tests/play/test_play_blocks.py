@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from integer_runs import UNITS, Run, starter, within
 from torch import Tensor
 
@@ -54,21 +55,25 @@ class Keeper:
             assert torch.equal(plane, self._planes[block]), block
 
 
-@pytest.mark.parametrize("generations", [2, 3])
 @pytest.mark.parametrize(
-    ("name", "split", "groups", "ram"),
-    [
-        ("nvme", False, 1, 0),
-        ("nvme", True, 3, 0),
-        ("nvme", True, 1, 150 << 10),  # gradients of some units on NVMe
-        ("mixed", False, 1, 260 << 10),
-        ("mixed", True, 1, 180 << 10),  # weights of some units in RAM
-        ("mixed", True, 3, 300 << 10),
-    ],
+    ("case", "generations"),
+    crossed(
+        [
+            ("nvme", False, 1, 0),
+            ("nvme", True, 3, 0),
+            ("nvme", True, 1, 150 << 10),  # gradients of some units on NVMe
+            ("mixed", False, 1, 260 << 10),
+            ("mixed", True, 1, 180 << 10),  # weights of some units in RAM
+            ("mixed", True, 3, 300 << 10),
+        ],
+        [2, 3],
+        by=2,
+    ),
 )
 def test_kept_generation_stays_while_the_run_goes_on_to_the_same_state(
-    start: Callable[..., Run], name: str, split: bool, groups: int, ram: int, generations: int
+    start: Callable[..., Run], case: tuple[str, bool, int, int], generations: int
 ) -> None:
+    name, split, groups, ram = case
     run = start(name, groups=groups, split=split, ram=ram, generations=generations)
     assert run.placement.spilled
     assert bool(run.placement.speculative) is (generations == 3)

@@ -93,13 +93,18 @@ RUNS = {
 }
 ON_GPUS = RankRun(device="cuda", groups=2, model="flash")
 CASES = [
-    ("untied", "gpu, ram", 2, None),
     ("untied", "gpu, ram, nvme", 4, CHUNKS),
-    ("untied", "nvme twice", 2, CHUNKS),
     ("tied, fp32", "ram", 2, CHUNKS),
     ("frozen", "nvme", 2, CHUNKS),
-    ("expert parts", "ram", 2, CHUNKS),
     ("adapters", "nvme", 2, CHUNKS),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("untied", "gpu, ram", 2, None),
+            ("untied", "nvme twice", 2, CHUNKS),
+            ("expert parts", "ram", 2, CHUNKS),
+        )
+    ),
 ]
 
 

@@ -105,6 +105,7 @@ def test_ranks_read_their_shards_of_a_folder_and_no_more(tmp_path: Path) -> None
         check_state(outcomes, reference[0])
 
 
+IN_RAM = ("ram", "ram, streamed")
 RUNS = {
     "tied": RankRun(model="tied"),
     "fp32": RankRun(dtype="fp32"),
@@ -126,14 +127,21 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_two_ranks_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
-    check(RUNS[name], "ram", 2, tmp_path)
+SPILLED = ("frozen", "moments in bf16", "muon", "adapters")
+"""Of RUNS, those that spill by default."""
+SLOW = (*SPILLED, "muon on experts")
+"""Those that stay in RAM in slow tests alone."""
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_two_ranks_that_stream_state_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
-    check(RUNS[name], "ram, streamed", 2, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *crossed([name for name in RUNS if name not in SLOW], IN_RAM, by=2),
+        *(pytest.param(name, place, marks=pytest.mark.slow) for name in SLOW for place in IN_RAM),
+    ],
+)
+def test_two_ranks_have_the_bits_of_one_process(name: str, place: str, tmp_path: Path) -> None:
+    check(RUNS[name], place, 2, tmp_path)
 
 
 def test_two_ranks_that_stream_beside_homes_on_the_gpu_have_the_bits_of_one_process(tmp_path: Path) -> None:
@@ -141,7 +149,11 @@ def test_two_ranks_that_stream_beside_homes_on_the_gpu_have_the_bits_of_one_proc
 
 
 @pytest.mark.parametrize(
-    "name", ["tied", "frozen", "expert parts", "routers in fp32", "moments in bf16", "muon", "adapters"]
+    "name",
+    [
+        *SPILLED,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tied", "expert parts", "routers in fp32")),
+    ],
 )
 def test_two_ranks_that_spill_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
     check(RUNS[name], "nvme", 2, tmp_path)
@@ -158,7 +170,7 @@ def test_two_ranks_that_update_in_the_backward_have_the_bits_of_one_process(clip
     check(RankRun(clip=clip), "nvme twice", 2, tmp_path)
 
 
-@pytest.mark.parametrize("place", ["ram", "nvme"])
+@pytest.mark.parametrize("place", [pytest.param("ram", marks=pytest.mark.slow), "nvme"])
 def test_evaluation_is_dealt_over_ranks_and_has_the_bits_of_one_process(place: str, tmp_path: Path) -> None:
     found = {size: POOL.run(evaluate_on_ranks, size, RankRun(), PLACES[place], tmp_path, 5) for size in (1, 2, 4)}
     (expected, _), *_ = found[1]
@@ -202,7 +214,10 @@ all, one of all, and both of the second.
 """
 
 
-@pytest.mark.parametrize(("place", "size"), [("gpu", 4), ("nvme", 2), ("ram, streamed", 2)])
+@pytest.mark.parametrize(
+    ("place", "size"),
+    [*(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpu", 4), ("nvme", 2))), ("ram, streamed", 2)],
+)
 def test_ranks_that_leave_a_vision_tower_out_have_the_bits_of_one_process(
     place: str, size: int, tmp_path: Path
 ) -> None:

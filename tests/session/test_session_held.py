@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed, some
 from streamed_loops import VOCAB, away_bytes, on_device, same, streamed_on, train_config
 from tiny_runs import one_thread, random_groups
 from torch import Tensor
@@ -127,7 +128,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("place", "model"), PLACES)
+@pytest.mark.parametrize(("place", "model"), some(PLACES, by=2))
 def test_tokens_and_all_training_bits_are_those_of_a_run_that_holds_nothing(
     place: str, model: str, where: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -187,8 +188,7 @@ def test_weights_that_the_free_memory_of_a_gpu_holds_give_the_bits_of_a_run_that
     assert same(found[0][2], found[1][2])
 
 
-@pytest.mark.parametrize("held", [SOME, ALL])
-@pytest.mark.parametrize("what", ["steps", "restores"])
+@pytest.mark.parametrize(("held", "what"), crossed([SOME, ALL], ["steps", "restores"], by=2))
 def test_weights_that_change_while_a_text_is_generated_are_those_of_its_next_tokens(
     what: str, held: float, where: dict[str, Any], tmp_path: Path
 ) -> None:

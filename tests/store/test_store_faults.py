@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from crossed import some
 from from_outside import FAULTS
 from small_drive import NO_NAMESPACES
 from warm_python import WarmPython
@@ -19,7 +20,7 @@ from megatier.tier import BlockSpec, Tier
 NAMES = re.findall(r"@scenario\ndef (\w+)", (FAULTS / "store.py").read_text())
 
 
-@pytest.fixture(scope="module", params=range(5), ids=lambda look: f"look-{look}" if look else "as-it-comes")
+@pytest.fixture(scope="module", params=some(range(5), by=3), ids=lambda look: f"look-{look}" if look else "as-it-comes")
 def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, python: WarmPython
 ) -> dict[str, str]:

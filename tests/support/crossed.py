@@ -1,4 +1,4 @@
-"""Settings that cross each other: the default tests meet every value of each, the slow ones every combination."""
+"""Cases of which the default tests meet some: of settings that cross each other, every value of each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
+
+
+def some(cases: Iterable[Any], by: int, first: int = 0) -> list[ParameterSet]:
+    """Every case, of which one in `by` is not slow. A case with several arguments is a tuple.
+
+    Args:
+        cases: tests of neighbours may take the same ones, each with another `first`.
+        by: how many cases there are for each that is not slow.
+        first: the place of the first one that is not.
+    """
+    listed = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [
+        pytest.param(*case, marks=[] if number % by == first else [pytest.mark.slow])
+        for number, case in enumerate(listed)
+    ]
 
 
 def crossed(*axes: Iterable[Any], by: int) -> list[ParameterSet]:

@@ -210,11 +210,14 @@ def main_program(folder: Path, seed: int, count: int, kind: str) -> dict[str, An
         shared = {**shared, "model.path": str(base)}
     before_runs = digest_of(sorted(base.glob("*")))
     places = [{**shared, **each} for each in tiers]
-    calls = [calls_of(folder / f"whole{index}", each) for index, each in enumerate(places)]
+    # Only those are counted from which a run is killed. What nobody stopped is the first.
+    calls = {0: calls_of(folder / "whole0", places[0])}
     found = []
     for number in range(count):
         start = draw.randrange(len(places))
         before, after = places[start], places[start] if kind == "savepoints" else draw.choice(places)
+        if start not in calls:
+            calls[start] = calls_of(folder / f"whole{start}", places[start])
         # Spread evenly over the run, at a random place of each part.
         call = 1 + int((number + draw.random()) * calls[start] / count)
         place = folder / str(number)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from safetensors.torch import load_file, save_file
 from small_commands import after_step, all_records, command, outcome
 from tiny_models import tiny_config
@@ -101,19 +102,17 @@ def change_tokenizer(folder: Path) -> None:
     path.write_text(json.dumps(found))
 
 
-CHANGES: list[tuple[Callable[[Path], None], str]] = [
-    (change_config, "config.json of the model: rope_parameters.rope_theta was 10000.0 and is 500.0"),
-    (change_buffer, f"buffer {BIAS} of the model was checksum "),
-    (change_tokenizer, "tokenizer.json of the tokenizer was checksum "),
-]
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "config": (change_config, "config.json of the model: rope_parameters.rope_theta was 10000.0 and is 500.0"),
+    "buffer": (change_buffer, f"buffer {BIAS} of the model was checksum "),
+    "tokenizer": (change_tokenizer, "tokenizer.json of the tokenizer was checksum "),
+}
 
 
-@pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.parametrize(("change", "name"), CHANGES, ids=["config", "buffer", "tokenizer"])
+@pytest.mark.parametrize(("saved", "change"), crossed(SAVED, CHANGES, by=3))
 def test_resume_over_changed_files_is_refused_by_name_unless_accepted(
     saved: str,
-    change: Callable[[Path], None],
-    name: str,
+    change: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -122,7 +121,8 @@ def test_resume_over_changed_files_is_refused_by_name_unless_accepted(
     folders = {name: tmp_path / name for name in ("given", "tokens")}
     for folder in folders.values():
         shutil.copytree(folder, folder.with_suffix(".before"))
-    change(tmp_path)
+    make, name = CHANGES[change]
+    make(tmp_path)
     capsys.readouterr()
     assert main(["resume", str(run)]) == 2
     complaint = capsys.readouterr().err
@@ -136,11 +136,12 @@ def test_resume_over_changed_files_is_refused_by_name_unless_accepted(
     assert len(outcome(run)["losses"]) == STEPS
 
 
-@pytest.mark.parametrize(("change", "name"), CHANGES[:2], ids=["config", "buffer"])
+@pytest.mark.parametrize("changed", ["buffer", pytest.param("config", marks=pytest.mark.slow)])
 def test_changed_files_that_are_accepted_are_noted_and_asked_for_no_second_time(
-    change: Callable[[Path], None], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("datasets")
+    change, name = CHANGES[changed]
     run = stopped(tmp_path, "checkpoint")
     change(tmp_path)
     assert main(["export", str(run), str(tmp_path / "out")]) == 2

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crossed import crossed, some
 from small_commands import after_step, command, metrics, outcome
 from tiny_runs import one_thread
 
@@ -81,11 +82,15 @@ def free_bytes(patch: pytest.MonkeyPatch, folder: Path, free: int) -> None:
 
 @pytest.mark.parametrize(
     "tiers",
-    [
-        {},
-        {"tiers.state": "nvme", "tiers.generations": 2},
-        {"numerics.guard": False, "train.clip": "null", "tiers.state": "ram"},
-    ],
+    some(
+        [
+            {},
+            {"tiers.state": "nvme", "tiers.generations": 2},
+            {"numerics.guard": False, "train.clip": "null", "tiers.state": "ram"},
+        ],
+        by=2,
+        first=1,
+    ),
     ids=["gpu", "speculative", "immediate"],
 )
 @pytest.mark.usefixtures("clock")
@@ -258,8 +263,7 @@ def failing_export(code: int = errno.ENOSPC) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("every", ["auto", 0])
+@pytest.mark.parametrize(("code", "every"), crossed([errno.ENOSPC, errno.EIO], ["auto", 0], by=2))
 def test_run_whose_export_fails_ends_with_a_checkpoint_from_which_it_is_written(
     every: object, code: int, tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from crossed import some
 from rank_pool import POOL
 from rich.console import Console
 
@@ -78,17 +79,20 @@ def figures(run: Path) -> list[tuple[object, object, object]]:
     return [row for row in found if any(row)]
 
 
-def test_train_on_ranks_writes_the_files_of_one_process(folder: Path) -> None:
-    for size in (1, 2, 4):
+sizes = pytest.mark.parametrize("shared", [4, pytest.param(2, marks=pytest.mark.slow)])
+
+
+@sizes
+def test_train_on_ranks_writes_the_files_of_one_process(shared: int, folder: Path) -> None:
+    for size in (1, shared):
         POOL.run(train_in, size, folder, ("--train.groups=4", f"--output.directory=run{size}"))
 
     alone = folder / "run1"
-    for size in (2, 4):
-        shared = folder / f"run{size}"
-        model = "model/model.safetensors"
-        assert (shared / model).read_bytes() == (alone / model).read_bytes()
-        assert figures(shared) == figures(alone)
-        assert {path.name for path in shared.iterdir()} == {path.name for path in alone.iterdir()}
+    run = folder / f"run{shared}"
+    model = "model/model.safetensors"
+    assert (run / model).read_bytes() == (alone / model).read_bytes()
+    assert figures(run) == figures(alone)
+    assert {path.name for path in run.iterdir()} == {path.name for path in alone.iterdir()}
 
 
 def train_with_a_slow_rank(folder: Path) -> None:
@@ -236,8 +240,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_checkpoints_of_a_run_on_ranks_are_those_of_one_process(folder: Path) -> None:
-    for size in (1, 2, 4):
+@sizes
+def test_checkpoints_of_a_run_on_ranks_are_those_of_one_process(shared: int, folder: Path) -> None:
+    for size in (1, shared):
         (folder / str(size)).mkdir()
         for name in ("run.yaml", "text.txt"):
             shutil.copy(folder / name, folder / str(size) / name)
@@ -245,10 +250,9 @@ def test_checkpoints_of_a_run_on_ranks_are_those_of_one_process(folder: Path) ->
 
     expected = files_of(folder / "1/run/checkpoints")
     assert {name.split("/")[0] for name in expected} == {f"step-{step:08d}" for step in (2, 3, 4)}
-    for size in (2, 4):
-        found = files_of(folder / f"{size}/run/checkpoints")
-        assert found.keys() == expected.keys()
-        assert [name for name in found if found[name] != expected[name]] == []
+    found = files_of(folder / f"{shared}/run/checkpoints")
+    assert found.keys() == expected.keys()
+    assert [name for name in found if found[name] != expected[name]] == []
 
 
 def test_run_on_ranks_goes_on_from_its_checkpoint_with_other_numbers_of_ranks(folder: Path) -> None:
@@ -412,7 +416,7 @@ def train_again(folder: Path, words: tuple[str, ...], failures: tuple[int, ...])
     return said.file.getvalue()
 
 
-@pytest.mark.parametrize(("failed_at", "size", "failures"), [(3, 2, (1, 1)), (1, 2, (0, 2)), (3, 1, (1,))])
+@pytest.mark.parametrize(("failed_at", "size", "failures"), some([(1, 2, (0, 2)), (3, 2, (1, 1)), (3, 1, (1,))], by=3))
 def test_run_that_torchrun_starts_again_goes_on_to_the_same_bits(
     failed_at: int, size: int, failures: tuple[int, ...], folder: Path
 ) -> None:
