@@ -157,6 +157,14 @@ class StoreContract:
         assert store.moved_bytes == moved
         assert self.away not in store.residency("a")
 
+    def test_slot_of_the_block_that_was_not_used_for_longest_is_taken_first(self, store: TieredStore) -> None:
+        num_slots = store.usage(self.away)["slots"] // round_up(NUM_BYTES)
+        assert 2 <= num_slots < len(KEYS)
+        for key in (*KEYS[:num_slots], KEYS[0], KEYS[num_slots]):
+            store.lease(key, self.away).release()
+        assert self.away in store.residency(KEYS[0]), "used again since"
+        assert self.away not in store.residency(KEYS[1])
+
     # ---- leases ----
 
     def test_lease_held_is_never_evicted(self, store: TieredStore) -> None:
