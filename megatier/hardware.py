@@ -152,19 +152,19 @@ def cores_usable(root: Path = ROOT) -> int:
 
 def cpu_has_bf16(root: Path = ROOT) -> bool:
     """Return whether the CPU multiplies bf16 numbers itself (AVX-512 BF16, AMX, Arm BF16)."""
-    words = set(_text(root / "proc/cpuinfo").split())
+    words = set(text_of(root / "proc/cpuinfo").split())
     return not words.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def cpu_instructions(root: Path = ROOT) -> str:
     """Return the maker of the CPU and the instructions by which libraries choose their kernels, in one line."""
-    words = set(_text(root / "proc/cpuinfo").split())
+    words = set(text_of(root / "proc/cpuinfo").split())
     return " ".join(sorted(word for word in words if INSTRUCTIONS.fullmatch(word)))
 
 
 def driver_version(root: Path = ROOT) -> str | None:
     """Return the version of NVIDIA's driver; None: there is none, or it does not say."""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _text(root / "proc/driver/nvidia/version"))
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text_of(root / "proc/driver/nvidia/version"))
     return found[0] if found else None
 
 
@@ -189,7 +189,7 @@ def memlock_limit_bytes() -> int | None:
 def transparent_huge_pages(root: Path = ROOT) -> str:
     """Return the kernel's mode: "always", "madvise", "never", or "unknown"."""
     # The file lists all modes and has brackets around the one that is on: always [madvise] never.
-    text = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    text = text_of(root / "sys/kernel/mm/transparent_hugepage/enabled")
     return text.partition("[")[2].partition("]")[0] or "unknown"
 
 
@@ -314,20 +314,20 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
     for version, group in _groups(root, 1):
         # Both versions have two numbers: microseconds of cores in each period, and the length of the period. The first
         # is "max" or -1 if there is no quota. A quota below one core still leaves one core to plan with.
-        words = _text(group / "cpu.max").split() if version is V2 else _v1_quota(group)
+        words = text_of(group / "cpu.max").split() if version is V2 else _v1_quota(group)
         if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
             yield max(1.0, int(words[0]) / int(words[1]))
 
 
 def _v1_quota(group: Path) -> list[str]:
-    return _text(group / "cpu.cfs_quota_us").split() + _text(group / "cpu.cfs_period_us").split()
+    return text_of(group / "cpu.cfs_quota_us").split() + text_of(group / "cpu.cfs_period_us").split()
 
 
 def _groups(root: Path, controller: int) -> Iterator[tuple[_CgroupFiles, Path]]:
     """Yield the directories of this process's cgroup and of all above it, for memory (0) or cpu (1)."""
     # A line of the file is `number:controllers:path`. Version 2 has one group for all controllers, and names none.
     top = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
         version = V1 if names else V2
         if version.controllers[controller] not in names.split(","):
@@ -348,7 +348,7 @@ def _groups(root: Path, controller: int) -> Iterator[tuple[_CgroupFiles, Path]]:
 
 def _statistic(path: Path, name: str) -> int:
     """Return the value of a line `name value` of memory.stat; 0 if it is missing."""
-    for line in _text(path).splitlines():
+    for line in text_of(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name:
             return int(value)
@@ -357,11 +357,11 @@ def _statistic(path: Path, name: str) -> int:
 
 def _number(path: Path) -> int | None:
     """Return the number that a file holds; None if it says "max" or is missing."""
-    text = _text(path).strip()
+    text = text_of(path).strip()
     return int(text) if text.isdigit() else None
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """Return the text of a file of the kernel; empty if it is missing or may not be read."""
     try:
         return path.read_text()

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatier.hardware import ROOT
+from megatier.hardware import ROOT, text_of
 
 SECTOR_BYTES = 512
 """The unit of the kernel's counters, whatever the size of the device's sectors."""
@@ -28,7 +28,7 @@ class BlockDevice:
     def moved_bytes(self) -> tuple[int, int] | None:
         """Return the bytes read and written since the machine started; None if nothing counts them."""
         # The third and the seventh number of the file are the sectors that were read and written.
-        fields = _text(self.counters).split() if self.counters is not None else []
+        fields = text_of(self.counters).split() if self.counters is not None else []
         return (int(fields[2]) * SECTOR_BYTES, int(fields[6]) * SECTOR_BYTES) if len(fields) > 6 else None
 
 
@@ -39,13 +39,13 @@ def block_device(directory: Path, root: Path = ROOT) -> BlockDevice:
     if not (folder / "stat").is_file():
         return BlockDevice(name="unknown", logical_block_bytes=None, num_drives=1, counters=None)
 
-    lines = _text(folder / "uevent").splitlines()
+    lines = text_of(folder / "uevent").splitlines()
     names = [line.removeprefix("DEVNAME=") for line in lines if "DEVNAME=" in line]
 
     # A partition has no queue of its own. That of its drive lies in the folder above.
     size = None
     for holder in (folder, folder.resolve().parent):
-        text = _text(holder / "queue/logical_block_size").strip()
+        text = text_of(holder / "queue/logical_block_size").strip()
         if size is None and text.isdigit():
             size = int(text)
     return BlockDevice(
@@ -60,10 +60,3 @@ def _num_drives(folder: Path) -> int:
     # RAID and LVM are devices over others, perhaps in several layers, which the kernel links as slaves.
     slaves = list((folder / "slaves").glob("*"))
     return sum(map(_num_drives, slaves)) if slaves else 1
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""

@@ -43,6 +43,8 @@ DRIVE_LIMIT_BYTES_PER_S = 16e9
 UNCOUNTED_SHARE_MAX = 1.5
 """The most that the bytes of a flow may be, as a multiple of those that the block device counted. If they are more, a
 cache has answered."""
+Trials = Mapping[int, tuple[float, float]]
+"""The median rates of mixed and writing flows, in bytes per second, by the number of threads in each direction."""
 KNEE_SHARE = 0.7
 """A long write has a knee if its rate fell to this share or less."""
 
@@ -85,7 +87,7 @@ class DriveFigures:
     """The native threads in each direction with which `read`, `write` and `mixed` were measured."""
     first_write_bytes_per_s: float | None = None
     """The rate of filling the file, with the threads of `options`; None if that went to the page cache."""
-    trials: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    trials: Trials = field(default_factory=dict)
     """The median rates of mixed and writing flows, in bytes per second, by the number of threads in each direction.
     They choose that number, and are no figures of the drive, since the best of several short trials is too good. It is
     empty if none were tried."""
@@ -93,6 +95,11 @@ class DriveFigures:
     """Facts that one should know about the figures."""
     flags: tuple[str, ...] = ()
     """The reasons why figures must not be believed."""
+
+    @property
+    def flows(self) -> dict[str, Flow]:
+        """What was moved, by its name. A step reads 14 bytes and writes 12 of each parameter that spills."""
+        return {"read": self.read, "write": self.write, "mixed 14:12": self.mixed}
 
     @property
     def rates(self) -> DriveRates:
@@ -201,7 +208,7 @@ def probe_drive(
     return replace(figures, notes=drive_notes(figures), flags=drive_flags(figures))
 
 
-def choose_threads(traffic: BlockTraffic, default: int, seconds: float) -> tuple[int, dict[int, tuple[float, float]]]:
+def choose_threads(traffic: BlockTraffic, default: int, seconds: float) -> tuple[int, Trials]:
     """Go on with as many threads as the drive is best with; returns their number, and the rates of all that were tried.
 
     Through the page cache none are tried, since RAM answers for a part there. The default number stays then.
@@ -214,28 +221,28 @@ def choose_threads(traffic: BlockTraffic, default: int, seconds: float) -> tuple
     return io_threads, trials
 
 
-def try_threads(traffic: BlockTraffic, seconds: float) -> dict[int, tuple[float, float]]:
+def try_threads(traffic: BlockTraffic, seconds: float) -> Trials:
     """Return the median rates of mixed and writing flows, in bytes per second, by the number of THREADS.
 
     Rates of drives waver over time. So the numbers take turns, and each round begins with another one.
     """
-    mixed: dict[int, list[float]] = {count: [] for count in THREADS}
-    writing: dict[int, list[float]] = {count: [] for count in THREADS}
+    tried: dict[int, list[tuple[float, float]]] = {count: [] for count in THREADS}
     for number in range(TRIAL_ROUNDS):
         first = number % len(THREADS)
         for count in THREADS[first:] + THREADS[:first]:
             traffic.set_threads(count)
-            mixed[count].append(traffic.mixed(seconds).bytes_per_s)
-            writing[count].append(traffic.write(seconds).bytes_per_s)
+            mixed = traffic.mixed(seconds)
+            tried[count].append((mixed.bytes_per_s, traffic.write(seconds).bytes_per_s))
 
     # Medians, because a drive that pauses once must not decide.
     medians = {}
-    for count in THREADS:
-        medians[count] = (statistics.median(mixed[count]), statistics.median(writing[count]))
+    for count, rates in tried.items():
+        mixing, writing = zip(*rates, strict=True)
+        medians[count] = (statistics.median(mixing), statistics.median(writing))
     return medians
 
 
-def fewest_threads(trials: Mapping[int, tuple[float, float]]) -> int:
+def fewest_threads(trials: Trials) -> int:
     """Return the smallest number of threads whose rates are both near the best, or else that of the best mixed rate.
 
     Few threads are better than many: a single read waits longer the more threads write at the same time.
@@ -243,13 +250,12 @@ def fewest_threads(trials: Mapping[int, tuple[float, float]]) -> int:
     # The best mixed rate and the best writing rate may be those of different numbers.
     best_mixed = max(mixed for mixed, _ in trials.values())
     best_write = max(write for _, write in trials.values())
-    near = []
-    for count, (mixed, write) in trials.items():
-        if mixed >= AS_FAST * best_mixed and write >= AS_FAST * best_write:
-            near.append(count)
-    if near:
-        return min(near)
-    return max(trials, key=lambda count: trials[count][0])
+    near = [
+        count
+        for count, (mixed, write) in trials.items()
+        if mixed >= AS_FAST * best_mixed and write >= AS_FAST * best_write
+    ]
+    return min(near) if near else max(trials, key=lambda count: trials[count][0])
 
 
 def drive_flags(figures: DriveFigures) -> tuple[str, ...]:
@@ -286,7 +292,7 @@ def drive_notes(figures: DriveFigures) -> tuple[str, ...]:
     if logical > PAGE_BYTES:
         notes.append(f"the device wants transfers of {logical} bytes; the store's may be smaller")
 
-    for flow in (figures.read, figures.write, figures.mixed):
+    for flow in figures.flows.values():
         if flow.device_bytes and flow.device_bytes > UNCOUNTED_SHARE_MAX * flow.num_bytes:
             notes.append("others used the device meanwhile: the figures are too low")
             break

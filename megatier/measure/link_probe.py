@@ -6,7 +6,7 @@ about a figure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -96,6 +96,15 @@ class LinkFigures:
     """Facts that one should know about the figures."""
     flags: tuple[str, ...] = ()
     """The reasons why figures must not be believed."""
+
+    @property
+    def copy_rates(self) -> Iterator[tuple[str, float, float]]:
+        """Each way of copies by its name, with its rate alone, and while bytes go the other way as well."""
+        for copies in self.copies:
+            # Without a GPU a copy inside RAM stands for one over the link.
+            name = copies.device if self.device == "cuda" else "native copy"
+            yield f"{name}: RAM to GPU", copies.to_gpu_bytes_per_s, copies.to_gpu_both_bytes_per_s
+            yield f"{name}: GPU to RAM", copies.to_ram_bytes_per_s, copies.to_ram_both_bytes_per_s
 
 
 def probe_links(

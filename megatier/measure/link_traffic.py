@@ -40,8 +40,10 @@ COPY_DEPTH = 2
 LAUNCHES_IN_A_ROW = 8
 """The kernels that are launched before the host waits for the GPU."""
 
-Work = Callable[[Callable[[], bool]], float]
-"""Traffic of one kind. It is given a function that tells when to stop, and returns its rate."""
+Until = Callable[[], bool]
+"""Tells traffic when to stop."""
+Work = Callable[[Until], float]
+"""Traffic of one kind, which returns its rate."""
 
 
 def at_once(works: Mapping[str, Work], seconds: float) -> dict[str, float]:
@@ -90,36 +92,19 @@ class CopyTraffic:
         self._lanes.close()
         self._host.close()
 
-    def to_gpu(self, until: Callable[[], bool]) -> float:
+    def to_gpu(self, until: Until) -> float:
         """Copy from RAM; return bytes per second."""
-        return self._run(0, until)
+        return self._piece * _pieces_per_s(partial(self._copy, 0), COPY_PIECES, COPY_DEPTH, until)
 
-    def to_ram(self, until: Callable[[], bool]) -> float:
+    def to_ram(self, until: Until) -> float:
         """Copy to RAM; return bytes per second."""
-        return self._run(1, until)
+        return self._piece * _pieces_per_s(partial(self._copy, 1), COPY_PIECES, COPY_DEPTH, until)
 
-    def _run(self, way: int, until: Callable[[], bool]) -> float:
-        flying: deque[Transfer] = deque()
-        done = 0
-        began = time.perf_counter()
-        for piece in itertools.cycle(range(COPY_PIECES)):
-            offset = way * self._way_bytes + piece * self._piece
-            host = self._host.view(offset, self._piece)
-            device = self._device.view(offset, self._piece)
-            copy = self._lanes.to_ram("copy", host, device) if way else self._lanes.to_gpu("copy", device, host)
-            flying.append(copy)
-
-            # The next copy is enqueued before this one is waited for, so the link never idles.
-            if len(flying) == COPY_DEPTH:
-                flying.popleft().wait()
-                done += self._piece
-                if until():
-                    break
-
-        while flying:
-            flying.popleft().wait()
-            done += self._piece
-        return done / (time.perf_counter() - began)
+    def _copy(self, way: int, piece: int) -> Transfer:
+        offset = way * self._way_bytes + piece * self._piece
+        host = self._host.view(offset, self._piece)
+        device = self._device.view(offset, self._piece)
+        return self._lanes.to_ram("copy", host, device) if way else self._lanes.to_gpu("copy", device, host)
 
 
 class UpdateTraffic:
@@ -161,53 +146,28 @@ class UpdateTraffic:
         """Begin to update the chunk of this number, which must not be under way."""
         return pool.submit_adamw(self._addresses(chunk * self._chunk), True, [(0, self._chunk, 1.0)], SCALARS)
 
-    def on_cpu(self, threads: int, until: Callable[[], bool]) -> float:
+    def on_cpu(self, threads: int, until: Until) -> float:
         """Update with native threads; return parameters per second."""
-        pool = adamw_threads(threads)
-        try:
-            return self._on_cpu(pool, until)
-        finally:
-            pool.close()
+        num_chunks = self.num_elements // self._chunk
+
+        # One chunk waits while another one is updated; no chunk is updated twice at once.
+        with closing(adamw_threads(threads)) as pool:
+            return self._chunk * _pieces_per_s(partial(self.submit, pool), num_chunks, min(2, num_chunks), until)
 
     def on_gpu(self, seconds: float) -> float:
         """Update with the kernel of the GPU; return parameters per second."""
         from megatier.optim.kernels import adamw  # Triton comes with the CUDA builds of torch only
 
-        # The planes lie one after the other in the arena, each with all elements.
-        planes = []
-        start = 0
-        for width in self.WIDTHS:
-            stop = start + width * self.num_elements
-            planes.append(self._arena.bytes[start:stop])
-            start = stop
-        weight, remainder, exp_avg, exp_avg_sq, grad = planes
+        sizes = [width * self.num_elements for width in self.WIDTHS]
+        weight, remainder, exp_avg, exp_avg_sq, grad = self._arena.bytes[: sum(sizes)].split(sizes)
 
         def work() -> None:
             adamw((weight, remainder, exp_avg, exp_avg_sq, grad), [(0, self.num_elements, 1.0)], SCALARS)
 
-        return self.num_elements * _repeats_per_s(work, self._arena.bytes.device, seconds)
-
-    def _on_cpu(self, pool: _native.ThreadPool, until: Callable[[], bool]) -> float:
-        flying: deque[_native.Batch] = deque()
-        done = 0
-        began = time.perf_counter()
-        chunks = range(self.num_elements // self._chunk)
-        depth = min(2, len(chunks))  # one chunk waits while another one is updated; no chunk is updated twice at once
-        for chunk in itertools.cycle(chunks):
-            flying.append(self.submit(pool, chunk))
-            if len(flying) == depth:
-                flying.popleft().wait()
-                done += self._chunk
-                if until():
-                    break
-
-        while flying:
-            flying.popleft().wait()
-            done += self._chunk
-        return done / (time.perf_counter() - began)
+        return self.num_elements * _alone_per_s(work, self._arena.bytes.device, seconds)
 
     def _addresses(self, start: int) -> tuple[int, int, int, int, int]:
-        """Return where each plane has the element `start`."""
+        """Return where each plane has the element `start`. The planes lie one after the other, with all elements."""
         addresses = []
         plane = self._arena.address
         for width in self.WIDTHS:
@@ -217,11 +177,38 @@ class UpdateTraffic:
         return weight, remainder, exp_avg, exp_avg_sq, grad
 
 
+def _pieces_per_s(begin: Callable[[int], Transfer | _native.Batch], num_pieces: int, depth: int, until: Until) -> float:
+    """Do pieces in turn, so many at once, until something is true; return how many a second.
+
+    Args:
+        begin: begins the piece of a number.
+        num_pieces: their number. They are done again and again.
+        depth: how many are under way at once.
+        until: is asked after each.
+    """
+    flying: deque[Transfer | _native.Batch] = deque()
+    done = 0
+    began = time.perf_counter()
+    for piece in itertools.cycle(range(num_pieces)):
+        flying.append(begin(piece))
+
+        # The next one is enqueued before this one is waited for, so whoever does them never idles.
+        if len(flying) == depth:
+            flying.popleft().wait()
+            done += 1
+            if until():
+                break
+
+    for last in flying:
+        last.wait()
+    return (done + len(flying)) / (time.perf_counter() - began)
+
+
 def matmul_flops_per_s(device: torch.device, size: int, seconds: float) -> float:
     """Return the FLOP/s of a square product, in bf16 on cuda and in fp32 on the CPU."""
     # A product and a sum for each of size^3 pairs.
     work = square_product(device, size)
-    return 2.0 * size**3 * _repeats_per_s(work, device, seconds)
+    return 2.0 * size**3 * _alone_per_s(work, device, seconds)
 
 
 def square_product(device: torch.device, size: int) -> Callable[[], object]:
@@ -234,21 +221,27 @@ def square_product(device: torch.device, size: int) -> Callable[[], object]:
     return partial(torch.mm, left, right, out=out)
 
 
-def _repeats_per_s(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return how often a second it can be done. On a GPU several are launched in a row, so that it never idles."""
-    has_stream = device.type == "cuda"
-    in_a_row = LAUNCHES_IN_A_ROW if has_stream else 1
-    work()  # the first time compiles kernels and wakes threads
-    if has_stream:
+def _alone_per_s(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Return how often a second it can be done, after a first time, which compiles kernels and wakes threads."""
+    work()
+    if device.type == "cuda":
         torch.cuda.synchronize()
+    return alone(partial(repeats_per_s, work, device.type), seconds)
 
+
+def repeats_per_s(work: Callable[[], object], device: str, until: Until) -> float:
+    """Return how often a second it can be done, until something is true."""
+    # Several are launched in a row, so that a GPU never idles.
+    in_a_row = LAUNCHES_IN_A_ROW if device == "cuda" else 1
     done = 0
     began = time.perf_counter()
-    while not done or time.perf_counter() - began < seconds:
+    while not done or not until():
         for _ in range(in_a_row):
             work()
-        if has_stream:
-            torch.cuda.synchronize()
+
+        # Not the whole device, on which collectives may run too.
+        if device == "cuda":
+            torch.cuda.current_stream().synchronize()
         done += in_a_row
 
     return done / (time.perf_counter() - began)

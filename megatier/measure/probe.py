@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatier import hardware
 from megatier.forecast.jobs import UPDATE_BYTES
-from megatier.schedule.rates import OF_RANKS, WAVERING, DriveRates, Rates
+from megatier.schedule.rates import OF_RANKS, DriveRates, Rates
 from megatier.tier import Way
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def machine_facts(device: str) -> dict[str, Any]:
     """Return the facts that tell this machine from others, as far as rates go, for runs on "cuda" or "cpu"."""
     return {
         "host": platform.node(),
-        "machine_id": _text(Path("/etc/machine-id")).strip(),
+        "machine_id": hardware.text_of(Path("/etc/machine-id")).strip(),
         "processor": _processor(),
         "cores": hardware.cores_usable(),
         "device": device,
@@ -190,7 +190,11 @@ def rates_or_assumed(directories: Sequence[Path], device: str) -> tuple[Rates, t
         return measured, ()
 
     # The drives of a run are often new while the machine is not.
-    drives = tuple(_assumed_drive(directory) for directory in directories)
+    rate = ASSUMED_DRIVE_BYTES_PER_S
+    drives = tuple(
+        DriveRates(directory=str(directory), read_bytes_per_s=rate, write_bytes_per_s=rate, mixed_bytes_per_s=rate)
+        for directory in directories
+    )
     links = cached_rates((), device)
     if links is not None:
         return dataclasses.replace(links, drives=drives), ("drives",)
@@ -217,11 +221,6 @@ def io_threads(asked: int | None, rates: Rates | None) -> tuple[int, str]:
     if rates is None or rates.io_threads is None:
         return IO_THREADS, "the default; `megatier bench` finds what these mounts want"
     return min(rates.io_threads, IO_THREADS_MAX), "as `megatier bench` found"
-
-
-def _assumed_drive(directory: Path) -> DriveRates:
-    rate = ASSUMED_DRIVE_BYTES_PER_S
-    return DriveRates(directory=str(directory), read_bytes_per_s=rate, write_bytes_per_s=rate, mixed_bytes_per_s=rate)
 
 
 def _assumed_links(device: str) -> Rates:
@@ -259,34 +258,26 @@ def _shared(drives: Sequence[DriveRates], facts: Sequence[dict[str, Any]]) -> tu
 def _entries(path: Path) -> list[dict[str, Any]]:
     """Return the entries of the cache that this version can use; none if it is damaged, or of another version."""
     try:
-        entries = json.loads(_text(path))
+        entries = json.loads(hardware.text_of(path))
     except ValueError:
         return []
     return [entry for entry in entries if _is_whole(entry)] if isinstance(entries, list) else []
 
 
 def _is_whole(entry: object) -> bool:
-    """Return whether an entry has everything that this version writes; newer figures may be missing."""
-    links = {field.name for field in dataclasses.fields(Rates)} - {"drives"}
-    rates = {field.name for field in dataclasses.fields(DriveRates)}
-    newer = {"io_threads", "first_write_bytes_per_s", *WAVERING}  # not in entries of older versions
+    """Return whether an entry has everything that this version needs; newer figures may be missing."""
     try:
         assert isinstance(entry, dict)
         for drive in entry["drives"]:
-            if not drive["facts"] or drive["rates"].keys() | newer != rates:
-                return False
-        return bool(entry["machine"]) and entry["links"].keys() | OF_RANKS == links
+            DriveRates(**drive["rates"])
+        Rates(drives=(), **entry["links"])
+        return bool(entry["machine"]) and all(drive["facts"] for drive in entry["drives"])
     except (AssertionError, AttributeError, KeyError, TypeError):
         return False
 
 
 def _processor() -> str:
-    names = (line.partition(":")[2] for line in _text(Path("/proc/cpuinfo")).splitlines() if "model name" in line)
+    names = (
+        line.partition(":")[2] for line in hardware.text_of(Path("/proc/cpuinfo")).splitlines() if "model name" in line
+    )
     return next(names, platform.machine()).strip()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -9,7 +9,6 @@ one that costs compute less.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ import torch
 
 from megatier.hardware import ram_available_bytes
 from megatier.measure.link_probe import MATMUL_SIZE
-from megatier.measure.link_traffic import LAUNCHES_IN_A_ROW, square_product
+from megatier.measure.link_traffic import alone, repeats_per_s, square_product
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import bay_bytes
@@ -128,14 +127,13 @@ def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = 
         gather_s = _seconds_each(ranks, lane, gather, seconds)
         scatter_s = _seconds_each(ranks, lane, scatter, seconds)
         product = square_product(torch.device(device), MATMUL_SIZE[device])
-        end = time.perf_counter() + seconds
-        alone_per_s = _products_per_s(product, device, lambda: time.perf_counter() > end)
+        alone_per_s = alone(partial(repeats_per_s, product, device), seconds)
 
         # All ranks begin together, since a collective waits for the last of them.
         count = max(1, round(seconds / (gather_s + scatter_s)))
         ranks.agree(None)
         moves = _submit(lane, [gather, scatter] * count)
-        beside_per_s = _products_per_s(product, device, moves[-1].done)
+        beside_per_s = repeats_per_s(product, device, moves[-1].done)
         beside_s = _span_s(moves)
 
     ranks.drop_memory()
@@ -181,19 +179,3 @@ def _span_s(moves: Sequence[Transfer]) -> float:
     start_ns, _ = moves[0].span_ns()
     _, end_ns = moves[-1].span_ns()
     return (end_ns - start_ns) / 1e9
-
-
-def _products_per_s(product: Callable[[], object], device: str, until: Callable[[], bool]) -> float:
-    """Return how often a second it can be done, until something is true."""
-    in_a_row = LAUNCHES_IN_A_ROW if device == "cuda" else 1
-    done = 0
-    began = time.perf_counter()
-    while not done or not until():
-        for _ in range(in_a_row):
-            product()
-
-        # Not the whole device, on which collectives run too.
-        if device == "cuda":
-            torch.cuda.current_stream().synchronize()
-        done += in_a_row
-    return done / (time.perf_counter() - began)
