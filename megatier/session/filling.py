@@ -18,18 +18,18 @@ from megatier.optim.masters import narrow, plane_dtype, split_master
 from megatier.play.blocks import UnitBlocks
 from megatier.play.optimizer import Elements
 from megatier.schedule.slots import CHUNK_ELEMENTS_MAX, UPDATE_DEPTH
-from megatier.session.pieces import assemble
+from megatier.session.pieces import Piece, assemble
 from megatier.tier import Kind
 from megatier.workers import Task, Workers
 
 UNITS_AHEAD = 2
 """Units that threads have tasks of at once: while one ends, the next one begins."""
 
-Job = tuple[Unit, Unit]
-"""A whole unit, and what this process has of it."""
-TasksOf = Callable[[Unit, Unit], Iterator[Callable[[], None]]]
-"""Makes the tasks of such a pair."""
-Source = Callable[[], AbstractContextManager[Iterator[tuple[int, Tensor]]]]
+Progress = Callable[[Unit], None]
+"""Is called after each unit."""
+TasksOf = Callable[[Unit], Iterator[Callable[[], None]]]
+"""Makes the tasks of a unit."""
+Source = Callable[[], AbstractContextManager[Iterator[Piece]]]
 """Opens the pieces of some planes, in the thread that takes them."""
 Sources = Callable[[Unit], Sequence[tuple[Sequence[Kind], Source]]]
 """Names the planes of a unit that are filled together, and where their pieces come from."""
@@ -50,19 +50,25 @@ class Filling:
         self._is_left = False
         """Whether whoever waits for the threads has left, by an error or an interrupt. So they end at the next run."""
 
-    def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]], base: bool) -> None:
-        """Overwrite planes of a unit from pieces, in this thread; see `Session.fill`."""
+    def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[Piece], base: bool) -> None:
+        """Overwrite planes of a unit from pieces, in this thread.
+
+        Args:
+            unit: one of the session's.
+            kinds: those of the master (`StateSchema.master_kinds`), or one kind that is fp32.
+            pieces: (first element, flat fp32) of the unit's layout, in increasing order. Elements that they leave out
+                become 0. Only those of the master have frozen elements.
+            base: whether frozen elements are filled; else they stay as they are.
+        """
         self._is_left = False
         self._fill_part(unit, kinds, pieces, base=base)
         self._kept = threading.local()
         self._share(unit, kinds, base=base)
 
-    def fill_arrays(
-        self, units: Sequence[Unit], sources: Sources, threads: int, progress: Callable[[Unit], None]
-    ) -> None:
+    def fill_arrays(self, units: Sequence[Unit], sources: Sources, threads: int, progress: Progress) -> None:
         """Overwrite planes of all units in several threads; see `Session.fill_arrays`."""
 
-        def tasks_of(_: Unit, unit: Unit) -> Iterator[Callable[[], None]]:
+        def tasks_of(unit: Unit) -> Iterator[Callable[[], None]]:
             for kinds, source in sources(unit):
                 yield partial(self._fill_from, unit, kinds, source)
 
@@ -72,23 +78,30 @@ class Filling:
             progress(unit)
 
         spills = {unit.name for unit in units if self._blocks.spilled(unit.name)}
-        self._in_threads([(unit, unit) for unit in units], spills, tasks_of, threads, end)
+        self._in_threads(units, spills, tasks_of, threads, end)
 
     def fill_masters(
-        self, units: Sequence[tuple[Unit, Unit]], source: PartReader, threads: int, progress: Callable[[Unit], None]
+        self,
+        wholes: Sequence[Unit],
+        units: Sequence[Unit],
+        source: PartReader,
+        threads: int,
+        progress: Progress,
     ) -> None:
         """Overwrite the masters of all units in several threads.
 
         Args:
-            units: each whole unit with what this process has of it.
+            wholes: the whole units.
+            units: what this process has of them, in the same order.
             source: gives the numbers.
             threads: how many fill what is not at home on NVMe.
             progress: is called after each unit, in this thread.
         """
+        whole_of = {whole.name: whole for whole in wholes}
 
-        def tasks_of(whole: Unit, unit: Unit) -> Iterator[Callable[[], None]]:
+        def tasks_of(unit: Unit) -> Iterator[Callable[[], None]]:
             kinds = unit.layout.schema.master_kinds
-            read = source.parts(whole)
+            read = source.parts(whole_of[unit.name])
             for elements in self._runs(unit, kinds, base=True):
                 yield partial(self._fill_run, unit, kinds, elements, read)
 
@@ -96,16 +109,21 @@ class Filling:
             self._share(unit, unit.layout.schema.master_kinds, base=True)
             progress(unit)
 
-        spills = {unit.name for _, unit in units if self._spills_master(unit)}
+        # A master may be at home elsewhere than the moments.
+        spills = {
+            unit.name
+            for unit in units
+            if not set(unit.layout.schema.master_kinds).isdisjoint(self._blocks.spilled(unit.name))
+        }
         self._in_threads(units, spills, tasks_of, threads, end)
 
     def _in_threads(
         self,
-        units: Sequence[Job],
+        units: Sequence[Unit],
         spilled: Collection[str],
         tasks_of: TasksOf,
         threads: int,
-        end: Callable[[Unit], None],
+        end: Progress,
     ) -> None:
         """Do the tasks of all units in several threads.
 
@@ -113,7 +131,7 @@ class Filling:
         are few, because each holds slots of an update chunk.
 
         Args:
-            units: each whole unit with what this process has of it.
+            units: what is filled.
             spilled: names of the units of which something that is filled is at home on NVMe.
             tasks_of: makes the tasks of a unit.
             threads: how many work on what is not at home on NVMe.
@@ -128,11 +146,11 @@ class Filling:
             under_way: dict[bool, deque[tuple[Unit, list[Task[None]]]]] = {spills: deque() for spills in pools}
             self._is_left = False
             stack.callback(self._leave)
-            for whole, unit in _mixed(units, spilled):
+            for unit in _mixed(units, spilled):
                 spills = unit.name in spilled
                 if len(under_way[spills]) == UNITS_AHEAD:
                     _wait(*under_way[spills].popleft(), end)
-                tasks = [pools[spills].submit(task) for task in tasks_of(whole, unit)]
+                tasks = [pools[spills].submit(task) for task in tasks_of(unit)]
                 under_way[spills].append((unit, tasks))
 
             for rest in under_way.values():
@@ -144,21 +162,15 @@ class Filling:
         """Let threads end at the next run. Where all is done, none is at work."""
         self._is_left = True
 
-    def _spills_master(self, unit: Unit) -> bool:
-        """Return whether a part of a unit's master is at home on NVMe."""
-        return not set(unit.layout.schema.master_kinds).isdisjoint(self._blocks.spilled(unit.name))
-
     def _fill_from(self, unit: Unit, kinds: Sequence[Kind], source: Source) -> None:
         """Fill planes of a unit from pieces that are opened for it; this runs in a worker."""
         self._take_gpu()
         with source() as pieces:
             self._fill_part(unit, kinds, pieces, base=not unit.layout.has_base)
 
-    def _fill_part(
-        self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]], *, base: bool
-    ) -> None:
+    def _fill_part(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[Piece], *, base: bool) -> None:
         """Fill planes of a unit, run by run."""
-        ahead: tuple[int, Tensor] | None = None
+        ahead: Piece | None = None
         """The piece that reaches beyond the runs that are done."""
         for elements in self._runs(unit, kinds, base=base):
             if self._is_left:
@@ -226,16 +238,18 @@ class Filling:
         return kept[:size]
 
 
-def _mixed(units: Sequence[Job], spilled: Collection[str]) -> list[Job]:
+def _mixed(units: Sequence[Unit], spilled: Collection[str]) -> list[Unit]:
     """Return the units so that those on NVMe come at even distances, and drives always have work."""
-    placed: list[tuple[float, int, Job]] = []
+    placed: list[tuple[float, Unit]] = []
     for spills in (True, False):
-        group = [pair for pair in units if (pair[1].name in spilled) is spills]
-        placed += [((number + 0.5) / len(group), len(placed) + number, pair) for number, pair in enumerate(group)]
-    return [pair for *_, pair in sorted(placed, key=lambda found: found[:2])]
+        group = [unit for unit in units if (unit.name in spilled) is spills]
+        placed += [((number + 0.5) / len(group), unit) for number, unit in enumerate(group)]
+
+    # The sort is stable, so of two at one place the one on NVMe comes first.
+    return [unit for _, unit in sorted(placed, key=lambda found: found[0])]
 
 
-def _wait(unit: Unit, tasks: Sequence[Task[None]], end: Callable[[Unit], None]) -> None:
+def _wait(unit: Unit, tasks: Sequence[Task[None]], end: Progress) -> None:
     """Wait for a unit's tasks, and end it."""
     for task in tasks:
         task.result()

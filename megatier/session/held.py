@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 
@@ -31,7 +32,7 @@ from megatier.engine.stage import WeightSource, WeightUse
 from megatier.session.session import Session
 from megatier.setup.machine import free_gpu_bytes
 from megatier.store.copies import POISON
-from megatier.tier import Kind, Leg, Phase, Tier
+from megatier.tier import Kind, Phase, Tier
 
 SHARES = 16
 """The shares of the GPU's memory, of which one or two stay free."""
@@ -102,7 +103,7 @@ class HeldWeights:
         self._give_back()
         try:
             self._is_open = True
-            self._stage.source = self
+            self._stage.source = cast(WeightSource, self)
             yield
         finally:
             self._stage.source = self._source
@@ -156,21 +157,9 @@ class HeldWeights:
             self._take(unit, use.bytes)
         return use
 
-    def stash(self, unit: str, tensor: torch.Tensor) -> None:
-        """See `WeightSource.stash`."""
-        self._source.stash(unit, tensor)
-
-    def stash_beside(self, unit: str, tensor: torch.Tensor) -> bool:
-        """See `WeightSource.stash_beside`."""
-        return self._source.stash_beside(unit, tensor)
-
-    def fetch(self, unit: str) -> list[torch.Tensor]:
-        """See `WeightSource.fetch`."""
-        return self._source.fetch(unit)
-
-    def begin_leg(self, leg: Leg) -> None:
-        """See `WeightSource.begin_leg`."""
-        self._source.begin_leg(leg)
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the source
+        """All else is the source's own: what is held changes nothing about activations."""
+        return getattr(self._source, name)
 
     # ------------------------------------------------------------------ memory
 

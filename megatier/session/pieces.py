@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Piece = tuple[int, Tensor]
+"""The first element, and the values of all, flat."""
 
-def assemble(
-    master: Tensor, elements: tuple[int, int], pieces: Iterator[tuple[int, Tensor]], ahead: tuple[int, Tensor] | None
-) -> tuple[int, Tensor] | None:
+
+def assemble(master: Tensor, elements: tuple[int, int], pieces: Iterator[Piece], ahead: Piece | None) -> Piece | None:
     """Put the elements of a run together from pieces, with zeros where no piece has any.
 
     Args:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from megatier.compute.compilation import Compilation
 from megatier.compute.compile_clock import CLOCK
-from megatier.config.values import MountBudget
 from megatier.defaults import usual_defaults
 from megatier.drives.blockfile import IoOptions
 from megatier.drives.mounts import rank_id
@@ -33,9 +30,8 @@ from megatier.play.blocks import block_key
 from megatier.play.player import Player
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.placement import Placement, all_short, place
-from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import Budgets, bay_bytes
-from megatier.session.filling import Filling, Sources
+from megatier.session.filling import Filling, Progress, Sources
 from megatier.session.kept_code import keep_code
 from megatier.session.shards import Read, WholeMasters, reading_masters, shards_of
 from megatier.setup.machine import check_attention, limit_gpu
@@ -113,7 +109,9 @@ class Session:
         # Each step opens one part and leaves on the stack what closes it. If a later step fails, all that is open is
         # closed, the last part first. `close` does the same.
         with ExitStack() as opened:
-            shares = _shares(setup.machine.mounts, rates)
+            # A block is moved when its slowest mount is done. Reads and writes come mixed, so the mixed rates count.
+            drives = rates.drives if rates is not None and len(setup.machine.mounts) > 1 else ()
+            shares = tuple(drive.mixed_bytes_per_s for drive in drives)
             io = replace(work.options, num_threads=self.io_threads[0], shares=shares, reuses=reuses, run=run)
             self.store, budgets = _open_store(opened, setup, io, run_id, ranks)
             self.placement = _place(setup, budgets)
@@ -121,15 +119,16 @@ class Session:
             self._open_player(opened, work)
             self.in_place = self._attach_base(work)
             self.why_copied = work.in_place.why_not
-            self._open_engine(opened, work, options)
+
+            # It installs the nodes in the skeleton's modules.
+            self.engine = Engine(self.model, work.units, self.player, self.optimizer, options, self.ranks)
+            opened.callback(self.engine.close)
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # The other ranks may wait for this one, and closing for them. To a forked child nothing of this belongs.
         if error is not None and self.ranks is not None and self.owner.is_here:
             self.ranks.fail(error)
@@ -187,13 +186,8 @@ class Session:
                 self.store.files.attach(extent, work.in_place.parts[name])
         return tuple(on_nvme)
 
-    def _open_engine(self, opened: ExitStack, work: Workload, options: EngineOptions) -> None:
-        """Install the nodes in the skeleton's modules."""
-        self.engine = Engine(self.model, work.units, self.player, self.optimizer, options, self.ranks)
-        opened.callback(self.engine.close)
-
     @usual_defaults()
-    def load(self, source: WeightReader, progress: Callable[[Unit], None] = lambda _: None) -> None:
+    def load(self, source: WeightReader, progress: Progress = lambda _: None) -> None:
         """Fill the master weights of all units, piece by piece. Moments are zero already.
 
         Frozen weights are rounded to the dtype of their plane as torch does, to nearest even.
@@ -203,13 +197,13 @@ class Session:
             progress: is called after each unit.
         """
         with self.player.loading():
-            pairs = list(zip(self.wholes, self.units, strict=True))
             if isinstance(source, PartReader):
-                self._filling.fill_masters(pairs, source, self.num_cores, progress)
+                self._filling.fill_masters(self.wholes, self.units, source, self.num_cores, progress)
                 return
-            for whole, unit in pairs:
+            for whole, unit in zip(self.wholes, self.units, strict=True):
                 shard = None if self.ranks is None else unit.layout
-                self.fill(unit, unit.layout.schema.master_kinds, source.read(whole, shard))
+                pieces = source.read(whole, shard)
+                self._filling.fill(unit, unit.layout.schema.master_kinds, pieces, base=True)
                 progress(unit)
 
     @property
@@ -217,26 +211,12 @@ class Session:
         """Cores of this process: the ranks of a host share its cores."""
         return max(1, cores_usable() // self.setup.machine.world.host_ranks)
 
-    def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]], base: bool = True) -> None:
-        """Overwrite planes of a unit's state: those of its master, or one moment.
-
-        Args:
-            unit: one of `units`.
-            kinds: those of the master (`StateSchema.master_kinds`), or one kind that is fp32.
-            pieces: (first element, flat fp32) of the unit's layout, in increasing order. Elements that they leave out
-                become 0. Only those of the master have frozen elements.
-            base: whether frozen elements are filled; else they stay as they are.
-        """
-        # If this fails midway, planes of the unit may be of different origins, so the state is torn then.
-        with self.store.tear.change:
-            self._filling.fill(unit, kinds, pieces, base)
-
-    def fill_arrays(self, sources: Sources, threads: int, progress: Callable[[Unit], None]) -> None:
+    def fill_arrays(self, sources: Sources, threads: int, progress: Progress) -> None:
         """Overwrite planes of all units, in several threads. Frozen elements of a base stay as they are.
 
         Args:
-            sources: gives the planes of a unit that are filled together, as for `fill`, each with what opens their
-                pieces. It is called for a unit in this thread, and what it gives in others.
+            sources: gives the planes of a unit that are filled together, as for `Filling.fill`, each with what opens
+                their pieces. It is called for a unit in this thread, and what it gives in others.
             threads: most threads that fill what is not at home on NVMe.
             progress: is called after each unit, in this thread.
         """
@@ -286,13 +266,6 @@ class Session:
                 result[lower - start : upper - start].copy_(plane[lower - first : upper - first])
 
         return result
-
-
-def _shares(mounts: Sequence[MountBudget], rates: Rates | None) -> tuple[float, ...]:
-    """Return the share of a block that each mount takes, by the rate of its drive; empty: budgets are the shares."""
-    # A block is moved when its slowest mount is done. Reads and writes come mixed, so the mixed rates count.
-    drives = rates.drives if rates is not None and len(mounts) > 1 else ()
-    return tuple(drive.mixed_bytes_per_s for drive in drives)
 
 
 def _open_store(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatier.models.decoder import Unit
 from megatier.ranks.ranks import Ranks
+from megatier.session.pieces import Piece
 
 Read = Callable[[Unit, int, int], Tensor]
 """Reads elements [start, stop) of a unit's masters, as flat fp32 on the CPU."""
@@ -64,12 +65,12 @@ class WholeMasters:
         while (asked := self._ranks.first(lambda: ("", 0, 0))) is not None:
             self._pieces(*asked)
 
-    def _pieces(self, unit: str, start: int, stop: int) -> list[tuple[int, Tensor]]:
+    def _pieces(self, unit: str, start: int, stop: int) -> list[Piece]:
         """Return all ranks' runs of the elements asked for, each with its first element in the whole unit."""
         with self._ranks.talking():
             return [piece for found in self._ranks.agree(self._own_pieces(unit, start, stop)) for piece in found]
 
-    def _own_pieces(self, unit: str, start: int, stop: int) -> list[tuple[int, Tensor]]:
+    def _own_pieces(self, unit: str, start: int, stop: int) -> list[Piece]:
         """Return this rank's runs of the elements asked for, each with its first element in the whole unit."""
         found = []
         for first, last, own in self._wholes[unit].layout.shard_runs(self._ranks.rank, self._ranks.size):

@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from megatier.config.schema import RunConfig
 from megatier.models.model_class import supports_flex
-from megatier.setup.attention_rule import Attention, chosen
+from megatier.setup.attention_rule import Attention, Capability, chosen
 from megatier.setup.machine import Machine, compiles
 
 DROPOUTS = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -31,7 +31,7 @@ def with_kernel(config: RunConfig, model: PretrainedConfig, machine: Machine) ->
     return config.changed({"model.attention": kernel}), why
 
 
-def _described(config: RunConfig, model: PretrainedConfig, capability: tuple[int, int] | None) -> Attention:
+def _described(config: RunConfig, model: PretrainedConfig, capability: Capability | None) -> Attention:
     """The attention of a run, as far as the rule looks at it."""
     text = model.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0

@@ -15,6 +15,8 @@ from itertools import pairwise
 
 from megatier.tier import Phase
 
+Capability = tuple[int, int]
+"""What CUDA calls the compute capability of a GPU."""
 SDPA = "sdpa"
 FLEX = "flex_attention"
 
@@ -60,7 +62,7 @@ at 4,096."""
 class Attention:
     """The attention of a run, as far as the choice of its kernel depends on it."""
 
-    capability: tuple[int, int] | None
+    capability: Capability | None
     """Compute capability of the GPU; None: a CPU computes."""
     tokens: int
     """Tokens of a sequence."""

@@ -18,7 +18,7 @@ from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.rates import ALONE, Rates, World
 from megatier.schedule.sizes import Budgets
-from megatier.setup.attention_rule import HOPPER
+from megatier.setup.attention_rule import HOPPER, Capability
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Machine:
 
     device: torch.device
     """The device that computes. A rank has the GPU of its number on its host."""
-    capability: tuple[int, int] | None
+    capability: Capability | None
     """Compute capability of the GPU; None: a CPU computes."""
     has_bf16: bool
     """Whether the CPU multiplies bf16 numbers itself."""

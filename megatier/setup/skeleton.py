@@ -163,7 +163,10 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
     if folder is not None:
         where = str(folder / CONFIG_FILE)
         check_beside(folder, None if config.adapters is None else config.adapters.adapter)
-        settings = _settings_of(folder)
+        try:
+            settings = read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, UnsupportedModelError)
+        except FileNotFoundError as error:
+            raise UnsupportedModelError(f"{folder} has no {CONFIG_FILE}, so it holds no Hugging Face model.") from error
 
     # transformers would try to build whatever the counts say, so they are checked first.
     check_counts(settings, where)
@@ -180,14 +183,6 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
     if folder is None:
         _check_keys(settings)
     return found
-
-
-def _settings_of(folder: Path) -> dict[str, Any]:
-    """Return the config of a model folder, as it is written there."""
-    try:
-        return read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, UnsupportedModelError)
-    except FileNotFoundError as error:
-        raise UnsupportedModelError(f"{folder} has no {CONFIG_FILE}, so it holds no Hugging Face model.") from error
 
 
 def _complaint(error: BaseException) -> str:

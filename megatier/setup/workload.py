@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from megatier.adapters.in_place import InPlace, in_place
 from megatier.compute.adapted import wrappers_in
-from megatier.config.schema import RunConfig, TiersConfig, TrainConfig
+from megatier.config.schema import RunConfig, TrainConfig
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import UnsupportedModelError
 from megatier.layout import Layout
@@ -50,6 +50,16 @@ class Workload:
     offloads_attention: bool = False
     """Whether that goes off the GPU with an offloaded input."""
 
+    @property
+    def num_parameters(self) -> int:
+        """All parameters of the model."""
+        return sum(tensor.num_parameters for unit in self.units for tensor in unit.layout.tensors)
+
+    @property
+    def num_trained(self) -> int:
+        """Those of them that are trained."""
+        return sum(tensor.num_elements for unit in self.units for tensor in unit.layout.trained.tensors)
+
     @classmethod
     def of(cls, config: RunConfig, model: PreTrainedModel, units: tuple[Unit, ...], world: World = ALONE) -> Self:
         """Make the workload of a skeleton.
@@ -64,8 +74,14 @@ class Workload:
         tokens = config.data.sequence_length
         units = with_schemas(model, units, config.model.compute_dtype, train.moments, train.optimizer)
         units = tuple(replace(unit, layout=unit.layout.padded(world.ranks)) for unit in units)
-        options = _io_options(config.tiers)
-        read_in_place = in_place(model, units, config.tiers, world.ranks)
+        tiers = config.tiers
+        options = IoOptions(
+            num_threads=tiers.io_threads or IoOptions().num_threads,
+            direct=tiers.direct_io == "auto",
+            checksums=tiers.checksums,
+            gpu_direct=tiers.gpu_direct,
+        )
+        read_in_place = in_place(model, units, tiers, world.ranks)
         activations = _activations(units, train, wrappers_in(model))
         offloads_attention = train.offload_attention and train.keeps_attention(tokens)
         offloaded_bytes = _offloaded_bytes(config, model, options, with_attention=offloads_attention)
@@ -140,11 +156,6 @@ def boundary_width(model: PreTrainedModel) -> int:
     )
 
 
-def boundary_dtype(model: PreTrainedModel, dtype: torch.dtype) -> torch.dtype:
-    """The dtype between two layers: that in which the model computes, unless its config sums their results in fp32."""
-    return torch.float32 if getattr(model.config.get_text_config(), "residual_in_fp32", False) else dtype
-
-
 def attention_parts(text: Any, tokens: int, item: int) -> tuple[int, int]:  # noqa: ANN401 - a config of any family
     """Bytes of what attention of one layer gives: its output, and an fp32 log-sum-exp for each head."""
     heads = tokens * int(text.num_attention_heads)
@@ -154,16 +165,6 @@ def attention_parts(text: Any, tokens: int, item: int) -> tuple[int, int]:  # no
 def head_width(text: Any) -> int:  # noqa: ANN401 - a config of any family
     """Elements of a head of attention."""
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-
-
-def _io_options(tiers: TiersConfig) -> IoOptions:
-    """How NVMe is read and written."""
-    return IoOptions(
-        num_threads=tiers.io_threads or IoOptions().num_threads,
-        direct=tiers.direct_io == "auto",
-        checksums=tiers.checksums,
-        gpu_direct=tiers.gpu_direct,
-    )
 
 
 def _update_flops(layout: Layout, ranks: int) -> float:
@@ -200,13 +201,17 @@ def _policy(specs: Sequence[UnitSpec], config: RunConfig, options: IoOptions, wo
 def _offloaded_bytes(config: RunConfig, model: PreTrainedModel, options: IoOptions, *, with_attention: bool) -> int:
     """Bytes that a layer offloads for one group: its input, and what attention gave if that goes too."""
     dtype = COMPUTE_DTYPES[config.model.compute_dtype]
+    text = model.config.get_text_config()
+
+    # Between two layers it is that in which the model computes, unless its config sums their results in fp32.
+    boundary_dtype = torch.float32 if getattr(text, "residual_in_fp32", False) else dtype
     slices = config.train.slices
     tokens = config.train.batch // config.train.groups * config.data.sequence_length
-    hidden_bytes = tokens * boundary_width(model) * boundary_dtype(model, dtype).itemsize
+    hidden_bytes = tokens * boundary_width(model) * boundary_dtype.itemsize
     if not with_attention:
         return hidden_bytes
 
-    parts = attention_parts(model.config.get_text_config(), tokens // slices, dtype.itemsize)
+    parts = attention_parts(text, tokens // slices, dtype.itemsize)
     return sum(round_up(size, options.granule_bytes) for size in (hidden_bytes, *parts * slices))
 
 
