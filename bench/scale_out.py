@@ -91,11 +91,11 @@ def rows(rates: Rates) -> Iterator[str]:
             except PlanError as error:
                 yield f"{start} does not fit: {error} | | | | |"
                 continue
-            yield f"{start} {_row(choice)}"
+            yield f"{start} {_row(choice, world.ranks * TOKENS)}"
 
 
-def _row(choice: Choice) -> str:
-    """Return the cells of a choice."""
+def _row(choice: Choice, tokens: int) -> str:
+    """Return the cells of a choice, whose steps have so many tokens."""
     placement = choice.placement
     world = choice.trial.world
     held = [placement.state_bytes.get(tier, 0) * world.ranks / 1e9 for tier in Tier]
@@ -105,7 +105,7 @@ def _row(choice: Choice) -> str:
         chosen += f", generations {placement.generations}"
     attained = choice.trial.compute_seconds / choice.seconds
     sizes = ", ".join(f"{size:,.0f}" for size in held)
-    return f"{choice.seconds:.2f} | {choice.tokens_per_s:,.0f} | {attained:.2f} | {sizes} GB | {chosen} |"
+    return f"{choice.seconds:.2f} | {tokens / choice.seconds:,.0f} | {attained:.2f} | {sizes} GB | {chosen} |"
 
 
 def step_rows(rates: Rates) -> Iterator[str]:

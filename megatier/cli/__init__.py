@@ -126,8 +126,7 @@ def _answer(words: Sequence[str]) -> int:
     except MegatierError as error:
         if debug:
             raise
-        print(f"megatier: error: {shown(str(error), MESSAGE_CHARACTERS_MAX)}", file=sys.stderr)
-        return EXIT_ERROR
+        return _refuse(shown(str(error), MESSAGE_CHARACTERS_MAX))
     except BrokenPipeError:
         # A reader such as `head` has seen enough. Python flushes stdout when it exits, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -136,20 +135,23 @@ def _answer(words: Sequence[str]) -> int:
         # Whatever the system refuses, nobody needs a traceback to see.
         if debug or error.errno is None:
             raise
-        print(f"megatier: error: {shown(_refused(error), MESSAGE_CHARACTERS_MAX)}", file=sys.stderr)
-        return EXIT_ERROR
+        return _refuse(shown(_refused(error), MESSAGE_CHARACTERS_MAX))
     except RuntimeError as error:
         if not debug and NO_THREAD in str(error):
-            print(f"megatier: error: {OUT_OF_THREADS}", file=sys.stderr)
-            return EXIT_ERROR
+            return _refuse(OUT_OF_THREADS)
 
         # torch is not loaded here, so its errors are known by name and text.
         if debug or not (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)):
             raise
-        print(f"megatier: error: {OUT_OF_MEMORY} ({str(error).splitlines()[0][:200]})", file=sys.stderr)
-        return EXIT_ERROR
+        return _refuse(f"{OUT_OF_MEMORY} ({str(error).splitlines()[0][:200]})")
 
     return code
+
+
+def _refuse(words: str) -> int:
+    """Print an error, and return its exit code."""
+    print(f"megatier: error: {words}", file=sys.stderr)
+    return EXIT_ERROR
 
 
 def _refused(error: OSError) -> str:
@@ -174,16 +176,11 @@ def _run(words: Sequence[str]) -> int:
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(COMMANDS)}."
-        print(f"megatier: error: no command {command!r}. {hint}", file=sys.stderr)
-        return EXIT_ERROR
+        return _refuse(f"no command {command!r}. {hint}")
 
     # transformers builds its models from docstrings, which `python -OO` leaves out.
     if sys.flags.optimize > 1:
-        print(
-            "megatier: error: transformers needs docstrings. Unset PYTHONOPTIMIZE, or run python without -OO.",
-            file=sys.stderr,
-        )
-        return EXIT_ERROR
+        return _refuse("transformers needs docstrings. Unset PYTHONOPTIMIZE, or run python without -OO.")
 
     # Imported here, so that --help is fast, and doctor runs even if another command cannot be imported.
     return int(importlib.import_module(f"megatier.cli.{command}").run(rest))

@@ -20,7 +20,9 @@ from megatier import hardware
 from megatier.cli.output import json_text, print_json, write_text
 from megatier.config.values import MountBudget, parse_bytes, parse_mount
 from megatier.errors import ConfigError, mib
+from megatier.report.report import figure_table
 from megatier.schedule.rates import Rates, as_dict
+from megatier.train.outlet import say
 
 if TYPE_CHECKING:
     from megatier.measure.drive_probe import DriveFigures
@@ -110,9 +112,9 @@ def _end(
     if between is not None:
         rates = between.added_to(rates)
     if rates.io_threads is not None:
-        _say(console, f"a run uses {rates.io_threads} I/O threads each way, unless tiers.io_threads says otherwise")
+        say(console, f"a run uses {rates.io_threads} I/O threads each way, unless tiers.io_threads says otherwise")
     if len(rates.drives) > len({drive.device for drive in drives}):
-        _say(console, "note: some mounts share a device, so a plan counts a share of its rates for each")
+        say(console, "note: some mounts share a device, so a plan counts a share of its rates for each")
 
     # Figures that are not to be believed are printed, but no plan is made from them.
     rates_file = _keep(console, dataclasses.replace(rates, drives=tuple(d.rates for d in drives if not d.flags)), links)
@@ -127,13 +129,13 @@ def _write(console: Console, options: argparse.Namespace, report: dict[str, Any]
     """Write the files that were asked for. `draw` makes a picture with a title."""
     if options.output is not None:
         write_text(options.output, json_text(report), "--output FILE.json")
-        _say(console, f"figures written to {options.output}")
+        say(console, f"figures written to {options.output}")
     if options.picture is not None:
         facts = report["machine"]
         machine = ", ".join([facts["processor"], f"{facts['cores']} cores", *facts["gpus"]])
         picture = draw(f"megatier bench, {datetime.now(UTC):%Y-%m-%d}: {machine}")
         write_text(options.picture, picture, "--picture FILE.svg")
-        _say(console, f"picture written to {options.picture}")
+        say(console, f"picture written to {options.picture}")
 
 
 def default_threads(cores: int | None = None) -> list[int]:
@@ -233,10 +235,8 @@ def _print_drive(console: Console, drive: DriveFigures) -> None:
         f"{drive.directory}: {drive.device}, {drive.file_system}, {access}, aligned to {drive.alignment_bytes:,} "
         f"bytes, blocks of {mib(drive.block_bytes)}"
     )
-    table = Table("", title=escape(title), title_justify="left")
-    for name in ("rate", "p50 a block", "p99 a block"):
-        table.add_column(name, justify="right")
-    for name, flow in (("read", drive.read), ("write", drive.write), ("mixed 14:12", drive.mixed)):
+    table = figure_table(escape(title), "", "rate", "p50 a block", "p99 a block")
+    for name, flow in drive.flows.items():
         table.add_row(name, _rate(flow.bytes_per_s), f"{flow.p50_ms:.1f} ms", f"{flow.p99_ms:.1f} ms")
     if windows := drive.mixed.windows:
         table.add_row("mixed, as it wavers", f"{_rate(min(windows))} to {_rate(max(windows))}", "", "")
@@ -256,10 +256,8 @@ def _print_drive(console: Console, drive: DriveFigures) -> None:
 
 def _print_links(console: Console, links: LinkFigures) -> None:
     table = Table("links and processors", "alone", "all at once", title_justify="left")
-    for copies in links.copies:
-        name = escape(copies.device) if links.device == "cuda" else "native copy"
-        table.add_row(f"{name}: RAM to GPU", _rate(copies.to_gpu_bytes_per_s), _rate(copies.to_gpu_both_bytes_per_s))
-        table.add_row(f"{name}: GPU to RAM", _rate(copies.to_ram_bytes_per_s), _rate(copies.to_ram_both_bytes_per_s))
+    for name, alone, both in links.copy_rates:
+        table.add_row(escape(name), _rate(alone), _rate(both))
     table.add_section()
     for update in links.updates:
         words = f"AdamW, {update.threads} thread{'s' if update.threads > 1 else ''}"
@@ -300,24 +298,20 @@ def _parameters(per_s: float) -> str:
     return f"{per_s / 1e9:.2f} Gparam/s"
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def _keep(console: Console, rates: Rates, links: LinkFigures) -> Path | None:
     """Keep rates that may be believed; returns their file, or None if they are not kept."""
     from megatier.measure.probe import cache_rates
 
     if links.flags:
-        _say(console, "rates not kept for `megatier plan`: some are not to be believed, as said above")
+        say(console, "rates not kept for `megatier plan`: some are not to be believed, as said above")
         return None
 
     try:
         path = cache_rates(rates, links.device)
     except OSError as error:
-        _say(console, f"rates not kept for `megatier plan`: {error}; set XDG_CACHE_HOME to a directory of yours")
+        say(console, f"rates not kept for `megatier plan`: {error}; set XDG_CACHE_HOME to a directory of yours")
         return None
-    _say(console, f"rates kept for `megatier plan` in {path}")
+    say(console, f"rates kept for `megatier plan` in {path}")
     return path
 
 
@@ -335,7 +329,11 @@ def _report(
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": facts | memory | {"kernel": platform.release()} | software,
         "rates": as_dict(rates),
-        "drives": [dataclasses.asdict(drive) | {"bytes_per_s": _flows(drive)} for drive in drives],
+        "drives": [
+            dataclasses.asdict(drive)
+            | {"bytes_per_s": {name: getattr(drive, name).bytes_per_s for name in ("read", "write", "mixed")}}
+            for drive in drives
+        ],
         "links": dataclasses.asdict(links),
         "ranks": None if between is None else dataclasses.asdict(between),
     }
@@ -347,7 +345,3 @@ def _version(package: str) -> str:
     except PackageNotFoundError:
         # It runs from its source.
         return "not installed"
-
-
-def _flows(drive: DriveFigures) -> dict[str, float]:
-    return {"read": drive.read.bytes_per_s, "write": drive.write.bytes_per_s, "mixed": drive.mixed.bytes_per_s}

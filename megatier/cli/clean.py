@@ -14,6 +14,7 @@ from megatier.drives.leftovers import Leftover, find_leftovers
 from megatier.errors import mib
 from megatier.foreign import shown
 from megatier.report.metrics import format_seconds
+from megatier.train.outlet import say
 
 
 def run(argv: Sequence[str]) -> int:
@@ -36,11 +37,11 @@ def run(argv: Sequence[str]) -> int:
     for directory in options.directory:
         for leftover in find_leftovers(directory, remove=options.yes):
             found.append(leftover)
-            _print(console, _line(leftover, removed=options.yes))
+            say(console, _line(leftover, removed=options.yes))
         for path in killed_runs(directory):
-            _print(console, f"{path}: a killed run; `megatier resume` goes on with it")
+            say(console, f"{path}: a killed run; `megatier resume` goes on with it")
 
-    _print(console, _summary(options.directory, [each for each in found if not each.stays], removed=options.yes))
+    say(console, _summary(options.directory, [each for each in found if not each.stays], removed=options.yes))
     return 0
 
 
@@ -64,7 +65,3 @@ def _summary(directories: Sequence[Path], found: Sequence[Leftover], *, removed:
     if removed:
         return f"{size} removed."
     return f"{size} in all. To remove: megatier clean {shlex.join(map(str, directories))} --yes"
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

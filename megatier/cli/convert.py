@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatier.cli.output import add_config_output, write_config
+from megatier.cli.output import add_config_output, sections_of, write_config
 from megatier.config import file as config_file
 from megatier.config import text as config_text
 from megatier.convert.conversion import Conversion, Finding, Outcome
@@ -45,7 +45,9 @@ def run(argv: Sequence[str]) -> int:
     add_config_output(parser)
 
     options, overrides = parser.parse_known_args(argv)
-    _check_output(options)
+    exist = options.output.exists() and options.file.exists()
+    if options.overwrite and exist and options.output.samefile(options.file):
+        raise ConfigError(f"{options.output} is the file that is converted. Name another --output CONFIG.yaml.")
     made = convert(options.file)
     sections, names, needed = _checked(made, overrides)
 
@@ -64,17 +66,6 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_output(options: argparse.Namespace) -> None:
-    """Refuse to replace the file that is converted.
-
-    Raises:
-        ConfigError: both are one file.
-    """
-    exist = options.output.exists() and options.file.exists()
-    if options.overwrite and exist and options.output.samefile(options.file):
-        raise ConfigError(f"{options.output} is the file that is converted. Name another --output CONFIG.yaml.")
-
-
 def _checked(
     made: Conversion, overrides: Sequence[str]
 ) -> tuple[Mapping[str, Mapping[str, Any]], frozenset[str], Sequence[str]]:
@@ -83,18 +74,10 @@ def _checked(
     Returns:
         All settings, the dotted names of those that somebody gave, and of those that are still needed.
     """
-    tree: dict[str, dict[str, Any]] = {}
-    for name, value in made.settings.items():
-        section, _, key = name.partition(".")
-        tree.setdefault(section, {})[key] = value
-
     # Without a stand-in, a setting that is still needed would keep all others from being checked.
-    names = config_file.given_in(tree, overrides)
+    names = config_file.given_in(sections_of(made.settings), overrides)
     needed = [name for name, (other, _) in NEEDED.items() if names.isdisjoint({name, other})]
-    for name in needed:
-        section, _, key = name.partition(".")
-        tree.setdefault(section, {})[key] = NEEDED[name][1]
-
+    tree = sections_of({**made.settings, **{name: NEEDED[name][1] for name in needed}})
     try:
         return config_file.to_dict(config_file.from_dict(tree, overrides)), names, needed
     except ConfigError as error:

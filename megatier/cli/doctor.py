@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 
@@ -61,30 +62,23 @@ with TieredStore.open(gpu="4MiB", nvme=mounts, device="cuda", options=options) a
 """Reads a block as a run would: its checksums are verified, and kvikio's counters say which way it took."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One row of the table."""
 
-    name: str
-    """The thing that was checked."""
     state: str
     """"ok", "warn" (it works, but slower or with less) or "fail" (training will not run)."""
+    name: str
+    """The thing that was checked."""
     found: str
     """The finding, in a few words."""
     remedy: str = ""
     """The remedy, if there is something to do."""
 
 
-def _ok(name: str, found: str, remedy: str = "") -> Check:
-    return Check(name=name, state="ok", found=found, remedy=remedy)
-
-
-def _warn(name: str, found: str, remedy: str) -> Check:
-    return Check(name=name, state="warn", found=found, remedy=remedy)
-
-
-def _fail(name: str, found: str, remedy: str) -> Check:
-    return Check(name=name, state="fail", found=found, remedy=remedy)
+_ok = partial(Check, "ok")
+_warn = partial(Check, "warn")
+_fail = partial(Check, "fail")
 
 
 def run(argv: Sequence[str]) -> int:

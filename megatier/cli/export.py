@@ -54,16 +54,16 @@ def run(argv: Sequence[str]) -> int:
     if not (options.merge and find_adapter(options.checkpoint)):
         find_checkpoint(options.checkpoint)
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
-    from megatier.train.export import export_checkpoint, export_merged
+    from megatier.train.export import export_checkpoint
 
-    write = export_merged if options.merge else export_checkpoint
     with naming("--base"):
-        write(
+        export_checkpoint(
             Console(),
             options.checkpoint,
             options.folder,
             options.dtype,
             shard_bytes,
+            merges=options.merge,
             base=options.base,
             accepts_changes=options.accept_changes,
         )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatier.cli.output import add_config_output, write_config
+from megatier.cli.output import add_config_output, sections_of, write_config
 from megatier.config import file as config_file
 from megatier.config import text as config_text
 from megatier.config.data_section import BYTE_TOKENIZER, DATASET_INFO, PYTHON_STDLIB, DataConfig
@@ -65,13 +65,9 @@ def run(argv: Sequence[str]) -> int:
         "output.directory": f"runs/{options.output.stem}",
         "output.checkpoint_every": "auto",
     }
-    tree: dict[str, dict[str, Any]] = {}
-    for dotted, value in settings.items():
-        section, _, key = dotted.partition(".")
-        tree.setdefault(section, {})[key] = value
 
     # What is written is a config that loads.
-    made = config_file.from_dict(tree)
+    made = config_file.from_dict(sections_of(settings))
     if find_local(options.model) is not None:
         _check_model(made.model)
     sections = config_file.to_dict(made)

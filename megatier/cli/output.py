@@ -29,6 +29,15 @@ def write_text(path: Path, text: str, option: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}. Name another {option}.") from error
 
 
+def sections_of(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return settings, which are given by dotted name, by section and key."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
+    return sections
+
+
 def add_config_output(parser: argparse.ArgumentParser) -> None:
     """Add the options `--output` and `--overwrite` of a command that makes a config, which `write_config` takes."""
     parser.add_argument(

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,11 @@ from megatier.hardware import mount_of
 from megatier.measure.probe import io_threads
 from megatier.report.figures import NO_GPU
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
+from megatier.report.report import figure_table
 from megatier.schedule.rates import ASSUMED, Rates, World, as_dict, read_rates
 from megatier.schedule.sizes import Budgets
 from megatier.session.paths import check_paths
+from megatier.train.outlet import say
 
 if TYPE_CHECKING:
     from megatier.planner.plan import Plan
@@ -46,8 +49,8 @@ def run(argv: Sequence[str]) -> int:
     console = Console(stderr=True)
     if here:
         # A run with such texts would be refused, whatever fits.
-        check_paths(loaded, lambda words: console.print(words, markup=False, highlight=False, soft_wrap=True))
-    console.print(f"{options.config}: loading PyTorch and transformers", highlight=False, soft_wrap=True)
+        check_paths(loaded, partial(say, console))
+    say(console, f"{options.config}: loading PyTorch and transformers")
     with _nothing_collected():
         plan, machine, chosen = _planned(loaded, given, world, elsewhere, searches=options.search)
     for words in remarks(loaded.changed(chosen)):
@@ -78,24 +81,24 @@ def run(argv: Sequence[str]) -> int:
     console = Console()
     _print_plan(console, plan, chosen, has_gpu=not here or machine.device.type != "cpu")
     if loaded.tiers.nvme:
-        console.print(f"NVMe: {threads} I/O threads each way, {why}.", highlight=False, soft_wrap=True)
+        say(console, f"NVMe: {threads} I/O threads each way, {why}.")
     steps = None if loaded.train.epochs is not None else loaded.train.steps
     console.print(*_sentences(plan, steps, room), sep="\n", markup=False, highlight=False)
     if assumed:
         said = _assumption(rates, assumed, loaded.tiers.nvme, searches=options.search)
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
+        say(console, said)
     if names := rates.assumed(world):
         words = _links_assumption(names, world, here=here)
-        console.print(words, markup=False, highlight=False, soft_wrap=True)
+        say(console, words)
     return 0
 
 
 def _print_plan(console: Console, plan: Plan, chosen: Mapping[str, Any], *, has_gpu: bool) -> None:
     """Print the choice, and the tables of the plan."""
     if chosen:
-        console.print(f"chosen: {config_text.options(chosen)}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"chosen: {config_text.options(chosen)}")
     if not has_gpu:
-        console.print(NO_GPU, highlight=False, soft_wrap=True)
+        say(console, NO_GPU)
     for table in (_bytes_table(plan), _time_table(plan), _change_table(plan)):
         console.print(table)
 
@@ -196,27 +199,20 @@ def _planned(
 def _elsewhere(loaded: RunConfig, machine: Path, *, searches: bool) -> tuple[Rates, Budgets]:
     """Return the rates of another machine, and the budgets of a run on it.
 
+    Budgets have to be set, since nobody can look there. A search chooses tiers.gpu within the memory of that GPU.
+
     Raises:
         ConfigError: the file cannot be read, or a budget is not set.
     """
     rates = read_rates(machine)
-    return rates, _budgets(loaded, rates.gpu_bytes if searches else None)
-
-
-def _budgets(loaded: RunConfig, free_gpu: float | None) -> Budgets:
-    """Return the budgets of a run on another machine.
-
-    They have to be set, since nobody can look there. A search chooses tiers.gpu within `free_gpu` bytes.
-
-    Raises:
-        ConfigError: one of them is not set.
-    """
     tiers = loaded.tiers
     if tiers.ram is None:
         raise ConfigError(
             "a plan for another machine needs its budget of RAM: set tiers.ram, such as --tiers.ram 96GiB."
         )
-    gpu = round(free_gpu) if tiers.gpu is None and free_gpu is not None else tiers.gpu
+    gpu = tiers.gpu
+    if gpu is None and searches and rates.gpu_bytes is not None:
+        gpu = round(rates.gpu_bytes)
     if gpu is None:
         raise ConfigError(
             "a plan for another machine needs a budget of GPU memory: set tiers.gpu, such as --tiers.gpu 60GiB, or add "
@@ -226,7 +222,7 @@ def _budgets(loaded: RunConfig, free_gpu: float | None) -> Budgets:
     nvme = sum(
         mount_of(mount.directory).free_bytes if mount.num_bytes is None else mount.num_bytes for mount in tiers.mounts
     )
-    return Budgets(gpu, tiers.ram, nvme)
+    return rates, Budgets(gpu, tiers.ram, nvme)
 
 
 def _bytes_table(plan: Plan) -> Table:
@@ -234,10 +230,8 @@ def _bytes_table(plan: Plan) -> Table:
     from megatier.tier import STATE_KINDS, Tier
 
     # Tiers are the columns, since they are few: with a column for each kind a terminal of 80 columns would cut names.
-    table = Table("bytes", title="what lies where", title_justify="left")
     budgets = {Tier.GPU: plan.budgets.gpu, Tier.RAM: plan.budgets.ram, Tier.NVME: plan.budgets.nvme}
-    for tier in budgets:
-        table.add_column(str(tier), justify="right")
+    table = figure_table("what lies where", "bytes", *budgets)
 
     other = {tier: plan.placement.other_bytes.get(tier, 0) for tier in budgets}
     rows = {str(kind): {tier: plan.state_bytes.get((tier, kind), 0) for tier in budgets} for kind in STATE_KINDS}
@@ -254,10 +248,7 @@ def _time_table(plan: Plan) -> Table:
     made = plan.forecast
     waver = wavering(plan.seconds_range)
     title = f"a step: {format_seconds(made.seconds)}{waver}, {format_count(plan.tokens_per_s)} tokens/s"
-    table = Table("lane", title=title, title_justify="left")
-    for name in ("moves", "alone", "busy", "share"):
-        table.add_column(name, justify="right")
-
+    table = figure_table(title, "lane", "moves", "alone", "busy", "share")
     for lane, alone in made.alone_seconds.items():
         if not alone:
             continue
@@ -269,9 +260,7 @@ def _time_table(plan: Plan) -> Table:
 
 
 def _change_table(plan: Plan) -> Table:
-    table = Table("one change", title="what a single change would do", title_justify="left")
-    for name in ("tokens/s", "gain"):
-        table.add_column(name, justify="right")
+    table = figure_table("what a single change would do", "one change", "tokens/s", "gain")
     for change in plan.changes:
         table.add_row(change.what, format_count(change.tokens_per_s), f"{change.gain:+.1%}")
     return table
@@ -331,8 +320,8 @@ def _sentences(plan: Plan, steps: int | None, room: str) -> Iterator[str]:
 
 def _compiling(plan: Plan) -> Iterator[str]:
     """Yield a sentence about what the first step takes in addition, if that is anything."""
-    if plan.compiling.kinds:
-        fresh, kept = format_seconds(plan.compiling.seconds), format_seconds(plan.compiling.kept_seconds)
+    fresh, kept = map(format_seconds, plan.compile_seconds)
+    if plan.compile_seconds[0]:
         yield f"In its first step a run also compiles, for about {fresh}; {kept} if an earlier one did."
 
 

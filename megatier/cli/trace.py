@@ -15,7 +15,9 @@ from megatier.cli.output import write_text
 from megatier.errors import ConfigError
 from megatier.report.metrics import format_seconds, format_share
 from megatier.report.picture import LaneUse, account_of, draw, lane_uses, read_trace, step_seconds
+from megatier.report.report import figure_table
 from megatier.trace.events import Account, TraceEvent
+from megatier.train.outlet import say
 
 
 def run(argv: Sequence[str]) -> int:
@@ -46,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
 
     console = Console()
     console.print(_table(step, step_seconds(events), lane_uses(events), account_of(events)))
-    console.print(f"picture written to {output}", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"picture written to {output}")
     return 0
 
 
@@ -67,9 +69,7 @@ def _table(step: int, seconds: float, uses: Iterable[LaneUse], spent: Account) -
 
     Each has its share of the step.
     """
-    table = Table("lane", title=f"step {step}: {format_seconds(seconds)}", title_justify="left")
-    for name in ("busy", "share", "at once"):
-        table.add_column(name, justify="right")
+    table = figure_table(f"step {step}: {format_seconds(seconds)}", "lane", "busy", "share", "at once")
     for use in uses:
         figures = format_seconds(use.busy_seconds), format_share(use.busy_seconds, seconds), use.at_once
         table.add_row(escape(use.lane), *figures)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatier.forecast.jobs import UPDATE_BYTES, StepJobs
+from megatier.forecast.jobs import UPDATE_BYTES, ComputeSeconds, StepJobs
 from megatier.forecast.rank_jobs import LANES, RankJobs
 from megatier.forecast.simulate import Lane, least_seconds, simulate
 from megatier.schedule.placement import Placement
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.timeline import Access, Timeline, build, scatters_of
-from megatier.tier import Phase, Way
+from megatier.tier import Way
 
 NUM_STEPS = 3
 """Steps that are simulated in a row."""
@@ -134,7 +134,7 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[
 
 def forecast(
     accesses: Sequence[Access],
-    compute_seconds: Mapping[tuple[str, Phase], float],
+    compute_seconds: ComputeSeconds,
     units: Sequence[UnitSpec],
     placement: Placement,
     policy: Policy,
@@ -194,7 +194,7 @@ def forecast(
 
 def floor(
     accesses: Sequence[Access],
-    compute_seconds: Mapping[tuple[str, Phase], float],
+    compute_seconds: ComputeSeconds,
     units: Sequence[UnitSpec],
     placement: Placement,
     policy: Policy,
@@ -221,7 +221,7 @@ def _multiplies(units: Sequence[UnitSpec]) -> bool:
 
 
 def _jobs(
-    compute_seconds: Mapping[tuple[str, Phase], float],
+    compute_seconds: ComputeSeconds,
     units: Sequence[UnitSpec],
     placement: Placement,
     policy: Policy,

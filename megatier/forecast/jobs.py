@@ -19,6 +19,10 @@ from megatier.schedule.slots import ACTIVATION_SLOTS, GRAD_DEPTH, MATRICES_CARRI
 from megatier.schedule.timeline import Access, Exchange, Item, Load, Timeline, Update
 from megatier.tier import Phase, Tier
 
+ComputeSeconds = Mapping[tuple[str, Phase], float]
+"""Seconds of one use of a unit by one group, by unit and phase."""
+ByUnit = dict[str, int]
+"""One job for each unit."""
 HOST_SECONDS = 0.03
 """Seconds of Python between two steps, when nothing else is going on."""
 PIECES_MAX = 4
@@ -39,7 +43,7 @@ class StepJobs:
 
     def __init__(
         self,
-        compute_seconds: Mapping[tuple[str, Phase], float],
+        compute_seconds: ComputeSeconds,
         units: Sequence[UnitSpec],
         placement: Placement,
         policy: Policy,
@@ -67,21 +71,21 @@ class StepJobs:
         """The end of the last step, which lets the present one begin; None: this is the first."""
         self._uses: list[int] = []
         """The job that computes, for each access of the step so far."""
-        self._arrivals: dict[str, int] = {}
+        self._arrivals: ByUnit = {}
         """The job that brings a unit's weights to the GPU in the step, by unit."""
 
         # By unit, the last job that did something for it.
-        self._grads: dict[str, int] = {}
+        self._grads: ByUnit = {}
         """The job that brought its last gradient to where AdamW finds it."""
-        self._updates: dict[str, int] = {}
+        self._updates: ByUnit = {}
         """The job that updated it."""
-        self._speculated: dict[str, int] = {}
+        self._speculated: ByUnit = {}
         """The job that updated it in the present backward."""
-        self._states: dict[str, int] = {}
+        self._states: ByUnit = {}
         """The job that brought its state to the GPU, if it is streamed."""
-        self._stashed: dict[str, int] = {}
+        self._stashed: ByUnit = {}
         """The job that brought its activation home."""
-        self._fetched: dict[str, int] = {}
+        self._fetched: ByUnit = {}
         """The job that brings its activation back."""
         self._activations = AwayActivations()
 
@@ -95,7 +99,7 @@ class StepJobs:
         """The last copies to RAM of activations that spill."""
         self._sums: deque[int] = deque(maxlen=GRAD_DEPTH)
         """The last sums that emptied a RAM slot for gradients."""
-        self._carried: dict[str, int] = {}
+        self._carried: ByUnit = {}
         """The last job that carried matrices home, by the lane that updates: a lane carries one after the other."""
         self._chunks: deque[int] = deque(maxlen=UPDATE_DEPTH)
         """The last writes that emptied a RAM slot for update chunks."""
@@ -337,7 +341,7 @@ class StepJobs:
         # State would take from memory what AdamW on the CPU needs (docs/decisions/0011).
         lane_of = self._placement.update_lane
         on_cpu = [job for unit, job in self._updates.items() if lane_of(unit) != "update_gpu"]
-        homes: dict[str, int] = {}
+        homes: ByUnit = {}
         for unit in exchange.home:
             moves = self._moves.return_state(unit)
             homes[unit] = self._chain(moves, unit, *on_cpu, self._updates[unit])

@@ -8,14 +8,13 @@ two works at a time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from megatier.forecast.jobs import StepJobs
+from megatier.forecast.jobs import ComputeSeconds, StepJobs
 from megatier.schedule.placement import Placement
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import SLOTS_MIN
 from megatier.schedule.timeline import Item, Load, Scatter
-from megatier.tier import Phase
 
 LANES = {"gather": "ranks", "scatter": "ranks"}
 """The lane for which a lane of the simulation stands, where the two have different names."""
@@ -26,7 +25,7 @@ class RankJobs(StepJobs):
 
     def __init__(
         self,
-        compute_seconds: Mapping[tuple[str, Phase], float],
+        compute_seconds: ComputeSeconds,
         units: Sequence[UnitSpec],
         placement: Placement,
         policy: Policy,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -15,35 +14,20 @@ KEPT_KIND_SECONDS = 0.7
 """Seconds for each kind whose code is kept from an earlier process. There the same took 2 s."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompileEstimate:
-    """The time that a run's first step takes in addition."""
-
-    kinds: int
-    """Kinds of modules that are compiled, the fused loss among them; 0: nothing is."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds if nothing was compiled before."""
-        return KIND_SECONDS * self.kinds
-
-    @property
-    def kept_seconds(self) -> float:
-        """Seconds if an earlier process has compiled the same."""
-        return KEPT_KIND_SECONDS * self.kinds
-
-
-def compile_time(setup: Setup) -> CompileEstimate:
-    """Estimate the time of a run."""
+def compile_seconds(setup: Setup) -> tuple[float, float]:
+    """Estimate what a run's first step takes in addition, if nothing was compiled before, and if all of it was."""
+    if not setup.compiles:
+        return 0.0, 0.0
     model = setup.model
     is_fused = setup.config.model.fused_loss
-    if not setup.compiles:
-        return CompileEstimate(0)
     head = model.get_output_embeddings() if is_fused else None
     names = (name for unit in setup.work.units if not unit.is_lent for name in unit.module_names)
     modules = (model.get_submodule(name) for name in names)
     kinds = {_kind(module) for module in modules if module is not head and not isinstance(module, nn.Embedding)}
-    return CompileEstimate(len(kinds) + is_fused)
+
+    # A fused loss is a kind of its own.
+    num_kinds = len(kinds) + is_fused
+    return KIND_SECONDS * num_kinds, KEPT_KIND_SECONDS * num_kinds
 
 
 def _kind(module: nn.Module) -> Hashable:

@@ -41,11 +41,10 @@ quantised matrix that is decoded, and the parameters of one unit that have adapt
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from megatier.adapters.lora import adapter_config
@@ -182,7 +181,10 @@ def activation_bytes(setup: Setup) -> ActivationBytes:
     in_units += (item * mask) / slices + (2 * boundary if slices > 1 else 0)
     is_tied = any(len(unit.module_names) > 1 and not _is_of_layer(unit) for unit in work.units)
 
-    beside = mask + passing + _lent_bytes(work) + _update_bytes(work)
+    # Copies that modules around the layers lend. In the backward each gives way to its gradient.
+    lent = (unit.layout for unit in work.units if unit.is_lent)
+    lent_bytes = sum(tensor.num_elements * layout.schema.grad_width for layout in lent for tensor in layout.tensors)
+    beside = mask + passing + lent_bytes + _update_bytes(work)
     beside += _decoded_bytes(work, item) + _adapted_bytes(model, work, item)
     return ActivationBytes(
         saved,
@@ -278,12 +280,6 @@ def mask_bytes(setup: Setup) -> int:
     return setup.tokens * setup.config.data.sequence_length if setup.config.has_mask else 0
 
 
-def _lent_bytes(work: Workload) -> int:
-    """Bytes of the copies that modules around the layers lend. In the backward each gives way to its gradient."""
-    lent = (unit.layout for unit in work.units if unit.is_lent)
-    return sum(tensor.num_elements * layout.schema.grad_width for layout in lent for tensor in layout.tensors)
-
-
 def _decoded_bytes(work: Workload, item: int) -> int:
     """Bytes of the largest quantised matrix while a product takes it, and of the pieces in which it is decoded."""
     tensors = (tensor for unit in work.units for tensor in unit.layout.tensors if tensor.stands_for > 1)
@@ -352,12 +348,6 @@ def _saves_attention_beside(setup: Setup, unit: Unit) -> bool:
     is_beside = always and unit.is_layer and 0 < setup.saved_share < ATTENTION_FROM
     leaves = setup.work.offloads_attention and policy.offloads_input
     return is_beside or (keeps_attention(setup, unit) and not leaves)
-
-
-def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Return the value at a place of a broken line through points, which is constant beyond the first and the last."""
-    xs, ys = zip(*points, strict=True)
-    return float(np.interp(at, xs, ys))
 
 
 def _tile_bytes(unit: Unit, config: RunConfig, tiled: frozenset[str], item: int) -> float:

@@ -18,7 +18,7 @@ from megatier.config.schema import TrainConfig
 from megatier.errors import PlanError
 from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
 from megatier.forecast.jobs import HOST_SECONDS
-from megatier.planner.compile_time import CompileEstimate, compile_time
+from megatier.planner.compile_time import compile_seconds
 from megatier.planner.memory import ActivationBytes, mask_bytes
 from megatier.planner.shortage import with_ways
 from megatier.planner.trial import Trial, with_parts
@@ -98,8 +98,8 @@ class Plan:
     """Shortest and longest step, as the drives waver. The two are equal if that was not measured."""
     compute_seconds: float
     """Seconds that a step's compute takes with nothing else going on."""
-    compiling: CompileEstimate
-    """What compiling adds to the first step."""
+    compile_seconds: tuple[float, float]
+    """What compiling adds to the first step: if nothing was compiled before, and if all of it was."""
     room: Room
     """Bytes that the run directory takes, of all ranks together: one checkpoint, and the export."""
     checkpoint_seconds: float | None
@@ -152,8 +152,8 @@ class Plan:
             "tokens_per_s": self.tokens_per_s,
             "attainment": self.attainment,
             "bound_by": made.bound_by,
-            "compile_seconds": self.compiling.seconds,
-            "kept_compile_seconds": self.compiling.kept_seconds,
+            "compile_seconds": self.compile_seconds[0],
+            "kept_compile_seconds": self.compile_seconds[1],
             "attention": self.attention,
             "hidden_at_tokens": self.hidden_at,
             "budget_bytes": dataclasses.asdict(self.budgets),
@@ -219,8 +219,8 @@ def make_plan(setup: Setup) -> Plan:
     # A savepoint leaves on NVMe what lies there, and writes the rest.
     resident = placement.state_bytes.get(Tier.GPU, 0) + placement.state_bytes.get(Tier.RAM, 0)
     return Plan(
-        num_parameters=sum(tensor.num_parameters for unit in work.units for tensor in unit.layout.tensors),
-        num_trained=sum(tensor.num_elements for unit in work.units for tensor in unit.layout.trained.tensors),
+        num_parameters=work.num_parameters,
+        num_trained=work.num_trained,
         tokens=tokens,
         world=world,
         budgets=trial.budgets,
@@ -235,7 +235,7 @@ def make_plan(setup: Setup) -> Plan:
         forecast=made,
         seconds_range=trial.seconds_range(placement, made),
         compute_seconds=trial.compute_seconds,
-        compiling=compile_time(setup),
+        compile_seconds=compile_seconds(setup),
         room=room,
         checkpoint_seconds=written_s,
         checkpoint_pause_seconds=pause_seconds(written_s, made) if written_s is not None else None,

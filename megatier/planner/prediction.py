@@ -7,16 +7,12 @@ placement and settings stay as they are.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
 from megatier.planner.search import Choice
-from megatier.planner.trial import Trial
-from megatier.schedule.placement import Placement
 from megatier.trace.events import TraceEvent
 
 STEPS = 3
@@ -48,10 +44,6 @@ class Correction:
         """Whether the correction makes the step clearly longer or shorter."""
         return abs(self.seconds / self.planned_seconds - 1) > WORTH_SAYING
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the figures for `metrics.jsonl`."""
-        return dataclasses.asdict(self)
-
     def __str__(self) -> str:
         planned = self.planned_bytes_per_s / 1e9
         measured = self.measured_bytes_per_s / 1e9
@@ -64,33 +56,19 @@ class Correction:
 class Prediction:
     """The planned step of a run, until its first steps correct it. Only the training thread may use it."""
 
-    def __init__(
-        self, trial: Trial, placement: Placement, forecast: Forecast, seconds_range: tuple[float, float]
-    ) -> None:
-        """Begin with the step as planned.
-
-        Args:
-            trial: the run, with the rates of the machine as `megatier bench` measured them.
-            placement: homes and slots.
-            forecast: the planned step.
-            seconds_range: shortest and longest step, as the drives waver.
-        """
-        self._trial = trial
-        self._placement = placement
-        self.forecast = forecast
-        self.seconds_range = seconds_range
+    def __init__(self, choice: Choice) -> None:
+        """Begin with the step as planned, by the rates of the machine as `megatier bench` measured them."""
+        self._choice = choice
+        self.forecast = choice.forecast
+        self.seconds_range = choice.seconds_range
+        """Shortest and longest step, as the drives waver."""
         self._num_seen = 0
         self._rates: list[float] = []
-
-    @classmethod
-    def of(cls, choice: Choice) -> Prediction:
-        """Return the prediction for the settings that the planner chose."""
-        return cls(choice.trial, choice.placement, choice.forecast, choice.seconds_range)
 
     @property
     def flops_per_s(self) -> float:
         """Floating point operations a second of large products, as `megatier bench` measured them."""
-        return self._trial.rates.flops_per_s
+        return self._choice.trial.rates.flops_per_s
 
     def observe(self, events: Iterable[TraceEvent]) -> Correction | None:
         """Take the events of the next step of this process.
@@ -111,6 +89,7 @@ class Prediction:
     def _corrected(self, rate: float) -> Correction:
         """Simulate the step with drives as fast as they were measured, and take it as the forecast."""
         planned = self.forecast
+        trial = self._choice.trial
 
         # The rate of a step follows that of the drives only roughly (CLOSE), so the ratio is applied several times.
         made = planned
@@ -118,8 +97,7 @@ class Prediction:
         for _ in range(ROUNDS):
             # A drive that was planned to do much less may become so fast that it takes no time.
             factor *= rate / (planned_rate(made) or rate)
-            rates = self._trial.rates.times(factor)
-            made = replace(self._trial, rates=rates).forecast(self._placement)
+            made = replace(trial, rates=trial.rates.times(factor)).forecast(self._choice.placement)
             if abs(planned_rate(made) / rate - 1) < CLOSE:
                 break
 

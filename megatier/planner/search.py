@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from megatier.config.schema import RunConfig
 from megatier.errors import PlanError
 from megatier.forecast.forecast import Forecast
+from megatier.forecast.jobs import ComputeSeconds
 from megatier.hardware import readable_bytes
-from megatier.planner.shortage import nearest, with_ways
+from megatier.planner.shortage import Settings, nearest, with_ways
 from megatier.planner.trial import Trial, with_parts
 from megatier.schedule.placement import Placement
 from megatier.setup.setup import Setup
-from megatier.tier import Activations, Phase
+from megatier.tier import Activations
 
 GROUPS = (1, 2, 4, 8)
 """Groups of each rank."""
@@ -52,16 +54,14 @@ WORTH = 0.005
 class Choice:
     """The settings that were chosen, and the step that they make."""
 
-    settings: Mapping[str, Any]
-    """The settings by dotted name, as on the command line."""
+    settings: Settings
+    """The settings."""
     trial: Trial
     """The run with these settings."""
     placement: Placement
     """Homes and slots."""
     forecast: Forecast
     """The simulated step."""
-    tokens_per_s: float
-    """Tokens a second of that step."""
 
     @property
     def seconds(self) -> float:
@@ -113,9 +113,9 @@ def search(setup: Setup, fixed: frozenset[str] = frozenset()) -> Choice:
 def _best(setup: Setup, fixed: frozenset[str]) -> Choice:
     """Find the fastest settings that fit, with tiles of tokens as the config has them; see `search`."""
     best: Choice | None = None
-    refused: list[tuple[PlanError, Mapping[str, Any]]] = []
+    refused: list[tuple[PlanError, Settings]] = []
     # Compute and placement of the trials so far: a forecast depends on nothing else. Mappings have no hash.
-    seen: list[tuple[Mapping[tuple[str, Phase], float], Placement]] = []
+    seen: list[tuple[ComputeSeconds, Placement]] = []
     has_room: set[tuple[tuple[str, Any], ...]] = set()
     """The settings that fit, but for whether kept attention is offloaded."""
 
@@ -148,14 +148,14 @@ def _best(setup: Setup, fixed: frozenset[str]) -> Choice:
         if made.seconds < limit:
             chosen = {**settings, "tiers.gpu": trial.budgets.gpu}
             free = {name: value for name, value in chosen.items() if name not in fixed}
-            best = _choice(free, trial, placement, made, setup.config)
+            best = Choice(settings=free, trial=trial, placement=placement, forecast=made)
 
     if best is None:
         raise _refusal(refused, setup, fixed)
     return best
 
 
-def _refusal(refused: Sequence[tuple[PlanError, Mapping[str, Any]]], setup: Setup, fixed: frozenset[str]) -> PlanError:
+def _refusal(refused: Sequence[tuple[PlanError, Settings]], setup: Setup, fixed: frozenset[str]) -> PlanError:
     """Return the refusal of the candidate that is nearest to fitting, with what would let it fit.
 
     Args:
@@ -173,16 +173,7 @@ def _refusal(refused: Sequence[tuple[PlanError, Mapping[str, Any]]], setup: Setu
     return with_ways(with_parts(short, candidate), candidate, place)
 
 
-def _choice(
-    settings: Mapping[str, Any], trial: Trial, placement: Placement, made: Forecast, config: RunConfig
-) -> Choice:
-    tokens = config.train.batch * config.data.sequence_length
-    return Choice(
-        settings=settings, trial=trial, placement=placement, forecast=made, tokens_per_s=tokens / made.seconds
-    )
-
-
-def _trials(setup: Setup, fixed: frozenset[str]) -> Iterator[tuple[dict[str, Any], Trial]]:
+def _trials(setup: Setup, fixed: frozenset[str]) -> Iterator[tuple[Settings, Trial]]:
     """Yield a trial for each combination that the batch allows and that differs from the others, the simplest first."""
     for computed in _computed(setup, fixed):
         trial = Trial.of(setup.changed(computed))
@@ -194,7 +185,7 @@ def _trials(setup: Setup, fixed: frozenset[str]) -> Iterator[tuple[dict[str, Any
             yield computed | placed, replace(trial, work=work)
 
 
-def _computed(setup: Setup, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
+def _computed(setup: Setup, fixed: frozenset[str]) -> Iterator[Settings]:
     """Yield the combinations of the settings that change what is computed.
 
     If the policy of activations or the saved share is fixed, it is combined with every value of the other. Whether
@@ -229,7 +220,7 @@ def _computed(setup: Setup, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
             yield from (settings | more | last for last in _combined(config, offloaded, fixed))
 
 
-def _placed(setup: Setup, fixed: frozenset[str], *, defers: bool) -> Iterator[dict[str, Any]]:
+def _placed(setup: Setup, fixed: frozenset[str], *, defers: bool) -> Iterator[Settings]:
     """Return the combinations of the settings that change where state lies and how it moves."""
     config = setup.config
     state = config.tiers.state
@@ -245,15 +236,10 @@ def _placed(setup: Setup, fixed: frozenset[str], *, defers: bool) -> Iterator[di
     return _combined(config, kinds, fixed)
 
 
-def _combined(config: RunConfig, kinds: Mapping[str, Sequence[Any]], fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
+def _combined(config: RunConfig, kinds: Mapping[str, Sequence[Any]], fixed: frozenset[str]) -> Iterator[Settings]:
     """Return all combinations of the values of settings. One that is fixed keeps its value."""
-    tried = [[_value(config, name)] if name in fixed else values for name, values in kinds.items()]
+    tried = [[attrgetter(name)(config)] if name in fixed else values for name, values in kinds.items()]
     return (dict(zip(kinds, values, strict=True)) for values in product(*tried))
-
-
-def _value(config: RunConfig, name: str) -> Any:  # noqa: ANN401 - of any setting
-    section, _, key = name.partition(".")
-    return getattr(getattr(config, section), key)
 
 
 def _fitted(trial: Trial) -> Trial:

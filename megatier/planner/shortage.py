@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +10,14 @@ from megatier.errors import ConfigError, PlanError, UnsupportedModelError, mib
 from megatier.setup.setup import Setup
 from megatier.tier import Tier
 
+Settings = dict[str, Any]
+"""Settings by dotted name, as on the command line."""
 Place = Callable[[Setup], object]
 """Places a run; raises PlanError if it does not fit."""
 
 SLICES = (2, 4, 8, 16, 32)
 """Numbers of slices that are tried."""
-NARROWER: tuple[Mapping[str, Any], ...] = (
+NARROWER: tuple[Settings, ...] = (
     {"train.moments": "bf16"},
     {"train.moments": "fp8"},
     {"train.optimizer": "muon"},
@@ -90,7 +92,7 @@ def _least_machine(setup: Setup, place: Place) -> str:
     return ""
 
 
-def _fits(setup: Setup, settings: Mapping[str, Any], place: Place) -> bool:
+def _fits(setup: Setup, settings: Settings, place: Place) -> bool:
     """Return whether the run fits with some settings changed."""
     try:
         place(setup.changed(settings))

@@ -6,20 +6,21 @@ If several ranks share the state, sizes, budgets and rates are those of one rank
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from megatier.compute.adapted import matrices_in, wrappers_in
 from megatier.config.schema import RunConfig
 from megatier.errors import PlanError, mib
 from megatier.forecast.forecast import Forecast, floor, forecast
-from megatier.forecast.jobs import UPDATE_BYTES
+from megatier.forecast.jobs import UPDATE_BYTES, ComputeSeconds
 from megatier.layout import Layout
 from megatier.models.decoder import Unit
-from megatier.planner.memory import ActivationBytes, activation_bytes, in_tiles, interpolated, keeps_attention
+from megatier.planner.memory import ActivationBytes, activation_bytes, in_tiles, keeps_attention
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import Rates, World
 from megatier.schedule.sizes import Budgets
@@ -29,9 +30,10 @@ from megatier.setup.setup import Setup, advised
 from megatier.setup.workload import Workload, head_width, hidden_width
 from megatier.tier import Phase, Tier
 
-REPEATED = ((0.0, 0.7), (0.1, 0.6), (0.15, 0.55), (0.3, 0.39), (0.5, 0.16), (0.8, 0.03), (1.0, 0.0))
-"""Pairs of the saved share and the part of a compiled layer's forward that its backward repeats, measured on layers of
-8B shape. At 0, as under recompute, that is all but the last product."""
+REPEATED_AT = 0.0, 0.1, 0.15, 0.3, 0.5, 0.8, 1.0
+REPEATED = 0.7, 0.6, 0.55, 0.39, 0.16, 0.03, 0.0
+"""The part of a compiled layer's forward that its backward repeats, at these saved shares, measured on layers of 8B
+shape. At 0, as under recompute, that is all but the last product."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +44,7 @@ class Trial:
     """Units and policy."""
     accesses: tuple[Access, ...]
     """The order in which a step uses its units."""
-    seconds: Mapping[tuple[str, Phase], float]
+    seconds: ComputeSeconds
     """Seconds of compute of one use of a unit by one group, by unit and phase."""
     activations: ActivationBytes
     """Estimated GPU memory in addition to the budget."""
@@ -197,17 +199,20 @@ def _compute_seconds(setup: Setup, head: str, rates: Rates) -> dict[tuple[str, P
     rate = {p: rates.flops_per_s * (efficiency(kernel, width, sequence, p) if setup.compiles else 1.0) for p in Phase}
     seconds: dict[tuple[str, Phase], float] = {}
 
+    def flops(layout: Layout, names: Container[str] | None = None, beside: Container[str] = ()) -> float:
+        return _active_elements(layout, experts, chosen, names, beside=beside) * 2 * tokens
+
     for unit in setup.work.units:
-        products = _active_elements(unit.layout, experts, chosen, beside=beside) * 2 * tokens
-        idle = products - _active_elements(unit.layout.trained, experts, chosen, beside=beside) * 2 * tokens
-        idle -= _active_elements(unit.layout, experts, chosen, adapted) * 2 * tokens
+        products = flops(unit.layout, beside=beside)
+        idle = products - flops(unit.layout.trained, beside=beside)
+        idle -= flops(unit.layout, adapted)
         if unit.is_layer or unit.experts is not None:
             # The modules of a unit share its FLOPs.
             uses = len(unit.module_names)
             attention = {p: pairs * tokens / rate[p] if unit.is_layer else 0.0 for p in Phase}
             repeated, again = _repeated(setup, unit)
             if tiled and products:
-                inside = _active_elements(unit.layout, experts, chosen, tiled) * 2 * tokens / products
+                inside = flops(unit.layout, tiled) / products
                 runs_again = not (setup.compiles or setup.work.activations[unit.name].keeps_graph)
                 repeated = (1 - inside) * repeated + inside * (1 + repeated * runs_again)
             forward = products / rates.flops_per_s
@@ -264,7 +269,7 @@ def _repeated(setup: Setup, unit: Unit) -> tuple[float, float]:
     """
     config = setup.config
     share = setup.saved_share if setup.work.activations[unit.name].keeps_graph else 0.0
-    products = interpolated(REPEATED, share)
+    products = float(np.interp(share, REPEATED_AT, REPEATED))
     if keeps_attention(setup, unit):
         return products, 0.0
     if not share:

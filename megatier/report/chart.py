@@ -10,7 +10,7 @@ from statistics import fmean
 
 from megatier.errors import UNITS
 from megatier.report.html import CELL_MAX, NUM_TONES, legend
-from megatier.report.svg import plain, text, ticks
+from megatier.report.svg import Point, plain, text, ticks
 
 WIDTH = 580
 HEIGHT = 230
@@ -37,8 +37,6 @@ VALUE_MAX = 1e100
 """Larger figures leave a gap, as do those that are not finite, because their differences must have a logarithm."""
 BYTE_UNITS = (*UNITS[1:], ("B", 1))
 """Units of an axis, the largest first."""
-
-Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -316,15 +314,11 @@ def _buckets(points: Sequence[Point]) -> list[list[_Bucket]]:
         if finite and not run:
             runs.append(run)
         if finite:
-            run.append(_bucket(finite))
+            xs, ys = zip(*finite, strict=True)
+            run.append(_Bucket(x=fmean(xs), low=min(ys), mean=fmean(ys), high=max(ys)))
         else:
             run = []
     return runs
-
-
-def _bucket(points: Sequence[Point]) -> _Bucket:
-    steps, values = zip(*points, strict=True)
-    return _Bucket(x=fmean(steps), low=min(values), mean=fmean(values), high=max(values))
 
 
 def _run(run: Sequence[_Bucket], axes: _Axes, tone: str, *, is_dashed: bool) -> Iterator[str]:

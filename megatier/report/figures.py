@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from megatier.trace.events import ByName
 
 NO_GPU = "There is no GPU. In all that follows, gpu is a part of RAM that stands for its memory."
 """Said once where a run computes on the CPU."""
@@ -30,42 +31,49 @@ class SlowestRank:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepReport:
-    """A finished step."""
+class RankWork:
+    """What one rank did in a step, by lane, cause or queue."""
+
+    compute_seconds: float | None = None
+    """Seconds in which compute was busy."""
+    stall_seconds: ByName = field(default_factory=dict)
+    """Seconds that compute waited, by cause."""
+    host_seconds: float | None = None
+    """Seconds of neither: the host prepares the step, enqueues compute, or ends the step."""
+    busy_seconds: ByName = field(default_factory=dict)
+    """Seconds that each lane was busy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport(RankWork):
+    """A finished step, and the first rank's work. The fields are named as in its record in `metrics.jsonl`."""
 
     step: int
     """Its number, counted from 1."""
     loss: float
-    """The mean loss of its tokens."""
-    learning_rate: float
+    """The mean loss of its tokens, which may be any number."""
+    learning_rate: float | None = None
     """The learning rate of its update."""
-    gradient_norm: float | None
-    """The global norm before clipping; None if it was not computed."""
-    num_tokens: int
+    grad_norm: float | None
+    """The global norm before clipping, which may be any number; None if it was not computed."""
+    tokens: float
     """Tokens of this step without those that fill rows."""
     seconds: float
     """Seconds from its batch to its result, without those of the compiler."""
     compile_seconds: float = 0.0
     """Seconds besides, in which compute waited for the compiler."""
-    compute_seconds: float = 0.0
-    """Seconds in which compute was busy."""
-    stall_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that compute waited, by cause."""
-    host_seconds: float = 0.0
-    """Seconds of neither: the host prepares the step, enqueues compute, or ends the step."""
     host_busy_seconds: float | None = None
     """Seconds in which the host worked for the step: it ran Python and enqueued compute, which may have hidden that.
     Where the host itself computes, that is in it too."""
     attainment: float | None = None
     """Seconds that the step should take over those that it took; None if the machine was not measured."""
-    bound_by: str = ""
-    """The lane that should bound the step, as planned; empty if the machine was not measured."""
-    busy_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that each lane was busy."""
-    slowest: SlowestRank | None = None
+    slowest_rank: SlowestRank | None = None
     """The slowest of the ranks; None: this process is alone."""
-    slowest_busy_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that each lane of the slowest rank was busy; empty if that is this one."""
+
+    bound_by: str = ""
+    """The lane that should bound the step, as planned; empty if the machine was not measured. It is in no record."""
+    slowest_busy_seconds: ByName = field(default_factory=dict)
+    """Seconds that each lane of the slowest rank was busy; empty if that is this one. They are in no record as such."""
 
     @property
     def stalled_seconds(self) -> float:

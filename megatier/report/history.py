@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from megatier.errors import ConfigError
 from megatier.files import open_regular
-from megatier.report.figures import SlowestRank, TierState
+from megatier.report.figures import RankWork, SlowestRank, StepReport, TierState
+from megatier.trace.events import ByName
 
 FIGURE_MAX = 1e18
 """Bound of bytes, seconds, tokens and steps. A larger figure is damage, and sums of smaller ones stay finite."""
+T = TypeVar("T")
+Record = Mapping[str, Any]
+"""A line of the file, or a part of one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +34,9 @@ class Expected:
     """Seconds of the step."""
     bound_by: str
     """The lane that bounds it."""
-    busy_seconds: Mapping[str, float]
+    busy_seconds: ByName = field(default_factory=dict)
     """Seconds that each lane is busy."""
-    moved_bytes: Mapping[str, float]
+    moved_bytes: ByName = field(default_factory=dict)
     """Bytes that each queue moves."""
     seconds_range: tuple[float, float]
     """Shortest and longest seconds, as the drives waver."""
@@ -66,54 +71,35 @@ class RunStart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankWork:
-    """What one rank did in a step, by lane, cause or queue."""
-
-    compute_seconds: float | None
-    """Seconds in which compute was busy."""
-    stall_seconds: Mapping[str, float]
-    host_seconds: float | None
-    """Seconds in which compute was not busy and waited for nothing."""
-    busy_seconds: Mapping[str, float]
-    moved_bytes: Mapping[str, float]
-    """Bytes per queue since the step before."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class OtherRank(RankWork):
     """What a rank other than the first did in a step."""
 
     rank: int
     host: str
+    moved_bytes: ByName
+    """Bytes per queue since the step before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step(RankWork):
-    """A step that ended, and the first rank's work. Figures that older versions did not write are None, or empty."""
+class Step(StepReport):
+    """A step that ended. Figures that older versions did not write are None, or empty."""
 
-    step: int
-    loss: float
-    tokens: float
-    seconds: float
-    """Seconds of the step without those of the compiler."""
-    compile_seconds: float
-    host_busy_seconds: float | None
-    """Seconds in which the host worked, whether or not compute hid it."""
-    attainment: float | None
-    skipped: str | None
+    skipped: str | None = None
     """Why the step was left out; None: it was not."""
-    demanded_bytes: Mapping[str, float]
-    """Bytes per queue since the step before, as the placement demands them."""
-    resident_bytes: float | None
-    gpu_bytes: float | None
-    slowest: SlowestRank | None
-    """The slowest of the ranks; None: one process trained alone."""
-    others: tuple[OtherRank, ...]
+    moved_bytes: ByName
+    """Bytes per queue since the step before."""
+    demanded_bytes: ByName
+    """The same, as the placement demands them."""
+    resident_bytes: float | None = None
+    gpu_bytes: float | None = None
+    other_ranks: tuple[OtherRank, ...]
     """The ranks but the first; empty if one process trained alone."""
-    learning_rate: float | None
-    grad_norm: float | None
-    time: str
+    time: str = ""
     """UTC of its end, as ISO 8601; empty if it is not on file."""
+
+
+Work = OtherRank | Step
+"""What one rank did in a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,16 +140,16 @@ class History:
     savepoints: list[Saved] = field(default_factory=list)
     outcome: str = ""
     """`whole` or `stopped`; empty if the last process goes on, or was killed or ended by an error."""
-    moved_bytes: Mapping[str, float] = field(default_factory=dict)
+    moved_bytes: ByName = field(default_factory=dict)
     """Bytes per queue of the last process, as far as they are on file."""
-    demanded_bytes: Mapping[str, float] = field(default_factory=dict)
+    demanded_bytes: ByName = field(default_factory=dict)
     """Bytes per queue of the last process, as the placement demands them."""
-    others_moved_bytes: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    others_moved_bytes: Mapping[int, ByName] = field(default_factory=dict)
     """Bytes per queue of the last process of each rank but the first."""
     is_cut: bool = False
     """Whether the file ends in half a line, which is left out."""
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Record) -> None:
         """Take the next record; one of a kind that is not known here is passed over.
 
         Raises:
@@ -175,7 +161,9 @@ class History:
             raise ValueError(step)
 
         if record.get("run") == "begins":
-            self.openings.append(_opening(step, record))
+            expected = record["expected"]
+            plan = None if expected is None else _expected(expected)
+            self.openings.append(_read(RunStart, record, step=step, expected=plan))
             self.outcome = ""
 
             # A new process counts its bytes from 0.
@@ -184,34 +172,46 @@ class History:
             self.others_moved_bytes = {}
         elif "run" in record:
             self.outcome = _text(record["run"])
-            self.moved_bytes = _amounts(record, "moved_bytes")
-            self.demanded_bytes = _amounts(record, "demanded_bytes")
+            self.moved_bytes = _amounts(record.get("moved_bytes", {}))
+            self.demanded_bytes = _amounts(record.get("demanded_bytes", {}))
         elif "loss" in record:
             self._add_step(step, record)
         elif "heldout_loss" in record:
             self.heldout.append((step, float(record["heldout_loss"])))
         elif "correction" in record:
-            names = ("seconds", "planned_bytes_per_s", "measured_bytes_per_s")
-            figures = {name: _figure(record["correction"][name]) for name in names}
-            self.corrections.append(Corrected(step=step, **figures))
+            self.corrections.append(_read(Corrected, record["correction"], step=step))
         elif "checkpoint_bytes" in record:
             self.checkpoints.append(_saved(step, record, "checkpoint"))
         elif "savepoint_bytes" in record:
             self.savepoints.append(_saved(step, record, "savepoint"))
 
-    def _add_step(self, step: int, record: Mapping[str, Any]) -> None:
+    def _add_step(self, step: int, record: Record) -> None:
         """Take the record of a step, which has sums since its process began, so that a lost record loses no bytes."""
-        moved = _amounts(record, "moved_bytes")
-        demanded = _amounts(record, "demanded_bytes")
-        grown = _grown(self.moved_bytes, moved)
-        grown_demanded = _grown(self.demanded_bytes, demanded)
+        moved = _amounts(record.get("moved_bytes", {}))
+        demanded = _amounts(record.get("demanded_bytes", {}))
+        others_moved = {}
+        others = []
+        for told in record.get("other_ranks", ()):
+            rank = _count(told["rank"])
+            others_moved[rank] = _amounts(told.get("moved_bytes", {}))
+            grown = _grown(self.others_moved_bytes.get(rank, {}), others_moved[rank])
+            others.append(_read(OtherRank, told, moved_bytes=grown))
 
-        told = record.get("other_ranks", ())
-        others = tuple(_other(found, self.others_moved_bytes) for found in told)
-        self.steps.append(_step(step, record, grown, grown_demanded, others))
+        norm = record.get("grad_norm")
+        made = _read(
+            Step,
+            record,
+            step=step,
+            loss=float(record["loss"]),
+            grad_norm=None if norm is None else float(norm),
+            moved_bytes=_grown(self.moved_bytes, moved),
+            demanded_bytes=_grown(self.demanded_bytes, demanded),
+            other_ranks=tuple(others),
+        )
 
         # Last, because a line that was cut raises above, and must leave these sums as they were.
-        self.others_moved_bytes = {_rank(found): _amounts(found, "moved_bytes") for found in told}
+        self.steps.append(made)
+        self.others_moved_bytes = others_moved
         self.moved_bytes = moved
         self.demanded_bytes = demanded
 
@@ -255,112 +255,38 @@ def read_what_there_is(path: Path) -> History:
 # ---------------------------------------------------------------------- reading
 
 
-def _opening(step: int, record: Mapping[str, Any]) -> RunStart:
-    """Return an opening record; this and what follows raises what `History.add` does."""
-    expected = record["expected"]
-    homes = {}
-    for unit, kinds in record["homes"].items():
-        homes[unit] = {kind: _text(tier) for kind, tier in kinds.items()}
-    return RunStart(
-        step=step,
-        time=_text(record["time"]),
-        device=_text(record["device"]),
-        num_parameters=round(_figure(record["num_parameters"])),
-        homes=homes,
-        streamed=_texts(record["streamed"]),
-        speculative=_texts(record["speculative"]),
-        tiers=tuple(map(_tier, record["tiers"])),
-        expected=None if expected is None else _expected(expected),
-        # Older versions wrote neither of these.
-        flops_per_s=_optional(record.get("flops_per_s")),
-        changes=_texts(record.get("changes", ())),
-    )
+def _read(kind: type[T], found: Record, **made: Any) -> T:  # noqa: ANN401 - fields of any type
+    """Return a record of a kind: each field as `READERS` reads its type, or its default if the file has none.
+
+    This and what follows raises what `History.add` does.
+
+    Args:
+        kind: a dataclass of typed fields.
+        found: what is on file.
+        made: the fields that are not read so.
+    """
+    types = _types(kind)  # type: ignore[arg-type]  # mypy knows no hash of a type variable
+    names = types.keys() - made
+    read = {name: READERS[types[name]](found[name]) for name in names if found.get(name) is not None}
+    return kind(**made, **read)
 
 
-def _tier(found: Mapping[str, Any]) -> TierState:
-    sizes = {name: round(_figure(found[name])) for name in ("state_bytes", "other_bytes", "budget_bytes")}
-    return TierState(tier=_text(found["tier"]), **sizes)
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    # Looked up once for a kind, since a run has a record for each of its steps.
+    return get_type_hints(kind)
 
 
-def _expected(found: Mapping[str, Any]) -> Expected:
-    lanes = _amounts(found, "busy_seconds")
-    queues = _amounts(found, "moved_bytes")
+def _expected(found: Record) -> Expected:
     if not (seconds := _figure(found["seconds"])):
         raise ValueError(found)
 
     # Older versions wrote no range.
     low, high = map(_figure, found.get("seconds_range", (seconds, seconds)))
-    return Expected(
-        seconds=seconds,
-        bound_by=_text(found["bound_by"]),
-        busy_seconds=lanes,
-        moved_bytes=queues,
-        seconds_range=(low, high),
-    )
+    return _read(Expected, found, seconds_range=(low, high))
 
 
-def _step(
-    step: int,
-    record: Mapping[str, Any],
-    moved: Mapping[str, float],
-    demanded: Mapping[str, float],
-    others: tuple[OtherRank, ...],
-) -> Step:
-    skipped = record.get("skipped")
-    slowest = record.get("slowest_rank")
-    return Step(
-        step=step,
-        loss=float(record["loss"]),
-        tokens=_figure(record["tokens"]),
-        seconds=_figure(record["seconds"]),
-        compile_seconds=_figure(record.get("compile_seconds", 0.0)),
-        host_busy_seconds=_optional(record.get("host_busy_seconds")),
-        attainment=_optional(record.get("attainment")),
-        skipped=None if skipped is None else _text(skipped),
-        compute_seconds=_optional(record.get("compute_seconds")),
-        stall_seconds=_amounts(record, "stall_seconds"),
-        host_seconds=_optional(record.get("host_seconds")),
-        busy_seconds=_amounts(record, "busy_seconds"),
-        moved_bytes=moved,
-        demanded_bytes=demanded,
-        resident_bytes=_optional(record.get("resident_bytes")),
-        gpu_bytes=_optional(record.get("gpu_bytes")),
-        slowest=None if slowest is None else _slowest(slowest),
-        others=others,
-        learning_rate=_optional(record.get("learning_rate")),
-        grad_norm=None if record.get("grad_norm") is None else float(record["grad_norm"]),
-        time=_text(record.get("time", "")),
-    )
-
-
-def _other(found: Mapping[str, Any], before: Mapping[int, Mapping[str, float]]) -> OtherRank:
-    """Return the work of a rank, from what each had moved before."""
-    rank = _rank(found)
-    return OtherRank(
-        rank=rank,
-        host=_text(found["host"]),
-        compute_seconds=_optional(found.get("compute_seconds")),
-        stall_seconds=_amounts(found, "stall_seconds"),
-        host_seconds=_optional(found.get("host_seconds")),
-        busy_seconds=_amounts(found, "busy_seconds"),
-        moved_bytes=_grown(before.get(rank, {}), _amounts(found, "moved_bytes")),
-    )
-
-
-def _rank(found: Mapping[str, Any]) -> int:
-    return round(_figure(found["rank"]))
-
-
-def _slowest(found: Mapping[str, Any]) -> SlowestRank:
-    return SlowestRank(
-        rank=_rank(found),
-        host=_text(found["host"]),
-        seconds=_figure(found["seconds"]),
-        least_seconds=_figure(found["least_seconds"]),
-    )
-
-
-def _saved(step: int, record: Mapping[str, Any], what: str) -> Saved:
+def _saved(step: int, record: Record, what: str) -> Saved:
     num_bytes = _figure(record[f"{what}_bytes"])
     seconds = _figure(record[f"{what}_seconds"])
 
@@ -369,13 +295,8 @@ def _saved(step: int, record: Mapping[str, Any], what: str) -> Saved:
     return Saved(step=step, num_bytes=num_bytes, seconds=seconds, paused_seconds=paused)
 
 
-def _amounts(record: Mapping[str, Any], name: str) -> dict[str, float]:
-    """Return figures by name; empty if an older version did not write them."""
-    return {key: _figure(value) for key, value in record.get(name, {}).items()}
-
-
-def _optional(value: object) -> float | None:
-    return None if value is None else _figure(value)
+def _amounts(found: Record) -> dict[str, float]:
+    return {name: _figure(value) for name, value in found.items()}
 
 
 def _figure(value: object) -> float:
@@ -384,6 +305,10 @@ def _figure(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < FIGURE_MAX:
         raise ValueError(value)
     return float(value)
+
+
+def _count(value: object) -> int:
+    return round(_figure(value))
 
 
 def _text(value: object) -> str:
@@ -396,7 +321,26 @@ def _texts(values: Iterable[object]) -> tuple[str, ...]:
     return tuple(map(_text, values))
 
 
-def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+def _homes(found: Record) -> dict[str, dict[str, str]]:
+    return {unit: {kind: _text(tier) for kind, tier in kinds.items()} for unit, kinds in found.items()}
+
+
+READERS: dict[Any, Callable[[Any], object]] = {
+    int: _count,
+    float: _figure,
+    str: _text,
+    float | None: _figure,
+    str | None: _text,
+    tuple[str, ...]: _texts,
+    ByName: _amounts,
+    Mapping[str, Mapping[str, str]]: _homes,
+    SlowestRank | None: partial(_read, SlowestRank),
+    tuple[TierState, ...]: lambda tiers: tuple(_read(TierState, tier) for tier in tiers),
+}
+"""Readers of the types that fields have."""
+
+
+def _grown(before: ByName, after: ByName) -> dict[str, float]:
     """Return what came to each queue between two records.
 
     If there is less than before, a process began without an opening record and counted from 0.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 from megatier.errors import REMEDIES, ConfigError
@@ -15,6 +15,20 @@ from megatier.files import open_regular, read_regular, replace_file
 
 OTHER_DIRECTORY = "Set output.directory to a directory of yours."
 """The remedy where a file of a run cannot be written, for errors that have none of their own."""
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn errors of the drive inside into one that says what to do, such as "cannot write FILE".
+
+    Raises:
+        ConfigError: the drive is full or gone, or a file cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        remedy = REMEDIES.get(error.errno or 0, OTHER_DIRECTORY)
+        raise ConfigError(f"cannot {what}: {error.strerror}. {remedy}") from error
 
 
 class MetricsLog:
@@ -27,14 +41,15 @@ class MetricsLog:
             ConfigError: it cannot be written to.
         """
         self._path = path
-        try:
+        with refusing(f"write {path}"):
             self._file: IO[bytes] = _append_to(path)
 
             # A killed process may have left half a line, which must not swallow the next record.
-            if not _ends_whole(path):
-                self._file.write(b"\n")
-        except OSError as error:
-            raise self._refused(error) from error
+            with os.fdopen(open_regular(path), "rb") as file:
+                is_empty = file.seek(0, os.SEEK_END) == 0
+                file.seek(0 if is_empty else -1, os.SEEK_END)
+                if not is_empty and file.read() != b"\n":
+                    self._file.write(b"\n")
 
     def write(self, record: Mapping[str, object]) -> None:
         """Append a record. NaN and infinities, which JSON lacks, become text: "nan", "inf", "-inf".
@@ -44,10 +59,8 @@ class MetricsLog:
         """
         # Made whole before it is written, and written at once: only a kill can leave half a line.
         line = json.dumps(plain(record), allow_nan=False) + "\n"
-        try:
+        with refusing(f"write {self._path}"):
             self._file.write(line.encode())
-        except OSError as error:
-            raise self._refused(error) from error
 
     def cut_after(self, step: int) -> list[int]:
         """Drop the records of later steps, which a run that is resumed from a checkpoint writes again.
@@ -60,43 +73,27 @@ class MetricsLog:
         Raises:
             ConfigError: the drive is full or gone.
         """
-        kept = []
-        damaged = []
-        try:
+        with refusing(f"write {self._path}"):
             lines = read_regular(self._path).splitlines(keepends=True)
-            for number, line in enumerate(lines, 1):
-                its_step = _step_of(line)
-                if its_step <= step:
-                    kept.append(line)
-                if not math.isfinite(its_step):
-                    damaged.append(number)
+            steps = [_step_of(line) for line in lines]
 
             # Whole or not at all, since a kill in here must not lose the records of the steps that stay.
-            replace_file(self._path, b"".join(kept))
+            replace_file(self._path, b"".join(line for line, its in zip(lines, steps, strict=True) if its <= step))
 
             # The file has another inode now.
             self._file.close()
             self._file = _append_to(self._path)
-        except OSError as error:
-            raise self._refused(error) from error
 
-        return damaged
+        return [number for number, its in enumerate(steps, 1) if not math.isfinite(its)]
 
     def close(self) -> None:
         """Close the file. Closing twice is safe."""
         self._file.close()
 
-    def _refused(self, error: OSError) -> ConfigError:
-        """Return an error of the drive as one that says what to do."""
-        remedy = REMEDIES.get(error.errno or 0, OTHER_DIRECTORY)
-        return ConfigError(f"cannot write {self._path}: {error.strerror}. {remedy}")
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
@@ -142,15 +139,6 @@ def _append_to(path: Path) -> IO[bytes]:
     """Open a file to append to it, unbuffered."""
     # Each write is one call of the system, which survives the process.
     return os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
-
-
-def _ends_whole(path: Path) -> bool:
-    """Return whether a file is empty or its last line is complete."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        if file.seek(0, 2) == 0:
-            return True
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"
 
 
 def _step_of(line: bytes) -> float:

@@ -91,20 +91,20 @@ def panel(
     _row(grid, "step", _bar(report.step, num_steps), left)
 
     words = f"{report.loss:.4f}  lr {report.learning_rate:.2e}"
-    if report.gradient_norm is not None:
-        words += f"  norm {report.gradient_norm:.3f}"
+    if report.grad_norm is not None:
+        words += f"  norm {report.grad_norm:.3f}"
     _row(grid, "loss", Text(sparkline(losses.points)), words)
     _row(grid, "tokens/s", Text(tokens_a_second(report)), f"{report.seconds:.3f} s/step")
 
     stalled = report.stalled_seconds
     share = format_share(stalled, report.seconds)
-    host = format_share(report.host_seconds, report.seconds)
+    host = format_share(report.host_seconds or 0.0, report.seconds)
     words = f"stalled {format_seconds(stalled)}, {share}, host {host}"
     _row(grid, "bound by", Text(bound_of(report)), words)
     if compile_seconds:
         _row(grid, "compiled", Text(format_seconds(compile_seconds)), "so far, which counts in no step")
 
-    if (slowest := report.slowest) is not None:
+    if (slowest := report.slowest_rank) is not None:
         words = f"{format_seconds(slowest.seconds)} itself, the fastest {format_seconds(slowest.least_seconds)}"
         _row(grid, "slowest", Text(f"rank {slowest.rank} on {slowest.host}"), words)
 
@@ -117,7 +117,7 @@ def tokens_a_second(report: StepReport) -> str:
     """Return the tokens a second of a step in words; "-" if its clock did not move."""
     if report.seconds <= 0:
         return "-"
-    return f"{report.num_tokens / report.seconds:,.0f}"
+    return f"{report.tokens / report.seconds:,.0f}"
 
 
 def _lane_row(grid: Table, lane: str, report: StepReport) -> None:
@@ -127,7 +127,7 @@ def _lane_row(grid: Table, lane: str, report: StepReport) -> None:
     busy = min(report.busy_seconds[lane], whole)
     words = f"busy {format_share(busy, whole)}"
 
-    slowest = report.slowest
+    slowest = report.slowest_rank
     if slowest is not None and report.slowest_busy_seconds:
         seconds = report.slowest_busy_seconds.get(lane, 0.0)
         share = format_share(min(seconds, whole), whole)

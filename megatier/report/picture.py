@@ -15,8 +15,8 @@ from typing import Any
 from megatier.errors import ConfigError
 from megatier.files import read_regular
 from megatier.report.metrics import format_seconds, format_share
-from megatier.report.svg import LETTER, TRACK, WIDTH, bar, grid_line, page, text, ticks
-from megatier.trace.events import STEP, Account, TraceEvent, account, busy_seconds
+from megatier.report.svg import LETTER, TRACK, WIDTH, Point, bar, grid_line, page, text, ticks
+from megatier.trace.events import STEP, Account, ByName, TraceEvent, account, busy_seconds
 
 LANES = (
     "nvme_to_ram",
@@ -210,11 +210,11 @@ def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str],
         yield text(right, middle + 4, figure, "end")
 
 
-def _spans(events: Sequence[TraceEvent], lane: str) -> dict[str, list[tuple[float, float]]]:
+def _spans(events: Sequence[TraceEvent], lane: str) -> dict[str, list[Point]]:
     """Return the spans of a lane in pixels, by their label."""
     start_ns, end_ns = _window(events)
     scale = PLOT / max(end_ns - start_ns, 1)
-    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    spans: dict[str, list[Point]] = defaultdict(list)
     for event in events:
         if _row_lane(event) != lane:
             continue
@@ -240,7 +240,7 @@ def _axis(seconds: float, top: int, bottom: int) -> Iterator[str]:
         yield text(x, bottom + 20, f"{tick * per_second:g} {unit}", "middle")
 
 
-def _legend(colours: Mapping[str, str], stalls: Mapping[str, float]) -> tuple[list[str], int]:
+def _legend(colours: Mapping[str, str], stalls: ByName) -> tuple[list[str], int]:
     """Return a square and a name for each colour, in as many lines as they need, and the y at which the rows begin."""
     parts = []
     x = 16.0
@@ -324,9 +324,9 @@ def _window(events: Iterable[TraceEvent]) -> tuple[int, int]:
     return start_ns, end_ns
 
 
-def _merged(spans: Iterable[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+def _merged(spans: Iterable[Point], gap: float) -> list[Point]:
     """Return the union of (start, end) spans, in order; those less than a gap apart become one."""
-    merged: list[tuple[float, float]] = []
+    merged: list[Point] = []
     for start, end in sorted(spans):
         if not merged or start - merged[-1][1] > gap:
             merged.append((start, end))

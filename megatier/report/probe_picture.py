@@ -5,6 +5,7 @@ It has a section for each drive, all over one scale, one for the links, and one 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -94,14 +95,8 @@ def _heading(drive: DriveFigures) -> str:
 
 
 def _drive_bars(drive: DriveFigures) -> list[Bar]:
-    # A step reads 14 bytes and writes 12 of each parameter that spills, hence the mix.
-    flows = (
-        ("read", drive.read, READ),
-        ("write", drive.write, WRITE),
-        ("mixed 14:12", drive.mixed, MIXED),
-    )
     bars = []
-    for name, flow, colour in flows:
+    for (name, flow), colour in zip(drive.flows.items(), (READ, WRITE, MIXED), strict=True):
         rate = flow.bytes_per_s / 1e9
         figures = (f"{rate:.2f}", f"{flow.p50_ms:.1f} ms", f"{flow.p99_ms:.1f} ms")
         bars.append(Bar(name=name, value=rate, inner=0.0, colour=colour, figures=figures))
@@ -109,16 +104,8 @@ def _drive_bars(drive: DriveFigures) -> list[Bar]:
 
 
 def _copy_bars(links: LinkFigures) -> list[Bar]:
-    rows = []
-    for copies in links.copies:
-        # Without a GPU a copy inside RAM stands for one over the link.
-        name = copies.device if links.device == "cuda" else "native copy"
-        to_gpu = copies.to_gpu_bytes_per_s
-        to_ram = copies.to_ram_bytes_per_s
-        rows.append(_compared(f"{name}: RAM to GPU", to_gpu, copies.to_gpu_both_bytes_per_s, TO_GPU))
-        rows.append(_compared(f"{name}: GPU to RAM", to_ram, copies.to_ram_both_bytes_per_s, TO_RAM))
-
-    return rows
+    colours = itertools.cycle((TO_GPU, TO_RAM))
+    return [_compared(*rates, colour) for rates, colour in zip(links.copy_rates, colours, strict=False)]
 
 
 def _update_bars(links: LinkFigures) -> list[Bar]:

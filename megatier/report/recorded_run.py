@@ -10,14 +10,15 @@ from datetime import datetime
 from pathlib import Path
 
 from megatier.config.schema import RunConfig
-from megatier.report.history import History, RankWork, RunStart, Step
+from megatier.report.history import History, RunStart, Step, Work
 from megatier.report.metrics import format_count, format_seconds
-from megatier.trace.events import TraceEvent
+from megatier.report.svg import Point
+from megatier.trace.events import ByName, TraceEvent
 
 SMOOTHING = 0.9
 """Weight of a point in a smoothed line, against that of the next one."""
 
-Amounts = Callable[[RankWork], Mapping[str, float]]
+Amounts = Callable[[Work], ByName]
 """Gives amounts of a step by name, such as the bytes that each queue moved."""
 
 
@@ -51,7 +52,7 @@ class RecordedRun:
         first = {opening.step + 1 for opening in self.history.openings} or {1}
         return [step for step in self.steps if step.step not in first] or self.steps
 
-    def points(self, figure: Callable[[Step], float | None], scale: float = 1.0) -> list[tuple[float, float]]:
+    def points(self, figure: Callable[[Step], float | None], scale: float = 1.0) -> list[Point]:
         """Return a figure over the steps.
 
         Args:
@@ -61,7 +62,7 @@ class RecordedRun:
         Returns:
             Steps and figures, nan for a figure that a step lacks.
         """
-        points: list[tuple[float, float]] = []
+        points: list[Point] = []
         for step in self.steps:
             value = figure(step)
             points.append((step.step, math.nan if value is None else value / scale))
@@ -91,7 +92,7 @@ class RecordedRun:
         return format_seconds(max(0.0, passed.total_seconds()))
 
 
-def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def smoothed(points: Sequence[Point]) -> list[Point]:
     """Return the running mean of points, in which each one counts `SMOOTHING` times as much as the next."""
     means = []
     total = 0.0
@@ -116,14 +117,14 @@ def amount_of(amounts: Amounts, name: str) -> Callable[[Step], float]:
     return lambda step: amounts(step).get(name, 0.0)
 
 
-def by_rank(steps: Iterable[Step]) -> dict[str, list[RankWork]]:
+def by_rank(steps: Iterable[Step]) -> dict[str, list[Work]]:
     """Return what each rank did in the steps, by the name of the rank; empty if one process trained alone."""
-    works: dict[str, list[RankWork]] = defaultdict(list)
+    works: dict[str, list[Work]] = defaultdict(list)
     for step in steps:
         # The record of a step is that of the first rank, with the others in it.
-        if step.others:
+        if step.other_ranks:
             works["rank 0"].append(step)
-        for other in step.others:
+        for other in step.other_ranks:
             works[f"rank {other.rank} on {other.host}"].append(other)
     return works
 
@@ -132,7 +133,7 @@ def behind_of(steps: Iterable[Step]) -> dict[str, list[float]]:
     """Return by how many seconds each rank that was ever the slowest was behind the fastest, most often first."""
     behind: dict[str, list[float]] = defaultdict(list)
     for step in steps:
-        slowest = step.slowest
+        slowest = step.slowest_rank
         if slowest is not None:
             name = f"rank {slowest.rank} on {slowest.host}"
             behind[name].append(slowest.seconds - slowest.least_seconds)
@@ -141,7 +142,7 @@ def behind_of(steps: Iterable[Step]) -> dict[str, list[float]]:
     return {name: behind[name] for name in often}
 
 
-def totals_of(steps: Iterable[RankWork], amounts: Amounts) -> Counter[str]:
+def totals_of(steps: Iterable[Work], amounts: Amounts) -> Counter[str]:
     """Return the sums of all steps, by name."""
     total: Counter[str] = Counter()
     for step in steps:

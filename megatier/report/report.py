@@ -5,9 +5,9 @@ Plain figures come in, and everything goes out through the console that the call
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -53,16 +53,14 @@ class Progress:
         self._seconds_per_step = 0.0
         self._compile_seconds = 0.0
         self._losses = Course()
-        self._shown_at: float | None = None
+        self._shown_at = -math.inf
 
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -81,8 +79,7 @@ class Progress:
         # The first and the last step are always shown, however soon the last one comes.
         now = time.monotonic()
         pause = self._line_seconds if self._live is None else REDRAW_SECONDS
-        was_just_shown = self._shown_at is not None and now - self._shown_at < pause
-        if steps_left > 0 and was_just_shown:
+        if steps_left > 0 and now - self._shown_at < pause:
             return
 
         self._shown_at = now
@@ -146,9 +143,7 @@ class WorkBar:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -185,7 +180,7 @@ def print_placement(console: Console, tiers: Sequence[TierState], num_ranks: int
     whole = TierState(tier="all", state_bytes=total, other_bytes=others, budget_bytes=budgets)
 
     shared = f", of each of {num_ranks} ranks" if num_ranks > 1 else ""
-    table = _table(f"what lies where{shared}", "tier", "state", "share", "slots, gradients", "budget")
+    table = figure_table(f"what lies where{shared}", "tier", "state", "share", "slots, gradients", "budget")
     for tier in (*tiers, whole):
         if tier is whole:
             table.add_section()
@@ -196,7 +191,7 @@ def print_placement(console: Console, tiers: Sequence[TierState], num_ranks: int
 
 def print_moves(console: Console, queues: Sequence[QueueBytes]) -> None:
     """Print a table of what moved, in bytes, and what the placement demands."""
-    table = _table("what moved, in bytes", "queue", "moved", "demanded", "difference")
+    table = figure_table("what moved, in bytes", "queue", "moved", "demanded", "difference")
     for queue in queues:
         moved = f"{queue.moved_bytes:,}"
         demanded = f"{queue.demanded_bytes:,}"
@@ -213,16 +208,16 @@ def _figures(report: StepReport, num_steps: int, seconds_left: float) -> Iterato
     yield "step", f"{report.step}/{num_steps}"
     yield "loss", f"{report.loss:.4f}"
     yield "lr", f"{report.learning_rate:.2e}"
-    if report.gradient_norm is not None:
-        yield "norm", f"{report.gradient_norm:.3f}"
+    if report.grad_norm is not None:
+        yield "norm", f"{report.grad_norm:.3f}"
 
     yield "tokens/s", tokens_a_second(report)
     if report.attainment is not None:
         yield "attainment", f"{report.attainment:.0%} ({report.bound_by})"
     yield "ETA", format_seconds(seconds_left)
 
-    if report.slowest is not None:
-        yield "slowest", _slowest(report.slowest)
+    if report.slowest_rank is not None:
+        yield "slowest", _slowest(report.slowest_rank)
     if report.compile_seconds:
         yield "compiled", format_seconds(report.compile_seconds)
     if report.main_stall is not None:
@@ -236,7 +231,7 @@ def _slowest(slowest: SlowestRank) -> str:
     return f"rank {slowest.rank} on {slowest.host} ({seconds})"
 
 
-def _table(title: str, first: str, *others: str) -> Table:
+def figure_table(title: str, first: str, *others: str) -> Table:
     """Return a table whose first column holds names and whose others hold figures."""
     table = Table(title=title, title_justify="left")
     table.add_column(first)

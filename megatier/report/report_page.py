@@ -23,7 +23,7 @@ from megatier.guards.no_gradient import REMARK, learns_nothing
 from megatier.report import chart, picture, placement_map
 from megatier.report.chart import Line, Mark, Scale
 from megatier.report.figures import NO_GPU
-from megatier.report.history import Corrected, Expected, History, RunStart, Saved, read_history
+from megatier.report.history import Expected, History, RunStart, Saved, read_history
 from megatier.report.html import cards, details, note, page, row, section, table
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
 from megatier.report.picture import in_row_order
@@ -411,7 +411,13 @@ def _plan(run: RecordedRun) -> str:
     if waver:
         words += f" Planned{waver}."
     if run.history.corrections:
-        words += f" {_correction(run.history.corrections[-1])}"
+        made = run.history.corrections[-1]
+        planned_gb = made.planned_bytes_per_s / 1e9
+        measured_gb = made.measured_bytes_per_s / 1e9
+        words += (
+            f" Step {made.step:,} corrected the plan: drives that do {measured_gb:.3g} GB/s in this run, not "
+            f"{planned_gb:.3g}, make it {format_seconds(made.seconds)} a step; attainments after it are of that."
+        )
     return table(("", "planned", "measured", "measured to planned"), _planned(run, expected)) + note(words)
 
 
@@ -430,16 +436,6 @@ def _planned(run: RecordedRun, expected: Expected) -> Iterator[tuple[str, str, s
         if planned := expected.moved_bytes.get(queue):
             moved = median(step.moved_bytes.get(queue, 0.0) for step in run.steady)
             yield _compared(f"{queue} moves", planned, moved, _size)
-
-
-def _correction(made: Corrected) -> str:
-    """Return what the first steps of the run have corrected."""
-    planned = made.planned_bytes_per_s / 1e9
-    measured = made.measured_bytes_per_s / 1e9
-    return (
-        f"Step {made.step:,} corrected the plan: drives that do {measured:.3g} GB/s in this run, not {planned:.3g}, "
-        f"make it {format_seconds(made.seconds)} a step; attainments after it are of that."
-    )
 
 
 def _compared(name: str, planned: float, measured: float, form: Callable[[float], str]) -> tuple[str, str, str, str]:

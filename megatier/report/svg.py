@@ -20,6 +20,9 @@ LETTER = 6.8
 UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML cannot hold, escaped or not."""
 
+Point = tuple[float, float]
+"""Two numbers that belong together: a step and a figure, or the ends of a span."""
+
 
 def page(height: float, title: str, parts: Iterable[str]) -> str:
     """Return a whole picture: white, with its title at the top (down to y = 36), and the parts."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-from megatier.errors import REMEDIES, ConfigError
-from megatier.report.metrics import OTHER_DIRECTORY
+from megatier.errors import ConfigError
+from megatier.report.metrics import refusing
 
 FLUSH_SECONDS = 10
 """Seconds after which events are on file; a killed run loses younger ones."""
@@ -43,7 +43,7 @@ class ScalarEvents:
         Raises:
             ConfigError: TensorBoard is not installed, or the folder cannot be written to.
         """
-        self._folder = folder
+        self._refusing = partial(refusing, f"write to {folder}")
         library = load_tensorboard()
         with self._refusing():
             # Steps after the last one that was saved come again, and a curve must not have them twice.
@@ -64,9 +64,7 @@ class ScalarEvents:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             # The error that ends the run says enough.
             with contextlib.suppress(OSError):
@@ -74,15 +72,6 @@ class ScalarEvents:
             return
         with self._refusing():
             self._writer.close()
-
-    @contextlib.contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """Turn errors of the drive into one that says what to do."""
-        try:
-            yield
-        except OSError as error:
-            remedy = REMEDIES.get(error.errno or 0, OTHER_DIRECTORY)
-            raise ConfigError(f"cannot write to {self._folder}: {error.strerror}. {remedy}") from error
 
 
 def _numbers(record: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -12,6 +12,9 @@ from pathlib import Path
 from megatier.errors import TransferError
 from megatier.files import open_regular
 
+ByName = Mapping[str, float]
+"""Seconds by lane or cause, or bytes by queue."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:
@@ -60,7 +63,7 @@ class Account:
 
     compute_seconds: float
     """Seconds in which compute was busy."""
-    stall_seconds: Mapping[str, float]
+    stall_seconds: ByName
     """Seconds that compute waited, by cause."""
     host_seconds: float
     """Seconds of neither: the host prepares the step, enqueues compute, or ends the step."""
@@ -96,13 +99,8 @@ def account(events: Iterable[TraceEvent], start_ns: int, end_ns: int) -> Account
 
 def own_seconds(events: Iterable[TraceEvent]) -> float:
     """Sum up the seconds that a rank took itself: those of compute, and of its waits for all but other ranks."""
-    found = (event.seconds for event in events if event.lane == "compute" or _waits_for_own(event))
-    return sum(found)
-
-
-def _waits_for_own(event: TraceEvent) -> bool:
-    """Return whether compute waited for a lane that does not wait for other ranks."""
-    return event.lane == "stall" and event.cause not in ("ranks", COMPILER)
+    # The cause is empty where nothing was waited for, as in compute itself.
+    return sum(e.seconds for e in events if e.lane in ("compute", "stall") and e.cause not in ("ranks", COMPILER))
 
 
 def busy_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:

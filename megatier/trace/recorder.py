@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from megatier.rest import REST
@@ -151,13 +151,7 @@ class Recorder:
             else:
                 self._accesses.append(used)
 
-        moves = self._transfers
-        self._transfers = []
-        for transfer in moves:
-            if transfer.done() and not transfer.failed():
-                self._note_transfer(transfer)
-            else:
-                self._transfers.append(transfer)
+        self._note_moves(lambda transfer: transfer.done() and not transfer.failed())
 
     def own_seconds(self) -> float:
         """Return the seconds that this rank took itself, of the events since `take`. Nothing is waited for."""
@@ -179,14 +173,8 @@ class Recorder:
         self._accesses = []
         self._note_rest()
 
-        moves = [*self._transfers, *transfers]
-        self._transfers = []
-        for transfer in moves:
-            if transfer.done():
-                self._note_transfer(transfer)
-            else:
-                self._transfers.append(transfer)
-
+        self._transfers += transfers
+        self._note_moves(Transfer.done)
         watched = self._watched
         self._watched = []
         for transfer in watched:
@@ -241,6 +229,16 @@ class Recorder:
             stall = TraceEvent(lane="stall", name=unit, start_ns=start_ns, end_ns=end_ns, cause=cause)
             self._events.append(stall)
         return is_long
+
+    def _note_moves(self, has_ended: Callable[[Transfer], bool]) -> None:
+        """Make events of the moves that have ended, and keep the others."""
+        moves = self._transfers
+        self._transfers = []
+        for transfer in moves:
+            if has_ended(transfer):
+                self._note_transfer(transfer)
+            else:
+                self._transfers.append(transfer)
 
     def _note_transfer(self, transfer: Transfer) -> None:
         transfer.wait()

@@ -104,9 +104,9 @@ def plan_choices(setup: Setup, given: frozenset[str], console: Console) -> tuple
         return config, None
 
     words = options(choice.settings)
-    prediction = Prediction.of(choice)
+    prediction = Prediction(choice)
     said = f"planned, {choice.seconds:.3g} s a step{wavering(prediction.seconds_range)}{': ' * bool(words)}{words}"
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    say(console, said)
     _describe_hidden(console, choice, config.train.batch * config.data.sequence_length)
     return config.changed(choice.settings), prediction
 
@@ -123,4 +123,4 @@ def _describe_hidden(console: Console, choice: Choice, tokens: int) -> None:
     text = f"from N* = {least:,} tokens a step on; this run has {tokens:,}"
     if least == tokens:
         text = f"at this run's {tokens:,} tokens a step"
-    console.print(f"all but compute is hidden {text}", highlight=False, soft_wrap=True)
+    say(console, f"all but compute is hidden {text}")

@@ -84,7 +84,9 @@ def describe(
     """
     if text.damaged is not None:
         say(console, f"{text.damaged} was damaged, so the text was tokenised again.")
-    say(console, f"{_model(session, config)}; {nvme_path(session.store)}{_io_threads(session)}")
+    count, why = session.io_threads
+    threads = f", {count} I/O threads each way ({why})" if session.store.files is not None else ""
+    say(console, f"{_model(session, config)}; {nvme_path(session.store)}{threads}")
     describe_text(console, config, text)
     if config.tiers.gpu_limit is not None and session.engine.options.device.type != "cuda":
         say(console, "tiers.gpu_limit is ignored, because this run has no GPU.")
@@ -167,7 +169,7 @@ def opening(
         "run": "begins",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "num_parameters": sum(tensor.num_parameters for unit in session.wholes for tensor in unit.layout.tensors),
+        "num_parameters": session.setup.work.num_parameters,
         "homes": homes,
         "streamed": placement.streamed,
         "speculative": placement.speculative,
@@ -207,21 +209,15 @@ def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
 
 
 def _model(session: Session, config: RunConfig) -> str:
-    num_parameters = sum(tensor.num_parameters for unit in session.wholes for tensor in unit.layout.tensors)
-    num_trained = sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.trained.tensors)
-    trained = f" ({format_count(num_trained)} trained)" if num_trained < num_parameters else ""
+    work = session.setup.work
+    trained = f" ({format_count(work.num_trained)} trained)" if work.num_trained < work.num_parameters else ""
     # Lion has none: its momentum is fp32 whatever the setting says.
     moments = f" with {config.train.moments} moments" if config.train.moments != "fp32" else ""
     moments += f", optimizer {config.train.optimizer}" if config.train.optimizer != "adamw" else ""
     return (
-        f"{format_count(num_parameters)} parameters{trained} in {len(session.units)} units, "
+        f"{format_count(work.num_parameters)} parameters{trained} in {len(session.units)} units, "
         f"{config.model.compute_dtype}{moments}, on {session.engine.options.device}"
     )
-
-
-def _io_threads(session: Session) -> str:
-    count, why = session.io_threads
-    return f", {count} I/O threads each way ({why})" if session.store.files is not None else ""
 
 
 def _safety(config: RunConfig, placement: Placement, num_kept: int) -> str:

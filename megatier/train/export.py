@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -39,9 +40,11 @@ from megatier.models.decoder import Unit, find_units
 from megatier.ranks.channel import Alone
 from megatier.report.history import read_what_there_is
 from megatier.session.session import Session
+from megatier.session.shards import Read
 from megatier.setup.skeleton import open_base, open_model
 from megatier.setup.workload import COMPUTE_DTYPES
 from megatier.train.origin import UNKNOWN, check_origin, differences, exported, origin_of
+from megatier.train.outlet import say
 from megatier.train.saves import Saves
 
 SHARD_BYTES = 4 << 30
@@ -55,6 +58,7 @@ def export_checkpoint(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     *,
+    merges: bool = False,
     base: str | None = None,
     accepts_changes: bool = False,
 ) -> None:
@@ -62,70 +66,89 @@ def export_checkpoint(
 
     Args:
         console: what a person sees.
-        path: a checkpoint, or a run directory, whose last whole checkpoint is taken.
+        path: a checkpoint, or a run directory, whose last whole checkpoint is taken. To merge also a folder of
+            adapters, or a run directory that has none but exported ones.
         folder: a new or empty folder.
-        dtype: `bf16`, or `fp32` for the masters; None: as the run's `output.export_dtype`.
+        dtype: `bf16`, or `fp32` for the masters; None: as the run's `output.export_dtype`, and bf16 for a folder of
+            adapters.
         shard_bytes: see `models.export.export`.
-        base: where the model that the run began with is now; None: where it was.
+        merges: merge adapters into their base, in pieces, so that the folder needs no PEFT.
+        base: where the model that the run began with is now; None: where it was, or where the config of a folder of
+            adapters says.
         accepts_changes: take the config, buffers and tokenizer that the run's model.path and data.tokenizer give now,
             also if they are not those of the checkpoint, and ask nothing about its moments.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
         ConfigError, CapacityError, TransferError, UnsupportedModelError: see `models.export.export`; or the model that
-            the run began with, whose buffers are written too, is gone or is another one now.
+            the run began with, whose buffers are written too, is gone or is another one now; or there are no adapters
+            to merge, or they are for another base.
     """
-    checkpoint = find_checkpoint(path)
-    console.print(f"from {checkpoint}", markup=False, highlight=False, soft_wrap=True)
-    state = RunState.read(read_state(checkpoint))
-    if not is_bound(checkpoint):
-        console.print(UNBOUND.format(checkpoint.name), markup=False, highlight=False, soft_wrap=True)
+    adapter = find_adapter(path) if merges else None
+    checkpoint = state = None
+    if adapter is not None:
+        config = _config_of(adapter, base)
+    else:
+        checkpoint = find_checkpoint(path)
+        state = RunState.read(read_state(checkpoint))
+        config = _moved(from_dict(state.config), base)
+    if merges and config.model.lora is None:
+        raise ConfigError(f"--merge: {path} has no adapters. Leave it out.")
 
-    _mention_later_steps(console, path, state.step)
+    say(console, f"from {checkpoint or adapter}")
+    if checkpoint is not None and state is not None:
+        if not is_bound(checkpoint):
+            say(console, UNBOUND.format(checkpoint.name))
+        if not state.origin:
+            say(console, UNKNOWN.format(checkpoint.name))
+        _mention_later_steps(console, path, state.step)
 
     # The checkpoint has the weights. The model's config, buffers and tokenizer come from where the run had them, and
     # are compared with what they were (`origin`).
-    config = _moved(from_dict(state.config), base)
     with one_version():
-        model, _ = open_model(config)
+        model, reader = open_model(config)
         tokenizer = load_tokenizer(config)
-        _check_same(console, checkpoint, config, model, tokenizer, accepts_changes=accepts_changes)
-    units = find_units(model)
+        plain, weights = open_base(config.model, config.train.seed, decodes=True) if merges else (model, reader)
+        if state is not None and state.origin and not accepts_changes:
+            changes = differences(exported(state.origin), exported(origin_of(config, model, tokenizer)))
+            check_origin(changes, config, remedy=", or add --accept-changes to export it with these")
 
-    try:
-        if not accepts_changes:
+    units = find_units(model)
+    with _there(checkpoint):
+        if checkpoint is not None and not accepts_changes:
             _check_rest(checkpoint, units)
-        with open_masters(checkpoint, units) as read:
+        with ExitStack() as stack:
+            masters = None if checkpoint is None else stack.enter_context(open_masters(checkpoint, units))
+            read = masters
+            if merges:
+                if masters is not None:
+                    trained = _whole(units, masters)
+                else:
+                    assert isinstance(reader, AdaptedWeights) and reader.stored is not None
+                    trained = reader.stored.read
+                read = MergedWeights(weights, model, trained).read
+            assert read is not None
             write_model(
-                console, folder, model, units, read, tokenizer, dtype or config.output.export_dtype, shard_bytes
+                console,
+                folder,
+                plain,
+                find_units(plain),
+                read,
+                tokenizer,
+                dtype or config.output.export_dtype,
+                shard_bytes,
             )
+
+
+@contextmanager
+def _there(checkpoint: Path | None) -> Iterator[None]:
+    """Say so if what is read inside is gone: a run that goes on removes older checkpoints when a new one is whole."""
+    try:
+        yield
     except DamagedCheckpointError as error:
-        # A run that goes on meanwhile removes older checkpoints when a new one is whole.
-        if checkpoint.exists():
+        if checkpoint is None or checkpoint.exists():
             raise
         raise CheckpointError(f"{checkpoint} was removed meanwhile, by its run or by hand. Export again.") from error
-
-
-def _check_same(
-    console: Console,
-    checkpoint: Path,
-    config: RunConfig,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    accepts_changes: bool,
-) -> None:
-    """Refuse another config, buffer, tokenizer or base than those of the checkpoint.
-
-    Raises:
-        ConfigError: names what has changed.
-    """
-    origin = RunState.read(read_state(checkpoint)).origin
-    if not origin:
-        console.print(UNKNOWN.format(checkpoint.name), markup=False, highlight=False, soft_wrap=True)
-    elif not accepts_changes:
-        changes = differences(exported(origin), exported(origin_of(config, model, tokenizer)))
-        check_origin(changes, config, remedy=", or add --accept-changes to export it with these")
 
 
 def _check_rest(checkpoint: Path, units: Sequence[Unit]) -> None:
@@ -139,62 +162,6 @@ def _check_rest(checkpoint: Path, units: Sequence[Unit]) -> None:
     except DamagedCheckpointError as error:
         error.add_remedy("Or export its weights alone, which are compared as they are read, with --accept-changes.")
         raise
-
-
-def export_merged(
-    console: Console,
-    path: Path,
-    folder: Path,
-    dtype: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    *,
-    base: str | None = None,
-    accepts_changes: bool = False,
-) -> None:
-    """Write a base with adapters merged into it, in pieces, as a folder that needs no PEFT.
-
-    Args:
-        console: what a person sees.
-        path: a folder of adapters, a checkpoint, or a run directory. Of that, the last whole checkpoint is taken, or
-            else the adapters that the run has exported.
-        folder: a new or empty folder.
-        dtype: `bf16` or `fp32`; None: as the run's `output.export_dtype`, and bf16 for a folder of adapters.
-        shard_bytes: see `models.export.export`.
-        base: where the base is now; None: where it was, or where the config of a folder of adapters says.
-        accepts_changes: see `export_checkpoint`.
-
-    Raises:
-        ConfigError: there are no adapters, or they are for another base.
-        CheckpointError, CapacityError, TransferError, UnsupportedModelError: see `export_checkpoint`.
-    """
-    adapter = find_adapter(path)
-    checkpoint = None
-    if adapter is None:
-        checkpoint = find_checkpoint(path)
-        config = _moved(from_dict(RunState.read(read_state(checkpoint)).config), base)
-    else:
-        config = _config_of(adapter, base)
-    if config.model.lora is None:
-        raise ConfigError(f"--merge: {path} has no adapters. Leave it out.")
-    console.print(f"from {checkpoint or adapter}", markup=False, highlight=False, soft_wrap=True)
-
-    with one_version():
-        model, reader = open_model(config)
-        assert isinstance(reader, AdaptedWeights)
-        tokenizer = load_tokenizer(config)
-        plain, weights = open_base(config.model, config.train.seed, decodes=True)
-        if checkpoint is not None:
-            _check_same(console, checkpoint, config, model, tokenizer, accepts_changes=accepts_changes)
-            if not accepts_changes:
-                _check_rest(checkpoint, find_units(model))
-    with ExitStack() as stack:
-        if checkpoint is not None:
-            merged = MergedWeights(weights, model, _reading_whole(stack, checkpoint, find_units(model)))
-        else:
-            assert reader.stored is not None
-            merged = MergedWeights(weights, model, reader.stored.read)
-        chosen = dtype or config.output.export_dtype
-        write_model(console, folder, plain, find_units(plain), merged.read, tokenizer, chosen, shard_bytes)
 
 
 def _moved(config: RunConfig, base: str | None) -> RunConfig:
@@ -224,16 +191,15 @@ def _config_of(adapter: Path, base: str | None) -> RunConfig:
     return RunConfig(model=model, data=DataConfig(files=("none",), tokenizer=own))
 
 
-def _reading_whole(stack: ExitStack, checkpoint: Path, units: Sequence[Unit]) -> Callable[[str], Tensor]:
-    """Return what reads whole parameters of a checkpoint, until the stack closes."""
-    read = stack.enter_context(open_masters(checkpoint, units))
+def _whole(units: Sequence[Unit], read: Read) -> Callable[[str], Tensor]:
+    """Return what reads whole parameters by their names."""
     places = {tensor.name: (unit, tensor) for unit in units for tensor in unit.layout.trained.tensors}
 
-    def trained(name: str) -> Tensor:
+    def whole(name: str) -> Tensor:
         unit, tensor = places[name]
         return read(unit, tensor.start, tensor.stop)
 
-    return trained
+    return whole
 
 
 def _mention_later_steps(console: Console, path: Path, step: int) -> None:
@@ -242,8 +208,7 @@ def _mention_later_steps(console: Console, path: Path, step: int) -> None:
     if steps and steps[-1].step > step:
         model = path / MODEL_FOLDER
         end = f"{model} has the model of its end" if model.exists() else "no folder has the model of its end"
-        words = f"the run went on to step {steps[-1].step}, its last checkpoint is of step {step}; {end}"
-        console.print(words, markup=False, highlight=False, soft_wrap=True)
+        say(console, f"the run went on to step {steps[-1].step}, its last checkpoint is of step {step}; {end}")
 
 
 def export_end(
@@ -254,10 +219,6 @@ def export_end(
     Raises:
         ExportError: it failed. The message says what is kept, and how to finish the run.
     """
-
-    def say(words: str) -> None:
-        console.print(words, markup=False, highlight=False, soft_wrap=True)
-
     directory = Path(config.output.directory)
     step = config.train.steps
     folder = directory / MODEL_FOLDER
@@ -277,7 +238,7 @@ def export_end(
 
     # The first rank has written, and all of them save what it could not write.
     if (reason := crew.first(lambda: None if error is None else str(error))) is not None:
-        saved = saves.keep_end(step, say)
+        saved = saves.keep_end(step, partial(say, console))
         raise ExportError(reason, step, _way_on(directory, saved)) from error
 
 
@@ -326,7 +287,7 @@ def write_model(
     folder: Path,
     model: PreTrainedModel,
     units: Sequence[Unit],
-    read: Callable[[Unit, int, int], Tensor],
+    read: Read,
     tokenizer: PreTrainedTokenizerBase,
     dtype: str,
     shard_bytes: int = SHARD_BYTES,
@@ -348,4 +309,4 @@ def write_model(
     what = f"model written to {folder} ({mib(size)}, {dtype})"
     if adapter_config(model) is not None:
         what = f"adapter written to {folder} ({mib(size)}, fp32)"
-    console.print(what, markup=False, highlight=False, soft_wrap=True)
+    say(console, what)

@@ -21,7 +21,6 @@ from megatier.engine.step import StepResult
 from megatier.errors import GpuMemoryError, NonFiniteError, mib
 from megatier.optim.learning_rate import learning_rate
 from megatier.planner.prediction import Prediction
-from megatier.play.speculation import Speculation
 from megatier.ranks.channel import Alone
 from megatier.report.figures import QueueBytes, SlowestRank, StepReport
 from megatier.report.history import read_what_there_is
@@ -31,7 +30,7 @@ from megatier.rest import REST
 from megatier.session.process import memory_bytes
 from megatier.session.session import Session
 from megatier.tier import QUEUES
-from megatier.trace.events import STEP, Account, TraceEvent, account, busy_seconds
+from megatier.trace.events import STEP, Account, ByName, TraceEvent, account, busy_seconds
 from megatier.train.description import nvme_path
 from megatier.train.outlet import say
 from megatier.train.saves import Record, Saves
@@ -56,9 +55,9 @@ class OfRanks:
     others: Sequence[Mapping[str, Any]]
     """The lanes of each rank but the first, as they are recorded."""
 
-    def busy_seconds(self, rank: int) -> Mapping[str, float]:
+    def busy_seconds(self, rank: int) -> ByName:
         """Return the seconds that each lane of a rank was busy; empty for the first."""
-        found: Mapping[str, float] = self.others[rank - 1]["busy_seconds"] if rank else {}
+        found: ByName = self.others[rank - 1]["busy_seconds"] if rank else {}
         return found
 
 
@@ -173,7 +172,13 @@ class Loop:
         moved = self._moved_bytes()
         rows = [QueueBytes(queue, moved[queue], player.demanded[queue]) for queue in (*QUEUES, RANKS)]
         if self._session.placement.speculative:
-            _describe_speculation(self._console, self._session.speculation)
+            speculation = self._session.speculation
+            outcomes = speculation.outcomes
+            say(
+                self._console,
+                f"updates in the backward: confirmed in {outcomes['confirmed']} steps, void in {outcomes['void']} that "
+                f"clipped or were left out, which moved {mib(speculation.void_bytes)} in vain",
+            )
 
         if self._compile_seconds:
             say(self._console, f"compiled for {format_seconds(self._compile_seconds)}, which count in no step")
@@ -246,8 +251,8 @@ class Loop:
             step=step,
             loss=result.loss,
             learning_rate=rate,
-            gradient_norm=result.grad_norm,
-            num_tokens=num_real_tokens(batch),
+            grad_norm=result.grad_norm,
+            tokens=num_real_tokens(batch),
             seconds=seconds,
             compile_seconds=spent.compile_seconds,
             compute_seconds=spent.compute_seconds,
@@ -257,7 +262,7 @@ class Loop:
             attainment=None if forecast is None else forecast.seconds / seconds,
             bound_by="" if forecast is None else forecast.bound_by,
             busy_seconds=busy,
-            slowest=slowest,
+            slowest_rank=slowest,
             slowest_busy_seconds={} if slowest is None else of_ranks.busy_seconds(slowest.rank),
         )
         progress.update(report)
@@ -265,7 +270,7 @@ class Loop:
             what = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"
             progress.note(f"step {step} is left out, so that no weight changes: {what} is not finite")
 
-        self._tokens_seen += report.num_tokens
+        self._tokens_seen += round(report.tokens)
         self._record(self._figures(report, result, of_ranks))
         self._correct(step, events, progress)
 
@@ -278,26 +283,15 @@ class Loop:
 
     def _figures(self, report: StepReport, result: StepResult, of_ranks: OfRanks) -> dict[str, object]:
         """Return the record of a step, whose names `report.history` knows."""
+        figures = asdict(report)
+        del figures["bound_by"], figures["slowest_busy_seconds"]
         return {
-            "step": report.step,
-            "loss": report.loss,
-            "learning_rate": report.learning_rate,
-            "grad_norm": report.gradient_norm,
+            **figures,
             "clip_coefficient": result.clip_coefficient,
             "skipped": result.skipped,
-            "tokens": report.num_tokens,
             "tokens_seen": self._tokens_seen,
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "seconds": report.seconds,
-            "compile_seconds": report.compile_seconds,
-            "tokens_per_s": report.num_tokens / report.seconds,
-            "attainment": report.attainment,
-            "compute_seconds": report.compute_seconds,
-            "stall_seconds": report.stall_seconds,
-            "host_seconds": report.host_seconds,
-            "host_busy_seconds": report.host_busy_seconds,
-            "busy_seconds": report.busy_seconds,
-            "slowest_rank": None if report.slowest is None else asdict(report.slowest),
+            "tokens_per_s": report.tokens / report.seconds,
             "speculation": OUTCOMES[self._session.speculation.outcome],
             **self._moves(),
             **of_ranks.memory,
@@ -305,7 +299,7 @@ class Loop:
             "nvme_path": nvme_path(self._session.store),
         }
 
-    def _of_ranks(self, seconds: float, spent: Account, busy: Mapping[str, float]) -> OfRanks:
+    def _of_ranks(self, seconds: float, spent: Account, busy: ByName) -> OfRanks:
         """Return what the ranks tell each other of a step."""
         lanes = {"seconds": seconds, **asdict(spent), "busy_seconds": busy, "moved_bytes": dict(self._moved_bytes())}
         found = self._crew.agree((memory_bytes(self._device, self._session.ranks), lanes))
@@ -324,7 +318,7 @@ class Loop:
         self._watchdog.expect(correction.seconds)
         if correction.is_worth_saying:
             progress.note(str(correction))
-        self._record({"step": step, "correction": correction.as_dict()})
+        self._record({"step": step, "correction": asdict(correction)})
 
     def _evaluate(self, step: int, progress: Progress) -> None:
         """Run one evaluation on held-out text, and tell and record its loss."""
@@ -355,14 +349,4 @@ def rate_of(step: int, train: TrainConfig) -> float:
         warmup=train.warmup_steps,
         steps=train.steps,
         minimum_ratio=train.min_learning_rate_ratio,
-    )
-
-
-def _describe_speculation(console: Console, speculation: Speculation) -> None:
-    confirmed = speculation.outcomes["confirmed"]
-    void = speculation.outcomes["void"]
-    say(
-        console,
-        f"updates in the backward: confirmed in {confirmed} steps, void in {void} that clipped or were left out, which "
-        f"moved {mib(speculation.void_bytes)} in vain",
     )

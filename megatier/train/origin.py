@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatier.adapters.base import noted
@@ -55,7 +54,7 @@ def origin_of(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTo
     return {
         **_settings(config),
         **_base(config, model),
-        **{name: _checksum(_content(buffer)) for name, buffer in _buffers(model)},
+        **_buffers(model),
         **_tokenizer(config, tokenizer),
     }
 
@@ -131,16 +130,14 @@ def _shown(value: object) -> str:
     return text if len(text) <= TEXT_CHARACTERS_MAX else _checksum(text.encode())
 
 
-def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield every buffer of a model, with a name that says whether a file holds it."""
+def _buffers(model: PreTrainedModel) -> Origin:
+    """Return the buffers of a model, each under a name that says whether a file holds it."""
     stored = model.state_dict()
+    found = {}
     for name, buffer in model.named_buffers():
-        yield f"{'buffer' if name in stored else COMPUTED} {name} of the model", buffer
-
-
-def _content(buffer: Tensor) -> bytes:
-    """Return the bytes of a buffer."""
-    return buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        content = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        found[f"{'buffer' if name in stored else COMPUTED} {name} of the model"] = _checksum(content)
+    return found
 
 
 def _tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:

@@ -121,20 +121,17 @@ class Saves:
         # A checkpoint that has become whole is told of first. Otherwise it would still count as on its way, and the
         # clock would begin no other.
         self.end(say, waits=False)
-        every = self._config.output.savepoint_every
+        output = self._config.output
+        every = output.checkpoint_every
+        is_due = every != "auto" and every > 0 and (is_last or step % every == 0)
 
         # At most one of the three: a checkpoint makes a savepoint of the same step needless.
-        if stops or self._is_due(step, is_last):
+        if stops or is_due:
             self._begin(step, say)
         elif self._is_time(is_last):
             self._begin_by_time(step, say)
-        elif every and step % every == 0:
+        elif output.savepoint_every and step % output.savepoint_every == 0:
             self._save_in_place(step, say)
-
-    def _is_due(self, step: int, is_last: bool) -> bool:
-        """Return whether a checkpoint is due by the config's own number."""
-        every = self._config.output.checkpoint_every
-        return every != "auto" and every > 0 and (is_last or step % every == 0)
 
     def _is_time(self, is_last: bool) -> bool:
         """Return whether a checkpoint is due by the clock."""
@@ -218,7 +215,9 @@ class Saves:
             with self._watchdog.watch(self._session.player):
                 writer.wait()
         except (CapacityError, TransferError) as error:
-            if not (self._may_fail and _is_about_room(error)):
+            # What is about room goes away when somebody makes some on the drive.
+            is_about_room = isinstance(error, CapacityError) or error.errno in NO_ROOM
+            if not (self._may_fail and is_about_room):
                 raise
 
             # The changes that it was to hold are in no checkpoint after all.
@@ -366,8 +365,3 @@ def _identity(directory: Path) -> tuple[int, int] | None:
     except OSError as error:
         raise TransferError("saving a run", "disk", str(directory), 0, error.errno or 0) from error
     return found.st_dev, found.st_ino
-
-
-def _is_about_room(error: CapacityError | TransferError) -> bool:
-    """Return whether an error goes away when somebody makes room on the drive."""
-    return isinstance(error, CapacityError) or error.errno in NO_ROOM

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -114,35 +113,27 @@ def console_of(ranks: Ranks | None, console: Console) -> Console:
 
 
 class SharedDirectory:
-    """The run directory, which the first rank locks and writes. Use it as a context.
+    """The run directory, which the first rank locks and writes.
 
     Attributes:
         path: the directory.
-        leads: whether this process writes there.
+        own: what writes there, on the first rank; None on the others.
+        run_id: the name of the run's block files.
     """
 
-    def __init__(self, config: RunConfig, ranks: Ranks | None, *, resumes: bool) -> None:
-        """Open it on the first rank; see `RunDirectory`."""
-        self._crew = ranks or Alone()
+    def __init__(self, opened: ExitStack, config: RunConfig, ranks: Ranks | None, *, resumes: bool) -> None:
+        """Open it on the first rank, until the stack closes; see `RunDirectory`."""
+        crew = ranks or Alone()
         self.path = Path(config.output.directory)
-        self.leads = self._crew.rank == 0
-        self._directory: RunDirectory | None = None
-        with ExitStack() as opened:
-            if self.leads:
-                self._directory = opened.enter_context(RunDirectory(config, resumes=resumes))
+        own = opened.enter_context(RunDirectory(config, resumes=resumes)) if crew.rank == 0 else None
+        self.own = own
 
-            # The others read there only once it is locked.
-            self.run_id = self._crew.first(self._find_id)
-            """The name of the run's block files."""
-            with self._crew.together():
-                self._check_is_shared()
-            self._opened = opened.pop_all()
+        # The others read there only once it is locked.
+        self.run_id = crew.first(lambda: "" if own is None else own.run_id)
+        with crew.together():
+            self._check_is_shared(crew.rank)
 
-    def _find_id(self) -> str:
-        assert self._directory is not None
-        return self._directory.run_id
-
-    def _check_is_shared(self) -> None:
+    def _check_is_shared(self, rank: int) -> None:
         """Refuse a rank that sees another directory, since all of them write checkpoints there.
 
         Raises:
@@ -153,22 +144,9 @@ class SharedDirectory:
             noted = (self.path / RUN_ID_FILE).read_text()
         if noted.split(" ")[0] != self.run_id:
             raise ConfigError(
-                f"rank {self._crew.rank} does not see the run that the first rank has in {self.path}. Name an "
-                "output.directory on a file system that all hosts share, and start all ranks in one directory."
+                f"rank {rank} does not see the run that the first rank has in {self.path}. Name an output.directory on "
+                "a file system that all hosts share, and start all ranks in one directory."
             )
-
-    def write_config(self, config: RunConfig) -> None:
-        """Write the resolved config, on the first rank."""
-        assert self._directory is not None
-        self._directory.write_config(config)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.__exit__(kind, error, trace)
 
 
 def steps_of(text: PackedText | TextStream, train: TrainConfig) -> int:

@@ -20,7 +20,6 @@ from megatier.checkpoint.run_directory import (
     CHECKPOINT_FOLDER,
     METRICS_FILE,
     NUMBERS_FILE,
-    check_goes_on,
     last_checkpoint,
 )
 from megatier.checkpoint.run_state import RunState, check_numbers, noted_origin
@@ -79,16 +78,6 @@ class Start:
     def step(self) -> int:
         """The last step that was saved; 0 if the run begins."""
         return 0 if self.state is None else self.state.step
-
-    def check_resumes(self, config: RunConfig, console: Console) -> None:
-        """Refuse a run that is over, and say if it begins again because it has saved nothing.
-
-        Raises:
-            ConfigError: as `check_goes_on`.
-        """
-        check_goes_on(self.directory, config)
-        if self.state is None:
-            say(console, "There is no checkpoint yet, so the run begins again.")
 
     def check_config(self, setup: Setup) -> list[str]:
         """Return the changes of numeric choices, libraries and devices since the run began or was saved.

@@ -24,6 +24,7 @@ from megatier.checkpoint.run_directory import (
     STALL_FILE,
     TENSORBOARD_FOLDER,
     TRACE_FILE,
+    check_goes_on,
     noted_id,
 )
 from megatier.checkpoint.run_state import write_numbers
@@ -94,7 +95,12 @@ def train(
     Raises:
         MegatierError: before training where possible; the message says what to change.
     """
-    _prepare_process(config)
+    # Before anything of the run is built.
+    if config.output.tensorboard:
+        load_tensorboard()
+    make_repeatable(config)
+    share_interpreter()
+
     with ExitStack() as stack:
         device = choose_device(config.tiers.device)
         ranks = stack.enter_context(joined(device.type))
@@ -102,32 +108,34 @@ def train(
             config, given = before
             resumes = True
         config = replace(config, train=config.train.bounded(steps_given="train.steps" in given))
+        crew = ranks or Alone()
         with one_version():
-            left_id = (ranks or Alone()).first(lambda: noted_id(Path(config.output.directory))) if resumes else None
+            left_id = crew.first(lambda: noted_id(Path(config.output.directory))) if resumes else None
             machine = Machine.here(config.tiers, device, ranks, left_id)
             setup, reader, expected = setup_of(config, given, machine, ranks, console)
             config = setup.config
             forecast = None if expected is None else expected.forecast
             console = console_of(ranks, console)
             watchdog = stack.enter_context(_watchdog(config, expected, ranks))
-            directory = stack.enter_context(SharedDirectory(config, ranks, resumes=resumes))
-            start = (ranks or Alone()).first(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
+            directory = SharedDirectory(stack, config, ranks, resumes=resumes)
+            start = crew.first(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
             source = _open_source(setup, reader, start, console, resumes=resumes)
-        if not resumes and directory.leads:
+        if not resumes and directory.own is not None:
             write_numbers(directory.path / NUMBERS_FILE, config, source.origin)
 
         session, text = _open_session(stack, setup, source, directory, start, ranks, console)
         counts_epochs = config.train.epochs is not None
         config = replace(config, train=text.with_steps(config.train, console))
         plan = SavePlan.of(config.output, session, forecast, is_done=start.step == config.train.steps)
-        if directory.leads:
+        if directory.own is not None:
             describe(console, config, session, text.own, plan)
 
         # Those of a run that is resumed only now, when nothing refuses them; those in epochs have their steps now.
         start.fill(session, source.reader, console)
-        if (resumes or counts_epochs) and directory.leads:
+        if (resumes or counts_epochs) and directory.own is not None:
             _remove_moved_blocks(console, config, directory)
-            _write_settings(config, directory, source)
+            write_numbers(directory.path / NUMBERS_FILE, config, source.origin)
+            directory.own.write_config(config)
 
         record = _open_records(stack, config, directory, start.step, console)
         record({"step": start.step, **opening(session, tier_states(session), expected, source.changes)})
@@ -136,16 +144,8 @@ def train(
         is_whole = loop.steps(start.state)
         loop.report("whole" if is_whole else "stopped")
         _finish(config, console, session, source, saves, is_whole=is_whole)
-        if config.output.trace and directory.leads:
+        if config.output.trace and directory.own is not None:
             write_trace(directory.path / TRACE_FILE, loop.traced)
-
-
-def _prepare_process(config: RunConfig) -> None:
-    """Set up this process for a run, before anything of it is built."""
-    if config.output.tensorboard:
-        load_tensorboard()
-    make_repeatable(config)
-    share_interpreter()
 
 
 def _remove_moved_blocks(console: Console, config: RunConfig, directory: SharedDirectory) -> None:
@@ -161,12 +161,6 @@ def _remove_moved_blocks(console: Console, config: RunConfig, directory: SharedD
         for leftover in find_leftovers(mount.directory, remove=True, run_id=directory.run_id):
             fate = f"stays, {leftover.stays}" if leftover.stays else f"{mib(leftover.num_bytes)} removed"
             say(console, f"{leftover.path}: block files from before the run was resumed, {fate}")
-
-
-def _write_settings(config: RunConfig, directory: SharedDirectory, source: _Source) -> None:
-    """Write the settings down as they are now."""
-    write_numbers(directory.path / NUMBERS_FILE, config, source.origin)
-    directory.write_config(config)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +194,9 @@ def _open_source(setup: Setup, reader: WeightReader, start: Start, console: Cons
     """
     config, model = setup.config, setup.model
     if resumes:
-        start.check_resumes(config, console)
+        check_goes_on(start.directory, config)
+    if resumes and start.state is None:
+        say(console, "There is no checkpoint yet, so the run begins again.")
     changes = start.check_config(setup)
 
     tokenizer = load_tokenizer(config)
@@ -251,7 +247,7 @@ def _open_session(
     # A savepoint that is older than the last checkpoint is void from here on, because its block files are made anew.
     if start.savepoint is not None:
         start.savepoint.check_ranks(ranks)
-    elif directory.leads:
+    elif directory.own is not None:
         remove_savepoints(directory.path / SAVEPOINT_FOLDER)
     config = setup.config
     session = Session(
@@ -269,7 +265,7 @@ def _open_session(
     # The text is opened before memory and files are allocated, so that a run whose text is refused does not first fill
     # them.
     text = None
-    if directory.leads:
+    if directory.own is not None:
         text = _open_text(stack, config, source.tokenizer, directory.path / DATA_FOLDER, start, console)
         remove_leftovers(directory.path / CHECKPOINT_FOLDER)
     describe_reserved(console, session)
@@ -312,7 +308,7 @@ def _open_records(
 
     The first rank alone writes them.
     """
-    if not directory.leads:
+    if directory.own is None:
         return lambda figures: None
     log = stack.enter_context(MetricsLog(directory.path / METRICS_FILE))
 

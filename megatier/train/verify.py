@@ -46,7 +46,9 @@ MODEL: dict[str, Any] = {
     "attention_dropout": 0.1,
 }
 """A tiny model. Its dropout makes the random numbers of a forward a part of what is compared."""
-PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
+Budgeted = tuple[tuple[str, ...], int, int, float, int]
+"""Tiers that may hold state, GPU budget and RAM budget in bytes, share that streams, and number of generations."""
+PLACEMENTS: dict[str, Budgeted] = {
     "all on the gpu": (("gpu",), 64 << 20, 64 << 20, 0.0, 1),
     "all in ram": (("ram",), 4 << 20, 64 << 20, 0.0, 1),
     "in ram, streamed": (("ram",), 16 << 20, 64 << 20, 0.8, 1),
@@ -54,8 +56,7 @@ PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
     "all on nvme, twice": (("nvme",), 4 << 20, 16 << 20, 0.0, 2),
     "gpu, ram and nvme": (("gpu", "ram", "nvme"), 3 << 20, 5 << 20, 0.0, 1),
 }
-"""The placements by name: tiers that may hold state, GPU budget and RAM budget in bytes, share that streams, and number
-of generations."""
+"""The placements by name."""
 MUON_RAM = 7 << 20
 """RAM of the placement on all tiers with Muon, in bytes: whole layers pass through it."""
 NVME_BYTES = 64 << 20
@@ -83,7 +84,7 @@ MODES = {
 }
 """The modes, and the activation policies that are tried in each."""
 
-RANK_PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
+RANK_PLACEMENTS: dict[str, Budgeted] = {
     "all on the gpu": (("gpu",), 64 << 20, 64 << 20, 0.0, 1),
     "all in ram": (("ram",), 16 << 20, 64 << 20, 0.0, 1),
     "in ram, streamed": (("ram",), 64 << 20, 64 << 20, 0.8, 1),
@@ -185,7 +186,7 @@ def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks, 
 def _run(
     device: str,
     directory: Path,
-    placement: tuple[tuple[str, ...], int, int, float, int],
+    placement: Budgeted,
     activations: str,
     mode: Mode,
     *,

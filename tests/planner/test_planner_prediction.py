@@ -16,6 +16,7 @@ from megatier.cli import main
 from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
 from megatier.measure.probe import cache_rates
 from megatier.planner.prediction import STEPS, Correction, Prediction, measured_rate
+from megatier.planner.search import Choice
 from megatier.planner.trial import Trial
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.setup.skeleton import skeleton_of
@@ -49,7 +50,7 @@ def prediction(rates: Rates) -> Prediction:
     tried = trial(rates)
     placement = tried.placed()
     made = tried.forecast(placement)
-    return Prediction(tried, placement, made, tried.seconds_range(placement, made))
+    return Prediction(Choice(settings={}, trial=tried, placement=placement, forecast=made))
 
 
 def step_of(made: Forecast) -> list[TraceEvent]:
@@ -120,7 +121,7 @@ def test_prediction_of_a_run_without_drives_is_left_alone() -> None:
     tried = Trial.of(elsewhere(config, RATES, budgets(gpu=64 * MIB), compiles=True, model=model))
     placement = tried.placed()
     made = tried.forecast(placement)
-    run = Prediction(tried, placement, made, tried.seconds_range(placement, made))
+    run = Prediction(Choice(settings={}, trial=tried, placement=placement, forecast=made))
     assert all(run.observe(step_of(prediction(SLOW).forecast)) is None for _ in range(9))
     assert run.forecast is made
 

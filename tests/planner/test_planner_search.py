@@ -260,7 +260,6 @@ def test_search_choice_is_what_its_settings_make() -> None:
     assert trial.forecast(trial.placed()).seconds == choice.seconds
     assert rates.gpu_bytes is not None
     assert budgets.gpu + trial.activations.peak <= rates.gpu_bytes * (1 - MARGIN) + 1
-    assert choice.tokens_per_s == 8 * 256 / choice.seconds
 
 
 def test_search_with_nothing_that_fits_says_what_is_short() -> None:

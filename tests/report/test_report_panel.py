@@ -21,8 +21,8 @@ def report(stalls: dict[str, float], attainment: float | None = None) -> StepRep
         step=7,
         loss=3.21,
         learning_rate=1e-3,
-        gradient_norm=1.5,
-        num_tokens=4096,
+        grad_norm=1.5,
+        tokens=4096,
         seconds=1.0,
         compute_seconds=0.7,
         stall_seconds=stalls,
@@ -63,14 +63,14 @@ def test_panel_shows_what_all_steps_so_far_waited_for_the_compiler() -> None:
 
 def test_panel_of_several_ranks_names_the_slowest() -> None:
     slowest = SlowestRank(rank=3, host="b", seconds=0.45, least_seconds=0.25)
-    rows = drawn(replace(report(STALLS), slowest=slowest), 100)
+    rows = drawn(replace(report(STALLS), slowest_rank=slowest), 100)
     words = "slowest rank 3 on b 450 ms itself, the fastest 250 ms"
     assert rows[4] == words.split()
 
 
 def test_panel_shows_the_lanes_of_the_slowest_rank_beside_those_of_the_first() -> None:
     slowest = SlowestRank(rank=3, host="b", seconds=0.45, least_seconds=0.25)
-    found = replace(report(STALLS), slowest=slowest, slowest_busy_seconds={"nvme_to_ram": 0.5})
+    found = replace(report(STALLS), slowest_rank=slowest, slowest_busy_seconds={"nvme_to_ram": 0.5})
     rows = drawn(found, 100)
     assert rows[5][-7:] == ["busy", "25.0", "%,", "rank", "3", "50.0", "%"]
     assert rows[6][-3:] == ["3", "0.0", "%"]

@@ -26,8 +26,8 @@ def report(step: int, seconds: float = 0.5) -> StepReport:
         step=step,
         loss=3.21,
         learning_rate=1e-3,
-        gradient_norm=1.5,
-        num_tokens=4096,
+        grad_norm=1.5,
+        tokens=4096,
         seconds=seconds,
         stall_seconds=stalls,
     )
@@ -40,7 +40,7 @@ def test_step_line_shows_every_figure() -> None:
 
 
 def test_step_line_of_a_step_that_hardly_waited_fits_80_columns_and_says_nothing_of_it() -> None:
-    line = step_line(replace(report(1140), stall_seconds={"update": 0.0099}, num_tokens=8192), 1140, 0)
+    line = step_line(replace(report(1140), stall_seconds={"update": 0.0099}, tokens=8192), 1140, 0)
     assert line == "step 1140/1140  loss 3.2100  lr 1.00e-03  norm 1.500  tokens/s 16,384  ETA 0 ms"
     assert len(line) <= 80
 
@@ -57,14 +57,12 @@ def test_step_line_of_a_step_that_compiled_says_so_and_has_the_rate_without_it()
 
 def test_step_line_of_several_ranks_names_the_slowest() -> None:
     slowest = SlowestRank(rank=3, host="b", seconds=0.45, least_seconds=0.25)
-    line = step_line(replace(report(7), slowest=slowest), 20, 90)
+    line = step_line(replace(report(7), slowest_rank=slowest), 20, 90)
     assert "  slowest rank 3 on b (450 ms, fastest 250 ms)  stalled" in line
 
 
 def test_step_line_without_norm_and_stalls_leaves_them_out() -> None:
-    line = step_line(
-        StepReport(step=1, loss=2.0, learning_rate=0.0, gradient_norm=None, num_tokens=10, seconds=0.0), 1, 0
-    )
+    line = step_line(StepReport(step=1, loss=2.0, learning_rate=0.0, grad_norm=None, tokens=10, seconds=0.0), 1, 0)
     assert "norm" not in line
     assert "tokens/s -" in line
     assert line.endswith("ETA 0 ms")
