@@ -54,8 +54,8 @@ def run(argv: Sequence[str]) -> int:
     with _nothing_collected():
         plan, machine, chosen = _planned(loaded, given, world, elsewhere, searches=options.search)
     for words in remarks(loaded.changed(chosen)):
-        console.print(words, markup=False, highlight=False, soft_wrap=True)
-    room = plan.room.described(loaded.output, here=here)
+        say(console, words)
+    taken = plan.room.described(loaded.output, here=here)
 
     rates, assumed = machine.rates, machine.assumed
     threads, why = io_threads(loaded.tiers.io_threads, rates)
@@ -83,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
     if loaded.tiers.nvme:
         say(console, f"NVMe: {threads} I/O threads each way, {why}.")
     steps = None if loaded.train.epochs is not None else loaded.train.steps
-    console.print(*_sentences(plan, steps, room), sep="\n", markup=False, highlight=False)
+    console.print(*_sentences(plan, steps, taken), sep="\n", markup=False, highlight=False)
     if assumed:
         said = _assumption(rates, assumed, loaded.tiers.nvme, searches=options.search)
         say(console, said)
@@ -179,15 +179,15 @@ def _planned(
     from megatier.setup.skeleton import model_config_of, skeleton_of
     from megatier.train.choices import fit_positions, settled
 
-    found = model_config_of(loaded.model)
+    model_config = model_config_of(loaded.model)
     if elsewhere is None:
         machine = replace(Machine.here(loaded.tiers), world=world)
     else:
         machine = Machine.elsewhere(loaded.tiers, *elsewhere, world)
 
     # The kernel depends on how long sequences are.
-    loaded, _ = with_kernel(fit_positions(loaded, given, found), found, machine)
-    setup = settled(Setup.of(loaded, skeleton_of(loaded.model, found), machine))
+    loaded, _ = with_kernel(fit_positions(loaded, given, model_config), model_config, machine)
+    setup = settled(Setup.of(loaded, skeleton_of(loaded.model, model_config), machine))
 
     # `megatier train` chooses settings only on a machine that was measured, and so does a plan of its run.
     chosen: Mapping[str, Any] = {}
@@ -266,13 +266,13 @@ def _change_table(plan: Plan) -> Table:
     return table
 
 
-def _sentences(plan: Plan, steps: int | None, room: str) -> Iterator[str]:
+def _sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
     """Yield sentences about what the tables do not show.
 
     Args:
         plan: the plan.
         steps: those of the run; None: its text decides, by epochs.
-        room: what the run directory takes, in words; empty if it takes nothing.
+        taken: what the run directory takes, in words; empty if it takes nothing.
     """
     from megatier.tier import Tier
 
@@ -307,7 +307,7 @@ def _sentences(plan: Plan, steps: int | None, room: str) -> Iterator[str]:
     if plan.hidden_at is not None:
         yield f"From {format_count(plan.hidden_at)} tokens a step on all but compute is hidden, if activations fit."
 
-    yield from _saves(plan, room)
+    yield from _saves(plan, taken)
     if plan.written_bytes_per_step:
         written = plan.written_bytes_per_step
         whole = "" if steps is None else f" and {written * steps / 1e12:,.3g} TB in the run"
@@ -325,11 +325,11 @@ def _compiling(plan: Plan) -> Iterator[str]:
         yield f"In its first step a run also compiles, for about {fresh}; {kept} if an earlier one did."
 
 
-def _saves(plan: Plan, room: str) -> Iterator[str]:
+def _saves(plan: Plan, taken: str) -> Iterator[str]:
     """Yield sentences about what the run saves, and the room that it takes."""
     yield f"A checkpoint has {mib(plan.room.checkpoint_bytes)}{_writing(plan)}."
-    if room:
-        yield room
+    if taken:
+        yield taken
 
     if plan.generation_bytes:
         sizes = [f"{mib(size)} ({use})" for use, size in plan.generation_bytes.items()]

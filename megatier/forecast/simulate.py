@@ -135,12 +135,12 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
 
         # Walk back from here to all that is not counted yet. Each job is visited once in all, so this stays linear.
         if job.lane == spine or index == len(jobs) - 1:
-            found = list(behind[index])
-            while found:
-                other = found.pop()
+            stack = list(behind[index])
+            while stack:
+                other = stack.pop()
                 if not is_carried[other]:
                     is_carried[other] = True
-                    found += behind[other]
+                    stack += behind[other]
                     lane = lanes[jobs[other].lane]
                     for resource, share in lane.uses.items():
                         seconds = share * jobs[other].amount / lane.rate

@@ -135,8 +135,8 @@ def check_mount(mount: MountBudget) -> int:
         raise ConfigError(f"--nvme: {at_least(num_bytes)} on {directory} is too small; give {at_least(least)} or more.")
 
     # f_bavail, not f_bfree, which counts the blocks that file systems keep for root as well.
-    room = os.statvfs(directory)
-    free = room.f_bavail * room.f_frsize
+    disk = os.statvfs(directory)
+    free = disk.f_bavail * disk.f_frsize
     if num_bytes > free:
         raise CapacityError("nvme", num_bytes, free, f"Free space on {directory}, or give it less: {directory}:SIZE.")
     return num_bytes

@@ -130,9 +130,9 @@ def probe_links(
         CapacityError: RAM is too short even for that.
     """
     # Copies have two regions in RAM, one for each direction, and both kinds of traffic run at once.
-    part = ram_available_bytes() // RAM_PARTS
-    copy_bytes = min(copy_bytes, part // 2)
-    update_elements = min(update_elements, part // STATE_BYTES_PER_PARAMETER)
+    most = ram_available_bytes() // RAM_PARTS
+    copy_bytes = min(copy_bytes, most // 2)
+    update_elements = min(update_elements, most // STATE_BYTES_PER_PARAMETER)
 
     # A plan counts with the first GPU, but copies are measured for every one.
     devices = [torch.device(device)]

@@ -83,13 +83,13 @@ def mount_facts(directory: Path) -> dict[str, Any]:
     """Return the facts that tell the file system of a directory from others."""
     mount = hardware.mount_of(directory)
     status = directory.stat()
-    room = os.statvfs(directory)
+    disk = os.statvfs(directory)
     return {
         "mount": str(mount.directory),
         "file_system": mount.file_system,
         "device": f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}",
-        "id": room.f_fsid,
-        "total_bytes": room.f_blocks * room.f_frsize,
+        "id": disk.f_fsid,
+        "total_bytes": disk.f_blocks * disk.f_frsize,
     }
 
 

@@ -102,7 +102,7 @@ def probe_ranks(ranks: Ranks, device: str, *, seconds: float) -> RankFigures:
 
     # Kernels take multiprocessors from the products beside them, so that the faster way may lose a step more.
     by_kernels = _probe_way(ranks, device, seconds, Way.KERNELS)
-    return min(figures, by_kernels, key=lambda found: found.lost_seconds)
+    return min(figures, by_kernels, key=lambda way: way.lost_seconds)
 
 
 def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = None) -> RankFigures:
@@ -140,7 +140,7 @@ def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = 
     shares = [beside_per_s / alone_per_s, count * (gather_s + scatter_s) / beside_s]
 
     # A step waits for its slowest rank, so the least of all ranks counts.
-    compute, collective = (min(found) for found in zip(*ranks.agree(shares), strict=True))
+    compute, collective = (min(of_ranks) for of_ranks in zip(*ranks.agree(shares), strict=True))
     return RankFigures(
         ranks=ranks.size,
         hosts=ranks.size // ranks.local_size,

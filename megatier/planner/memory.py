@@ -266,13 +266,13 @@ def in_tiles(setup: Setup) -> frozenset[str]:
     if tokens is None or setup.tokens <= tokens * setup.config.train.slices:
         return frozenset()
 
-    found = set[str]()
+    names = set[str]()
     for unit in setup.work.units:
         for module_name in unit.module_names:
             inside = tiled_names(unit, setup.model.get_submodule(module_name))
             paths = tuple(f"{module_name}.{name}".rstrip(".") + "." for name in inside)
-            found.update(tensor.name for tensor in unit.layout.tensors if tensor.name.startswith(paths))
-    return frozenset(found)
+            names.update(tensor.name for tensor in unit.layout.tensors if tensor.name.startswith(paths))
+    return frozenset(names)
 
 
 def mask_bytes(setup: Setup) -> int:
@@ -400,8 +400,8 @@ def _is_added(name: str, names: Collection[str]) -> bool:
         name: of the parameter.
         names: of all parameters of its unit.
     """
-    module, found, _ = name.partition(".lora_B.")
-    return bool(found) and not any(other.startswith(f"{module}.{MAGNITUDE}.") for other in names)
+    module, separator, _ = name.partition(".lora_B.")
+    return bool(separator) and not any(other.startswith(f"{module}.{MAGNITUDE}.") for other in names)
 
 
 def _dropped(unit: Unit, model: PreTrainedModel, item: int) -> float:

@@ -306,13 +306,13 @@ def generation_bytes(trial: Trial, placement: Placement) -> dict[str, int]:
 
     A use is left out if RAM has no room for its slots.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for use, (count, saves) in GENERATIONS.items() if placement.spilled and trial.work.policy.deferred else ():
         policy = replace(trial.work.policy, generations=count, savepoints=saves)
         with contextlib.suppress(PlanError):
             tried = place(trial.work.specs, replace(trial.budgets, nvme=UNLIMITED), policy)
-            found[use] = tried.state_bytes.get(Tier.NVME, 0) + tried.other_bytes.get(Tier.NVME, 0)
-    return found
+            sizes[use] = tried.state_bytes.get(Tier.NVME, 0) + tried.other_bytes.get(Tier.NVME, 0)
+    return sizes
 
 
 # ---------------------------------------------------------------------- what if

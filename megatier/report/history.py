@@ -255,19 +255,19 @@ def read_what_there_is(path: Path) -> History:
 # ---------------------------------------------------------------------- reading
 
 
-def _read(kind: type[T], found: Record, **made: Any) -> T:  # noqa: ANN401 - fields of any type
+def _read(kind: type[T], record: Record, **made: Any) -> T:  # noqa: ANN401 - fields of any type
     """Return a record of a kind: each field as `READERS` reads its type, or its default if the file has none.
 
     This and what follows raises what `History.add` does.
 
     Args:
         kind: a dataclass of typed fields.
-        found: what is on file.
+        record: what is on file.
         made: the fields that are not read so.
     """
     types = _types(kind)  # type: ignore[arg-type]  # mypy knows no hash of a type variable
     names = types.keys() - made
-    read = {name: READERS[types[name]](found[name]) for name in names if found.get(name) is not None}
+    read = {name: READERS[types[name]](record[name]) for name in names if record.get(name) is not None}
     return kind(**made, **read)
 
 
@@ -277,13 +277,13 @@ def _types(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _expected(found: Record) -> Expected:
-    if not (seconds := _figure(found["seconds"])):
-        raise ValueError(found)
+def _expected(record: Record) -> Expected:
+    if not (seconds := _figure(record["seconds"])):
+        raise ValueError(record)
 
     # Older versions wrote no range.
-    low, high = map(_figure, found.get("seconds_range", (seconds, seconds)))
-    return _read(Expected, found, seconds_range=(low, high))
+    low, high = map(_figure, record.get("seconds_range", (seconds, seconds)))
+    return _read(Expected, record, seconds_range=(low, high))
 
 
 def _saved(step: int, record: Record, what: str) -> Saved:
@@ -295,8 +295,8 @@ def _saved(step: int, record: Record, what: str) -> Saved:
     return Saved(step=step, num_bytes=num_bytes, seconds=seconds, paused_seconds=paused)
 
 
-def _amounts(found: Record) -> dict[str, float]:
-    return {name: _figure(value) for name, value in found.items()}
+def _amounts(record: Record) -> dict[str, float]:
+    return {name: _figure(value) for name, value in record.items()}
 
 
 def _figure(value: object) -> float:
@@ -321,8 +321,8 @@ def _texts(values: Iterable[object]) -> tuple[str, ...]:
     return tuple(map(_text, values))
 
 
-def _homes(found: Record) -> dict[str, dict[str, str]]:
-    return {unit: {kind: _text(tier) for kind, tier in kinds.items()} for unit, kinds in found.items()}
+def _homes(record: Record) -> dict[str, dict[str, str]]:
+    return {unit: {kind: _text(tier) for kind, tier in kinds.items()} for unit, kinds in record.items()}
 
 
 READERS: dict[Any, Callable[[Any], object]] = {

@@ -278,7 +278,7 @@ def _open_store(
     """
     machine = setup.machine
     local_size = machine.world.host_ranks
-    part = setup.budgets.of_rank(machine.world)
+    own = setup.budgets.of_rank(machine.world)
     nvme = [f"{mount.directory}:{(mount.num_bytes or 0) // local_size}" for mount in machine.mounts]
     if ranks is not None:
         # Each rank has a directory of its own on every mount, which `leftovers` knows by this form of name.
@@ -298,10 +298,10 @@ def _open_store(
             ranks.share_ram(bay)
     device = str(machine.device)
     store = TieredStore.open(
-        gpu=part.gpu, ram=part.ram, nvme=nvme, device=device, run_id=run_id, options=options, allocate=allocate
+        gpu=own.gpu, ram=own.ram, nvme=nvme, device=device, run_id=run_id, options=options, allocate=allocate
     )
     opened.enter_context(store)
-    budgets = replace(part, nvme=store.usage(Tier.NVME)["budget"])
+    budgets = replace(own, nvme=store.usage(Tier.NVME)["budget"])
     if ranks is not None:
         budgets = Budgets.least(ranks.agree(budgets))
     return store, budgets

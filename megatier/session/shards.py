@@ -68,18 +68,18 @@ class WholeMasters:
     def _pieces(self, unit: str, start: int, stop: int) -> list[Piece]:
         """Return all ranks' runs of the elements asked for, each with its first element in the whole unit."""
         with self._ranks.talking():
-            return [piece for found in self._ranks.agree(self._own_pieces(unit, start, stop)) for piece in found]
+            return [piece for own in self._ranks.agree(self._own_pieces(unit, start, stop)) for piece in own]
 
     def _own_pieces(self, unit: str, start: int, stop: int) -> list[Piece]:
         """Return this rank's runs of the elements asked for, each with its first element in the whole unit."""
-        found = []
+        runs = []
         for first, last, own in self._wholes[unit].layout.shard_runs(self._ranks.rank, self._ranks.size):
             lower = max(first, start)
             upper = min(last, stop)
             if lower < upper:
                 shift = own - first
-                found.append((lower, self._read(self._shards[unit], lower + shift, upper + shift)))
-        return found
+                runs.append((lower, self._read(self._shards[unit], lower + shift, upper + shift)))
+        return runs
 
 
 @contextmanager

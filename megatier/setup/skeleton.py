@@ -35,37 +35,37 @@ NAME_CHARACTERS_MAX = 100
 
 
 @usual_defaults()
-def skeleton_of(config: ModelConfig, found: PretrainedConfig | None = None) -> PreTrainedModel:
+def skeleton_of(config: ModelConfig, model_config: PretrainedConfig | None = None) -> PreTrainedModel:
     """Return the model without its weights, which need not be there yet.
 
     Args:
         config: the model.
-        found: Hugging Face's config of it, if it was read already (`model_config_of`).
+        model_config: Hugging Face's config of it, if it was read already (`model_config_of`).
 
     Raises:
         UnsupportedModelError: transformers does not take its config, or it cannot be streamed.
         ConfigError: a pattern of what is frozen, or a target of adapters, names nothing.
     """
-    found = found or model_config_of(config)
-    is_coded = config.path is not None and config.adapters is not None and is_quantised(found)
-    plain = open_base(config, 0, found)[0] if is_coded else build_skeleton(found, config.attention)
+    model_config = model_config or model_config_of(config)
+    is_coded = config.path is not None and config.adapters is not None and is_quantised(model_config)
+    plain = open_base(config, 0, model_config)[0] if is_coded else build_skeleton(model_config, config.attention)
     return _adapted(plain, config)
 
 
 @usual_defaults()
-def open_model(config: RunConfig, found: PretrainedConfig | None = None) -> tuple[PreTrainedModel, WeightReader]:
+def open_model(config: RunConfig, model_config: PretrainedConfig | None = None) -> tuple[PreTrainedModel, WeightReader]:
     """Return the skeleton of a run's model, with its buffers and generation settings, and the reader of its weights.
 
     Args:
         config: the run.
-        found: as for `skeleton_of`.
+        model_config: as for `skeleton_of`.
 
     Raises:
         ConfigError, UnsupportedModelError: there is no such model, or it cannot be streamed.
     """
     folder = _folder_of(config.model)
     seed = config.train.seed
-    model, reader = open_base(config.model, seed, found)
+    model, reader = open_base(config.model, seed, model_config)
 
     # The files hold the base, so they are compared with it before it has adapters.
     stored = reader.stored if isinstance(reader, SafetensorsFolder | CodesReader) else None
@@ -84,26 +84,26 @@ def open_model(config: RunConfig, found: PretrainedConfig | None = None) -> tupl
 
 @usual_defaults()
 def open_base(
-    config: ModelConfig, seed: int, found: PretrainedConfig | None = None, *, decodes: bool = False
+    config: ModelConfig, seed: int, model_config: PretrainedConfig | None = None, *, decodes: bool = False
 ) -> tuple[PreTrainedModel, WeightReader]:
     """Return the skeleton of a model without its adapters, and the reader of its weights.
 
     Args:
         config: the model. With adapters it may be quantised: then its linear layers keep their codes.
         seed: decides the values if the model starts from scratch.
-        found: as for `skeleton_of`.
+        model_config: as for `skeleton_of`.
         decodes: a quantised model is a plain one instead, decoded as it is read.
 
     Raises:
         ConfigError, UnsupportedModelError: there is no such model, or it cannot be streamed.
     """
     folder = _folder_of(config)
-    found = found or model_config_of(config)
-    if folder is not None and config.adapters is not None and is_quantised(found):
+    model_config = model_config or model_config_of(config)
+    if folder is not None and config.adapters is not None and is_quantised(model_config):
         dtype = None if decodes else COMPUTE_DTYPES[config.compute_dtype]
-        return open_quantised(folder, found, config.attention, dtype)
+        return open_quantised(folder, model_config, config.attention, dtype)
 
-    model = build_skeleton(found, config.attention)
+    model = build_skeleton(model_config, config.attention)
     return model, SafetensorsFolder(folder, model) if folder is not None else Initialiser(model, seed)
 
 
@@ -114,15 +114,15 @@ def model_config_of(config: ModelConfig) -> PretrainedConfig:
         UnsupportedModelError: it is that of a classifier, which has no loss of the next token; or see there.
     """
     folder = _folder_of(config)
-    found = read_model_config(config, folder)
-    if is_classifier(found):
+    model_config = read_model_config(config, folder)
+    if is_classifier(model_config):
         where = "model.config" if folder is None else str(folder / CONFIG_FILE)
-        named = shown(", ".join(map(str, found.architectures or ())))
+        named = shown(", ".join(map(str, model_config.architectures or ())))
         raise UnsupportedModelError(
             f"{where} names {named}, and runs train language models alone. "
             "Train a classifier in a loop of your own with megatier.stream, or as a reward model under TRL."
         )
-    return found
+    return model_config
 
 
 def _folder_of(config: ModelConfig) -> Path | None:
@@ -174,7 +174,7 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
     # Code that comes with a model is never run (`trust_remote_code`).
     what = f"{where}: transformers does not take this model config"
     with reading(what, UnsupportedModelError, _complaint, _hint(settings)):
-        found: PretrainedConfig = (
+        model_config: PretrainedConfig = (
             AutoConfig.from_pretrained(folder, trust_remote_code=False)
             if folder is not None
             else AutoConfig.for_model(**settings)
@@ -182,7 +182,7 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
 
     if folder is None:
         _check_keys(settings)
-    return found
+    return model_config
 
 
 def _complaint(error: BaseException) -> str:

@@ -136,9 +136,11 @@ def hidden_width(model: PreTrainedModel) -> int:
     if width := getattr(model.config.get_text_config(), "hidden_size", None):
         return int(width)
 
-    # The text config may leave it to the config of the part that has the layers. To find that part takes long.
+    # The text config may leave it to the config of the module that has the layers. To find that module takes long.
     layers = decoder_layers(model)
-    owners = [part for part in model.modules() if isinstance(part, PreTrainedModel) and layers in part.modules()]
+    owners = [
+        module for module in model.modules() if isinstance(module, PreTrainedModel) and layers in module.modules()
+    ]
     for owner in reversed(owners):
         if width := getattr(owner.config, "hidden_size", None):
             return int(width)

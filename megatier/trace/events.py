@@ -76,8 +76,8 @@ def account(events: Iterable[TraceEvent], start_ns: int, end_ns: int) -> Account
     stalled: Counter[str] = Counter()
     busy = waits = 0
     until = until_busy = start_ns
-    found = (event for event in events if event.lane in ("compute", "stall"))
-    for event in sorted(found, key=lambda event: event.start_ns):
+    relevant = (event for event in events if event.lane in ("compute", "stall"))
+    for event in sorted(relevant, key=lambda event: event.start_ns):
         stop = min(event.end_ns, end_ns)
         busy += max(0, stop - max(event.start_ns, until_busy))
         until_busy = max(until_busy, stop)

@@ -58,12 +58,12 @@ def setup_of(
 
     # The kernel of attention depends on how long sequences are.
     crew = ranks or Alone()
-    found = model_config_of(config.model)
-    config, why = crew.first(lambda: with_kernel(fit_positions(config, given, found), found, machine))
+    model_config = model_config_of(config.model)
+    config, why = crew.first(lambda: with_kernel(fit_positions(config, given, model_config), model_config, machine))
     if why:
         say(console_of(ranks, console), WITHOUT_FLEX.format(config.model.attention, why))
 
-    model, reader = open_model(config, found)
+    model, reader = open_model(config, model_config)
     setup = with_budgets_kept(settled(Setup.of(config, model, machine)))
     config, expected = crew.first(lambda: plan_choices(setup, given, console))
     return setup.with_config(config), reader, expected
@@ -172,8 +172,8 @@ class SharedText:
         """Yield held-out batches in order."""
         # Only the first rank has a text. Its None ends the loop on all ranks, so none waits for a batch in vain.
         batches = iter(()) if self._text is None else self._text.holdout(batch)
-        while (found := self._crew.first(lambda: next(batches, None))) is not None:
-            yield found
+        while (rows := self._crew.first(lambda: next(batches, None))) is not None:
+            yield rows
 
     def with_steps(self, train: TrainConfig, console: Console) -> TrainConfig:
         """Return the settings with the steps that their epochs take, or `train.steps` if that is given and smaller.

@@ -233,7 +233,7 @@ def _run(
             tokens = torch.randint(
                 0, 512, (SEQUENCES * groups, SEQUENCE_LENGTH), generator=generator, dtype=torch.int64, device="cpu"
             )
-            batches = [{"input_ids": part, "labels": part} for part in tokens.chunk(groups)]
+            batches = [{"input_ids": rows, "labels": rows} for rows in tokens.chunk(groups)]
             result = session.engine.train_step(step, 1e-3, batches)
 
             # `repr` writes as many digits as tell a float from every other one, so no bit is lost.

@@ -84,7 +84,7 @@ def test_measured_rate_counts_time_in_which_any_drive_lane_is_busy() -> None:
 def test_prediction_becomes_that_of_the_drives_as_they_are(factor: float) -> None:
     planned, real = prediction(SLOW), prediction(SLOW.times(factor)).forecast
     assert abs(real.seconds / planned.forecast.seconds - 1) > 0.1
-    placement = planned._placement
+    placement = planned._choice.placement
     corrections = [planned.observe(step_of(real)) for _ in range(STEPS + 3)]
     assert [number for number, made in enumerate(corrections) if made is not None] == [STEPS]
     made = corrections[STEPS]
@@ -92,7 +92,7 @@ def test_prediction_becomes_that_of_the_drives_as_they_are(factor: float) -> Non
     assert made.is_worth_saying
     assert made.seconds == planned.forecast.seconds == pytest.approx(real.seconds, rel=0.02)
     assert made.measured_bytes_per_s / made.planned_bytes_per_s == pytest.approx(factor, rel=0.1)
-    assert planned._placement is placement
+    assert planned._choice.placement is placement
     assert planned.forecast.moved_bytes == real.moved_bytes
 
 
