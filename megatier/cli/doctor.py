@@ -259,7 +259,13 @@ def _kvikio(mounts: Sequence[MountBudget]) -> Check:
         try:
             folders = [opened.enter_context(TemporaryDirectory(dir=d, prefix="megatier-doctor-")) for d in drives]
             words = [sys.executable, "-c", KVIKIO_PROBE, *folders]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=KVIKIO_SECONDS, check=False)
+            done = subprocess.run(
+                words,
+                capture_output=True,
+                text=True,
+                timeout=KVIKIO_SECONDS,
+                check=False,
+            )
         except OSError as error:
             return _warn("kvikio", f"not tried: {error}", "Give --nvme a directory you may write to.")
         except subprocess.TimeoutExpired:

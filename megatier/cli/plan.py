@@ -83,7 +83,12 @@ def run(argv: Sequence[str]) -> int:
     if loaded.tiers.nvme:
         say(console, f"NVMe: {threads} I/O threads each way, {why}.")
     steps = None if loaded.train.epochs is not None else loaded.train.steps
-    console.print(*_sentences(plan, steps, taken), sep="\n", markup=False, highlight=False)
+    console.print(
+        *_sentences(plan, steps, taken),
+        sep="\n",
+        markup=False,
+        highlight=False,
+    )
     if assumed:
         said = _assumption(rates, assumed, loaded.tiers.nvme, searches=options.search)
         say(console, said)
@@ -230,7 +235,11 @@ def _bytes_table(plan: Plan) -> Table:
     from megatier.tier import STATE_KINDS, Tier
 
     # Tiers are the columns, since they are few: with a column for each kind a terminal of 80 columns would cut names.
-    budgets = {Tier.GPU: plan.budgets.gpu, Tier.RAM: plan.budgets.ram, Tier.NVME: plan.budgets.nvme}
+    budgets = {
+        Tier.GPU: plan.budgets.gpu,
+        Tier.RAM: plan.budgets.ram,
+        Tier.NVME: plan.budgets.nvme,
+    }
     table = figure_table("what lies where", "bytes", *budgets)
 
     other = {tier: plan.placement.other_bytes.get(tier, 0) for tier in budgets}

@@ -76,7 +76,11 @@ def _table(step: int, seconds: float, uses: Iterable[LaneUse], spent: Account) -
 
     table.add_section()
     stalls = {f"stall: {cause}": stalled for cause, stalled in spent.stall_seconds.items()}
-    causes = {"compute alone": spent.compute_seconds, **stalls, "host": spent.host_seconds}
+    causes = {
+        "compute alone": spent.compute_seconds,
+        **stalls,
+        "host": spent.host_seconds,
+    }
     if spent.compile_seconds:
         causes["compiler"] = spent.compile_seconds
     for cause, lasted in sorted(causes.items(), key=lambda item: -item[1]):

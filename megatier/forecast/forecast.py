@@ -153,15 +153,13 @@ def forecast(
     Raises:
         PlanError: a unit must be loaded and there is no GPU slot.
     """
-    jobs = _jobs(compute_seconds, units, placement, policy, rates)
-    first, later = _timelines(accesses, units, placement, policy)
+    jobs, first, later, lanes = _simulation(accesses, compute_seconds, units, placement, policy, rates)
 
     # The first step has no updates to do. The second does those of the first; its last writes and its exchange reach
     # into the third, which is therefore as all later ones.
     ends = [jobs.step(first)]
     for _ in range(NUM_STEPS - 1):
         ends.append(jobs.step(later))
-    lanes = lanes_of(rates, policy.ranks, multiplies=_multiplies(units))
     times = simulate(jobs.jobs, lanes)
 
     *_, end_before, end_of_last = ends
@@ -206,40 +204,36 @@ def floor(
     to the next one (last writes, the exchange, updates in the backward) are not. Arguments and errors are those of
     `forecast`.
     """
-    jobs = _jobs(compute_seconds, units, placement, policy, rates)
-    _, later = _timelines(accesses, units, placement, policy)
+    jobs, _, later, lanes = _simulation(accesses, compute_seconds, units, placement, policy, rates)
     jobs.follow_a_step()
     jobs.step(later)
-
-    lanes = lanes_of(rates, policy.ranks, multiplies=_multiplies(units))
     return least_seconds(jobs.jobs, lanes, "compute")
 
 
-def _multiplies(units: Sequence[UnitSpec]) -> bool:
-    """Whether updates on the GPU have products of matrices, which compute has to share the processors with."""
-    return any(unit.update_flops for unit in units)
-
-
-def _jobs(
+def _simulation(
+    accesses: Sequence[Access],
     compute_seconds: ComputeSeconds,
     units: Sequence[UnitSpec],
     placement: Placement,
     policy: Policy,
     rates: Rates,
-) -> StepJobs:
-    """The jobs of no step yet, of a rank or of a process that is alone."""
+) -> tuple[StepJobs, Timeline, Timeline, dict[str, Lane]]:
+    """What is simulated; see `forecast`.
+
+    Returns:
+        The jobs of no step yet, of a rank or of a process that is alone; the timelines of the first step and of every
+        later one, in which updates in the backward are not void; and the lanes.
+    """
+    kind = RankJobs if policy.ranks > 1 else StepJobs
     per_flop = rates.gpu_update_parameters_per_s / rates.flops_per_s
-    jobs = RankJobs if policy.ranks > 1 else StepJobs
-    return jobs(compute_seconds, units, placement, policy, per_flop)
+    jobs = kind(compute_seconds, units, placement, policy, per_flop)
 
-
-def _timelines(
-    accesses: Sequence[Access], units: Sequence[UnitSpec], placement: Placement, policy: Policy
-) -> tuple[Timeline, Timeline]:
-    """The timelines of the first step and of every later one. Updates in the backward are not void."""
     # In the immediate mode all updates run in the backward, and none is left to the next step.
     scatters = scatters_of(accesses, units, policy)
     due = placement.grad_homes.keys() - set(placement.speculative) if policy.deferred else set()
     first = build(accesses, placement, scatters=scatters)
     later = build(accesses, placement, due=due, ahead=placement.streamed, scatters=scatters)
-    return first, later
+
+    # Products of matrices in updates on the GPU share the processors with compute.
+    multiplies = any(unit.update_flops for unit in units)
+    return jobs, first, later, lanes_of(rates, policy.ranks, multiplies=multiplies)

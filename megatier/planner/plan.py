@@ -181,9 +181,19 @@ class Plan:
 
     def events(self) -> list[TraceEvent]:
         """Return the forecast as events of a trace, for the picture."""
-        step = TraceEvent(lane=STEP, name="as planned", start_ns=0, end_ns=int(self.forecast.seconds * 1e9))
+        step = TraceEvent(
+            lane=STEP,
+            name="as planned",
+            start_ns=0,
+            end_ns=int(self.forecast.seconds * 1e9),
+        )
         made = (
-            TraceEvent(lane=span.lane, name=span.name, start_ns=int(span.start * 1e9), end_ns=int(span.end * 1e9))
+            TraceEvent(
+                lane=span.lane,
+                name=span.name,
+                start_ns=int(span.start * 1e9),
+                end_ns=int(span.end * 1e9),
+            )
             for span in self.forecast.spans
             if span.lane != "host"
         )

@@ -148,7 +148,12 @@ def _best(setup: Setup, fixed: frozenset[str]) -> Choice:
         if made.seconds < limit:
             chosen = {**settings, "tiers.gpu": trial.budgets.gpu}
             free = {name: value for name, value in chosen.items() if name not in fixed}
-            best = Choice(settings=free, trial=trial, placement=placement, forecast=made)
+            best = Choice(
+                settings=free,
+                trial=trial,
+                placement=placement,
+                forecast=made,
+            )
 
     if best is None:
         raise _refusal(refused, setup, fixed)

@@ -87,7 +87,11 @@ def _least_machine(setup: Setup, place: Place) -> str:
             budgets = replace(setup.budgets, **{str(tier): getattr(setup.budgets, tier) + missing})
             setup = replace(setup, budgets=budgets)
         else:
-            names = {Tier.GPU: "GPU memory", Tier.RAM: "RAM", Tier.NVME: "NVMe"}
+            names = {
+                Tier.GPU: "GPU memory",
+                Tier.RAM: "RAM",
+                Tier.NVME: "NVMe",
+            }
             return " and ".join(f"{mib(size)} more {names[tier]}" for tier, size in more.items())
     return ""
 

@@ -315,7 +315,14 @@ def _buckets(points: Sequence[Point]) -> list[list[_Bucket]]:
             runs.append(run)
         if finite:
             xs, ys = zip(*finite, strict=True)
-            run.append(_Bucket(x=fmean(xs), low=min(ys), mean=fmean(ys), high=max(ys)))
+            run.append(
+                _Bucket(
+                    x=fmean(xs),
+                    low=min(ys),
+                    mean=fmean(ys),
+                    high=max(ys),
+                )
+            )
         else:
             run = []
     return runs

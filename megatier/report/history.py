@@ -292,7 +292,12 @@ def _saved(step: int, record: Record, what: str) -> Saved:
 
     # Training waits for a savepoint all the time, so there is no pause of its own on file.
     paused = _figure(record.get(f"{what}_pause_seconds", seconds))
-    return Saved(step=step, num_bytes=num_bytes, seconds=seconds, paused_seconds=paused)
+    return Saved(
+        step=step,
+        num_bytes=num_bytes,
+        seconds=seconds,
+        paused_seconds=paused,
+    )
 
 
 def _amounts(record: Record) -> dict[str, float]:

@@ -117,7 +117,8 @@ def cards(figures: Iterable[tuple[str, str, str]]) -> str:
     made = []
     for name, figure, words in figures:
         remark = plain(words, CELL_MAX)
-        made.append(f"<div><span>{plain(name)}</span><b>{plain(figure)}</b><span>{remark}</span></div>")
+        head = f"<span>{plain(name)}</span><b>{plain(figure)}</b>"
+        made.append(f"<div>{head}<span>{remark}</span></div>")
     return f'<div class="cards">{"".join(made)}</div>'
 
 
@@ -126,8 +127,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{plain(name)}</th>" for name in columns)
     lines = []
     for row in rows:
-        cells = (f"<td>{plain(cell, CELL_MAX)}</td>" for cell in row)
-        lines.append(f"<tr>{''.join(cells)}</tr>")
+        cells = [f"<td>{plain(cell, CELL_MAX)}</td>" for cell in row]
+        joined = "".join(cells)
+        lines.append(f"<tr>{joined}</tr>")
     body = "\n".join(lines)
 
     # A wide table scrolls inside its own frame, so that a narrow screen need not scroll the whole page.

@@ -62,8 +62,8 @@ def sparkline(points: Sequence[float]) -> str:
     scale = 0.0
     if high > low:
         scale = (len(LEVELS) - 1) / (high - low)
-    levels = [LEVELS[round((point - low) * scale)] for point in points]
-    return "".join(levels)
+    heights = [round((point - low) * scale) for point in points]
+    return "".join(LEVELS[height] for height in heights)
 
 
 def bound_of(report: StepReport) -> str:
@@ -129,8 +129,8 @@ def _lane_row(grid: Table, lane: str, report: StepReport) -> None:
 
     slowest = report.slowest_rank
     if slowest is not None and report.slowest_busy_seconds:
-        seconds = report.slowest_busy_seconds.get(lane, 0.0)
-        share = format_share(min(seconds, whole), whole)
+        seconds = min(whole, report.slowest_busy_seconds.get(lane, 0.0))
+        share = format_share(seconds, whole)
         words += f", rank {slowest.rank} {share}"
     _row(grid, lane, _bar(busy, whole), words)
 

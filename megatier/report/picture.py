@@ -200,9 +200,11 @@ def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str],
     # Stalls come last in `colours`, so nothing covers them.
     spans = _spans(events, use.lane)
     for label, colour in colours.items():
-        lines = [f"M{left:.1f} {middle:g}H{right:.1f}" for left, right in _merged(spans.get(label, ()), GAP_MIN)]
+        merged = _merged(spans.get(label, ()), GAP_MIN)
+        lines = [f"M{left:.1f} {middle:g}H{right:.1f}" for left, right in merged]
         if lines:
-            yield f'<path d="{"".join(lines)}" stroke="{colour}" stroke-width="{BAR}"/>'
+            path = "".join(lines)
+            yield f'<path d="{path}" stroke="{colour}" stroke-width="{BAR}"/>'
 
     share = format_share(use.busy_seconds, step_seconds(events))
     figures = (format_seconds(use.busy_seconds), share, use.at_once)

@@ -99,7 +99,15 @@ def _drive_bars(drive: DriveFigures) -> list[Bar]:
     for (name, flow), colour in zip(drive.flows.items(), (READ, WRITE, MIXED), strict=True):
         rate = flow.bytes_per_s / 1e9
         figures = (f"{rate:.2f}", f"{flow.p50_ms:.1f} ms", f"{flow.p99_ms:.1f} ms")
-        bars.append(Bar(name=name, value=rate, inner=0.0, colour=colour, figures=figures))
+        bars.append(
+            Bar(
+                name=name,
+                value=rate,
+                inner=0.0,
+                colour=colour,
+                figures=figures,
+            )
+        )
     return bars
 
 

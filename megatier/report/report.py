@@ -160,10 +160,20 @@ class WorkBar:
         if self._total is not None:
             shown += f" of {self._form(self._total)}"
         if self._bar is None:
-            self._console.print(f"{self._name}: {shown}", markup=False, highlight=False, soft_wrap=True)
+            self._console.print(
+                f"{self._name}: {shown}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
             return
         task = self._bar.task_ids[0]
-        self._bar.update(task, completed=self._done, shown=shown, refresh=True)
+        self._bar.update(
+            task,
+            completed=self._done,
+            shown=shown,
+            refresh=True,
+        )
 
 
 def step_line(report: StepReport, num_steps: int, seconds_left: float) -> str:
@@ -177,7 +187,12 @@ def print_placement(console: Console, tiers: Sequence[TierState], num_ranks: int
     total = sum(tier.state_bytes for tier in tiers)
     others = sum(tier.other_bytes for tier in tiers)
     budgets = sum(tier.budget_bytes for tier in tiers)
-    whole = TierState(tier="all", state_bytes=total, other_bytes=others, budget_bytes=budgets)
+    whole = TierState(
+        tier="all",
+        state_bytes=total,
+        other_bytes=others,
+        budget_bytes=budgets,
+    )
 
     shared = f", of each of {num_ranks} ranks" if num_ranks > 1 else ""
     table = figure_table(f"what lies where{shared}", "tier", "state", "share", "slots, gradients", "budget")

@@ -166,9 +166,11 @@ def _model(run: RecordedRun) -> tuple[str, str]:
     name = (model.config or {}).get("model_type", "model")
     if model.path is not None:
         name = Path(model.path).name
-    if run.opening is None:
-        return str(name), model.compute_dtype
-    return str(name), f"{format_count(run.opening.num_parameters)} parameters, {model.compute_dtype}"
+    words: str = model.compute_dtype
+    if run.opening is not None:
+        size = format_count(run.opening.num_parameters)
+        words = f"{size} parameters, {words}"
+    return str(name), words
 
 
 def _waits(run: RecordedRun) -> tuple[str, str]:
@@ -178,7 +180,8 @@ def _waits(run: RecordedRun) -> tuple[str, str]:
     share = format_share(sum(stalls.values()), seconds)
     if not stalls:
         return share, ""
-    return share, f"of the time, most for {max(stalls, key=stalls.__getitem__)}"
+    most = max(stalls, key=stalls.__getitem__)
+    return share, f"of the time, most for {most}"
 
 
 def _heldout(losses: Sequence[tuple[int, float]]) -> tuple[str, str]:

@@ -112,7 +112,13 @@ class Session:
             # A block is moved when its slowest mount is done. Reads and writes come mixed, so the mixed rates count.
             drives = rates.drives if rates is not None and len(setup.machine.mounts) > 1 else ()
             shares = tuple(drive.mixed_bytes_per_s for drive in drives)
-            io = replace(work.options, num_threads=self.io_threads[0], shares=shares, reuses=reuses, run=run)
+            io = replace(
+                work.options,
+                num_threads=self.io_threads[0],
+                shares=shares,
+                reuses=reuses,
+                run=run,
+            )
             self.store, budgets = _open_store(opened, setup, io, run_id, ranks)
             self.placement = _place(setup, budgets)
             self.optimizer = self._open_optimizer(opened, setup)

@@ -71,7 +71,13 @@ def with_budgets_kept(setup: Setup) -> Setup:
     if not setup.config.output.savepoint_every:
         return setup
     mounts = tuple(f"{mount.directory}:{mount.num_bytes}" for mount in setup.machine.mounts)
-    return setup.changed({"tiers.gpu": setup.budgets.gpu, "tiers.ram": setup.budgets.ram, "tiers.nvme": mounts})
+    return setup.changed(
+        {
+            "tiers.gpu": setup.budgets.gpu,
+            "tiers.ram": setup.budgets.ram,
+            "tiers.nvme": mounts,
+        }
+    )
 
 
 def plan_choices(setup: Setup, given: frozenset[str], console: Console) -> tuple[RunConfig, Prediction | None]:

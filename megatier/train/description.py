@@ -34,7 +34,11 @@ EPOCHS_MAX = 10
 def describe_reserved(console: Console, session: Session) -> None:
     """Say how much memory is about to be reserved, which takes seconds for each 10 GiB."""
     has_gpu = session.engine.options.device.type != "cpu"
-    names = {Tier.GPU: "GPU memory" if has_gpu else "RAM for gpu", Tier.RAM: "RAM", Tier.NVME: "NVMe"}
+    names = {
+        Tier.GPU: "GPU memory" if has_gpu else "RAM for gpu",
+        Tier.RAM: "RAM",
+        Tier.NVME: "NVMe",
+    }
     held = {Tier(tier.tier): tier.state_bytes + tier.other_bytes for tier in tier_states(session)}
     words = ", ".join(f"{mib(size)} of {names[tier]}" for tier, size in held.items() if size)
     say(console, f"reserving {words}")

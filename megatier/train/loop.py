@@ -5,8 +5,8 @@ from __future__ import annotations
 import platform
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -44,21 +44,6 @@ TRACED_STEPS = 3
 """The number of last steps that the trace keeps: few, because one step of a large model has thousands of events."""
 OUTCOMES = {"confirmed": "kept", "void": "void", None: None}
 """The words of `metrics.jsonl` for the outcome of speculative updates. They stay, since users' files have them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OfRanks:
-    """What the ranks tell each other of a step."""
-
-    memory: Mapping[str, int]
-    """The most memory of any process, by name."""
-    others: Sequence[Mapping[str, Any]]
-    """The lanes of each rank but the first, as they are recorded."""
-
-    def busy_seconds(self, rank: int) -> ByName:
-        """Return the seconds that each lane of a rank was busy; empty for the first."""
-        found: ByName = self.others[rank - 1]["busy_seconds"] if rank else {}
-        return found
 
 
 class Loop:
@@ -195,7 +180,13 @@ class Loop:
             if rank and queues:
                 words = ", ".join(queues)
                 say(self._console, f"rank {rank} on {self._hosts[rank]} moved other bytes than demanded: {words}")
-        self._record({"step": self._last_step, "run": outcome, **self._moves()})
+        self._record(
+            {
+                "step": self._last_step,
+                "run": outcome,
+                **self._moves(),
+            }
+        )
 
     def _moves(self) -> dict[str, dict[str, int]]:
         """Return bytes per queue since this process began to train, without those of checkpoints."""
@@ -232,18 +223,33 @@ class Loop:
 
         # The same events give the printed figures, the records, the picture and the trace.
         events = session.player.take_events()
-        events.append(TraceEvent(lane=STEP, name=f"step {step}", start_ns=began_ns, end_ns=ended_ns))
+        events.append(
+            TraceEvent(
+                lane=STEP,
+                name=f"step {step}",
+                start_ns=began_ns,
+                end_ns=ended_ns,
+            )
+        )
 
         # The other ranks are given their rows by the first one.
         if cause := "data" if self._config.data.streaming else "ranks" if self._crew.rank else "":
-            events.append(TraceEvent(lane="stall", name="text", start_ns=began_ns, end_ns=read_ns, cause=cause))
+            events.append(
+                TraceEvent(
+                    lane="stall",
+                    name="text",
+                    start_ns=began_ns,
+                    end_ns=read_ns,
+                    cause=cause,
+                )
+            )
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
         spent = account(events, began_ns, ended_ns)
         seconds = (ended_ns - began_ns) / 1e9 - spent.compile_seconds
         self._compile_seconds += spent.compile_seconds
         busy = busy_seconds(events)
         self._saves.step(seconds, spent.stall_seconds.get("checkpoint", 0.0), learnt=result.skipped is None)
-        of_ranks = self._of_ranks(seconds, spent, busy)
+        memory, others = self._of_ranks(seconds, spent, busy)
 
         slowest = self._slowest(result.own_seconds)
         forecast = None if self._expected is None else self._expected.forecast
@@ -263,7 +269,7 @@ class Loop:
             bound_by="" if forecast is None else forecast.bound_by,
             busy_seconds=busy,
             slowest_rank=slowest,
-            slowest_busy_seconds={} if slowest is None else of_ranks.busy_seconds(slowest.rank),
+            slowest_busy_seconds=others[slowest.rank - 1]["busy_seconds"] if slowest and slowest.rank else {},
         )
         progress.update(report)
         if result.skipped is not None:
@@ -271,7 +277,13 @@ class Loop:
             progress.note(f"step {step} is left out, so that no weight changes: {what} is not finite")
 
         self._tokens_seen += round(report.tokens)
-        self._record(self._figures(report, result, of_ranks))
+        self._record(
+            {
+                **self._figures(report, result),
+                **memory,
+                "other_ranks": others,
+            }
+        )
         self._correct(step, events, progress)
 
     def _slowest(self, seconds: Sequence[float]) -> SlowestRank | None:
@@ -279,10 +291,15 @@ class Loop:
         if len(seconds) < 2:
             return None
         rank = seconds.index(max(seconds))
-        return SlowestRank(rank=rank, host=self._hosts[rank], seconds=seconds[rank], least_seconds=min(seconds))
+        return SlowestRank(
+            rank=rank,
+            host=self._hosts[rank],
+            seconds=seconds[rank],
+            least_seconds=min(seconds),
+        )
 
-    def _figures(self, report: StepReport, result: StepResult, of_ranks: OfRanks) -> dict[str, object]:
-        """Return the record of a step, whose names `report.history` knows."""
+    def _figures(self, report: StepReport, result: StepResult) -> dict[str, object]:
+        """Return the record of a step but for what other ranks told, whose names `report.history` knows."""
         figures = asdict(report)
         del figures["bound_by"], figures["slowest_busy_seconds"]
         return {
@@ -294,18 +311,33 @@ class Loop:
             "tokens_per_s": report.tokens / report.seconds,
             "speculation": OUTCOMES[self._session.speculation.outcome],
             **self._moves(),
-            **of_ranks.memory,
-            "other_ranks": of_ranks.others,
             "nvme_path": nvme_path(self._session.store),
         }
 
-    def _of_ranks(self, seconds: float, spent: Account, busy: ByName) -> OfRanks:
-        """Return what the ranks tell each other of a step."""
-        lanes = {"seconds": seconds, **asdict(spent), "busy_seconds": busy, "moved_bytes": dict(self._moved_bytes())}
+    def _of_ranks(self, seconds: float, spent: Account, busy: ByName) -> tuple[dict[str, int], list[dict[str, Any]]]:
+        """Return what the ranks tell each other of a step.
+
+        Returns:
+            The most memory of any process, by name, and the lanes of each rank but the first, as they are recorded.
+        """
+        lanes = {
+            "seconds": seconds,
+            **asdict(spent),
+            "busy_seconds": busy,
+            "moved_bytes": dict(self._moved_bytes()),
+        }
         found = self._crew.agree((memory_bytes(self._device, self._session.ranks), lanes))
         memory = {name: max(own[name] for own, _ in found) for name in found[0][0]}
-        others = [{"rank": rank, "host": self._hosts[rank], **told} for rank, (_, told) in enumerate(found) if rank > 0]
-        return OfRanks(memory=memory, others=others)
+        others = [
+            {
+                "rank": rank,
+                "host": self._hosts[rank],
+                **told,
+            }
+            for rank, (_, told) in enumerate(found)
+            if rank > 0
+        ]
+        return memory, others
 
     def _correct(self, step: int, events: Sequence[TraceEvent], progress: Progress) -> None:
         """Let the first steps say what the drives do in this run, and correct the expected step by it."""
@@ -337,7 +369,14 @@ class Loop:
         spent = account(self._session.player.take_events(), began_ns, ended_ns)
         seconds = (ended_ns - began_ns) / 1e9
         progress.note(f"step {step}: held-out loss {loss:.4f} ({format_seconds(seconds)})")
-        self._record({"step": step, "heldout_loss": loss, "seconds": seconds, **asdict(spent)})
+        self._record(
+            {
+                "step": step,
+                "heldout_loss": loss,
+                "seconds": seconds,
+                **asdict(spent),
+            }
+        )
 
 
 def rate_of(step: int, train: TrainConfig) -> float:

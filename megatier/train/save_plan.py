@@ -53,7 +53,13 @@ class SavePlan:
         crew = session.ranks or Alone()
         num_kept = crew.first(lambda: _checked_count(output, session, room, is_done=is_done))
         cost_s = expected_cost(session, expected)
-        return cls(output=output, room=room, num_kept=num_kept, cost_s=cost_s, is_done=is_done)
+        return cls(
+            output=output,
+            room=room,
+            num_kept=num_kept,
+            cost_s=cost_s,
+            is_done=is_done,
+        )
 
     def promise(self) -> str | None:
         """Return what the clock will do, in words; None if the clock decides nothing."""

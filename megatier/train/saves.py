@@ -288,7 +288,13 @@ class Saves:
         seconds = time.perf_counter() - began
         self._session.player.take_events()
         say(f"step {step}: savepoint ({mib(num_bytes)} written, {format_seconds(seconds)})")
-        self._record({"step": step, "savepoint_bytes": num_bytes, "savepoint_seconds": seconds})
+        self._record(
+            {
+                "step": step,
+                "savepoint_bytes": num_bytes,
+                "savepoint_seconds": seconds,
+            }
+        )
 
     def rescue(self, step: int, position: dict[str, Any] | None, say: Say) -> None:
         """Save a run that cannot go on after a step, if that can be: all of several ranks would have to take part.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -39,7 +39,6 @@ from megatier.errors import ConfigError, mib
 from megatier.foreign import one_version
 from megatier.guards.unchanged import check_evaluates
 from megatier.models.decoder import check_stops_at_borders
-from megatier.models.weights import WeightReader
 from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks, joined
@@ -119,11 +118,11 @@ def train(
             watchdog = stack.enter_context(_watchdog(config, expected, ranks))
             directory = SharedDirectory(stack, config, ranks, resumes=resumes)
             start = crew.first(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
-            source = _open_source(setup, reader, start, console, resumes=resumes)
+            tokenizer, origin, changes = _open_sources(setup, start, console, resumes=resumes)
         if not resumes and directory.own is not None:
-            write_numbers(directory.path / NUMBERS_FILE, config, source.origin)
+            write_numbers(directory.path / NUMBERS_FILE, config, origin)
 
-        session, text = _open_session(stack, setup, source, directory, start, ranks, console)
+        session, text = _open_session(stack, setup, tokenizer, directory, start, ranks, console)
         counts_epochs = config.train.epochs is not None
         config = replace(config, train=text.with_steps(config.train, console))
         plan = SavePlan.of(config.output, session, forecast, is_done=start.step == config.train.steps)
@@ -131,19 +130,19 @@ def train(
             describe(console, config, session, text.own, plan)
 
         # Those of a run that is resumed only now, when nothing refuses them; those in epochs have their steps now.
-        start.fill(session, source.reader, console)
+        start.fill(session, reader, console)
         if (resumes or counts_epochs) and directory.own is not None:
             _remove_moved_blocks(console, config, directory)
-            write_numbers(directory.path / NUMBERS_FILE, config, source.origin)
+            write_numbers(directory.path / NUMBERS_FILE, config, origin)
             directory.own.write_config(config)
 
         record = _open_records(stack, config, directory, start.step, console)
-        record({"step": start.step, **opening(session, tier_states(session), expected, source.changes)})
-        saves = Saves(config, session, text, source.origin, plan, watchdog, record)
+        record({"step": start.step, **opening(session, tier_states(session), expected, changes)})
+        saves = Saves(config, session, text, origin, plan, watchdog, record)
         loop = Loop(config, console, session, text, record, expected, watchdog, saves)
         is_whole = loop.steps(start.state)
         loop.report("whole" if is_whole else "stopped")
-        _finish(config, console, session, source, saves, is_whole=is_whole)
+        _finish(config, console, session, tokenizer, saves, is_whole=is_whole)
         if config.output.trace and directory.own is not None:
             write_trace(directory.path / TRACE_FILE, loop.traced)
 
@@ -163,20 +162,6 @@ def _remove_moved_blocks(console: Console, config: RunConfig, directory: SharedD
             say(console, f"{leftover.path}: block files from before the run was resumed, {fate}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Source:
-    """The parts of a run before it has a place on the tiers."""
-
-    reader: WeightReader
-    """Gives the weights that the run begins with."""
-    tokenizer: PreTrainedTokenizerBase
-    """Turns the run's text into tokens, and goes with the export."""
-    origin: Origin
-    """What model and tokenizer were made of, to compare when the run is resumed."""
-    changes: list[str]
-    """Changes since the run began or was saved, all of which are accepted."""
-
-
 def _watchdog(config: RunConfig, expected: Prediction | None, ranks: Ranks | None) -> Watchdog:
     """Return the watchdog. It is entered before all that may hang while it closes, so that it still watches then."""
     expected_s = 0.0 if expected is None else expected.forecast.seconds
@@ -186,8 +171,14 @@ def _watchdog(config: RunConfig, expected: Prediction | None, ranks: Ranks | Non
     return Watchdog(Path(config.output.directory) / name, config.train.stall_timeout, expected_s)
 
 
-def _open_source(setup: Setup, reader: WeightReader, start: Start, console: Console, *, resumes: bool) -> _Source:
+def _open_sources(
+    setup: Setup, start: Start, console: Console, *, resumes: bool
+) -> tuple[PreTrainedTokenizerBase, Origin, list[str]]:
     """Open the tokenizer, and refuse a model or tokenizer that the run cannot be trained with.
+
+    Returns:
+        The tokenizer, what model and tokenizer were made of, and the changes since the run began or was saved, all of
+        which are accepted.
 
     Raises:
         ConfigError, DataError, UnsupportedModelError: names what to change.
@@ -206,7 +197,7 @@ def _open_source(setup: Setup, reader: WeightReader, start: Start, console: Cons
 
     _check_model(model, len(tokenizer), config)
     describe_positions(console, model, config.data.sequence_length)
-    return _Source(reader=reader, tokenizer=tokenizer, origin=origin, changes=changes)
+    return tokenizer, origin, changes
 
 
 def _check_model(model: PreTrainedModel, num_tokens: int, config: RunConfig) -> None:
@@ -234,7 +225,7 @@ def _check_model(model: PreTrainedModel, num_tokens: int, config: RunConfig) -> 
 def _open_session(
     stack: ExitStack,
     setup: Setup,
-    source: _Source,
+    tokenizer: PreTrainedTokenizerBase,
     directory: SharedDirectory,
     start: Start,
     ranks: Ranks | None,
@@ -266,7 +257,7 @@ def _open_session(
     # them.
     text = None
     if directory.own is not None:
-        text = _open_text(stack, config, source.tokenizer, directory.path / DATA_FOLDER, start, console)
+        text = _open_text(stack, config, tokenizer, directory.path / DATA_FOLDER, start, console)
         remove_leftovers(directory.path / CHECKPOINT_FOLDER)
     describe_reserved(console, session)
     with WorkBar(console, "NVMe filled", None, lambda size: mib(round(size))) as work:
@@ -329,7 +320,13 @@ def _open_records(
 
 
 def _finish(
-    config: RunConfig, console: Console, session: Session, source: _Source, saves: Saves, *, is_whole: bool
+    config: RunConfig,
+    console: Console,
+    session: Session,
+    tokenizer: PreTrainedTokenizerBase,
+    saves: Saves,
+    *,
+    is_whole: bool,
 ) -> None:
     """Write the model of a run whose steps are done, or say how a run that was stopped goes on.
 
@@ -343,5 +340,5 @@ def _finish(
 
     # The savepoint is dropped last: if the export fails, the run goes on from it.
     if config.output.export:
-        export_end(console, config, session, source.tokenizer, saves)
+        export_end(console, config, session, tokenizer, saves)
     drop_savepoint(session, directory / SAVEPOINT_FOLDER)

@@ -224,7 +224,13 @@ def _run(
     # Without clipping and guard, updates run inside the backward, unless ranks share the state.
     numerics = NumericsConfig(guard=mode.clip is not None)
     data = replace(OF_LOOP, sequence_length=SEQUENCE_LENGTH)
-    config = RunConfig(model=ModelConfig(config=MODEL), data=data, tiers=tiers, train=train, numerics=numerics)
+    config = RunConfig(
+        model=ModelConfig(config=MODEL),
+        data=data,
+        tiers=tiers,
+        train=train,
+        numerics=numerics,
+    )
     setup = Setup.here(config, model, ranks)
     with Session(setup, seed=0, ranks=ranks) as session:
         session.load(Initialiser(model, seed=0))
