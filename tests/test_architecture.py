@@ -90,8 +90,8 @@ OF_THE_SYSTEM = {
     "cli/doctor.py": 1,
     "cli/output.py": 1,  # what a command was told to write
     "hardware.py": 1,
-    "measure/block_device.py": 2,
-    "measure/probe.py": 2,
+    "measure/block_device.py": 1,
+    "measure/probe.py": 1,
     "ranks/peers.py": 1,
 }
 """Files that say what the machine is, and places to write to."""
