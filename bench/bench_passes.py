@@ -27,7 +27,7 @@ from megatier import _native
 from megatier.engine.gradient import Gradients
 from megatier.hardware import cores_usable
 from megatier.layout import Layout
-from megatier.optim.adamw import adamw_threads, begin_adamw, step_scalars
+from megatier.optim.adamw import Scalars, adamw_threads, begin_adamw, step_scalars
 from megatier.tier import Kind
 
 LAYER = Layout.of(
@@ -37,7 +37,7 @@ LAYER = Layout.of(
         *(("norm", (4096,)), ("other", (4096,))),
     ]
 )
-SCALARS = (*step_scalars(1, 1e-3, (0.9, 0.999), 1e-8), 1.0)
+SCALARS = Scalars(1.0, 1, 1e-3, 0.0, (*step_scalars(1, 1e-3, (0.9, 0.999), 1e-8), 1.0))
 """The scalars of AdamW's kernels at the first step, without clipping."""
 SLICES = {"two slices": (1, 2), "eight slices": (1, 8), "four groups of one": (4, 1)}
 """The numbers of groups and of slices, by name."""

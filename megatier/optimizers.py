@@ -1,7 +1,7 @@
 """The optimizers that a run may have: their names, the state that each keeps, and its settings. Pure.
 
 Whoever names an optimizer asks this table. Plans, placements and checkpoints need the schemas alone (`state`), and the
-arithmetic is in `numerics`.
+arithmetic is in `optim`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megatier.state import ADAMW, LION, MUON, StateSchema
+from megatier.state import ADAMW, LION, MUON, Moments, StateSchema
 
 OptimizerName = Literal["adamw", "muon", "lion"]
-Moments = Literal["fp32", "bf16", "fp8"]
-"""The dtype in which AdamW's moments are stored."""
 
 OPTIMIZER_NAMES: tuple[str, ...] = get_args(OptimizerName)
-MOMENTS: tuple[str, ...] = get_args(Moments)
+MOMENTS: tuple[Moments, ...] = get_args(Moments)
+"""The formats of AdamW's moments, the widest first."""
 
 
 def in_words(names: tuple[str, ...]) -> str:

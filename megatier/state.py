@@ -2,18 +2,26 @@
 
 A `StateSchema` is what placement, blocks, queues, checkpoints and the arithmetic have to agree on, written once. Each
 unit has one. Plans and lanes take kinds and bytes from it, and never name an optimizer. Another optimizer is another
-schema, and the arithmetic that reads and writes its planes (`numerics.optimizer`).
+schema, and the arithmetic that reads and writes its planes (`optim.optimizer`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
-from megatier.tier import Kind
+from megatier.tier import STATE_KINDS, Kind
 
 MASTERS = "params"
 """The group of a checkpoint that holds the fp32 masters."""
+
+
+WIDTHS = {"float32": 4, "bfloat16": 2, "int16": 2, "uint8": 1}
+"""Bytes of an element, by the name of its torch dtype: this module does without torch."""
+IN_MASTER = (Kind.WEIGHT, Kind.REMAINDER)
+"""The kinds that together are the fp32 master."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,10 +31,16 @@ class Plane:
     kind: Kind
     dtype: str
     """Name of the torch dtype of an element."""
-    width: int
-    """Bytes of an element."""
-    array: str
-    """The group of a checkpoint's fp32 arrays to which it goes. The planes of the master share theirs."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return WIDTHS[self.dtype]
+
+    @property
+    def array(self) -> str:
+        """The group of a checkpoint's fp32 arrays to which it goes. The planes of the master share theirs."""
+        return MASTERS if self.kind in IN_MASTER else str(self.kind)
 
 
 # Without slots, so that what a plan asks for thousands of times is found once.
@@ -36,6 +50,8 @@ class StateSchema:
 
     planes: tuple[Plane, ...]
     """The weight, which is the copy that computes, comes first."""
+    rule: str = "adamw"
+    """The name of the arithmetic by which it is updated (`optim.optimizer.RULES`, and `optim.muon` by matrix)."""
     by_matrix: bool = False
     """Whether an update needs whole matrices, on the device that computes. Else each element is updated by itself, so
     any run of them is, wherever it lies."""
@@ -86,30 +102,37 @@ class StateSchema:
         return {plane.kind: plane for plane in self.planes}
 
 
-SPLIT = (
-    Plane(kind=Kind.WEIGHT, dtype="bfloat16", width=2, array=MASTERS),
-    Plane(kind=Kind.REMAINDER, dtype="int16", width=2, array=MASTERS),
-)
-"""The master, split into the bf16 weight that computes and the 16 bits that it lacks."""
+MASTER_PLANES = {
+    "bf16": (Plane(kind=Kind.WEIGHT, dtype="bfloat16"), Plane(kind=Kind.REMAINDER, dtype="int16")),
+    "fp32": (Plane(kind=Kind.WEIGHT, dtype="float32"),),
+}
+"""The master by compute dtype: split into the bf16 weight that computes and the 16 bits that it lacks, or as the weight
+that computes, in fp32."""
 
-WHOLE = (Plane(kind=Kind.WEIGHT, dtype="float32", width=4, array=MASTERS),)
-"""The master as the weight that computes, in fp32."""
+Moments = Literal["fp32", "bf16", "fp8"]
+"""The formats in which AdamW's moments are stored, the widest first."""
+
+MOMENT_DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp8": "uint8"}
+"""The dtype of a plane of moments.
+
+A step changes the second one by about 1 - beta2 of its value, such as 0.001. Rounded to nearest, bf16 with its 8 bits
+would lose that, so moments in bf16 and in 8 bits are rounded stochastically (`optim.optimizer`)."""
 
 
-def _moments(dtype: str, width: int) -> tuple[Plane, Plane]:
-    """Both moments of AdamW.
-
-    A step changes the second one by about 1 - beta2 of its value, such as 0.001. Rounded to nearest, bf16 with its 8
-    bits would lose that, so moments in bf16 and in 8 bits are rounded stochastically (`numerics.optimizer`).
-    """
-    first = Plane(kind=Kind.EXP_AVG, dtype=dtype, width=width, array="exp_avg")
-    return first, Plane(kind=Kind.EXP_AVG_SQ, dtype=dtype, width=width, array="exp_avg_sq")
+def state_of(rule: str, *planes: Plane, by_matrix: bool = False) -> dict[str, StateSchema]:
+    """Return the state of an optimizer by compute dtype: the master, and the planes that it keeps besides."""
+    return {
+        compute: StateSchema(planes=(*master, *planes), rule=rule, by_matrix=by_matrix)
+        for compute, master in MASTER_PLANES.items()
+    }
 
 
 ADAMW = {
-    (compute, moments): StateSchema(planes=(*master, *_moments(*of)))
-    for compute, master in (("bf16", SPLIT), ("fp32", WHOLE))
-    for moments, of in (("fp32", ("float32", 4)), ("bf16", ("bfloat16", 2)), ("fp8", ("uint8", 1)))
+    (compute, moments): schema
+    for moments, dtype in MOMENT_DTYPES.items()
+    for compute, schema in state_of(
+        "adamw", Plane(kind=Kind.EXP_AVG, dtype=dtype), Plane(kind=Kind.EXP_AVG_SQ, dtype=dtype)
+    ).items()
 }
 """AdamW's state by compute dtype and by that of the moments, as `model.compute_dtype` and `train.moments` name them."""
 
@@ -119,14 +142,12 @@ ADAMW_BF16 = ADAMW["bf16", "fp32"]
 ADAMW_FP32 = ADAMW["fp32", "fp32"]
 """AdamW with fp32 compute and fp32 moments."""
 
-LION = {
-    compute: StateSchema(planes=(*master, Plane(kind=Kind.MOMENTUM, dtype="float32", width=4, array="momentum")))
-    for compute, master in (("bf16", SPLIT), ("fp32", WHOLE))
-}
+MOMENTUM = Plane(kind=Kind.MOMENTUM, dtype="float32")
+LION = state_of("lion", MOMENTUM)
 """Lion's state by compute dtype: 8 bytes a parameter."""
 
-MUON = {compute: replace(schema, by_matrix=True) for compute, schema in LION.items()}
+MUON = state_of("muon", MOMENTUM, by_matrix=True)
 """Muon's state by compute dtype: that of Lion, updated by matrix."""
 
-ARRAYS = tuple(dict.fromkeys(name for schema in (*ADAMW.values(), *MUON.values()) for name in schema.arrays))
+ARRAYS = (MASTERS, *(str(kind) for kind in STATE_KINDS if kind not in IN_MASTER))
 """The groups that a checkpoint may have, each once."""

@@ -17,7 +17,8 @@ from megatier.config.output_section import OutputConfig
 from megatier.config.section import Section, explained
 from megatier.config.values import ByteCount, MountBudget, check_setting, parse_mount
 from megatier.errors import ConfigError
-from megatier.optimizers import OPTIMIZERS, Moments, OptimizerName
+from megatier.optimizers import OPTIMIZERS, OptimizerName
+from megatier.state import Moments
 
 KEPT_FROM = 4_096
 """Tokens of a sequence from which on attention is not computed twice, if nobody says otherwise. Of a step of 8B, the

@@ -15,8 +15,9 @@ from megatier.config.section import Section
 from megatier.config.values import check_setting, number, require
 from megatier.errors import ConfigError
 from megatier.foreign import shown
-from megatier.optimizers import MOMENTS, OPTIMIZER_NAMES, Moments, OptimizerName, in_words
+from megatier.optimizers import MOMENTS, OPTIMIZER_NAMES, OptimizerName, in_words
 from megatier.setup.workload import COMPUTE_DTYPES
+from megatier.state import Moments
 
 Made = TypeVar("Made", bound=Section)
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatier import _native
-from megatier.address import address_of
 from megatier.errors import NonFiniteError, OptimizerError
 from megatier.hardware import cores_usable
 from megatier.integrations.chunk_store import ChunkStore
@@ -24,7 +23,7 @@ from megatier.integrations.parameters import form_of, in_order, schema_of
 from megatier.optim.adamw import Scalars, adamw_threads, begin_adamw, rounding_of, step_scalars
 from megatier.optim.masters import plane_dtype
 from megatier.optim.muon import Matrix, update_matrix
-from megatier.optim.optimizer import PIECE_ELEMENTS, TILE_ELEMENTS
+from megatier.optim.optimizer import PIECE_ELEMENTS, sum_squares
 from megatier.owner import Owner
 from megatier.store.lease import Lease
 from megatier.tier import Kind, Tier
@@ -144,8 +143,8 @@ class PlacedState:
     def _check_finite(self, gradients: Mapping[int, Tensor]) -> None:
         """Refuse gradients that are not finite, by sums of squares: those of bf16 and fp32 cannot overflow fp64."""
         pieces = [piece for grad in gradients.values() if grad.numel() for piece in grad.split(PIECE_ELEMENTS)]
-        sums = [_sum_squares(piece) for piece in pieces if piece.is_cuda]
-        sums += self._workers.map(_sum_squares, (piece for piece in pieces if not piece.is_cuda))
+        sums = [sum_squares(piece) for piece in pieces if piece.is_cuda]
+        sums += self._workers.map(sum_squares, (piece for piece in pieces if not piece.is_cuda))
 
         # One look at all sums: on a GPU each look would make the host wait.
         if sums and not torch.cat(sums).isfinite().all():
@@ -207,14 +206,15 @@ class PlacedState:
         planes = {kind: chunk[start:stop] for kind, (start, stop) in run.planes.items()}
         planes[Kind.WEIGHT] = in_order(self._parameters[index], self._parameters[index])[run.start : run.stop]
         if run.schema.by_matrix:
-            numbers = Scalars(decay, step, learning_rate, group["momentum"], (0.0,) * 7 + (1.0,))
-            update_matrix(Matrix(0, tuple(self._parameters[index].shape)), planes, gradient, numbers, 0)
+            scalars = Scalars(decay, step, learning_rate, group["momentum"], (0.0,) * 7 + (1.0,))
+            update_matrix(Matrix(0, tuple(self._parameters[index].shape)), planes, gradient, scalars, 0)
             return None
 
-        scalars = step_scalars(step, learning_rate, group["betas"], group["eps"])
+        of_kernels = step_scalars(step, learning_rate, group["betas"], group["eps"])
+        scalars = Scalars(decay, step, learning_rate, 0.0, (*of_kernels, 1.0))
         rounding = rounding_of(run.schema, self._seed, step, str(index), run.start)
         segment = (0, run.stop - run.start, decay)
-        return begin_adamw(self._pool, planes, gradient, [segment], (*scalars, 1.0), {}, rounding)
+        return begin_adamw(self._pool, planes, gradient, [segment], scalars, {}, rounding)
 
     # ------------------------------------------------------------------ numbers in and out
 
@@ -304,20 +304,6 @@ def _planes(run: ElementRun, chunk: Tensor) -> Iterator[tuple[Kind, Tensor]]:
     """Yield each kind of a run's state, as a flat view of a chunk in RAM."""
     for kind, (start, stop) in run.planes.items():
         yield kind, chunk[start:stop].view(plane_dtype(run.schema, kind))
-
-
-def _sum_squares(grad: Tensor) -> Tensor:
-    """Return the sums of squares of a flat tensor, fp64 [tiles]."""
-    if grad.is_cuda:
-        from megatier.optim import kernels  # Triton comes with torch's CUDA builds alone
-
-        return kernels.sum_squares(grad)
-
-    sums = torch.empty(-(-grad.numel() // TILE_ELEMENTS), dtype=torch.float64, device="cpu")
-    is_bf16 = grad.dtype is torch.bfloat16
-    source = address_of(grad, torch.bfloat16 if is_bf16 else torch.float32, grad.numel())
-    _native.sum_squares(source, grad.numel(), is_bf16, address_of(sums, torch.float64, sums.numel()))
-    return sums
 
 
 def _finish(store: ChunkStore, chunk: StateChunk, lease: Lease, batches: Iterable[_native.Batch | None]) -> None:

@@ -76,14 +76,14 @@ def stream(
         betas: decay of the moments (default: 0.9 and 0.999).
         eps: added to the root of the second moment (default: 1e-8).
         weight_decay: decoupled, of matrices, not of biases and norms (default: 1e-2).
-        optimizer: adamw (the default); muon trains the matrices of decoder layers, and AdamW the rest; lion trains all
-            parameters. Both take 8 bytes of state a parameter instead of 12.
+        optimizer: adamw (the default), or another one of `train.optimizer` (docs/guide.md), such as muon, which trains
+            the matrices of decoder layers, and AdamW the rest. It takes 8 bytes of state a parameter instead of 12.
         momentum: decay of Muon's momentum (default: 0.95); schedulers drive it too. AdamW does not read it.
         clip: global gradient norm to clip to (default: 1.0); None: off. `Streamed.clip` changes it.
         compute_dtype: type of weights and activations, by its name or torch's: bf16 (the default) or fp32; masters are
             fp32.
-        moments: type in which both moments of AdamW are stored: fp32 (the default), bf16 or fp8. bf16 takes 8 bytes of
-            state a parameter instead of 12, fp8 takes 6. Both round stochastically.
+        moments: type in which both moments of AdamW are stored: fp32 (the default), or a narrower one of
+            `train.moments`. bf16 takes 8 bytes of state a parameter instead of 12. It is rounded stochastically.
         seed: of the random numbers by which moments are rounded, and with which the adapters of peft_config and the
             score of num_labels begin, at least 0 (default: 0); of nothing else.
         activations: whether activations are kept between forward and backward (keep, the default), or computed again

@@ -27,6 +27,8 @@ MOMENTS = {2: torch.bfloat16, 1: torch.uint8}
 """The dtype of moments that are rounded, by the bytes of one."""
 Planes = Mapping[Kind, Tensor]
 """The plane of each kind of state."""
+OfStep = tuple[float, float, float, float, float, float, float]
+"""The numbers that the kernels take of a step: `Scalars.of_kernels` without the clip coefficient."""
 Rounding = tuple[int, int, int]
 """How moments are rounded: the bytes of one, the key (`seeds.rounding_key`), and the number in the whole unit of the
 planes' first element."""
@@ -48,10 +50,8 @@ class Scalars:
     """beta1, 1 - beta1, beta2, 1 - beta2, eps, step size, root of the bias correction, clip coefficient."""
 
 
-def step_scalars(
-    step: int, learning_rate: float, betas: tuple[float, float], eps: float
-) -> tuple[float, float, float, float, float, float, float]:
-    """Return the numbers that the kernels take of step 1, 2, ...: `Scalars.of_kernels` without the clip coefficient."""
+def step_scalars(step: int, learning_rate: float, betas: tuple[float, float], eps: float) -> OfStep:
+    """Return the numbers that the kernels take of step 1, 2, ..."""
     # All of this is in fp64, and the kernels round each number once to fp32. In fp32 1 - 0.999 would have no
     # more than 15 good bits. The corrections of bias are among these numbers, so that no element divides by them.
     beta1, beta2 = betas
@@ -60,9 +60,7 @@ def step_scalars(
     return beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size, bias2_root
 
 
-def lion_scalars(
-    learning_rate: float, betas: tuple[float, float]
-) -> tuple[float, float, float, float, float, float, float]:
+def lion_scalars(learning_rate: float, betas: tuple[float, float]) -> OfStep:
     """Return the same of Lion, which has no bias to correct."""
     beta1, beta2 = betas
     return (beta1, 1 - beta1, beta2, 1 - beta2, 0.0, learning_rate, 1.0)
@@ -96,7 +94,7 @@ def begin_adamw(
     planes: Planes,
     grad: Tensor,
     segments: Sequence[tuple[int, int, float]],
-    scalars: tuple[float, float, float, float, float, float, float, float],
+    scalars: Scalars,
     before: Planes,
     rounding: Rounding | None = None,
 ) -> _native.Batch | None:
@@ -107,7 +105,7 @@ def begin_adamw(
         planes: the planes of each kind of state. With a remainder, weight and gradient are bf16, else fp32.
         grad: the gradient of the same elements.
         segments: (start, stop, decay) in elements.
-        scalars: `Scalars.of_kernels`.
+        scalars: of the step.
         before: the planes to read of kinds that are not updated in place; on the CPU only.
         rounding: how moments are rounded; None: they are fp32.
 
@@ -121,7 +119,7 @@ def begin_adamw(
         assert not before, "on the GPU AdamW is in place"
         moment = planes[_first_moment(planes)]
         of_kernel = planes[Kind.WEIGHT], remainder, moment, planes.get(Kind.EXP_AVG_SQ), grad
-        kernels.adamw(of_kernel, segments, scalars, rounding)
+        kernels.adamw(of_kernel, segments, scalars.of_kernels, rounding)
         return None
 
     # The last segment ends where the planes do, since segments have no gaps.
@@ -134,7 +132,8 @@ def begin_adamw(
     weight = torch.float32 if remainder is None else torch.bfloat16
     sources = _addresses({**planes, **before}, count, moments)
     targets = (*_addresses(planes, count, moments), address_of(grad, weight, count))
-    return pool.submit_adamw(targets, remainder is not None, segments, scalars, before=sources, rounding=rounding)
+    is_split = remainder is not None
+    return pool.submit_adamw(targets, is_split, segments, scalars.of_kernels, before=sources, rounding=rounding)
 
 
 def _first_moment(planes: Planes) -> Kind:

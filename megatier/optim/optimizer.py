@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ from megatier.address import address_of
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
 from megatier.optim.adamw import (
+    OfStep,
     Planes,
     Scalars,
     adamw_threads,
@@ -45,7 +45,6 @@ from megatier.optim.masters import weight_dtype
 from megatier.optim.muon import Muon
 from megatier.ranks.ranks import Ranks
 from megatier.readback import on_host
-from megatier.state import LION
 from megatier.workers import Workers
 
 TILE_ELEMENTS = 65_536
@@ -70,6 +69,23 @@ class Hyperparameters:
     """The global norm to which gradients are clipped; None: not at all."""
     deferred: bool = True
     """Whether updates wait until the norm is known. Otherwise they run inside the backward, and nothing is clipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The arithmetic of an optimizer that updates each element by itself."""
+
+    scalars: Callable[[int, float, Hyperparameters], OfStep]
+    """Gives the numbers of step 1, 2, ... at a learning rate."""
+    begin: Callable[..., _native.Batch | None] = begin_adamw
+    """Updates a run of elements; see `begin_adamw`, which does AdamW and Lion."""
+
+
+RULES = {
+    "adamw": Rule(lambda step, rate, hyper: step_scalars(step, rate, (hyper.beta1, hyper.beta2), hyper.eps)),
+    "lion": Rule(lambda _, rate, hyper: lion_scalars(rate, (hyper.beta1, hyper.beta2))),
+}
+"""The rules by the names that schemas of state have for them."""
 
 
 class RunOptimizer:
@@ -109,8 +125,9 @@ class RunOptimizer:
         self._begun = self._scalars = Scalars(1.0, 0, 0.0, 0.0, (0.0,) * 8)
         self._muon = Muon(layouts)
 
-        # Lion trains all units or none.
-        self._is_lion = any(layout.schema in LION.values() for layout in layouts.values())
+        # All units that are not by matrix have the same rule.
+        rules = [layout.schema.rule for layout in layouts.values() if not layout.schema.by_matrix]
+        self._rule = RULES[rules[0] if rules else "adamw"]
         self._sums: dict[str, list[Tensor]] = {}
         self._runs: dict[str, tuple[Tensor, bool]] = {}
         """Of each unit, what lies in each tile, on the GPU. It is the same at every step."""
@@ -155,11 +172,7 @@ class RunOptimizer:
     def _scalars_of(self, step: int, learning_rate: float) -> Scalars:
         """The scalars of a step in which nothing is clipped."""
         hyper = self.hyper
-        betas = hyper.beta1, hyper.beta2
-        if self._is_lion:
-            scalars = lion_scalars(learning_rate, betas)
-        else:
-            scalars = step_scalars(step, learning_rate, betas, hyper.eps)
+        scalars = self._rule.scalars(step, learning_rate, hyper)
         decay = 1 - learning_rate * hyper.weight_decay
         return Scalars(decay, step, learning_rate, hyper.momentum, (*scalars, 1.0))
 
@@ -205,6 +218,8 @@ class RunOptimizer:
 
     def _non_finite_in(self, unit: str) -> str | None:
         """The first parameter of a unit, in its layout, whose measured gradient is not finite."""
+        if not self._sums[unit]:
+            return None  # a rank's shard that is padding alone
         sums = on_host(torch.cat(self._sums[unit]))
         tensors = self.layouts[unit].tensors
         counts = [_num_tiles(tensor, self._origin(unit, tensor)) for tensor in tensors]
@@ -228,25 +243,12 @@ class RunOptimizer:
             self._sums[unit] = [self._kernels.sum_runs(grad, runs, aligned=aligned)]
             return
 
-        tensors = [(tensor, self._origin(unit, tensor)) for tensor in self.layouts[unit].tensors]
-        is_bf16 = grad.dtype is torch.bfloat16
-        dtype = torch.bfloat16 if is_bf16 else torch.float32
-        num_elements = max((tensor.stop for tensor, _ in tensors), default=0)
-        source = address_of(grad, dtype, num_elements)
-
-        num_tiles = sum(_num_tiles(tensor, origin) for tensor, origin in tensors)
-        sums = torch.empty(num_tiles, dtype=torch.float64, device="cpu")
-        target = address_of(sums, torch.float64, num_tiles)
-
-        calls: list[tuple[int, int, bool, int]] = []
-        for tensor, origin in tensors:
-            for start, stop in _pieces(tensor, origin, PIECE_ELEMENTS):
-                count = stop - start
-                calls.append((source + start * dtype.itemsize, count, is_bf16, target))
-                target += -(-count // TILE_ELEMENTS) * sums.element_size()
-
-        self._at_once(_native.sum_squares, calls, (grad, sums))
-        self._sums[unit] = [sums]
+        pieces = [
+            grad[start:stop]
+            for tensor in self.layouts[unit].tensors
+            for start, stop in _pieces(tensor, self._origin(unit, tensor), PIECE_ELEMENTS)
+        ]
+        self._sums[unit] = self._workers.map(sum_squares, pieces)
 
     def _tile_runs(self, unit: str, device: torch.device) -> tuple[Tensor, bool]:
         """What a unit's parameters have of each tile, and whether it begins where `sum_runs` is fast."""
@@ -275,30 +277,26 @@ class RunOptimizer:
             part: uint8, the fp32 gradient of this group. It may be overwritten.
             group: 0, 1, ...
         """
-        # Each element is added by itself, so the pieces that threads share change no bit.
         count = self.layouts[unit].num_elements
-        runs: list[tuple[int, int]] = []
-        for start in range(0, count, PIECE_ELEMENTS):
-            runs.append((start, min(PIECE_ELEMENTS, count - start)))
-        source = address_of(part, torch.float32, count)
-        target = address_of(total, torch.float32, count)
-        memory = total, part
-        is_first = group == 0
-        sums = [(target + 4 * start, source + 4 * start, size, is_first) for start, size in runs]
-        self._at_once(_native.accumulate, sums, memory)
+        sums, grads = (memory.view(torch.float32)[:count] for memory in (total, part))
+
+        def add(sums: Tensor, grads: Tensor) -> None:
+            _native.accumulate(*_addresses(sums, grads), sums.numel(), group == 0)
+
+        # Each element is added by itself, so the pieces that threads share change no bit.
+        self._in_pieces(add, sums, grads)
         if group < self._groups - 1:
             return
 
         # If weights are bf16, rounded numbers are half as long, so a piece of them lies where another thread still
         # reads its sums. They go to the part first, and are copied when all of them are rounded.
         dtype = self._dtype(unit)
+        final = total.view(dtype)[:count]
         if dtype is torch.bfloat16:
-            rounded = [(target + 4 * start, source + 2 * start, size) for start, size in runs]
-            self._at_once(_native.round_bf16, rounded, memory)
-            copied = [(target + 2 * start, source + 2 * start, 2 * size) for start, size in runs]
-            self._at_once(_native.copy, copied, memory)
-
-        self.measure(unit, total.view(dtype)[:count])
+            rounded = part.view(dtype)[:count]
+            self._in_pieces(_round, sums, rounded)
+            self._in_pieces(_copy, final, rounded)
+        self.measure(unit, final)
 
     def sum_groups(self, unit: str, total: Tensor, pieces: Tensor, spare: Tensor, *, adds: bool, is_last: bool) -> None:
         """Add the gradients of several groups, one of each rank, where they lie; see play.optimizer.Optimizer.
@@ -344,16 +342,12 @@ class RunOptimizer:
         """The dtype of a unit's weights and of its final gradient."""
         return weight_dtype(self.layouts[unit].schema)
 
-    def _at_once(self, work: Callable[..., None], calls: Sequence[tuple[Any, ...]], memory: tuple[Tensor, ...]) -> None:
-        """Make native calls, which drop the GIL, on several threads, and wait for them.
-
-        Args:
-            work: the native function.
-            calls: its arguments, call by call, with addresses in the memory.
-            memory: the tensors that hold it. If the wait is interrupted, calls go on, so each of them holds these.
-        """
-        # One thread does not reach what memory gives, and the thread that computes waits for it in a backward.
-        self._workers.map(partial(_call, work, memory), calls)
+    def _in_pieces(self, work: Callable[[Tensor, Tensor], None], one: Tensor, other: Tensor) -> None:
+        """Do the same work with all pieces of two flat tensors of one length, on several threads, and wait for it."""
+        # One thread does not reach what memory gives, and the thread that computes waits for it in a backward. If the
+        # wait is interrupted, threads go on, so they hold tensors, which are memory, and not addresses alone.
+        pieces = zip(one.split(PIECE_ELEMENTS), other.split(PIECE_ELEMENTS), strict=True)
+        self._workers.map(lambda pair: work(*pair), pieces)
 
     def check(self, unit: str) -> None:
         """Refuse a gradient that is not finite, before the immediate mode applies it, and every gradient after it.
@@ -413,7 +407,7 @@ class RunOptimizer:
         rank = 0 if self._ranks is None else self._ranks.rank
         first = rank * layout.num_elements + start
         rounding = rounding_of(layout.schema, self._seed, scalars.step, unit, first)
-        return begin_adamw(self._pool, planes, grad, segments, scalars.of_kernels, before, rounding)
+        return self._rule.begin(self._pool, planes, grad, segments, scalars, before, rounding)
 
     def matrices(self, unit: str) -> Sequence[tuple[int, int]]:
         """Return the runs of a unit's elements that are updated one at a time; see play.optimizer.Optimizer."""
@@ -445,9 +439,31 @@ class RunOptimizer:
         return list(zip(starts, stops, decays, strict=True))
 
 
-def _call(work: Callable[..., None], memory: tuple[Tensor, ...], arguments: tuple[Any, ...]) -> None:
-    """Make a native call. The memory that it works on lives until it is over, since it is an argument here."""
-    work(*arguments)
+def sum_squares(piece: Tensor) -> Tensor:
+    """Take sums of squares of a flat tensor, bf16 or fp32, one of each tile from its start on; fp64, on its device."""
+    if piece.is_cuda:
+        from megatier.optim import kernels  # Triton comes with torch's CUDA builds alone
+
+        return kernels.sum_squares(piece)
+    sums = torch.empty(-(-piece.numel() // TILE_ELEMENTS), dtype=torch.float64, device="cpu")
+    source, target = _addresses(piece, sums)
+    _native.sum_squares(source, piece.numel(), piece.dtype is torch.bfloat16, target)
+    return sums
+
+
+def _round(values: Tensor, rounded: Tensor) -> None:
+    """Write fp32 numbers as bf16."""
+    _native.round_bf16(*_addresses(values, rounded), values.numel())
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy a flat tensor to another one of its dtype."""
+    _native.copy(*_addresses(target, source), source.nbytes)
+
+
+def _addresses(one: Tensor, other: Tensor) -> tuple[int, int]:
+    """Return where two flat tensors in RAM lie."""
+    return address_of(one, one.dtype, one.numel()), address_of(other, other.dtype, other.numel())
 
 
 def _num_tiles(tensor: TensorSlice, origin: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatier.errors import ConfigError, PlanError, UnsupportedModelError, mib
+from megatier.optimizers import MOMENTS
 from megatier.setup.setup import Setup
 from megatier.tier import Tier
 
@@ -18,8 +19,7 @@ Place = Callable[[Setup], object]
 SLICES = (2, 4, 8, 16, 32)
 """Numbers of slices that are tried."""
 NARROWER: tuple[Settings, ...] = (
-    {"train.moments": "bf16"},
-    {"train.moments": "fp8"},
+    *({"train.moments": name} for name in MOMENTS[1:]),
     {"train.optimizer": "muon"},
 )
 """Settings with which a parameter takes fewer bytes than with AdamW's moments in fp32. They change numbers."""

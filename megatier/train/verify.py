@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from megatier.config.schema import OF_LOOP, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
 from megatier.models.initialiser import Initialiser
-from megatier.optimizers import OPTIMIZERS, Moments
+from megatier.optimizers import MOMENTS, OPTIMIZERS
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks, joined
 from megatier.report.metrics import format_seconds
@@ -27,6 +27,7 @@ from megatier.schedule.sizes import Policy, host_ram
 from megatier.session.session import Session
 from megatier.setup.machine import choose_device
 from megatier.setup.setup import Setup
+from megatier.state import Moments
 from megatier.tier import Activations, Tier
 
 STEPS = 5
@@ -79,8 +80,7 @@ class Mode(NamedTuple):
 MODES = {
     Mode(CLIP): tuple(Activations),
     Mode(None): tuple(Activations),
-    Mode(CLIP, "bf16"): (Activations.KEEP,),
-    Mode(CLIP, "fp8"): (Activations.KEEP,),
+    **{Mode(CLIP, moments): (Activations.KEEP,) for moments in MOMENTS[1:]},
 }
 """The modes, and the activation policies that are tried in each."""
 
