@@ -227,13 +227,11 @@ def reading(
         raise
     # Only here is it right to catch any exception. These libraries check little of what they read. So a wrong type in a
     # file may raise anything, in whichever line meets it first, and no list of exceptions would be complete.
-    except Exception as error:
-        raise kind(" ".join(filter(None, (f"{what}: {(reason or reason_of)(error)}.", remedy)))) from error
-    # A panic in the Rust code of the tokenizers library is no Exception, and its class cannot be imported.
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        # A panic in the Rust code of the tokenizers library is no Exception, and its class cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise kind(" ".join(filter(None, (f"{what}: {(reason or reason_of)(error)}.", remedy)))) from error
+        raise kind(f"{what}: {(reason or reason_of)(error)}. {remedy}".rstrip()) from error
 
 
 def reason_of(error: BaseException) -> str:

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from megatier.adapters.lora import ADAPTER, check_made, inject, stored_names, tied_modules
+from megatier.adapters.lora import ADAPTER, check_made, inject, stored_names
 from megatier.adapters.stored import checked_settings
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.foreign import shown
-from megatier.models.decoder import decoder_layers, is_adapter
+from megatier.models.decoder import decoder_layers, is_adapter, tied_modules
 from megatier.models.model_class import is_classifier
 
 CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS")

@@ -9,10 +9,9 @@ import copy
 import importlib
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ from megatier.compute.quantised import QuantisedLinear
 from megatier.config.lora import ALL_LINEAR, LoraConfig
 from megatier.errors import ConfigError
 from megatier.foreign import reading
-from megatier.models.decoder import decoder_layers, is_adapter
+from megatier.models.decoder import decoder_layers, is_adapter, tied_modules
+from megatier.models.frozen import is_named
 
 ADAPTER = "default"
 """The name that an adapter has in its model, as with PEFT."""
@@ -123,12 +123,15 @@ def _chosen(model: PreTrainedModel, settings: LoraConfig) -> dict[str, Any]:
         ConfigError: a target or a module to save names nothing.
     """
     saved = [module for name in settings.modules_to_save for module in _named(model, name, "modules_to_save")]
+    parameters = _as_asked(
+        settings.target_parameters, lambda name: _named_parameters(model, name, is_pattern=_is_pattern(name))
+    )
     return {
         "r": settings.rank,
         "lora_alpha": settings.scaled_alpha,
         "lora_dropout": settings.dropout,
         "target_modules": _targets(model, settings.targets),
-        "target_parameters": _parameters(model, settings.target_parameters) or None,
+        "target_parameters": parameters or None,
         "use_rslora": settings.rslora,
         "use_dora": settings.dora,
         "modules_to_save": saved or None,
@@ -145,26 +148,21 @@ def _targets(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
         head = model.get_output_embeddings()
         return [n for n, module in model.named_modules() if isinstance(module, LINEAR) and module is not head]
 
+    return _as_asked(wanted, lambda name: _named(model, name, "targets"))
+
+
+def _as_asked(wanted: Sequence[str], named: Callable[[str], Sequence[str]]) -> list[str]:
+    """Return what is asked for as PEFT takes it: patterns become the names that they stand for."""
     # PEFT takes ends of names as they are, so its config stays as short as what was asked for.
     found: dict[str, None] = {}
     for name in wanted:
-        modules = _named(model, name, "targets")
-        found |= dict.fromkeys(modules if WILDCARDS & set(name) else [name])
+        standing = named(name)
+        found |= dict.fromkeys(standing if _is_pattern(name) else [name])
     return list(found)
 
 
-def _parameters(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
-    """Return the parameters that are targets as PEFT takes them: names, and ends of names.
-
-    Raises:
-        ConfigError: one names nothing.
-    """
-    found: dict[str, None] = {}
-    for name in wanted:
-        is_pattern = bool(WILDCARDS & set(name))
-        fitting = _named_parameters(model, name, is_pattern=is_pattern)
-        found |= dict.fromkeys(fitting if is_pattern else [name])
-    return list(found)
+def _is_pattern(name: str) -> bool:
+    return bool(WILDCARDS & set(name))
 
 
 def _named_parameters(model: PreTrainedModel, name: str, *, is_pattern: bool) -> list[str]:
@@ -175,7 +173,7 @@ def _named_parameters(model: PreTrainedModel, name: str, *, is_pattern: bool) ->
     """
     stacks = [path for path, parameter in model.named_parameters() if parameter.dim() == STACKED]
     if is_pattern:
-        found = [path for path in stacks if _fits(path, name)]
+        found = [path for path in stacks if is_named(path, name)]
     else:
         found = [path for path, _ in model.named_parameters() if f".{path}".endswith(f".{name}")]
     if not found:
@@ -225,31 +223,17 @@ def _named(model: PreTrainedModel, name: str, setting: str) -> list[str]:
     Raises:
         ConfigError: there is none.
     """
-    is_pattern = bool(WILDCARDS & set(name))
+    is_pattern = _is_pattern(name)
     found = [
         path
         for path, module in model.named_modules()
-        if (isinstance(module, ADAPTED) and _fits(path, name) if is_pattern else f".{path}".endswith(f".{name}"))
+        if (isinstance(module, ADAPTED) and is_named(path, name) if is_pattern else f".{path}".endswith(f".{name}"))
     ]
     if not found:
         ends = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, ADAPTED)}
         near = get_close_matches(name, sorted(ends), n=3, cutoff=0.5) or sorted(ends)
         raise ConfigError(f"model.lora.{setting}: {name!r} names no module of this model. It has {', '.join(near)}.")
     return found
-
-
-def _fits(path: str, pattern: str) -> bool:
-    """Return whether a pattern names a module, or one above it, as those of `model.frozen` do."""
-    return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
-
-
-def tied_modules(model: PreTrainedModel) -> frozenset[str]:
-    """Return the names of the embedding and the head if they share a weight."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    weights = [getattr(module, "weight", None) for module in (embedding, head)]
-    if weights[0] is None or weights[0] is not weights[1]:
-        return frozenset()
-    return frozenset(name for name, module in model.named_modules() if module is embedding or module is head)
 
 
 def check_made(model: PreTrainedModel, layers: nn.ModuleList, tied: frozenset[str]) -> None:

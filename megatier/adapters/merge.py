@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from megatier.compute.adapted import wrappers_in
 from megatier.compute.quantised import QuantisedLinear
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
-from megatier.models.weights import WeightReader
+from megatier.models.weights import TensorReader
 
 COPY = f".modules_to_save.{ADAPTER}."
 """The part of a name by which a module that is trained whole is known."""
@@ -32,7 +31,7 @@ COPY = f".modules_to_save.{ADAPTER}."
 class MergedWeights:
     """The weights of a plain model, with the adapters of another one merged into them."""
 
-    def __init__(self, base: WeightReader, model: PreTrainedModel, trained: Callable[[str], Tensor]) -> None:
+    def __init__(self, base: TensorReader, model: PreTrainedModel, trained: Callable[[str], Tensor]) -> None:
         """Keep what gives the weights.
 
         Args:
@@ -101,7 +100,7 @@ class MergedWeights:
         """Return elements [first, last) of a parameter as the base has it."""
         values = torch.empty(last - first, dtype=torch.float32, device="cpu")
         run = TensorSlice(name, (last - first,), 0, whole=shape, offset=first)
-        for start, piece in self._base.read(unit, replace(unit.layout, tensors=(run,))):
+        for start, piece in self._base.pieces(unit, run):
             values[start : start + piece.numel()] = piece
         return values
 

@@ -24,12 +24,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from megatier.compute.quantised import CODES, Fp8, Nf4, Part, QuantisedLinear, Scheme, decode
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, parse_json, shown
-from megatier.layout import Layout, TensorSlice
+from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.dtypes import names_in_fp32
 from megatier.models.folder import read_headers
 from megatier.models.shards import DTYPES, StoredTensor
-from megatier.models.weights import SafetensorsFolder, chunks, read_exactly
+from megatier.models.weights import SafetensorsFolder, TensorReader, chunks, read_exactly
 
 SETTINGS = "quantization_config"
 """The setting of a model's config that says how its weights are quantised."""
@@ -70,7 +70,7 @@ class StoredMatrix:
         return decode(self.scheme, raw, torch.float32).flatten()
 
 
-class CodesReader:
+class CodesReader(TensorReader):
     """The weights of a base whose linear layers keep their codes."""
 
     def __init__(
@@ -94,24 +94,15 @@ class CodesReader:
         self._held = held
         self._item = dtype.itemsize
 
-    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element in the layout, flat fp32 CPU tensor), in order. See `SafetensorsFolder.read`.
+    def pieces(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
+        """Yield the pieces of a parameter; see `WeightReader`.
 
         Elements that carry bytes may be any numbers, and also such that are none: their bits are what counts.
-
-        Raises:
-            TransferError: a file has become shorter or unreadable meanwhile.
         """
-        layout = shard or unit.layout
-        for tensor in layout.tensors:
-            if tensor.name in self._held:
-                yield from self._carried(tensor)
-            else:
-                yield from self._plain.read(unit, replace(layout, tensors=(tensor,)))
-
-    def _carried(self, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
-        """Yield the elements of a slice that carry bytes of a file."""
-        stored = self._held[tensor.name]
+        stored = self._held.get(tensor.name)
+        if stored is None:
+            yield from self._plain.pieces(unit, tensor)
+            return
         first, last = tensor.elements
         for start, stop in chunks(last - first):
             raw = _read(stored, (first + start) * self._item, (first + stop) * self._item)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,32 +24,39 @@ BASE = "base"
 """The entry of the weights' metadata that says which base an adapter was trained over: `base.identity_of` as JSON."""
 
 TAKEN = (
-    *(
-        "r",
-        "lora_alpha",
-        "lora_dropout",
-        "target_modules",
-        "target_parameters",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "use_rslora",
-        "use_dora",
-    ),
-    *("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"),
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "use_rslora",
+    "use_dora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "layers_pattern",
 )
 """Settings of PEFT's config that are taken as they are."""
 FREE = (
-    *(
-        "auto_mapping",
-        "base_model_name_or_path",
-        "inference_mode",
-        "peft_type",
-        "peft_version",
-        "revision",
-        "task_type",
-    ),
-    *("loftq_config", "megatron_config", "megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
-    *("eva_config", "corda_config", "lora_ga_config"),
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "peft_type",
+    "peft_version",
+    "revision",
+    "task_type",
+    "loftq_config",
+    "megatron_config",
+    "megatron_core",
+    "qalora_group_size",
+    "runtime_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
 )
 """Settings that say nothing of the layers: of first values, of names, of other programs."""
 FIRST_VALUES = (None, True, False, "gaussian", "orthogonal", "eva")
@@ -187,7 +193,7 @@ def _check(path: Path, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
     Raises:
         ConfigError: it is of another shape, or not in full precision.
     """
-    if tensor.shape != shape or math.prod(tensor.shape) != math.prod(shape):
+    if tensor.shape != shape:
         raise ConfigError(
             f"model.lora.adapter: {path}: tensor {shown(tensor.name)} has shape {tensor.shape}; this base asks for "
             f"{shape}. Is it an adapter for another base?"

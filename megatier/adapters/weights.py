@@ -15,9 +15,9 @@ from megatier.adapters.stored import StoredAdapter
 from megatier.compute.adapted import is_wrapper
 from megatier.compute.quantised import QuantisedLinear
 from megatier.compute.seeds import drawing_from
-from megatier.layout import Layout, TensorSlice
+from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
-from megatier.models.weights import WeightReader, chunks
+from megatier.models.weights import TensorReader, chunks
 
 AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
 """The parts of names that PEFT puts between a module of the base and what is above it."""
@@ -44,7 +44,7 @@ def is_of_adapter(name: str) -> bool:
     return PART.fullmatch(name) is not None
 
 
-class AdaptedWeights:
+class AdaptedWeights(TensorReader):
     """The weights of a base, and of the adapters in it as PEFT initialises them.
 
     New adapters have the values that `torch.manual_seed` and PEFT's `get_peft_model` give them over a plain model in
@@ -53,7 +53,7 @@ class AdaptedWeights:
 
     def __init__(
         self,
-        base: WeightReader,
+        base: TensorReader,
         model: PreTrainedModel,
         seed: int,
         stored: StoredAdapter | None = None,
@@ -87,29 +87,16 @@ class AdaptedWeights:
         self._generators = {} if stored is not None else _draw_all(self._parts, seed, generator)
         """For each adapter the state of torch's generator with which PEFT begins to draw it."""
 
-    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element in the layout, flat fp32 CPU tensor), in order.
+    def pieces(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
+        """Yield the pieces of a parameter; see `WeightReader`."""
+        is_stored = self.stored is not None and tensor.name in self.stored
+        if not (is_stored or is_of_adapter(tensor.name)):
+            yield from self._base.pieces(unit, replace(tensor, name=base_name(tensor.name)))
+            return
 
-        Args:
-            unit: the unit.
-            shard: the layout of a rank's shard of it, which is read then; None: the whole unit is.
-
-        Raises:
-            TransferError: the base cannot be read.
-        """
-        for tensor in (shard or unit.layout).tensors:
-            is_stored = self.stored is not None and tensor.name in self.stored
-            if not (is_stored or is_of_adapter(tensor.name)):
-                yield from self._read_base(unit, replace(tensor, name=base_name(tensor.name)))
-                continue
-
-            value = self._value(unit, tensor.name).flatten()[slice(*tensor.elements)]
-            for start, stop in chunks(value.numel()):
-                yield tensor.start + start, value[start:stop]
-
-    def _read_base(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
-        """Yield a tensor of the base, or a run of it, under the name that it has there."""
-        return self._base.read(unit, replace(unit.layout, tensors=(tensor,)))
+        value = self._value(unit, tensor.name).flatten()[slice(*tensor.elements)]
+        for start, stop in chunks(value.numel()):
+            yield tensor.start + start, value[start:stop]
 
     def _value(self, unit: Unit, name: str) -> Tensor:
         """Return the whole value of a parameter of an adapter: as it is stored, or as PEFT would set it at first."""
@@ -131,7 +118,7 @@ class AdaptedWeights:
         stored = f"{module}.base_layer.weight"
         shape = self._shapes[stored]
         weight = torch.empty(math.prod(shape), dtype=torch.float32, device="cpu")
-        for start, values in self._read_base(unit, TensorSlice(base_name(stored), shape, 0)):
+        for start, values in self._base.pieces(unit, TensorSlice(base_name(stored), shape, 0)):
             weight[start : start + values.numel()] = values
 
         weight = weight.view(shape)

@@ -34,7 +34,7 @@ from megatier.models.frozen import freeze
 from megatier.models.initialiser import NewScore, named_as_classifier
 from megatier.models.location import resolve
 from megatier.models.model_class import is_classifier
-from megatier.models.weights import SafetensorsFolder, WeightReader
+from megatier.models.weights import SafetensorsFolder, TensorReader
 from megatier.ranks.ranks import joined
 from megatier.session.process import share_interpreter
 from megatier.session.session import Session
@@ -165,7 +165,7 @@ def _source(
     peft_config: Any | None,  # noqa: ANN401 - PEFT's, which has no types
     num_labels: int | None,
     seed: int,
-) -> tuple[PreTrainedModel, WeightReader]:
+) -> tuple[PreTrainedModel, TensorReader]:
     """Return the skeleton of a model, with its adapters and with what is frozen, and the reader of its weights."""
     # The reader comes before `freeze`: a model in RAM says which of its parameters are frozen, and the patterns that
     # the caller names win over that.
@@ -198,7 +198,7 @@ def _source(
 
 def _in_folder(
     folder: Path, computing: ModelConfig, num_labels: int | None, seed: int, *, is_adapted: bool
-) -> tuple[PreTrainedModel, WeightReader]:
+) -> tuple[PreTrainedModel, TensorReader]:
     """Return the skeleton of a folder's model, and its reader.
 
     Args:
@@ -229,7 +229,7 @@ def _in_folder(
     return classifier, NewScore(reader, {name for name, _ in model.named_parameters()}, classifier, seed)
 
 
-def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[PreTrainedModel, WeightReader, bool]:
+def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[PreTrainedModel, TensorReader, bool]:
     """Return the skeleton of a model in RAM with its own adapters, its reader, and whether it has any.
 
     Args:

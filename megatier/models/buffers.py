@@ -27,27 +27,11 @@ mask."""
 MOST_KEPT = 1 << 16
 """Elements of a parameter whose value is kept, at most: of a gate, a scale, a norm."""
 
-FILLING = frozenset(
-    {
-        torch.arange,
-        torch.as_tensor,
-        torch.asarray,
-        torch.eye,
-        torch.full,
-        torch.linspace,
-        torch.logspace,
-        torch.ones,
-        torch.rand,
-        torch.randint,
-        torch.randn,
-        torch.randperm,
-        torch.scalar_tensor,
-        torch.tensor,
-        torch.tril_indices,
-        torch.triu_indices,
-        torch.zeros,
-    }
+NAMES = (
+    *("arange", "as_tensor", "asarray", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn"),
+    *("randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
 )
+FILLING = frozenset(getattr(torch, name) for name in NAMES)
 """Functions that make a tensor with values in it. What `torch.empty` makes has none, so nothing is lost on meta."""
 
 DRAWING = frozenset({"kaiming_uniform_", "normal_", "uniform_"})

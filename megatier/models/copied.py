@@ -18,7 +18,7 @@ from megatier.errors import UnsupportedModelError
 from megatier.foreign import first_sentence, reading
 from megatier.guards.given_model import check_modules, check_parameters
 from megatier.guards.held_parts import TREE, HeldParts
-from megatier.models.decoder import check_config, decoder_layers, is_adapter
+from megatier.models.decoder import check_config, decoder_layers, is_adapter, tied_modules
 from megatier.models.dtypes import names_in_fp32
 from megatier.models.model_class import implementation_of, known_class
 
@@ -128,11 +128,10 @@ def _check_layers(model: PreTrainedModel) -> None:
 
 def _note_ties(skeleton: PreTrainedModel) -> None:
     """Let the config say whether embedding and head share a weight, as an export of the model has to."""
-    embedding, head = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
-    weights = [getattr(module, "weight", None) for module in (embedding, head)]
-    if weights[0] is None or weights[1] is None:
+    modules = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
+    if any(getattr(module, "weight", None) is None for module in modules):
         return
-    is_tied = weights[0] is weights[1]
+    is_tied = bool(tied_modules(skeleton))
     configs: list[PretrainedConfig] = [skeleton.config, skeleton.config.get_text_config()]
     if is_tied != any(getattr(config, "tie_word_embeddings", False) for config in configs):
         for config in configs:

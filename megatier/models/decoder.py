@@ -308,6 +308,15 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return max(lists, key=len)
 
 
+def tied_modules(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names of the embedding and the head if they share a weight."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    weights = [getattr(module, "weight", None) for module in (embedding, head)]
+    if weights[0] is None or weights[0] is not weights[1]:
+        return frozenset()
+    return frozenset(name for name, module in model.named_modules() if module is embedding or module is head)
+
+
 def _first_owners(model: PreTrainedModel) -> dict[int, str]:
     """Return the name of each parameter by its id; a tied one has the name under which its first owner holds it."""
     return {id(parameter): name for name, parameter in model.named_parameters()}

@@ -40,7 +40,7 @@ def freeze(model: nn.Module, patterns: str | Sequence[str], setting: str = "mode
         names[id(parameter)].append(name)
     for pattern in parse_list(patterns):
         wanted = pattern.removeprefix("!")
-        found = [p for p in model.parameters() if any(_is_named(name, wanted) for name in names[id(p)])]
+        found = [p for p in model.parameters() if any(is_named(name, wanted) for name in names[id(p)])]
         if not found:
             raise ConfigError(f"{setting}: {pattern!r} names no parameter of this model. {_nearest(model, wanted)}")
         for parameter in found:
@@ -54,7 +54,7 @@ def freeze(model: nn.Module, patterns: str | Sequence[str], setting: str = "mode
         )
 
 
-def _is_named(name: str, pattern: str) -> bool:
+def is_named(name: str, pattern: str) -> bool:
     """Return whether a pattern names a parameter, or a module above it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 

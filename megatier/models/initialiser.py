@@ -6,7 +6,6 @@ They are drawn unit by unit, so that the model is never whole in memory.
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
@@ -20,11 +19,11 @@ from megatier.errors import UnsupportedModelError
 from megatier.layout import Layout, TensorSlice
 from megatier.models.buffers import constructed_value
 from megatier.models.decoder import Unit, bindings, find_units
-from megatier.models.laws import Law, Noting, has_law
-from megatier.models.weights import ReadPart, WeightReader, chunks
+from megatier.models.laws import Law, Noting, has_law, seed_of
+from megatier.models.weights import ReadPart, TensorReader, chunks
 
 
-class Initialiser:
+class Initialiser(TensorReader):
     """Weights as Hugging Face's own `_init_weights` draws them, one unit at a time.
 
     A unit's values depend on the seed and on its own name alone, those of a large parameter on the seed and on the
@@ -43,16 +42,12 @@ class Initialiser:
         self._pretrained = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
 
     def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element in the layout, flat fp32 CPU tensor), in order.
-
-        Args:
-            unit: the unit.
-            shard: the layout of a rank's shard of it, whose values are given then; None: those of the whole unit.
-
-        Raises:
-            UnsupportedModelError: the model's own initialisation leaves a parameter unset.
-        """
+        """Yield the pieces of a unit, which is drawn once; see `WeightReader` and `parts`."""
         return self.parts(unit)(shard or unit.layout)
+
+    def pieces(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
+        """Yield the pieces of a parameter, for which the whole unit is drawn."""
+        return self.parts(unit)(replace(unit.layout, tensors=(tensor,)))
 
     def parts(self, unit: Unit) -> ReadPart:
         """Draw a unit, but for the parameters that have a law, and return what reads any part of it, in any thread.
@@ -60,7 +55,8 @@ class Initialiser:
         Raises:
             UnsupportedModelError: the model's own initialisation leaves a parameter unset.
         """
-        with drawing_from(_seed_of(self._seed, unit.name)):
+        # The seed of a unit does not depend on other units or on their order.
+        with drawing_from(seed_of(f"{self._seed}:{unit.name}")):
             values = self._drawn(unit, [tensor for tensor in unit.layout.tensors if has_law(tensor)])
         for name, value in values.items():
             if isinstance(value, Tensor) and value.isnan().any():
@@ -145,7 +141,7 @@ class Initialiser:
         owner._init_weights(self._model.get_submodule(name))
 
 
-class NewScore:
+class NewScore(TensorReader):
     """The weights of a classifier that begins on a language model: the layers from there, and a score that is new.
 
     The score has the values that `torch.manual_seed` and `from_pretrained` of the classifier's auto class give it over
@@ -155,7 +151,7 @@ class NewScore:
         generator: the state of torch's generator after the score was drawn.
     """
 
-    def __init__(self, language: WeightReader, known: Container[str], model: PreTrainedModel, seed: int) -> None:
+    def __init__(self, language: TensorReader, known: Container[str], model: PreTrainedModel, seed: int) -> None:
         """Draw the score, whole.
 
         Args:
@@ -179,13 +175,12 @@ class NewScore:
             self._score = Initialiser(model, seed).draw(new[0])
             self.generator = torch.get_rng_state()
 
-    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element in the layout, flat fp32 CPU tensor), in order; see `SafetensorsFolder.read`."""
-        for tensor in (shard or unit.layout).tensors:
-            if tensor.name in self._score:
-                yield tensor.start, self._score[tensor.name][slice(*tensor.elements)]
-            else:
-                yield from self._language.read(unit, replace(unit.layout, tensors=(tensor,)))
+    def pieces(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
+        """Yield the pieces of a parameter; see `WeightReader`."""
+        if tensor.name in self._score:
+            yield tensor.start, self._score[tensor.name][slice(*tensor.elements)]
+        else:
+            yield from self._language.pieces(unit, tensor)
 
 
 def named_as_classifier(config: PretrainedConfig, num_labels: int) -> PretrainedConfig:
@@ -210,11 +205,6 @@ def _pieces(value: Tensor | Law, start: int, stop: int) -> Iterator[tuple[int, T
         return
     for first, last in chunks(stop - start):
         yield start + first, value[start + first : start + last]
-
-
-def _seed_of(seed: int, name: str) -> int:
-    """Return the seed of a unit, which does not depend on other units or on their order."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
 
 
 def _upwards(name: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatier.layout import TensorSlice
 
@@ -121,7 +122,7 @@ class Law:
         for index, step in enumerate(self._steps):
             if step.operation in DRAWING:
                 generator = torch.Generator("cpu")
-                generator.manual_seed(_hash(f"{self._key}:{index}:{number}"))
+                generator.manual_seed(seed_of(f"{self._key}:{index}:{number}"))
                 step.operation(values, *step.arguments, generator=generator)
                 continue
 
@@ -151,7 +152,7 @@ class Noting(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
-        found = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, Tensor)]
+        found = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         touched = {_storage(tensor): tensor for tensor in found if _storage(tensor) in self._laws}
         if not touched or function.is_view:
             return function(*args, **kwargs)
@@ -183,15 +184,6 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield arguments, and those in lists of arguments."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flat(value)
-        else:
-            yield value
-
-
-def _hash(text: str) -> int:
-    """Return 64 bits that depend on every letter of a text."""
+def seed_of(text: str) -> int:
+    """Return a seed of 64 bits that depends on every letter of a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from megatier.errors import TransferError, UnsupportedModelError
 from megatier.foreign import shown
-from megatier.layout import Layout
+from megatier.layout import Layout, TensorSlice
 from megatier.models.conversion import Assembly, TensorRun, assemble, holding
 from megatier.models.decoder import Unit
 from megatier.models.folder import read_generation_config, read_headers
@@ -46,7 +46,15 @@ class WeightReader(Protocol):
     """A source of weights."""
 
     def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element, flat fp32 tensor) pieces of a unit, or of a rank's shard of it, in increasing order."""
+        """Yield (first element, flat fp32 CPU tensor) pieces, in increasing order.
+
+        Args:
+            unit: the unit.
+            shard: the layout of a rank's shard of it, which is read then; None: the whole unit is.
+
+        Raises:
+            TransferError: a file has become shorter or unreadable meanwhile.
+        """
 
 
 @runtime_checkable
@@ -57,7 +65,20 @@ class PartReader(WeightReader, Protocol):
         """Return what reads any part of a unit, in any thread, as `read` does. One thread asks for it, unit by unit."""
 
 
-class SafetensorsFolder:
+class TensorReader:
+    """A source of weights that are read parameter by parameter."""
+
+    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield the pieces of a unit, or of a rank's shard of it; see `WeightReader`."""
+        for tensor in (shard or unit.layout).tensors:
+            yield from self.pieces(unit, tensor)
+
+    def pieces(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
+        """Yield the pieces of a parameter of a unit, or of a run of its elements; see `WeightReader`."""
+        raise NotImplementedError
+
+
+class SafetensorsFolder(TensorReader):
     """The weights of a folder in Hugging Face's format: `model.safetensors`, or shards with an index.
 
     Files are read with plain buffered reads into one buffer, so memory does not grow with their size.
@@ -93,27 +114,19 @@ class SafetensorsFolder:
         if (found := read_generation_config(folder)) is not None:
             model.generation_config = found
 
-    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element in the layout, flat fp32 CPU tensor), in order.
+    def pieces(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
+        """Yield the pieces of a parameter, or of a run of its elements; see `WeightReader.read`.
 
         Of the files, the bytes of these elements are read and no others. A matrix that is stored transposed is read
         whole if one of its elements is wanted.
-
-        Args:
-            unit: the unit.
-            shard: the layout of a rank's shard of it, which is read then; None: the whole unit is.
-
-        Raises:
-            TransferError: the file has become shorter or unreadable meanwhile.
         """
-        for tensor in (shard or unit.layout).tensors:
-            first, runs = holding(self._assemblies[tensor.name], *tensor.elements)
-            position = tensor.place(first)
-            for piece in self._read(runs):
-                wanted = piece[max(tensor.start - position, 0) : max(tensor.stop - position, 0)]
-                if wanted.numel():
-                    yield max(position, tensor.start), wanted
-                position += piece.numel()
+        first, runs = holding(self._assemblies[tensor.name], *tensor.elements)
+        position = tensor.place(first)
+        for piece in self._read(runs):
+            wanted = piece[max(tensor.start - position, 0) : max(tensor.stop - position, 0)]
+            if wanted.numel():
+                yield max(position, tensor.start), wanted
+            position += piece.numel()
 
     def stored_name(self, name: str) -> str | None:
         """Return the name of the stored tensor that a parameter of the skeleton is as a whole; None: it is no such."""

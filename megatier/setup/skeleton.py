@@ -27,7 +27,7 @@ from megatier.models.limits import check_counts
 from megatier.models.location import CONFIG_FILE, find_local, resolve
 from megatier.models.model_class import is_classifier
 from megatier.models.shards import StoredTensor
-from megatier.models.weights import SafetensorsFolder, WeightReader
+from megatier.models.weights import SafetensorsFolder, TensorReader
 from megatier.setup.workload import COMPUTE_DTYPES
 
 NAME_CHARACTERS_MAX = 100
@@ -53,7 +53,7 @@ def skeleton_of(config: ModelConfig, model_config: PretrainedConfig | None = Non
 
 
 @usual_defaults()
-def open_model(config: RunConfig, model_config: PretrainedConfig | None = None) -> tuple[PreTrainedModel, WeightReader]:
+def open_model(config: RunConfig, model_config: PretrainedConfig | None = None) -> tuple[PreTrainedModel, TensorReader]:
     """Return the skeleton of a run's model, with its buffers and generation settings, and the reader of its weights.
 
     Args:
@@ -85,7 +85,7 @@ def open_model(config: RunConfig, model_config: PretrainedConfig | None = None) 
 @usual_defaults()
 def open_base(
     config: ModelConfig, seed: int, model_config: PretrainedConfig | None = None, *, decodes: bool = False
-) -> tuple[PreTrainedModel, WeightReader]:
+) -> tuple[PreTrainedModel, TensorReader]:
     """Return the skeleton of a model without its adapters, and the reader of its weights.
 
     Args:
