@@ -91,9 +91,13 @@ class Conversion:
         Raises:
             ConfigError: the value is no such number.
         """
-        bound = f"a whole number of at least {least}"
-        value = self.checked(key, self.number(key), bound, lambda value: value == int(value) and value >= least)
-        return None if value is None else int(value)
+
+        def fits(number: float) -> bool:
+            return number == int(number) and number >= least
+
+        number = self.number(key)
+        self.checked(key, number, f"a whole number of at least {least}", fits)
+        return None if number is None else int(number)
 
     def flag(self, key: str) -> bool | None:
         """Return the key's value, true or false; None as with `raw`.
@@ -110,8 +114,12 @@ class Conversion:
         Raises:
             ConfigError: the value is no such text.
         """
-        bound = f"one of {', '.join(among)}" if among else "text"
-        text: str | None = self.checked(key, self.raw(key), bound, among.__contains__ if among else _is_plain)
+        bound = "text"
+        fits: Callable[[Any], bool] = _is_plain
+        if among:
+            bound = f"one of {', '.join(among)}"
+            fits = among.__contains__
+        text: str | None = self.checked(key, self.raw(key), bound, fits)
         return text
 
     def checked(self, key: str, value: Any, bound: str, fits: Callable[[Any], bool]) -> Any:  # noqa: ANN401
@@ -140,7 +148,9 @@ class Conversion:
         self._found(key, "carried", words + remark, differs=differs)
 
     def default(self, key: str, *settings: str) -> None:
-        """Leave the settings at their defaults, because the key says `auto` or null."""
+        """Leave the settings at their defaults, because the key says `auto` or null, unless there is no such key."""
+        if not self.has(key):
+            return
         words = []
         for setting in settings:
             section, _, name = setting.partition(".")
@@ -168,11 +178,12 @@ class Conversion:
 
         If the file has none, the other trainer's default is carried, if there is one. Without that, ours stands.
         """
-        if default is not None and self.raw(key) is None:
+        is_open = self.raw(key) is None
+        if is_open and default is not None:
             self.carry(key, {setting: default}, remark, differs=differs)
-        elif self.has(key) and self.raw(key) is None:
+        elif is_open:
             self.default(key, setting)
-        elif self.has(key):
+        else:
             self.carry(key, {setting: value}, remark, differs=differs)
 
     def leave_below(self, section: str, why: str) -> None:

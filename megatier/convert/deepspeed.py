@@ -93,8 +93,9 @@ def _precision(made: Conversion, key: str) -> None:
         # Neither is on, and neither is left open: DeepSpeed computes in fp32 then.
         made.carry(next(iter(given)), {"model.compute_dtype": "fp32"}, "neither is on")
 
+    # What is still waiting says `auto`, or that it is off.
     for name, words in ((bf16, "model.compute_dtype stays bf16"), (fp16, "there is no fp16 here")):
-        if name in given and given[name] is None:
+        if given.get(name) is None:
             made.default(name, "model.compute_dtype")
         made.leave(name, words)
 
@@ -125,10 +126,11 @@ def _as_torch(made: Conversion, key: str) -> None:
 
 def _betas(made: Conversion, key: str) -> None:
     betas = made.checked(key, made.raw(key), "a list of 2 numbers", _is_pair)
-    if betas is not None:
-        made.carry(key, {"train.beta1": betas[0], "train.beta2": betas[1]})
-    elif made.has(key):
+    if betas is None:
         made.default(key, "train.beta1", "train.beta2")
+        return
+    beta1, beta2 = betas
+    made.carry(key, {"train.beta1": beta1, "train.beta2": beta2})
 
 
 def _is_pair(value: object) -> bool:
