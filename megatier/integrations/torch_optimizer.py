@@ -6,7 +6,7 @@
 Parameters and gradients stay where they are, on the CPU or a GPU. The state is two moments in fp32, or in bf16, and for
 bf16 parameters the 16 bits that the fp32 master has beyond them. Muon has one momentum. The state comes to the
 parameters chunk by chunk: chunks are read ahead, updated in C (on a GPU in Triton) or, of Muon, by torch, and written
-back afterwards. The arithmetic is that of `numerics`. The place of the state changes no bit.
+back afterwards. The arithmetic is that of `optim`. The place of the state changes no bit.
 """
 
 from __future__ import annotations
@@ -412,7 +412,7 @@ class TieredAdamW(TieredOptimizer):
 
 
 class TieredMuon(TieredOptimizer):
-    """Muon whose momentum lies in RAM and on NVMe, for matrices alone; see `TieredOptimizer` and `numerics.muon`.
+    """Muon whose momentum lies in RAM and on NVMe, for matrices alone; see `TieredOptimizer` and `optim.muon`.
 
     It is `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`. Give all other parameters to a `TieredAdamW`.
     """

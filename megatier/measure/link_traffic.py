@@ -29,7 +29,7 @@ STATE_BYTES_PER_PARAMETER = ADAMW_BF16.bytes_per_parameter + ADAMW_BF16.grad_wid
 UPDATE_CHUNK_ELEMENTS = 8 << 20
 """The elements of the store's largest update chunks."""
 SCALARS = (0.9, 0.1, 0.999, 0.001, 1e-8, 1e-4, 1.0, 1.0)
-"""The scalars of AdamW's kernels (`numerics.adamw.step_scalars`), without clipping."""
+"""The scalars of AdamW's kernels (`optim.adamw.step_scalars`), without clipping."""
 STATE_BYTE = 0x3C
 """The byte that fills every plane. Its numbers are about 0.01 then."""
 

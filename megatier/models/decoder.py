@@ -174,15 +174,13 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
         # The first module that uses a parameter owns it. Only a head that is tied to the embedding may come second.
         if not shared:
             unit_of.update(dict.fromkeys(shapes, module_name))
-            layout = replace(Layout.of(shapes.items(), frozen, stands_for), has_base=has_base)
-            unit = Unit(
-                name=module_name,
+            units[module_name] = Unit(
+                name=module_name or type(model).__name__,
                 module_names=(module_name,),
-                layout=layout,
+                layout=replace(Layout.of(shapes.items(), frozen, stands_for), has_base=has_base),
                 is_layer=id(module) in layers,
                 is_lent=holds_layers,
             )
-            units[module_name] = unit if module_name else replace(unit, name=type(model).__name__)
             continue
 
         first = units[shared[0]]
