@@ -36,3 +36,14 @@ def test_shards_are_as_even_as_whole_parameters_can_be() -> None:
     layout = replace(Layout.of([(name, (64, 1024)) for name in "abcd"]), schema=MUON["bf16"])
     assert layout.padded(2).num_elements == layout.padded(4).num_elements == layout.num_elements
     assert layout.padded(8).num_elements == 2 * layout.num_elements
+
+
+@pytest.mark.parametrize("frozen", [(), ("b",)])
+def test_shards_begin_at_whole_tiles_granules_and_pages(frozen: tuple[str, ...]) -> None:
+    layout = Layout.of([("a", (70_000,)), ("b", (3,)), ("c", (300, 300))], frozen).padded(3)
+    starts = [first for rank in range(3) for first, _, _ in layout.shard_runs(rank, 3)]
+    assert [start % SHARD_ELEMENTS for start in starts] == [0] * len(starts)
+    owned = sorted(run[:2] for rank in range(3) for run in layout.shard_runs(rank, 3))
+    assert owned[0][0] == 0
+    assert owned[-1][1] == layout.num_elements
+    assert all(stop == start for (_, stop), (start, _) in pairwise(owned))

@@ -376,3 +376,8 @@ def caught_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def test_checksums_of_several_ranks_are_joined_in_the_order_of_chunks() -> None:
+    found = checkpoint_writer._joined([{"params/a": {2: 20, 0: 0}}, {"params/a": {1: 10}, "params/b": {0: 5}}])
+    assert found == {"params/a": [0, 10, 20], "params/b": [5]}

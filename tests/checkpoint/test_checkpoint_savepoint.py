@@ -139,6 +139,12 @@ def test_savepoint_older_than_a_checkpoint_is_not_gone_on_from(
     assert not (run / "savepoints").exists()
 
 
+def test_savepoint_that_is_no_newer_than_a_checkpoint_is_not_looked_at(tmp_path: Path) -> None:
+    for folder in ("savepoints", "checkpoints"):
+        (tmp_path / folder / "step-00000004").mkdir(parents=True)
+    assert Savepoint.last(tmp_path) is None
+
+
 def test_run_that_is_told_to_stop_leaves_a_checkpoint_and_nothing_on_its_drives(
     tmp_path: Path, whole: dict[str, Any]
 ) -> None:
