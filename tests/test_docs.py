@@ -29,6 +29,8 @@ STARTS = {
     "docs/embedding.md": "import torch",
 }
 """What readers of these pages type first."""
+LONG = ("docs/adapters.md", "docs/models.md")
+"""Pages whose commands run for long: in the slow tests."""
 FENCE = re.compile(
     r"^(?:<!-- (?:not run by the tests: (?P<reason>.+?)|needs (?P<package>\w+)) -->\n)?"
     r"```(?P<language>sh|python)\n(?P<code>.*?)^```$",
@@ -76,7 +78,14 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drive_probe, "drive_flags", lambda figures: ())
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.reason is None for block in blocks(page))])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page in LONG))
+        for page in PAGES
+        if any(block.reason is None for block in blocks(page))
+    ],
+)
 def test_page_runs_as_it_stands(page: str, workplace: None) -> None:
     if page == "docs/trainers.md":
         pytest.importorskip("accelerate")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import some
 from safetensors.torch import load_file
 from small_commands import after_step, command
 from small_commands import outcome as outcome_of
@@ -211,7 +212,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, by=2))
 def test_gradients_beside_frozen_parameters_are_those_of_the_plain_model(case: str, tmp_path: Path) -> None:
     family, patterns = CASES[case]
     config = tiny_config(family)

@@ -100,7 +100,7 @@ def trained_on(name: str, mount: Path, train: TrainConfig, **options: Any) -> Ou
     [
         pytest.param(1, 0.5, tuple(ROOMY), "fp32", id="all"),
         pytest.param(3, None, ("ram", "nvme", "gpu_ram_nvme"), "fp32", id="groups-unclipped", marks=pytest.mark.slow),
-        pytest.param(1, 0.5, ("ram", "nvme", "gpu"), "bf16", id="moments in bf16"),
+        pytest.param(1, 0.5, ("ram", "nvme", "gpu"), "bf16", id="moments in bf16", marks=pytest.mark.slow),
     ],
 )
 def test_adapters_in_bf16_give_the_same_bits_on_any_tier(

@@ -179,7 +179,7 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize(("trained", "placed"), crossed(TRAINED, PLACED, by=3))
+@pytest.mark.parametrize(("trained", "placed"), crossed(TRAINED, PLACED, by=6))
 def test_plan_foretells_the_order_and_the_bytes_of_a_real_run(
     trained: tuple[str, bool, str, str], placed: tuple[str, int, str], tmp_path: Path
 ) -> None:

@@ -54,7 +54,7 @@ def check(found: list[Any], expected: Any) -> None:
     ("options", "sizes"),
     [
         ({}, (4,)),
-        ({"bf16": True}, (2,)),
+        pytest.param({"bf16": True}, (2,), marks=pytest.mark.slow),
         pytest.param({}, (2,), marks=pytest.mark.slow),
         pytest.param({"bf16": True}, (4,), marks=pytest.mark.slow),
         pytest.param({"logging_steps": 3}, (2, 4), marks=pytest.mark.slow),

@@ -128,7 +128,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("place", "model"), some(PLACES, by=2))
+@pytest.mark.parametrize(("place", "model"), some(PLACES, by=3, first=2))
 def test_tokens_and_all_training_bits_are_those_of_a_run_that_holds_nothing(
     place: str, model: str, where: dict[str, Any], tmp_path: Path
 ) -> None:
