@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from megatier.ranks import pulls as pulls_module
 from megatier.ranks import ranks as rank_module
 from megatier.ranks.board import Board
 from megatier.ranks.pulls import Pulls
-from megatier.ranks.ranks import check_groups, joined
+from megatier.ranks.ranks import Ranks, check_groups, joined
 from megatier.tier import Way
 
 
@@ -129,3 +131,8 @@ def test_groups_that_ranks_cannot_share_equally_are_refused_with_the_numbers_tha
     check_groups(6, 3)
     with pytest.raises(ConfigError, match=r"train\.groups is 6, which 4 ranks cannot .* Start 1, 2, 3, 6 of them"):
         check_groups(6, 4)
+
+
+def test_groups_are_dealt_to_ranks_by_turns() -> None:
+    crew: list[Any] = [SimpleNamespace(rank=rank, size=3) for rank in range(3)]
+    assert [list(Ranks.groups_of(ranks, 6)) for ranks in crew] == [[0, 3], [1, 4], [2, 5]]
