@@ -55,6 +55,18 @@ def is_attention(target: object) -> bool:
     return target is FLEX or target in KERNELS
 
 
+def allowed_kernels() -> tuple[bool, ...]:
+    """Return which kernels `scaled_dot_product_attention` may take, and how; torch's compiler asks this only once."""
+    cuda = torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.fp16_bf16_reduction_math_sdp_allowed(),
+    )
+
+
 class KeptAttention:
     """What the attention of one forward gave, to run the same forward again without it.
 

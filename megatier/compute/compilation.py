@@ -30,7 +30,7 @@ from torch.fx import Graph
 from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy
 
-from megatier.compute.attention import FLEX, is_attention
+from megatier.compute.attention import FLEX, allowed_kernels, is_attention
 from megatier.compute.compile_clock import CLOCK
 from megatier.compute.open_shapes import Rule, install, open_up, planning, tensors_in
 
@@ -99,8 +99,8 @@ class Compilation:
             marking = Marking(flex_alone=share > 0)
             share = share or LEAST_SHARE
 
-        rule = Rule() if self.any_shape else None
-        if rule is not None:
+        rule = Rule(self.any_shape)
+        if self.any_shape:
             install()
 
         wanted = (share, deterministic, marking, rule)
@@ -196,6 +196,7 @@ class Compiled(Generic[P, R]):
         if self.is_refused:
             return self._function(*args, **kwargs)
 
+        _heed_kernels()
         try:
             with self._compiling(args, kwargs):
                 return self._run(*args, **kwargs)
@@ -245,6 +246,28 @@ class Compiled(Generic[P, R]):
             reason = _cause(str(error)).rstrip(".")
             text = f"{self._name} runs uncompiled{which}, because torch.compile refuses it: {reason}. {COST}."
             warnings.warn(text, stacklevel=3)
+
+
+_kernels: tuple[bool, ...] = ()
+"""The kernels of attention that were allowed at the last compiled call; none before the first."""
+
+
+def _heed_kernels() -> None:
+    """Compile everything anew if other kernels of attention are allowed than before.
+
+    torch chooses the kernel when it compiles, and would go on with it: a batch's bits would depend on the past.
+    """
+    global _kernels
+    allowed = allowed_kernels()
+    if allowed == _kernels:
+        return
+    if _kernels:
+        torch.compiler.reset()
+        text = (
+            "Other kernels of attention are allowed than before, so all layers are compiled anew, which takes seconds."
+        )
+        warnings.warn(text, stacklevel=4)
+    _kernels = allowed
 
 
 def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Size, ...]:

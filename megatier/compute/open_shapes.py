@@ -29,6 +29,8 @@ from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention.flex_attention import BlockMask
 
+from megatier.compute.attention import allowed_kernels
+
 ROWS = 8
 """The rows that a batch is planned to have."""
 LENGTH = 2048
@@ -43,14 +45,21 @@ _OURS = "_megatier_plans"
 
 @dataclass(frozen=True, slots=True)
 class Rule(CustomGraphPass):
-    """Names the rule, so that torch takes stored code only if it was planned by it. It changes no graph."""
+    """Names what code depends on, so that torch takes no other stored code. It changes no graph."""
+
+    any_shape: bool
+    """Whether the code is for batches of any size."""
 
     def __call__(self, graph: Graph) -> None:
         """Leave the graph as it is."""
 
     def uuid(self) -> str:
         """The name under which torch stores what it has compiled so."""
-        return f"megatier plans {ROWS} {LENGTH} {TOKENS}"
+        sizes = f"{ROWS} {LENGTH} {TOKENS}" if self.any_shape else "its own"
+
+        # The compiler chooses attention's kernel by settings that torch's own key leaves out.
+        kernels = allowed_kernels(), torch._C._get_sdp_priority_order()
+        return f"megatier plans {sizes}, attention {kernels}"
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:  # noqa: ANN401 - whatever a module is called with

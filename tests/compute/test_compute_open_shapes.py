@@ -16,7 +16,9 @@ from tiny_runs import one_thread
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from megatier.compute import open_shapes
@@ -66,6 +68,37 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     return found
+
+
+# ---------------------------------------------------------------------- which kernel
+
+
+def attend(x: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize("any_shape", [False, True])
+def test_compiled_attention_takes_the_kernels_that_are_allowed_now(graphs: list[Any], any_shape: bool) -> None:
+    compiled = Compilation(any_shape=any_shape)(attend, "attend")
+    x = torch.randn(2, 2, 5, 8, generator=torch.Generator().manual_seed(1))
+    compiled(x)
+    with sdpa_kernel(SDPBackend.MATH), pytest.warns(UserWarning, match="Other kernels of attention are allowed"):
+        compiled(x)
+    with pytest.warns(UserWarning, match="compiled anew"):
+        compiled(x)
+    compiled(x)
+    assert len(graphs) == 3
+
+
+@pytest.mark.parametrize("any_shape", [False, True])
+def test_stored_code_is_named_after_the_kernels_that_are_allowed(any_shape: bool) -> None:
+    Compilation(any_shape=any_shape)(attend, "attend")
+    rule = torch._inductor.config.joint_custom_pre_pass
+    assert isinstance(rule, CustomGraphPass)
+    name = rule.uuid()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert rule.uuid() != name
+    assert rule.uuid() == name
 
 
 # ---------------------------------------------------------------------- how often
