@@ -299,6 +299,10 @@ class DataError(MegatierError, ValueError):
     """The dataset is missing, empty or malformed."""
 
 
+class UnknownTokenError(DataError, IndexError):
+    """A batch has a token that the model has no embedding for."""
+
+
 class NonFiniteError(MegatierError, ArithmeticError):
     """A loss or gradient is NaN or infinite. The weights are those of the last whole step, unless it names units."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +13,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatier.errors import StreamedModelError
+
+PLACES: Mapping[str, torch.dtype | torch.device] = {
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "double": torch.float64,
+    "cuda": torch.device("cuda"),
+    "cpu": torch.device("cpu"),
+}
+"""Methods that ask for a dtype or a device as `to` does."""
+CHECKPOINTING = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
+"""Methods that ask for what megatier decides, by the names of transformers."""
+TRAINERS = ("transformers", "trl", "accelerate", "peft", "axolotl")
+"""Programs that call these methods by an argument of their own, about which their guards speak."""
 
 
 def guard_methods(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
@@ -24,6 +40,10 @@ def guard_methods(model: PreTrainedModel, device: torch.device, dtype: torch.dty
     model.register_state_dict_pre_hook(_refuse_state_dict)
     model.register_load_state_dict_pre_hook(_refuse_load)
     vars(model)["to"] = functools.partial(_stay, model, device, dtype)
+    for name in PLACES:
+        vars(model)[name] = functools.partial(_stay_here, model, device, dtype, name)
+    for name in CHECKPOINTING:
+        vars(model)[name] = _ignore_checkpointing
     vars(model)["push_to_hub"] = _refuse_push
     vars(model)["save_pretrained"] = functools.partial(_save, model)
 
@@ -48,16 +68,48 @@ def _stay(model: nn.Module, here: torch.device, computes: torch.dtype, *args: An
     """
     # Typed by torch as if a device and a dtype were always given.
     asked: tuple[torch.device | None, torch.dtype | None] = torch._C._nn._parse_to(*args, **kwargs)[:2]
-    device, dtype = asked
+    return _stay_at(model, here, computes, "to", *asked)
+
+
+def _stay_here(model: nn.Module, here: torch.device, computes: torch.dtype, name: str, *where: Any) -> nn.Module:  # noqa: ANN401
+    """Stand in for a method of `PLACES`; `cuda` may be given a device."""
+    asked = PLACES[name]
+    if isinstance(asked, torch.dtype):
+        return _stay_at(model, here, computes, name, None, asked)
+    return _stay_at(model, here, computes, name, torch.device(asked.type, *where) if where else asked, None)
+
+
+def _stay_at(
+    model: nn.Module,
+    here: torch.device,
+    computes: torch.dtype,
+    name: str,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+) -> nn.Module:
+    """Return the model, which stays where it is.
+
+    Raises:
+        StreamedModelError: another device or dtype is asked for, by the method of this name.
+    """
     is_here = device is None or (device.type == here.type and device.index in (None, here.index or 0))
     if is_here and dtype in (None, computes):
         return model
-    words = " and ".join(str(what) for what in asked if what is not None)
+    words = " and ".join(str(what) for what in (device, dtype) if what is not None)
     raise StreamedModelError(
         f"the model was to move to {words}, but its weights stay on megatier's tiers and compute on {here} in "
-        f"{computes}. Leave out .to(), or call Accelerator.prepare without the model; tiers.device and compute_dtype "
-        "of megatier.stream choose another place."
+        f"{computes}. Leave out .{name}(), or call Accelerator.prepare without the model; tiers.device and "
+        "compute_dtype of megatier.stream choose another place."
     )
+
+
+def _ignore_checkpointing(*_: object, **__: object) -> None:
+    if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in TRAINERS:
+        warnings.warn(
+            "gradient checkpointing is not switched on: the argument activations of megatier.stream decides whether "
+            'activations are kept or computed again. Open the model with activations="recompute".',
+            stacklevel=2,
+        )
 
 
 def _refuse_state_dict(_: nn.Module, __: str, keep_vars: bool) -> None:

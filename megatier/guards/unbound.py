@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -44,6 +45,8 @@ LOOKS = re.compile(
     r"|is_(complex|conj|contiguous|floating_point|inference|neg|pinned|same_size|shared|signed)"
 )
 """Names of functions that look at a tensor's form. What they give has no numbers of it."""
+MOVES = frozenset({"to", "half", "bfloat16", "float", "double"})
+"""Names of functions that move or cast a tensor."""
 FORMS = re.compile(r"(empty|full|ones|rand|randn|zeros)_like|new_(empty|empty_strided|full|ones|zeros)")
 """Names of functions that make a tensor of a tensor's form, with numbers of their own."""
 
@@ -82,7 +85,24 @@ class Unbound(nn.Parameter):
             "trainer takes the Streamed itself, by the mixin StreamedTraining, or StreamedTrl for those of TRL."
         )
 
-    cpu = cuda = numpy = tolist = item = __deepcopy__ = __reduce_ex__ = _refuse
+    def _refuse_move(self, name: str) -> NoReturn:
+        raise AbsentWeightError(
+            f".{name}() asks for the weight {self.full_name}, which lies on megatier's tiers, not in the model. "
+            f"Streamed.read({self.full_name!r}) gives its fp32 master between two steps, Streamed.state_dict() all of "
+            f"them. A module stays where it computes, on {self.bound_device} in {self.bound_dtype}: leave .{name}() "
+            "out, or choose another place by tiers.device and compute_dtype of megatier.stream. A trainer takes the "
+            "Streamed itself, by the mixin StreamedTraining, or StreamedTrl for those of TRL."
+        )
+
+    def cpu(self, *_: object, **__: object) -> NoReturn:
+        """Refuse to be moved."""
+        self._refuse_move("cpu")
+
+    def cuda(self, *_: object, **__: object) -> NoReturn:
+        """Refuse to be moved."""
+        self._refuse_move("cuda")
+
+    numpy = tolist = item = __deepcopy__ = __reduce_ex__ = _refuse
 
     @classmethod
     def __torch_function__(
@@ -109,6 +129,8 @@ class Unbound(nn.Parameter):
         # Refused before it runs, since torch may read from address 0.
         name = str(getattr(function, "__name__", ""))
         used = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Unbound))
+        if name in MOVES:
+            used._refuse_move(name)
         is_form = FORMS.fullmatch(name) is not None
         if not (function in ALIASES or is_form or name in KEEPING or LOOKS.fullmatch(name)):
             used._refuse()
@@ -193,7 +215,9 @@ def _check_trains_elsewhere(function: Any, args: tuple[Any, ...]) -> None:  # no
         return
 
     sets_none = function == DELETES_GRADIENT or (function == SETS_GRADIENT and args[1] is None)
-    clears = function == GRADIENT and _clears()
+    # The streamed model has a `zero_grad` of its own. That of a module in it or around it, such as Lightning's, asks
+    # each parameter.
+    clears = function == GRADIENT and _caller().f_code.co_name == "zero_grad"
     if (clears or sets_none) and first.has_gradient():
         what = "grad = None" if sets_none else "zero_grad()"
         raise StreamedModelError(
@@ -204,6 +228,12 @@ def _check_trains_elsewhere(function: Any, args: tuple[Any, ...]) -> None:  # no
         raise StreamedModelError(
             f"the gradient of {first.full_name} is set to a tensor, which the update would not see: gradients of a "
             "streamed model come by backward() alone. Add to the loss what gives this gradient, or train a plain model."
+        )
+    if function == GRADIENT and not clears and isinstance(_caller().f_locals.get("self"), torch.optim.Optimizer):
+        raise StreamedModelError(
+            "an optimizer over the parameters of a streamed model would update nothing: weights, gradients and moments "
+            "are on megatier's tiers. Call streamed.optimizer.step(), and give streamed.optimizer to schedulers; the "
+            "arguments optimizer, lr and train of megatier.stream choose it."
         )
     if function in HOOKS or (function == GRADIENT and not clears):
         raise StreamedModelError(
@@ -218,13 +248,12 @@ def _check_trains_elsewhere(function: Any, args: tuple[Any, ...]) -> None:  # no
         )
 
 
-def _clears() -> bool:
-    """Return whether a gradient is asked for by a `zero_grad`."""
-    # The streamed model has one of its own. That of a module in it or around it, such as Lightning's, asks each one.
+def _caller() -> FrameType:
+    """Return the frame that asks an unbound parameter for something."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
-    return frame.f_code.co_name == "zero_grad"
+    return frame
 
 
 def _targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Unbound]:  # noqa: ANN401

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ from megatier.adapters.given import add_given, check_adapters, check_trained, un
 from megatier.adapters.in_place import note_tensors
 from megatier.adapters.quantised import CodesReader, is_quantised, open_quantised
 from megatier.adapters.weights import AdaptedWeights
+from megatier.caller import warn
 from megatier.config.remarks import remarks
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.config.values import require
@@ -111,7 +111,7 @@ def stream(
     """
     config = loop_config(short, tiers, train, _own_attention(model))
     for words in remarks(config, "train.learning_rate" if train else "lr"):
-        warnings.warn(words, stacklevel=2)
+        warn(words)
     is_named = isinstance(model, str | os.PathLike) and os.fspath(model) != ""
     require(is_named or isinstance(model, nn.Module), "model", model, "a folder, a hub id, or a model of transformers")
     return _open(model, config, short.get("frozen", ()), short.get("peft_config"), short.get("num_labels"))

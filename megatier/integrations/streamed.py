@@ -36,6 +36,7 @@ from megatier.engine.step import StepResult
 from megatier.errors import StepDroppedError, StreamedModelError
 from megatier.guards.methods import entering, guard_methods
 from megatier.guards.prefix import refuse_given
+from megatier.guards.tokens import naming_tokens
 from megatier.guards.unbound import mark_streamed
 from megatier.integrations.stream_optimizer import StreamedOptimizer
 from megatier.integrations.stream_state import StreamedState
@@ -378,7 +379,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
 
         # With images an evaluation uses other units than without them, so each kind has an order of its own.
         sees = sorted(name for name, value in given.items() if name.startswith("pixel_values") and value is not None)
-        with self.one_forward(" ".join(["evaluate", *sees])):
+        with self.one_forward(" ".join(["evaluate", *sees])), naming_tokens(given, self.model):
             outputs = forward(*args, **kwargs)
             if torch.is_grad_enabled():
                 self._engine.model.check_outputs(outputs)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import warnings
 
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from megatier.caller import warn
 from megatier.errors import ConfigError
 from megatier.hardware import cache_directory
 from megatier.private import make_private
@@ -29,7 +29,6 @@ def keep_code() -> None:
         directory = cache_directory().absolute() / FOLDER
         make_private(directory)
     except (ConfigError, RuntimeError) as error:
-        text = f"compiled code may have to be compiled again in each process: {error} Or set {VARIABLE}."
-        warnings.warn(text, stacklevel=2)
+        warn(f"compiled code may have to be compiled again in each process: {error} Or set {VARIABLE}.")
         return
     os.environ[VARIABLE] = str(directory)

@@ -115,7 +115,6 @@ MODELS: dict[str, Callable[[nn.Module], object]] = {
     "average": AveragedModel,
     "saved": lambda model: torch.save(model, io.BytesIO()),
     "ensemble": lambda model: torch.func.stack_module_state([model]),
-    "half": lambda model: model.half(),
     "norms": lambda model: nn.utils.get_total_norm(model.parameters()),
 }
 
@@ -130,6 +129,21 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Streamed]:
 def test_reader_of_a_streamed_model_is_told_where_the_weights_are(kind: str, streamed: Streamed) -> None:
     with torch.no_grad(), pytest.raises(AbsentWeightError, match=r"the weight \S+ lies on megatier's tiers"):
         MODELS[kind](streamed.model)
+
+
+@pytest.mark.parametrize("kind", ["half", "cpu", "cuda", "float"])
+def test_cast_of_a_part_of_a_streamed_model_names_itself_and_both_remedies(kind: str, streamed: Streamed) -> None:
+    message = rf"^\.{kind}\(\) asks for the weight .*Streamed\.read.*compute_dtype of megatier\.stream"
+    with torch.no_grad(), pytest.raises(AbsentWeightError, match=message):
+        getattr(streamed.model.get_decoder(), kind)()
+
+
+def test_optimizer_of_torch_over_a_streamed_model_names_the_streamed_one(streamed: Streamed) -> None:
+    optimizers = (torch.optim.AdamW(streamed.model.parameters()), torch.optim.SGD(streamed.model.parameters(), lr=0.1))
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        with pytest.raises(StreamedModelError, match=r"^an optimizer over .* update nothing: .*streamed\.optimizer"):
+            optimizer.step()
 
 
 def test_load_state_dict_of_a_streamed_model_names_restore(streamed: Streamed) -> None:

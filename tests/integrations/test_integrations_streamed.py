@@ -29,7 +29,7 @@ from tiny_runs import (
 from torch import Tensor
 
 from megatier.engine.gradient import Gradients
-from megatier.errors import NonFiniteError, StreamedModelError
+from megatier.errors import NonFiniteError, StreamedModelError, UnknownTokenError
 from megatier.integrations.streamed import Streamed
 
 
@@ -247,7 +247,7 @@ def test_evaluation_after_the_last_backward_of_a_step_is_refused(two_groups: tup
 def test_forward_that_fails_abandons_its_step(two_groups: tuple[Streamed, Any]) -> None:
     streamed, batch = two_groups
     streamed.model(**batch).loss.backward()
-    with pytest.raises(IndexError):
+    with pytest.raises(UnknownTokenError, match=r"^input_ids has the token 1\d+, and .* for 0 to 159"):
         streamed.model(input_ids=batch["input_ids"] + 1000, labels=batch["labels"])
     loop(streamed, train_config("tied"), 160, last=2)
 

@@ -100,6 +100,7 @@ def below_what_all_may_write(cache: Path) -> None:
 @pytest.mark.parametrize("prepare", [open_to_others, readable, linked, a_file, in_a_file, below_what_all_may_write])
 def test_code_is_not_kept_where_others_may_put_some(prepare: Callable[[Path], None], cache: Path) -> None:
     prepare(cache)
-    with pytest.warns(UserWarning, match=f"compiled code may have to be compiled again.* cannot use .*{VARIABLE}"):
+    with pytest.warns(UserWarning, match=f"compiled code may have to be .* cannot use .*{VARIABLE}") as caught:
         keep_code()
+    assert caught[0].filename == __file__
     assert VARIABLE not in os.environ

@@ -1,0 +1,19 @@
+"""Warnings that point at the line of the user's own program, from however deep inside of megatier they come."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+PASSED = ("megatier", "contextlib")
+"""Modules on the way from the user's line. Python's own lies between where one of our functions is decorated."""
+
+
+def warn(text: str) -> None:
+    """Warn at the innermost line outside of megatier."""
+    level = 2
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in PASSED:
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, stacklevel=level)
