@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 PAGE_BYTES = 4096
 """The alignment of every slot, extent and file offset. O_DIRECT asks for no more than this on any drive."""
@@ -57,6 +58,10 @@ class Leg(StrEnum):
     INPUTS = "i"
     """A backward for gradients of inputs alone, before the group's own. It uses weights as a forward does."""
     BACKWARD = "B"
+
+
+ActivationsName = Literal["keep", "recompute", "offload"]
+"""The names of the policies for activations, as types have them."""
 
 
 class Activations(StrEnum):

@@ -21,7 +21,7 @@ POINTERS = {
     "address.py": 1,  # of native code
     "engine/activation.py": 4,  # whether one tensor lies in another
     "engine/carried.py": 1,  # the same
-    "engine/node.py": 1,  # a key
+    "engine/bound_module.py": 1,  # a key
     "guards/held_parts.py": 2,  # whether one tensor lies in another
     "optim/optimizer.py": 2,  # whether two tensors begin alike
     "ranks/pulls.py": 2,  # how far one tensor lies in another
@@ -102,7 +102,7 @@ ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 JOURNEY = {
     1: "drives/blockfile.py",
     2: "store/lanes.py",
-    3: "engine/node.py",
+    3: "engine/bound_module.py",
     4: "store/lanes.py",
     5: "optim/optimizer.py",
     6: "drives/blockfile.py",

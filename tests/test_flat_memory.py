@@ -242,7 +242,7 @@ def test_steps_of_tiered_adamw_leave_no_byte_and_no_move_behind(tmp_path: Path) 
 
         assert growth(step) == 0
         assert optimizer._placed is not None
-        assert optimizer._placed.store._store.take_log() == []
+        assert optimizer._placed.store.tiers.take_log() == []
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):

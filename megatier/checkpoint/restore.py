@@ -23,7 +23,6 @@ from megatier.checkpoint.grid import StoredArray
 from megatier.errors import CheckpointError
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
-from megatier.ranks.channel import Alone
 from megatier.session.filling import Source
 from megatier.session.session import Session
 from megatier.state import ARRAYS, MASTERS
@@ -71,7 +70,7 @@ def restore(
             )
 
     # Metadata that does not fit is refused on all ranks while each has its whole state.
-    crew = session.ranks or Alone()
+    crew = session.crew
     with crew.together():
         arrays = open_arrays(path, arrays_of(session.units))
 

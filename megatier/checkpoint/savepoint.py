@@ -146,7 +146,7 @@ class Savepoint:
         Raises:
             SavepointError: blocks would lie elsewhere than they lay, or a file is missing.
         """
-        crew = session.ranks or Alone()
+        crew = session.crew
         part = self.parts[crew.rank]
 
         # The manifest says only what to compare with. Where bytes are read and written follows from this run's
@@ -166,7 +166,7 @@ class Savepoint:
         Raises:
             SavepointError: something is damaged, or a drive failed.
         """
-        crew = session.ranks or Alone()
+        crew = session.crew
         part = self.parts[crew.rank]
         blocks = session.blocks
 
@@ -220,13 +220,13 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
 
     # Only now: until the new one is whole, the run may have to go on from the generation that the one before keeps.
     session.blocks.generations.keep()
-    (session.ranks or Alone()).first(lambda: prune(folder, 1))
+    session.crew.first(lambda: prune(folder, 1))
     return num_bytes
 
 
 def _write(session: Session, target: Path, step: int, state: Mapping[str, Any]) -> int:
     """Write a savepoint whole, or leave nothing of it. The first rank gives it its name when all have written."""
-    crew = session.ranks or Alone()
+    crew = session.crew
     partial = target.with_name(f".{target.name}{WRITING}")
     # The regions lie inside each other as in `CheckpointWriter._finish`, and for the same reasons.
     named = becoming(partial, target, "a savepoint") if crew.rank == 0 else contextlib.nullcontext()
@@ -255,7 +255,7 @@ def _make_folder(partial: Path) -> None:
 
 def _write_part(session: Session, partial: Path, step: int) -> tuple[int, dict[str, Any]]:
     """Write what this rank has of a savepoint, and return the bytes, and the part as the manifest has it."""
-    crew = session.ranks or Alone()
+    crew = session.crew
     folder = partial / _folder_of(crew.rank)
     folder.mkdir(mode=0o700)
     num_bytes, checksums = write_blocks(session, folder)
@@ -275,7 +275,7 @@ def _free_files(session: Session, folder: Path, error: BaseException) -> None:
     They stay as they are if the ranks cannot agree on that. One that fell away may have been the first, after it gave
     the savepoint its name; one that an interrupt ends leaves the others in the midst of it.
     """
-    crew = session.ranks or Alone()
+    crew = session.crew
     if crew.size > 1 and not isinstance(error, Exception):
         return
     with contextlib.suppress(OSError, PeerError):
@@ -290,7 +290,7 @@ def drop_savepoint(session: Session, folder: Path) -> None:
         TransferError: it cannot be removed.
     """
     # In this order: files that go with the run while there is a savepoint would leave one that nobody can go on from.
-    (session.ranks or Alone()).first(lambda: remove_savepoints(folder))
+    session.crew.first(lambda: remove_savepoints(folder))
     session.blocks.generations.release()
     _keep_files(session, False)
 
@@ -317,7 +317,7 @@ def check_savepoint_room(session: Session, folder: Path) -> None:
         CapacityError: there is less room.
     """
     # The one before is removed only when the next one is whole, so a run without any needs room for two.
-    crew = session.ranks or Alone()
+    crew = session.crew
     num_savepoints = 1 if checkpoints(folder) else 2
     needed = num_savepoints * crew.size * resident_bytes(session)
     free = free_bytes(folder.parent)

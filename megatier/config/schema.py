@@ -19,6 +19,7 @@ from megatier.config.values import ByteCount, MountBudget, check_setting, parse_
 from megatier.errors import ConfigError
 from megatier.optimizers import OPTIMIZERS, OptimizerName
 from megatier.state import Moments
+from megatier.tier import ActivationsName
 
 KEPT_FROM = 4_096
 """Tokens of a sequence from which on attention is not computed twice, if nobody says otherwise. Of a step of 8B, the
@@ -193,7 +194,7 @@ class TrainConfig(Section):
     slices: int = 1
     """Parts of a group, which each unit runs one after the other with its weights in place, at least 1. This
     changes the order of sums."""
-    activations: Literal["keep", "recompute", "offload"] = "keep"
+    activations: ActivationsName = "keep"
     """What happens to activations between forward and backward. This never changes a number."""
     kept_layers: int = 0
     """Number of decoder layers, counted from the last, that keep their activations whatever train.activations says;

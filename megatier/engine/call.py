@@ -9,92 +9,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from transformers.utils.output_capturing import _active_collector
 
-from megatier.compute.tiles import TiledModule
+from megatier.engine.bound_module import BoundModule
+from megatier.engine.captured import capturing, collector
 from megatier.engine.carried import Arguments, Written, copied_out
-from megatier.engine.rows import Rows
-from megatier.engine.stage import Stage
 from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from megatier.guards.crossing import check_inside, claim
-from megatier.tier import Activations, Phase
-
-collector: ContextVar[dict[str, Any] | None] = _active_collector  # type: ignore[assignment]
-"""The dictionary into which Hugging Face's hooks append what they capture, such as router logits."""
-
-
-class Called(Protocol):
-    """A node, as a call and its backward see it."""
-
-    stage: Stage
-    """What all nodes of the model share."""
-    unit: str
-    """Name of the unit that brings the weights."""
-    module_name: str
-    """Name of the module in the model, for messages."""
-    module: nn.Module
-    """The module itself."""
-    rows: Rows
-    """Which arguments and results of the module have the batch in front."""
-    activations: Activations
-    """The policy between forward and backward."""
-    is_trained: dict[str, bool]
-    """By parameter name, in the order of `leaves`, whether the parameter is trained."""
-    carriers: frozenset[str]
-    """Names of the parameters whose elements carry the codes and scales of a quantised matrix, and are no numbers."""
-    is_new: bool
-    """Whether this is one of the module's first forwards, which are looked at closely."""
-    is_written: bool
-    """Whether a forward of the module has written a weight's own bits into it."""
-    tiled: dict[str, TiledModule]
-    """The modules that may run in tiles of tokens, by their names in the module."""
-
-    @property
-    def keeps_graph(self) -> bool:
-        """Whether the forward's graph stays for the backward, rather than being made again there."""
-
-    @property
-    def keeps_attention(self) -> bool:
-        """Whether what attention gave stays for a forward that is made again."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the forward runs uncompiled, with the arguments of the last call."""
-
-    @property
-    def names(self) -> list[str]:
-        """Parameter names, in the order of `leaves`."""
-
-    @property
-    def trained(self) -> list[str]:
-        """Names of the parameters that are trained, in the order of `leaves`."""
-
-    @property
-    def trains(self) -> bool:
-        """Whether any of the parameters is trained; else a backward has gradients of inputs alone."""
-
-    def resumed(self) -> contextlib.AbstractContextManager[None]:
-        """A context for the backward of a graph of the module: the module is as in its forward, but for its weights."""
-
-    def leaves(self, weights: Tensor) -> list[Tensor]:
-        """Views of the unit's parameters in a slot, each an autograd leaf."""
-
-    def run(self, weights: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Run the module's own forward with these weights bound: its own, then those that are lent to it."""
+from megatier.tier import Phase
 
 
 @dataclass(slots=True, kw_only=True)
 class Call:
     """One use of a node in one group."""
 
-    node: Called
+    node: BoundModule
     """The node that is used."""
     arguments: Arguments
     """All that the module was called with, taken apart."""
@@ -122,6 +57,7 @@ class Call:
 
     def cut(self, inputs: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Any]]]:
         """Yield, for each slice, the differentiable inputs as leaves with a gradient, and all flat arguments."""
+        # Leaves, so that the graph of each slice ends here and its gradients can be handed on one by one.
         for index in range(self.num_slices):
             leaves = [
                 claim(self._part(tensor, i, index).detach().requires_grad_(), self.node.module_name)
@@ -208,13 +144,8 @@ class Call:
         """Run the module; returns its outputs and what was captured."""
         # Hugging Face's hooks would append to its own collector, once more in each slice and in each recompute. And a
         # tensor from inside the node has a graph that ends there: it has to be an output of the node.
-        caught: dict[str, list[Tensor]] = {key: [] for key in self.collected}
-        token = collector.set(caught)
-
-        try:
+        with capturing(self.collected) as caught:
             output = self.node.run(weights, args, kwargs)
-        finally:
-            collector.reset(token)
 
         self.captured = [(key, len(value)) for key, value in caught.items() if value]
         outputs, self.outgoing = tree_flatten(output)
@@ -278,57 +209,30 @@ class Call:
         Args:
             results: what the module returns, what was captured, and what it wrote into containers, in this order.
         """
+        assert self.outgoing is not None, "a call is unpacked when it has run"
+        # In the order in which `run` gives them.
+        rest = iter(results)
+        outputs = list(islice(rest, self.outgoing.num_leaves))
+        outer = collector.get()
+        for key, number in self.captured:
+            captured = list(islice(rest, number))
+            if outer is not None:
+                outer[key].extend(captured)
+        tensors = list(rest)
+
         # Taken out: the call lives until the backward, where a recompute notes again what it writes.
         written = self.written
         self.written = None
-        learnt = self.node.stage.learnt
+        is_learning = self.node.stage.is_learning
         if written is not None:
-            results, tensors = _split(results, len(written.places))
-            if learnt is not None:
-                self.node.rows.learn_written(learnt, tensors)
+            if is_learning:
+                self.node.rows.learn_written(tensors)
             elif self.num_slices > 1:
                 self.node.rows.check_joined(written)
             self.arguments.write(written, tensors)
-
-        if learnt is not None:
-            self.node.rows.learn_outputs(learnt, results)
-
-        results, caught = _split(results, sum(number for _, number in self.captured))
-        outer = collector.get()
-        for key, number in self.captured:
-            if outer is not None:
-                outer[key].extend(caught[:number])
-            caught = caught[number:]
-
-        assert self.outgoing is not None, "a call is unpacked when it has run"
-        return tree_unflatten(results, self.outgoing)
-
-
-@contextlib.contextmanager
-def uncaught(module_name: str) -> Iterator[None]:
-    """Inside, a module runs on some tokens, or once more for its backward: nobody may take tensors out of it by hooks.
-
-    Raises:
-        UnsupportedModelError: Hugging Face's hooks have taken some.
-    """
-    asked = [key for key, value in (collector.get() or {}).items() if isinstance(value, list)]
-    if not asked:
-        yield
-        return
-
-    caught: dict[str, list[Tensor]] = {key: [] for key in asked}
-    token = collector.set(caught)
-    try:
-        yield
-    finally:
-        collector.reset(token)
-    if found := sorted(key for key, values in caught.items() if values):
-        raise UnsupportedModelError(f"Hugging Face takes {', '.join(found)} out of {module_name}, past its result")
-
-
-def _split(results: list[Tensor | None], last: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Split off the last so many results."""
-    return results[: len(results) - last], results[len(results) - last :]
+        if is_learning:
+            self.node.rows.learn_outputs(results[: len(results) - len(tensors)])
+        return tree_unflatten(outputs, self.outgoing)
 
 
 def join(parts: list[list[Any]]) -> list[Any]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -25,29 +26,22 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatier.engine.containers import PLAIN, Place, contents_of, empty, fill, is_container
 from megatier.errors import UnsupportedModelError
-
-OF_TORCH = frozenset(vars(nn.Module()))
-"""The attributes that torch itself keeps in a module: parameters, buffers, hooks."""
+from megatier.guards.crossing import OF_TORCH
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """A value that is no container, by its number among the leaves."""
+class _Kind(Enum):
+    """Of what a form is a reference."""
 
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """A leaf that the call was given, in the form of what a forward wrote."""
-
-    index: int
+    LEAF = "a value that is no container"
+    GIVEN = "a leaf that the call was given, in the form of what a forward wrote"
+    CONTAINER = "a container; several others may hold it, and it may hold itself"
 
 
 @dataclass(frozen=True, slots=True)
-class _ContainerRef:
-    """A container, by its number. Several others may hold it, and it may hold itself."""
+class _Ref:
+    """A value, by its number among those of its kind."""
 
+    kind: _Kind
     index: int
 
 
@@ -59,7 +53,7 @@ class _Tuple:
     children: tuple[_Form, ...]
 
 
-_Form = _Leaf | _Given | _ContainerRef | _Tuple
+_Form = _Ref | _Tuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +100,7 @@ class _Walk:
                 return _Tuple(spec, tuple(forms))
 
         # A tensor that is an argument by itself may come twice: then it is two inputs, as for any module.
-        form = _Leaf(len(self.leaves))
+        form = _Ref(_Kind.LEAF, len(self.leaves))
         self.leaves.append(value)
         if is_inside:
             self.inside.append(form.index)
@@ -118,7 +112,7 @@ class _Walk:
     def _take_container(self, value: Any, path: str) -> _Form:  # noqa: ANN401
         """Take a container apart."""
         # Known before its contents are looked at, since it may hold itself.
-        self.known[id(value)] = form = _ContainerRef(len(self.containers))
+        self.known[id(value)] = form = _Ref(_Kind.CONTAINER, len(self.containers))
         contents: dict[Place, _Form] = {}
         maxlen = value.maxlen if isinstance(value, deque) else None
         self.containers.append(_Container(type(value), maxlen, path, contents))
@@ -137,19 +131,21 @@ class Arguments:
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Take the arguments apart, with the containers as they are now."""
         walk = _Walk()
-        self._args = [walk.take(x, f"argument {n}", is_inside=False) for n, x in enumerate(args)]
-        self._kwargs = {name: walk.take(x, name, is_inside=False) for name, x in kwargs.items()}
+        self.args = [walk.take(x, f"argument {n}", is_inside=False) for n, x in enumerate(args)]
+        self.kwargs = {name: walk.take(x, name, is_inside=False) for name, x in kwargs.items()}
+        """The forms of the arguments, and of the named ones."""
         self.leaves: list[Any] = walk.leaves
         """The tensors, and whatever else is no container, in order."""
         self.carried = frozenset(walk.inside)
         """The positions of those leaves that lie in containers."""
-        self._containers = walk.containers
+        self.containers = walk.containers
+        """The containers in these forms."""
         self._outside: tuple[list[Any], list[Any]] | None = (walk.originals, list(walk.leaves))
         """The containers and the leaves that the module was given, until they are written to."""
 
     def copy(self, leaves: Sequence[Any]) -> ContainerCopy:
         """Make the arguments anew from these leaves, with containers of their own."""
-        return ContainerCopy(self._args, self._kwargs, self._containers, leaves, self.carried)
+        return ContainerCopy(self, leaves)
 
     def copy_written(self, memory: Sequence[Tensor]) -> None:
         """Put copies in place of what a forward wrote into the very containers that lies in memory which leaves."""
@@ -210,39 +206,23 @@ class Written:
 class ContainerCopy:
     """Copies of the containers of a call, and its arguments with them, for one run of a forward."""
 
-    def __init__(
-        self,
-        args: Sequence[_Form],
-        kwargs: Mapping[str, _Form],
-        containers: Sequence[_Container],
-        leaves: Sequence[Any],
-        carried: frozenset[int],
-    ) -> None:
-        """Put the arguments together.
-
-        Args:
-            args: the forms of the arguments.
-            kwargs: the forms of the named arguments.
-            containers: the containers in these forms.
-            leaves: the leaves in these forms.
-            carried: the positions of leaves that lie in containers.
-        """
-        self._containers = containers
+    def __init__(self, arguments: Arguments, leaves: Sequence[Any]) -> None:
+        """Put the arguments together, with these leaves."""
+        self._containers = arguments.containers
         self._leaves = leaves
-        self._carried = carried
 
         # All of them are there before any is filled, since they may hold each other.
-        self._held = [empty(container.kind, container.maxlen) for container in containers]
-        made = _Maker(leaves, self._held, ())
-        self._before = [made.contents(container.contents) for container in containers]
+        self._held = [empty(container.kind, container.maxlen) for container in self._containers]
+        made = _Maker(leaves, self._held)
+        self._before = [made.contents(container.contents) for container in self._containers]
         for container, contents in zip(self._held, self._before, strict=True):
             fill(container, contents)
 
-        self.args = [made.value(form) for form in args]
+        self.args = [made.value(form) for form in arguments.args]
         """The arguments for the forward."""
-        self.kwargs = {name: made.value(form) for name, form in kwargs.items()}
+        self.kwargs = {name: made.value(form) for name, form in arguments.kwargs.items()}
         """The named arguments for the forward."""
-        self._versions = {i: x._version for i, x in self._tensors() if i in carried}
+        self._versions = {i: x._version for i, x in self._tensors() if i in arguments.carried}
         self._required = [i for i, x in self._tensors() if x.requires_grad]
 
     def written(self, module_name: str) -> tuple[Written, list[Tensor]]:
@@ -254,10 +234,10 @@ class ContainerCopy:
         self._check_in_place(module_name)
 
         # Containers and tensors that the call was given are known: what was written refers to them by number.
-        walk = _Walk(known={id(held): _ContainerRef(index) for index, held in enumerate(self._held)})
+        walk = _Walk(known={id(held): _Ref(_Kind.CONTAINER, index) for index, held in enumerate(self._held)})
         walk.containers = list(self._containers)
         count = len(self._containers)
-        walk.known |= {id(x): _Given(i) for i, x in self._tensors()}
+        walk.known |= {id(x): _Ref(_Kind.GIVEN, i) for i, x in self._tensors()}
 
         now = [contents_of(held) for held in self._held]
         changed: dict[int, dict[Place, _Form]] = {}
@@ -316,7 +296,7 @@ def copy_inside(values: Sequence[Any], memory: Sequence[Tensor]) -> bool:
     if all(new is old for new, old in zip(leaves, walk.leaves, strict=True)):
         return False
 
-    made = _Maker(leaves, walk.originals, ())
+    made = _Maker(leaves, walk.originals)
     for original, container in zip(walk.originals, walk.containers, strict=True):
         before, after = contents_of(original), made.contents(container.contents)
         if any(after[place] is not before[place] for place in before):
@@ -362,27 +342,18 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
 
 
-@dataclass(frozen=True, slots=True)
 class _Maker:
     """Puts values together from their forms."""
 
-    leaves: Sequence[Any]
-    held: Sequence[Any]
-    """The containers."""
-    given: Sequence[Any]
-    """The leaves of the call, in forms of what a forward wrote."""
+    def __init__(self, leaves: Sequence[Any], containers: Sequence[Any], given: Sequence[Any] = ()) -> None:
+        """Take the values of each kind; those of leaves that a call was given are in what a forward wrote alone."""
+        self._values = {_Kind.LEAF: leaves, _Kind.CONTAINER: containers, _Kind.GIVEN: given}
 
     def value(self, form: _Form) -> Any:  # noqa: ANN401
         """The value of a form."""
-        match form:
-            case _Leaf(index):
-                return self.leaves[index]
-            case _Given(index):
-                return self.given[index]
-            case _ContainerRef(index):
-                return self.held[index]
-            case _Tuple(spec, children):
-                return tree_unflatten([self.value(child) for child in children], spec)
+        if isinstance(form, _Ref):
+            return self._values[form.kind][form.index]
+        return tree_unflatten([self.value(child) for child in form.children], form.spec)
 
     def contents(self, forms: Mapping[Place, _Form]) -> dict[Place, Any]:
         """The values in the places of a container."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from enum import Enum
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 
 from torch import nn
 from transformers import PretrainedConfig
+
+from megatier.guards.held_parts import slots_of
 
 Place = tuple[str, Hashable]
 """A place in a container: an item by its key or number, or a field by its name."""
@@ -23,8 +26,6 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, nn.Modul
 """Kinds of values that are handed on as they are."""
 BASES: tuple[type, ...] = (OrderedDict, defaultdict, dict, deque, list, SimpleNamespace)
 """Kinds of containers, each before those that it is a kind of."""
-_bases: dict[type, type | None] = {}
-"""The base of each kind that was asked for so far."""
 
 
 def is_container(kind: type) -> bool:
@@ -32,15 +33,13 @@ def is_container(kind: type) -> bool:
     return _base(kind) is not None
 
 
-def _base(kind: type) -> type | None:
-    """The base whose `__new__` makes an empty container of this kind; None if the kind is no container."""
-    if kind not in _bases:
-        _bases[kind] = _find_base(kind)
-    return _bases[kind]
+@cache
+def _base(kind: Any) -> Any:  # noqa: ANN401 - mypy takes no type for hashable
+    """The base whose `__new__` makes an empty container of this kind; None if the kind is no container.
 
-
-def _find_base(kind: type) -> type | None:
-    """Find the base of a kind: a known kind of container, or object if its contents are fields alone."""
+    It is a known kind of container, or object if the contents of this one are fields alone.
+    """
+    # Remembered, since every call of a module asks for all that it is given.
     if issubclass(kind, PLAIN) or kind.__module__.partition(".")[0] == "torch":
         return None
     for base in BASES:
@@ -49,7 +48,7 @@ def _find_base(kind: type) -> type | None:
 
     # Callables hold state of their own, and so do most objects of Python's library, but for its containers in Python.
     is_called = any("__call__" in owner.__dict__ for owner in kind.__mro__)
-    has_fields = kind.__dictoffset__ or any(True for _ in _slots(kind))
+    has_fields = kind.__dictoffset__ or any(True for _ in slots_of(kind))
     is_python = kind.__module__.partition(".")[0] in sys.stdlib_module_names
     if is_called or not has_fields or (is_python and not issubclass(kind, UserDict | UserList)):
         return None
@@ -63,20 +62,10 @@ def _find_base(kind: type) -> type | None:
     return object
 
 
-def _slots(kind: type) -> Iterator[str]:
-    """The names of the fields that do not lie in `__dict__`."""
-    for owner in kind.__mro__:
-        names = owner.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__"):
-                # Python mangles private names with that of their class.
-                is_private = name.startswith("__") and not name.endswith("__")
-                yield f"_{owner.__name__.lstrip('_')}{name}" if is_private else name
-
-
 def contents_of(container: Any) -> dict[Place, Any]:  # noqa: ANN401
     """All that a container holds, past whatever its class does when it is read."""
-    base = cast("Any", _base(type(container)))
+    kind: Any = type(container)
+    base = _base(kind)
     found: dict[Place, Any] = {}
     if issubclass(base, dict):
         found = {("item", key): base.__getitem__(container, key) for key in base.__iter__(container)}
@@ -86,7 +75,7 @@ def contents_of(container: Any) -> dict[Place, Any]:  # noqa: ANN401
     if base is defaultdict:
         found["field", "default_factory"] = container.default_factory
     found |= {("field", name): value for name, value in getattr(container, "__dict__", {}).items()}
-    names = [name for name in _slots(type(container)) if hasattr(container, name)]
+    names = [name for name in slots_of(kind) if hasattr(container, name)]
     return found | {("field", name): getattr(container, name) for name in names}
 
 
@@ -97,7 +86,7 @@ def empty(kind: type, maxlen: int | None) -> Any:  # noqa: ANN401
         kind: its kind.
         maxlen: the bound of a deque.
     """
-    base = cast("Any", _base(kind))
+    base = _base(kind)
     made = base.__new__(kind)
     if base is deque:
         deque.__init__(made, (), maxlen)
@@ -106,16 +95,17 @@ def empty(kind: type, maxlen: int | None) -> Any:  # noqa: ANN401
 
 def fill(container: Any, contents: Mapping[Place, Any]) -> None:  # noqa: ANN401
     """Make a container hold this and nothing else, past whatever its class does when it is written to."""
-    base = cast("Any", _base(type(container)))
+    kind: Any = type(container)
+    base = _base(kind)
     if issubclass(base, dict | list | deque):
         base.clear(container)
     getattr(container, "__dict__", {}).clear()
-    for name in _slots(type(container)):
+    for name in slots_of(kind):
         if hasattr(container, name):
             object.__delattr__(container, name)
 
-    for (kind, key), value in contents.items():
-        if kind == "field":
+    for (place, key), value in contents.items():
+        if place == "field":
             object.__setattr__(container, cast("str", key), value)
         elif issubclass(base, dict):
             base.__setitem__(container, key, value)

@@ -16,47 +16,28 @@ import transformers
 from torch import Tensor, nn
 
 from megatier.engine.node import Node
-from megatier.engine.stage import Stage
 from megatier.errors import UnsupportedModelError
+from megatier.exchanged import exchanged
 from megatier.guards.unbound import Guarded
-from megatier.models.decoder import Binding
-from megatier.tier import Activations
 
 
 class ExpertsNode(Node):
     """A node for a range of the experts of a fused module. `join` makes one forward of all ranges."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        unit: str,
-        module: nn.Module,
-        bindings: Sequence[Binding],
-        experts: tuple[int, int],
-        *,
-        activations: Activations,
-        tiled: Sequence[str] = (),
-    ) -> None:
-        """Leave the module's forward as it is, for `join`.
+    def _install(self) -> None:
+        """Leave the module's forward as it is, for `join`, since this module has several nodes.
 
         Raises:
             UnsupportedModelError: the module does not know of experts that are elsewhere.
         """
-        check_knows_of_others(module)
-
-        # A node replaces the forward of its module, and this module has several nodes.
-        forward = module.forward
-        super().__init__(stage, unit, unit, module, bindings, activations=activations, tiled=tiled)
-        module.forward = forward
-        self._experts = experts
+        check_knows_of_others(self.module)
         guard(self)
 
     def run(self, weights: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Compute what these experts add, [tokens, hidden], from (hidden states, indices, weights) of all experts."""
         hidden, index, shares = args
-        start, stop = self._experts
-        local = torch.where((index >= start) & (index < stop), index - start, stop - start)
-        with self._alone():
+        with self._alone() as (start, stop):
+            local = torch.where((index >= start) & (index < stop), index - start, stop - start)
             return super().run(weights, (hidden, local, shares), kwargs)
 
     @contextlib.contextmanager
@@ -66,19 +47,15 @@ class ExpertsNode(Node):
             yield
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Inside, the module has these experts only, and is told that others are elsewhere."""
-        start, stop = self._experts
+    def _alone(self) -> Iterator[tuple[int, int]]:
+        """Inside, the module has these experts only, and is told that others are elsewhere; yields their range."""
+        assert self.experts is not None
+        start, stop = self.experts
         settings = {"num_experts": stop - start, "_is_expert_parallel": True}
-        before = {name: getattr(self.module, name) for name in settings if hasattr(self.module, name)}
-        for name in before:
-            setattr(self.module, name, settings[name])
-
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(self.module, name, value)
+        # Older versions of transformers have not both of them, and a name that nobody reads is not left in a module.
+        known = {name: value for name, value in settings.items() if hasattr(self.module, name)}
+        with exchanged(vars(self.module), **known):
+            yield start, stop
 
 
 def guard(node: Node) -> None:

@@ -18,8 +18,9 @@ Threads: all of it is called by the thread that computes (autograd's, in a backw
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Protocol
 
@@ -65,6 +66,25 @@ class Measure(Protocol):
         """Note the sums of squares of a final gradient, which is flat and in the dtype of the unit's weights."""
 
 
+@dataclass(slots=True)
+class _Gathered:
+    """What a unit's gradient of the present group is made of."""
+
+    summands: int = 0
+    """The number of its summands: a slice of a use each."""
+    added: int = 0
+    """The number of these that have come."""
+    left: int = 0
+    """The number of uses whose backward has not come."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """By parameter and flat: the only summand so far, which is autograd's and must not be changed, or the sum of
+    several in fp32. The last summand does not come here."""
+    owned: set[str] = field(default_factory=set)
+    """The parameters that have a sum of several."""
+    buffer: Tensor | None = None
+    """The sink's buffer, once the gradient is in it."""
+
+
 class Gradients:
     """Collects the gradients of one step."""
 
@@ -93,8 +113,6 @@ class Gradients:
         self._norm = norm
         self._groups = groups
         self._is_shared = is_shared
-        self._gaps = {name: _gaps(layout) for name, layout in layouts.items()}
-        """The padding of each unit."""
         self.group = 0
         """The present group."""
         self.forward = 0
@@ -108,24 +126,13 @@ class Gradients:
         self._task = -1
         """Autograd's number of the last such backward."""
 
-        self._summands: Counter[str] = Counter()
-        """The number of summands that each unit's gradient of this group has: a slice of a use each."""
-        self._added: Counter[str] = Counter()
-        """The number of these summands that have come."""
-        self._left: Counter[str] = Counter()
-        """The number of uses of each unit whose backward has not come."""
-        self._firsts: dict[str, dict[str, Tensor]] = {}
-        """For each unit, by parameter and flat: the only summand so far. It is autograd's and must not be changed."""
-        self._sums: dict[str, dict[str, Tensor]] = {}
-        """For each unit, by parameter and flat, in fp32: the sum of several so far. A unit's last summand comes neither
-        here nor to the firsts."""
+        self._gathered = defaultdict[str, _Gathered](_Gathered)
+        """What has come of each unit in this group, in the order of their first uses."""
         self._present: dict[str, set[str]] = {}
         """For each unit: its parameters that have a gradient in this step."""
         self._known: dict[str, set[str]] = {}
         """For each unit: those that had one in some step."""
         self._has_warned = False
-        self._buffers: dict[str, Tensor] = {}
-        """The buffers of gradients that are not handed over yet."""
         self._shipped: Counter[str] = Counter()
         """The number of groups of this step that each unit has handed over."""
         self._is_watched = False
@@ -146,19 +153,11 @@ class Gradients:
             self._shipped.clear()
             self._present.clear()
 
-        self._clear()
-
-    def _clear(self) -> None:
-        """Let go of all that the group has gathered."""
-        for counts in (self._summands, self._added, self._left):
-            counts.clear()
-        self._firsts.clear()
-        self._sums.clear()
-        self._buffers.clear()
+        self._gathered.clear()
 
     def drop(self) -> None:
         """Let go of a step that is given up. No backward can come to its forwards any more."""
-        self._clear()
+        self._gathered.clear()
         self._spent.clear()
         self._is_watched = False
         self._is_over = False
@@ -182,7 +181,7 @@ class Gradients:
         """Whether a forward use of this group may still have its backward, or the backward did not come to its end."""
         # Gradients of inputs are no gradient of the group.
         waits = self._is_watched or bool(self._spent)
-        return waits > self._is_over or any(self._left.values())
+        return waits > self._is_over or any(own.left for own in self._gathered.values())
 
     @property
     def is_in_backward(self) -> bool:
@@ -201,13 +200,15 @@ class Gradients:
 
     def expect(self, unit: str, num_slices: int) -> None:
         """Note a use in a forward, whose backward will follow in so many slices."""
-        self._summands[unit] += num_slices
-        self._left[unit] += 1
+        own = self._gathered[unit]
+        own.summands += num_slices
+        own.left += 1
 
     def forgo(self, unit: str, num_slices: int) -> None:
         """Note that no backward that trains will come to such a use any more."""
-        self._summands[unit] -= num_slices
-        self._left[unit] -= 1
+        own = self._gathered[unit]
+        own.summands -= num_slices
+        own.left -= 1
 
     def watch_backward(self, forward: int) -> None:
         """Note that this group's backward has come to a forward. Call it inside: the group is over when that is.
@@ -293,9 +294,9 @@ class Gradients:
             )
 
         # No output of some uses led to the loss, so no backward came to them. Others of the unit made a gradient.
-        for unit in [unit for unit, left in self._left.items() if left and self._added[unit]]:
+        for unit in [unit for unit, own in self._gathered.items() if own.left and own.added]:
             self._ship(unit)
-        self._left.clear()
+        self._gathered.clear()
 
         # A unit that the last groups left out: its update waits for a gradient of every group. If ranks share it, the
         # sink knows what was left out.
@@ -308,34 +309,38 @@ class Gradients:
     def add(self, unit: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
         """Add the gradients of one slice of one use, by parameter name. Those that are not named are zero."""
         grads = {name: grad.reshape(-1) for name, grad in parts if grad is not None}
-        self._added[unit] += 1
-        if self._added[unit] == self._summands[unit]:
+        own = self._gathered[unit]
+        own.added += 1
+        if own.added == own.summands:
             self._write(unit, grads)
             return
 
-        firsts = self._firsts.setdefault(unit, {})
-        sums = self._sums.setdefault(unit, {})
-
         for name, grad in grads.items():
-            if name in sums:
-                sums[name].add_(grad)
-            elif name in firsts:
-                sums[name] = firsts.pop(name).to(torch.float32, copy=True).add_(grad)
+            if name in own.owned:
+                own.sums[name].add_(grad)
+            elif name in own.sums:
+                own.sums[name] = own.sums[name].to(torch.float32, copy=True).add_(grad)
+                own.owned.add(name)
             else:
-                firsts[name] = grad
+                own.sums[name] = grad
 
     def close(self, unit: str) -> None:
         """Note that the backward of a use is over. After the last one, the group's gradient is handed over."""
-        self._left[unit] -= 1
-        if not self._left[unit]:
+        own = self._gathered[unit]
+        own.left -= 1
+        if not own.left:
             self._ship(unit)
 
     def _ship(self, unit: str) -> None:
         """Hand a unit's gradient of this group over."""
-        # Summands were expected that did not come, so nothing has been written yet.
-        if unit not in self._buffers:
-            self._write(unit, {})
-        self._send(unit, self.group)
+        own = self._gathered[unit]
+        buffer = own.buffer
+
+        # If summands were expected that did not come, nothing has been written yet.
+        if buffer is None:
+            buffer = self._write(unit, {})
+        own.buffer = None
+        self._send(unit, self.group, buffer)
 
     def _catch_up(self, unit: str, group: int) -> None:
         """Hand over a gradient of zero for each group before this one that left the unit out."""
@@ -343,14 +348,16 @@ class Gradients:
             buffer = self._take(unit)
             if not self._adds(unit, missing):
                 buffer.zero_()
-            self._send(unit, missing)
+            self._send(unit, missing, buffer)
 
-    def _write(self, unit: str, grads: Mapping[str, Tensor]) -> None:
-        """Write the last summand and the sum of the others into the sink's buffer, rounded once."""
+    def _write(self, unit: str, grads: Mapping[str, Tensor]) -> Tensor:
+        """Write the last summand and the sum of the others into the sink's buffer, rounded once; returns the buffer."""
         if not self._is_shared:
             self._catch_up(unit, self.group)
-        before = {**self._firsts.pop(unit, {}), **self._sums.pop(unit, {})}
-
+        own = self._gathered[unit]
+        before = own.sums
+        # Not held any longer than the buffer takes to be written: they are as large as the weights.
+        own.sums = {}
         self._present.setdefault(unit, set()).update(before, grads)
 
         # A single summand is as autograd made it. A sum of several is not rounded before all groups are in it.
@@ -359,10 +366,14 @@ class Gradients:
         adds = self._adds(unit, self.group)
 
         # AdamW updates padding like any element, so it must not see what the slot held before.
-        zeroed = [] if adds else [buffer[start:stop] for start, stop in self._gaps[unit]]
+        layout = self._layouts[unit]
+        ends = [0, *(tensor.stop for tensor in layout.tensors)]
+        starts = [*(tensor.start for tensor in layout.tensors), layout.num_elements]
+        gaps = zip(ends, starts, strict=True)
+        zeroed = [] if adds else [buffer[end:start] for end, start in gaps if start > end]
         copied: list[tuple[Tensor, Tensor]] = []
 
-        for tensor in self._layouts[unit].tensors:
+        for tensor in layout.tensors:
             piece = buffer[tensor.start : tensor.stop]
             summands = [found[tensor.name] for found in (before, grads) if tensor.name in found]
             # Else a sum of two in bf16 would be rounded before it is written.
@@ -385,22 +396,21 @@ class Gradients:
             torch._foreach_copy_([piece for piece, _ in copied], [summand for _, summand in copied])
         if zeroed:
             torch._foreach_zero_(zeroed)
+        own.buffer = buffer
+        return buffer
 
     def _take(self, unit: str, *, fits: bool = False) -> Tensor:
         """Ask the sink for a buffer, and see it as numbers."""
         is_summand = (self._groups > 1 or self._is_shared) and not fits
-        buffer = self._sink.take_grad(unit, fits=fits).view(torch.float32 if is_summand else self._dtypes[unit])
-        self._buffers[unit] = buffer
-        return buffer
+        return self._sink.take_grad(unit, fits=fits).view(torch.float32 if is_summand else self._dtypes[unit])
 
     def _adds(self, unit: str, group: int) -> bool:
         """Whether the buffer holds the sum of the groups before."""
         return group > 0 and self._sink.sums_here(unit)
 
-    def _send(self, unit: str, group: int) -> None:
+    def _send(self, unit: str, group: int, buffer: Tensor) -> None:
         """Hand the buffer over to the sink."""
         last = group == self._groups - 1
-        buffer = self._buffers.pop(unit)
 
         # A gradient that is final here is measured here. Sums that are taken in RAM are rounded and measured there.
         is_alone = self._groups == 1 and not self._is_shared
@@ -424,16 +434,3 @@ class Gradients:
             self._has_warned = True
             warnings.warn(WITHOUT.format(min(absent)), stacklevel=2)
         known |= present
-
-
-def _gaps(layout: Layout) -> list[tuple[int, int]]:
-    """The padding between and after the tensors of a layout, as runs of elements."""
-    gaps = []
-    offset = 0
-
-    for tensor in layout.tensors:
-        if tensor.start > offset:
-            gaps.append((offset, tensor.start))
-        offset = tensor.stop
-
-    return [*gaps, (offset, layout.num_elements)] if offset < layout.num_elements else gaps

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 import transformers
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatier.errors import UnsupportedModelError
+from megatier.exchanged import exchanged
 from megatier.foreign import reading
 from megatier.models.decoder import Unit, decoder_layers, is_adapter
 from megatier.models.model_class import is_classifier
@@ -160,16 +161,9 @@ def without_softcap(model: PreTrainedModel) -> Iterator[float | None]:
     cap = getattr(text, CAP, None)
 
     # Written past the config, since some configs are strict dataclasses that refuse None.
-    holders = [config.__dict__ for config in (text, model.config) if cap and config.__dict__.get(CAP)]
-    before = [holder[CAP] for holder in holders]
-    for holder in holders:
-        holder[CAP] = None
-
-    try:
+    without = {CAP: None} if cap else {}
+    with exchanged(vars(text), **without), exchanged(vars(model.config), **without):
         yield cap or None
-    finally:
-        for holder, value in zip(holders, before, strict=True):
-            holder[CAP] = value
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -191,9 +185,7 @@ class _Passage:
     """The tensors that went from the head to the loss function in one forward: logits, or hidden states instead."""
 
     given: list[Tensor] = field(default_factory=list)
-    """What each call of the head gave."""
-    sources: list[Tensor] = field(default_factory=list)
-    """The same, as leaves that autograd finds."""
+    """What each call of the head gave, as leaves that autograd finds."""
     arrived: list[Tensor] = field(default_factory=list)
     """What came to each call of the loss function."""
     ignored: set[int] = field(default_factory=set)
@@ -205,12 +197,11 @@ class _Passage:
         shape = (*hidden.shape[:-1], width)
         numbers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         sizes = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
-        logits = numbers * 10 ** (5 * sizes - 2)
+        logits = (numbers * 10 ** (5 * sizes - 2)).requires_grad_()
         self.given.append(logits)
-        self.sources.append(logits.clone().requires_grad_())
 
         # The forward may change what it is given in place, which a leaf refuses.
-        return self.sources[-1] * 1.0
+        return logits * 1.0
 
     def loss(self, logits: Tensor, *_: object, ignore_index: int = IGNORED, **__: object) -> Tensor:
         """Stand in for the loss function: note what came. The loss does not depend on it; what the forward adds may."""
@@ -241,7 +232,7 @@ class _Passage:
             raise UnsupportedModelError(f"{name} hands only the logits of some tokens to the loss.")
 
         if torch.is_tensor(loss) and loss.requires_grad:
-            found = torch.autograd.grad(loss, self.sources, allow_unused=True)
+            found = torch.autograd.grad(loss, self.given, allow_unused=True)
             if any(grad is not None for grad in found):
                 raise UnsupportedModelError(f"{name} adds a loss of the logits to the loss function's.")
 
@@ -260,10 +251,10 @@ def _ask(model: PreTrainedModel, head: nn.Module, in_features: int, width: int) 
             reading(f"the forward of {name} cannot be asked without its decoder", UnsupportedModelError),
             torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
-            _calling(_body(model, head), lambda *_, **__: _Outputs((hidden,))),
+            exchanged(vars(_body(model, head)), forward=lambda *_, **__: _Outputs((hidden,))),
             # Some forwards call it outside of the body.
-            _calling(model.get_input_embeddings(), lambda *_, **__: hidden),
-            _calling(head, lambda x: passage.head(x, width)),
+            exchanged(vars(model.get_input_embeddings()), forward=lambda *_, **__: hidden),
+            exchanged(vars(head), forward=lambda x: passage.head(x, width)),
         ):
             # Past the model's own hooks, which note what they see, and run after the loss or change no logits.
             loss = model.forward(input_ids=ids, labels=ids, use_cache=False).loss
@@ -273,7 +264,7 @@ def _ask(model: PreTrainedModel, head: nn.Module, in_features: int, width: int) 
             raise
 
     passage.check(name, loss)
-    given = passage.given[0]
+    given = passage.given[0].detach()
     arrived = passage.arrived[0]
     return given.double().flatten(0, -2), arrived.double().reshape(-1, given.shape[-1])
 
@@ -286,20 +277,6 @@ def _body(model: PreTrainedModel, head: nn.Module) -> nn.Module:
         module = next(child for child in module.children() if any(inside is layers for inside in child.modules()))
         if not any(inside is head for inside in module.modules()):
             return module
-
-
-@contextmanager
-def _calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, the module's forward is another."""
-    before = module.__dict__.get("forward")
-    module.forward = forward
-
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:

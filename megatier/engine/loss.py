@@ -69,11 +69,13 @@ class FusedLoss:
         self.stage = head.stage
         """What all nodes of the model share."""
         self._model = model
-        self._head = head
+        self.head = head
+        """The node of the output embedding."""
         self._chunk = chunk
         product = product_of(head.module)
         assert product is not None
-        self._names = {leaf: tensor.name for own, leaf, tensor in head.bindings if own is product._parameters}
+        self.names = {leaf: tensor.name for own, leaf, tensor in head.bindings if own is product._parameters}
+        """The names of the head's parameters, by those that its module has for them."""
         self._vocab_size = product.out_features
         self._function: Callable[..., Tensor] = model.loss_function
         """The loss function that this one computes."""
@@ -145,25 +147,27 @@ class FusedLoss:
 
         # Some models (Mamba) cast logits to fp32. The products are in the head's own dtype all the same.
         hidden = logits.reshape(-1, logits.shape[-1])
-        hidden = hidden.to(product_dtype(hidden.device, self._head.dtype))
+        hidden = hidden.to(product_dtype(hidden.device, self.head.dtype))
 
         # Never read by the host, which would wait for the device and for every copy before it.
         counted = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         if torch.is_tensor(counted):
-            counted = _scalar(counted).to(hidden.device)
+            if counted.dim():
+                raise StreamedModelError(
+                    f"num_items_in_batch has the shape {tuple(counted.shape)}; the loss that is fused with the head "
+                    f"takes one number. Give it as such, or {UNFUSED}."
+                )
+            counted = counted.to(hidden.device)
         count = torch.zeros((), dtype=torch.float64, device=hidden.device) + counted
 
-        stage = self.stage
         if not torch.is_grad_enabled():
-            use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
-            loss = self._forward(hidden, self._weights(use.bytes, hidden.dtype), targets, count, None)
-            use.leave()
-            return loss
+            return self.run(hidden, targets, count, None)
 
         # Announced before autograd knows of the loss, as in a call of a node.
-        if self._head.trains:
-            stage.gradients.expect(self._head.unit, 1)
-        result: Tensor = _LossFunction.apply(self, hidden, stage.anchor, targets, count)  # type: ignore[no-untyped-call]
+        gradients = self.stage.gradients
+        if self.head.trained:
+            gradients.expect(self.head.unit, 1)
+        result: Tensor = _LossFunction.apply(self, hidden, self.stage.anchor, targets, count)  # type: ignore[no-untyped-call]
         return result
 
     def begin_step(self) -> None:
@@ -195,7 +199,7 @@ class FusedLoss:
 
     def _check_model(self) -> None:
         """Check that the model has the head and the loss function that were fused."""
-        head = self._head.module
+        head = self.head.module
         if self._model.loss_function is not self._function:
             raise _changed(f"its loss function is now {name_of(self._model.loss_function)}")
         if self._model.get_output_embeddings() is not head or vars(head).get("forward") != self._pass_on:
@@ -240,77 +244,57 @@ class FusedLoss:
             self._labels.append((given, targets))
         return targets
 
-    def run(self, hidden: Tensor, targets: Tensor, count: Tensor, *, passes: bool) -> tuple[Tensor, _Grads]:
-        """Compute the loss, an fp32 scalar, and its gradients.
+    def run(self, hidden: Tensor, targets: Tensor, count: Tensor, grads: _Grads | None) -> Tensor:
+        """Compute the loss, an fp32 scalar, chunk by chunk.
 
         Args:
             hidden: hidden states [tokens, H].
             targets: [tokens].
             count: tokens that the step counts.
-            passes: a gradient of the hidden states is wanted as well as those of the head's weights.
+            grads: takes the gradients; None: they are not wanted.
         """
         stage = self.stage
-        use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
+        use = stage.source.enter(self.head.unit, Phase.FORWARD, stage.gradients.group)
         weights = self._weights(use.bytes, hidden.dtype)
-        grads = _Grads(torch.empty_like(hidden) if passes else None)
-        for leaf, tensor in weights.items():
-            if self._head.is_trained[self._names[leaf]]:
-                grads.of_head[leaf] = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
+        if grads is not None:
+            grads.begin({leaf: weight for leaf, weight in weights.items() if self.head.is_trained[self.names[leaf]]})
 
-        loss = self._forward(hidden, weights, targets, count, grads)
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        scale = count.reciprocal().float()
+
+        # All dtypes are chosen by now. Autocast knows some of these operations only, so it would mix them.
+        with stage.arithmetic(), torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, hidden.shape[0], self._chunk):
+                rows = slice(start, start + self._chunk)
+                loss += self._chunk_loss(rows, hidden, weights, targets, scale, grads)
+        loss = loss / count.float()
         use.leave()
-        return loss, grads
-
-    def deliver(self, grads: Mapping[str, Tensor]) -> None:
-        """Hand the head's gradients over, by the names that its module has for them."""
-        gradients = self.stage.gradients
-        gradients.add(self._head.unit, [(self._names[leaf], grad) for leaf, grad in grads.items()])
-        gradients.close(self._head.unit)
-
-    def forgo(self) -> None:
-        """Say that the head's gradients are never handed over."""
-        self.stage.gradients.forgo(self._head.unit, 1)
+        return loss
 
     def _weights(self, plane: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """The head's weight [V, H] and, if it has one, bias [V]; under autocast these are copies."""
-        by_name = dict(zip(self._head.names, self._head.leaves(plane), strict=True))
-        return {leaf: by_name[name].detach().to(dtype) for leaf, name in self._names.items()}
+        by_name = dict(zip(self.head.names, self.head.leaves(plane), strict=True))
+        return {leaf: by_name[name].detach().to(dtype) for leaf, name in self.names.items()}
 
-    def _forward(
-        self, hidden: Tensor, weights: Mapping[str, Tensor], targets: Tensor, count: Tensor, grads: _Grads | None
-    ) -> Tensor:
-        """Compute the loss chunk by chunk, and the gradients if they are wanted."""
-        loss = hidden.new_zeros((), dtype=torch.float32)
-        scale = count.reciprocal().float()
-        weight = weights["weight"]
-        bias = weights.get("bias")
-
-        # All dtypes are chosen by now. Autocast knows some of these operations only, so it would mix them.
-        with self.stage.arithmetic(), torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], self._chunk):
-                rows = slice(start, start + self._chunk)
-                loss += self._part(rows, hidden, weight, bias, targets, scale, grads)
-
-        return loss / count.float()
-
-    def _part(
+    def _chunk_loss(
         self,
         rows: slice,
         hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        weights: Mapping[str, Tensor],
         targets: Tensor,
         scale: Tensor,
         grads: _Grads | None,
     ) -> Tensor:
-        """Compute the part of one chunk's rows. Its logits and slopes are gone before those of the next chunk come."""
+        """Compute the loss of one chunk's rows. Its logits and slopes are gone before those of the next chunk come."""
+        weight = weights["weight"]
+        bias = weights.get("bias")
         logits = hidden[rows] @ weight.t() if bias is None else torch.addmm(bias, hidden[rows], weight.t())
         if grads is None:
             return cross_entropy(logits, targets[rows], self._cap)
 
-        part, slope = self._slopes(logits, targets[rows], self._cap, scale)
+        loss, slope = self._slopes(logits, targets[rows], self._cap, scale)
         grads.add(rows, slope, hidden, weight)
-        return part
+        return loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +304,13 @@ class _Grads:
     hidden: Tensor | None
     """The gradient of the hidden states, [tokens, H] in their dtype; None if nobody wants it."""
     of_head: dict[str, Tensor] = field(default_factory=dict)
-    """The gradients of the head's parameters that are trained, in fp32."""
+    """The gradients of the head's parameters that are trained, by the names that its module has for them, in fp32."""
+
+    def begin(self, trained: Mapping[str, Tensor]) -> None:
+        """Begin with zeros for these parameters of the head."""
+        # In fp32, since bf16 would round the sum after each chunk.
+        for leaf, weight in trained.items():
+            self.of_head[leaf] = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
     def add(self, rows: slice, slope: Tensor, hidden: Tensor, weight: Tensor) -> None:
         """Add the part of one chunk's rows, from the slope of their logits, [chunk, V]."""
@@ -386,11 +376,10 @@ class _LossFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, fused: FusedLoss, hidden: Tensor, anchor: Tensor, targets: Tensor, count: Tensor) -> Tensor:  # noqa: ANN401
-        loss, grads = fused.run(hidden.detach(), targets, count, passes=ctx.needs_input_grad[1])
         ctx.fused = fused
-        ctx.grads = grads
+        ctx.grads = _Grads(torch.empty_like(hidden) if ctx.needs_input_grad[1] else None)
         ctx.number = fused.stage.gradients.forward
-        return loss
+        return fused.run(hidden.detach(), targets, count, ctx.grads)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
@@ -403,10 +392,13 @@ class _LossFunction(torch.autograd.Function):
             return None, None if grads.hidden is None else grads.hidden * grad, None, None, None
 
         ctx.grads = None
+        gradients = fused.stage.gradients
+        unit = fused.head.unit
         if grads.of_head and purpose.trains:
-            fused.deliver({leaf: found.mul_(grad) for leaf, found in grads.of_head.items()})
+            gradients.add(unit, [(fused.names[leaf], found.mul_(grad)) for leaf, found in grads.of_head.items()])
+            gradients.close(unit)
         elif grads.of_head:
-            fused.forgo()
+            gradients.forgo(unit, 1)
         return None, None if grads.hidden is None else grads.hidden.mul_(grad), None, None, None
 
 
@@ -415,20 +407,6 @@ def _more_arguments() -> frozenset[str]:
     parts = (loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy)
     named = {name for part in parts for name, one in inspect.signature(part).parameters.items() if one.kind in NAMED}
     return frozenset(named - {"source", "target", *inspect.signature(FusedLoss.__call__).parameters})
-
-
-def _scalar(count: Tensor) -> Tensor:
-    """A number of tokens without a dimension.
-
-    Raises:
-        StreamedModelError: it is several numbers.
-    """
-    if count.dim():
-        raise StreamedModelError(
-            f"num_items_in_batch has the shape {tuple(count.shape)}; the loss that is fused with the head takes one "
-            f"number. Give it as such, or {UNFUSED}."
-        )
-    return count
 
 
 def _changed(what: str) -> StreamedModelError:

@@ -40,13 +40,9 @@ def _attribute(owner: Any, path: str) -> _Setting:  # noqa: ANN401 - torch's mod
 
 
 def _precision(backend: str, kind: str) -> _Setting:
-    return _Setting(f"fp32_precision of {backend} {kind}", partial(_precision_of, backend, kind), None)
-
-
-def _precision_of(backend: str, kind: str) -> str:
     # torch's older getters refuse to answer once somebody has used the newer setters.
-    precision: str = torch._C._get_fp32_precision_getter(backend, kind)
-    return precision
+    get = partial(torch._C._get_fp32_precision_getter, backend, kind)
+    return _Setting(f"fp32_precision of {backend} {kind}", get, None)
 
 
 def _reductions(kind: str) -> _Setting:
@@ -114,7 +110,7 @@ def settings_now(device: torch.device) -> dict[str, str]:
 class Replay:
     """What stood around a forward: random state, autocast, settings, modes, and which modules train."""
 
-    def __init__(self, device: torch.device, module: nn.Module | None = None) -> None:
+    def __init__(self, device: torch.device, module: nn.Module) -> None:
         """Note it. Call it just before the forward.
 
         Args:
@@ -174,7 +170,6 @@ class Replay:
     def _restore_training(self, stack: contextlib.ExitStack) -> None:
         if self._training == _training(self._module):
             return
-        assert self._module is not None
         modules = list(self._module.modules())
         if len(modules) != len(self._training):
             raise _refused(f"{type(self._module).__name__} has other modules in it than in its forward")
@@ -193,9 +188,9 @@ def _settle_order(device: torch.device) -> None:
     torch._fused_sdp_choice(probe, probe, probe)
 
 
-def _training(module: nn.Module | None) -> list[bool]:
+def _training(module: nn.Module) -> list[bool]:
     """Return for each module of a module whether it trains."""
-    return [] if module is None else [part.training for part in module.modules()]
+    return [part.training for part in module.modules()]
 
 
 def _modes() -> tuple[list[Any], torch.device]:

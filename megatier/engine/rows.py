@@ -26,57 +26,53 @@ class Rows:
         self._module_name = module_name
         self.batched: list[bool | None] | None = None
         """Whether each flat argument is cut (None: it was no tensor while learning); None: not learnt yet."""
+        self._one: dict[str, Shapes] = {}
+        """The shapes that a run with one row takes, returns and writes."""
         self._joins = False
         """Whether all that is written into containers has the batch in front."""
 
-    def learn(self, learnt: dict[str, Shapes], flat: Sequence[Any]) -> None:
+    def learn(self, flat: Sequence[Any]) -> None:
         """Learn from the arguments of a call: the first one has one row, the second one has two.
 
         Args:
-            learnt: the shapes of the first call, by module.
             flat: the arguments.
 
         Raises:
             ConfigError: an argument cannot be cut.
         """
         shapes = _shapes(flat)
-        if self._module_name not in learnt:
-            learnt[self._module_name] = shapes
-            return
-
-        one = learnt[self._module_name]
-        if len(one) != len(shapes) or any(
-            a is not None and b is not None and a[1:] != b[1:] for a, b in zip(one, shapes, strict=True)
-        ):
+        one = self._one.setdefault("takes", shapes)
+        pairs = list(zip(one, shapes, strict=False))
+        if len(one) != len(shapes) or any(a and b and a[1:] != b[1:] for a, b in pairs):
             raise ConfigError(
                 f"train.slices: the arguments of {self._module_name} cannot be cut along the batch; set it to 1."
             )
 
-        self.batched = [None if a is None or b is None else a[0] != b[0] for a, b in zip(one, shapes, strict=True)]
+        self.batched = [None if a is None or b is None else a[0] != b[0] for a, b in pairs]
 
-    def learn_outputs(self, learnt: dict[str, Shapes], outputs: Sequence[Tensor | None]) -> None:
+    def learn_outputs(self, outputs: Sequence[Tensor | None]) -> None:
         """Learn from what such a call returned, and what was captured.
 
         Raises:
             ConfigError: slices of it cannot be joined.
         """
         shapes = [None if x is None else tuple(x.shape) for x in outputs]
-        one = learnt.setdefault(f"what {self._module_name} returns", shapes)
+        one = self._one.setdefault("returns", shapes)
         if one == shapes:
             # A batched argument that the module does not use (BioGPT's mask, for its positions): it runs uncut.
             self.batched = [False] * len(self.batched or ())
             return
 
-        doubled = [None if shape is None else (2 * shape[0], *shape[1:]) if shape else shape for shape in one]
+        doubled = [(2 * shape[0], *shape[1:]) if shape else shape for shape in one]
         if not all(shape and shape == found for shape, found in zip(doubled, shapes, strict=True) if found is not None):
             raise ConfigError(
                 f"train.slices: the outputs of {self._module_name} cannot be joined along the batch; set it to 1."
             )
 
-    def learn_written(self, learnt: dict[str, Shapes], tensors: Sequence[Tensor | None]) -> None:
+    def learn_written(self, tensors: Sequence[Tensor | None]) -> None:
         """Learn from what such a call wrote into containers."""
         shapes = _shapes(tensors)
-        one = learnt.setdefault(f"what {self._module_name} writes", shapes)
+        one = self._one.setdefault("writes", shapes)
         pairs = zip(one, shapes, strict=False)
         self._joins = len(one) == len(shapes) and all(a and b and a[0] != b[0] and a[1:] == b[1:] for a, b in pairs)
 

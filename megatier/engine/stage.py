@@ -68,10 +68,7 @@ class UnitPlayer(Protocol):
 
     @property
     def can_sit_out(self) -> bool:
-        """Whether `sit_out` is possible."""
-
-    def sit_out(self, group: int) -> None:
-        """Leave out what is left of the pass, up to the end of a group, while other ranks go on with it."""
+        """Whether one of several ranks can leave out what is left of the pass, while the others go on with it."""
 
     def defer_updates(self, *, clipped: bool) -> None:
         """Apply all gradients, which are final: each unit is updated before its next use.
@@ -129,8 +126,8 @@ class Stage:
     """Runs one module outside of a forward of the model, as an evaluation with a name; None: that is refused."""
     checks_finite: bool = False
     """Stop at the first unit with a value that is not finite (a diagnosis, not a training mode)."""
-    learnt: dict[str, list[tuple[int, ...] | None]] | None = None
-    """While nodes learn their rows: the shapes of each module's flat arguments in the run with one row."""
+    is_learning: bool = False
+    """Whether nodes learn their rows."""
     model: nn.Module = field(default_factory=nn.Module)
     """The model: messages name the attribute of a module by which a tensor came."""
     end: Step = field(init=False)
@@ -144,8 +141,8 @@ class Stage:
 @contextlib.contextmanager
 def learning(stage: Stage) -> Iterator[None]:
     """Let nodes learn which arguments and outputs are batched. Run the model inside, with one row and then with two."""
-    stage.learnt = {}
+    stage.is_learning = True
     try:
         yield
     finally:
-        stage.learnt = None
+        stage.is_learning = False

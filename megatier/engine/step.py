@@ -9,8 +9,8 @@ stay as they were, bit for bit. Its number counts all the same, for the learning
 
 Whoever runs forward and backward in a loop of their own calls the parts of a step: `begin_step`; for each group
 `begin_group`, forward and backward; `measure`; `finish_step`. A group may have more forwards before its backward: those
-with gradients after `begin_forward`, others inside `aside`. Or `abandon`, at any time; of several ranks `sit_out` and
-`drop_step`.
+with gradients after `begin_forward`, others inside `aside`. Or `abandon`, at any time; of several ranks `sit_out` of
+the player, and `drop_step`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from megatier.compute.compile_clock import CLOCK
 from megatier.compute.seeds import group_seed, seed_generators
 from megatier.engine.head import check_calls_loss_function
 from megatier.engine.stage import UnitPlayer, learning
-from megatier.engine.unit_model import Batch, EngineOptions, UnitModel, num_learnt
+from megatier.engine.unit_model import Batch, UnitModel, num_learnt
 from megatier.errors import GpuMemoryError, NonFiniteError, UnsupportedModelError
 from megatier.guards.documents import check_documents
 from megatier.guards.no_gradient import FirstNorms
 from megatier.guards.token_rows import few_tokens
-from megatier.models.decoder import Unit, check_rows_are_apart
+from megatier.models.decoder import check_rows_are_apart
 from megatier.optim.optimizer import RunOptimizer
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
@@ -65,36 +64,27 @@ class StepResult:
 class Engine:
     """Runs the steps of a model whose weights come unit by unit, with its optimizer."""
 
-    def __init__(
-        self,
-        skeleton: PreTrainedModel,
-        units: Sequence[Unit],
-        player: UnitPlayer,
-        optimizer: RunOptimizer,
-        options: EngineOptions,
-        ranks: Ranks | None = None,
-    ) -> None:
-        """Install nodes on every module that uses a unit; see `UnitModel`.
+    def __init__(self, model: UnitModel, player: UnitPlayer, optimizer: RunOptimizer, crew: Ranks | Alone) -> None:
+        """Begin before the first step.
 
         Args:
-            skeleton: the Hugging Face model, whose parameters lie on meta.
-            units: all of the model's units.
+            model: the model, whose nodes are installed.
             player: plays the timeline; brings weights and takes gradients.
             optimizer: measures gradients, clips, and holds the scalars of the step.
-            options: numeric choices and policies.
-            ranks: the ranks that compute the groups of a step; None: this process computes all of them.
+            crew: the ranks that compute the groups of a step, or the process that computes all of them.
         """
-        self.options = options
+        self.options = model.options
         """Numeric choices and policies."""
-        self.model = UnitModel(skeleton, units, player, optimizer, options, ranks)
+        self.model = model
         """The skeleton with its nodes and its loss."""
+        self.gradients = self.model.stage.gradients
+        """Collects the gradients of the open step, and knows how far its backwards are."""
         self._player = player
         self._optimizer = optimizer
-        self._ranks = ranks
-        self._crew = ranks or Alone()
+        self._crew = crew
         self._knows_documents = False
         """Whether it is known that the model keeps the documents of a row apart."""
-        self._is_learnt = options.slices == 1
+        self._is_learnt = self.options.slices == 1
         """Whether nodes know which of their arguments are cut into slices."""
         self._step = 0
         """The step that was begun last."""
@@ -131,9 +121,10 @@ class Engine:
         raise GpuMemoryError(step, said)
 
     def _train_step(self, step: int, rate: float, groups: Sequence[Batch]) -> StepResult:
+        skeleton = self.model.skeleton
         if len(groups) > 1:
-            check_calls_loss_function(self.model.skeleton, "set train.groups to 1")
-            check_rows_are_apart(self.model.skeleton, "set train.groups to 1")
+            check_calls_loss_function(skeleton, "set train.groups to 1")
+            check_rows_are_apart(skeleton, "set train.groups to 1")
 
         # Before `begin_step`: it runs evaluations, which are passes of their own.
         self._learn(groups[0])
@@ -141,8 +132,8 @@ class Engine:
         few = few_tokens(list(groups[0].values()))
         self.try_tiles(lambda: self.model.loss(dict(zip(groups[0], few, strict=True)), None))
 
-        if not self.model.skeleton.training:  # asked first, since `train` walks over every module
-            self.model.skeleton.train()
+        if not skeleton.training:  # asked first, since `train` walks over every module
+            skeleton.train()
 
         # Each group's loss is divided by what the whole step counts: tokens of unequal groups weigh as in one batch.
         counts = [num_learnt(batch) for batch in groups]
@@ -152,7 +143,7 @@ class Engine:
         divisor = max(1, sum(counts)) if len(groups) > 1 or not sum(counts) else None
 
         # Batches go up before the loads, which are long.
-        own = range(len(groups)) if self._ranks is None else self._ranks.groups_of(len(groups))
+        own = self._crew.groups_of(len(groups))
         batches = [self.model.on_device(groups[index]) for index in own]
         self.begin_step(step, rate)
         losses = [
@@ -183,16 +174,16 @@ class Engine:
         """Say that the forward of a group follows, then its backward: group 0, 1, ..."""
         self._seed_group(group)
         self._player.weights.begin_leg(Leg.FORWARD)
-        self.model.stage.gradients.begin_group(group)
+        self.gradients.begin_group(group)
 
     def begin_forward(self) -> AbstractContextManager[None]:
         """Say that one more forward of the group follows, inside, and then one backward over all of them."""
-        self.model.stage.gradients.begin_forward()
+        self.gradients.begin_forward()
         return self._leg(Leg.FURTHER)
 
     def aside(self) -> AbstractContextManager[None]:
         """Run one forward without gradients inside, in the middle of a step and before a backward."""
-        self.model.stage.gradients.begin_aside()
+        self.gradients.begin_aside()
         return self._leg(Leg.ASIDE)
 
     @contextmanager
@@ -233,8 +224,22 @@ class Engine:
         """
         if self._crew.rank == 0:
             self._first_norms.add(norm)
-        if not (math.isfinite(norm) and math.isfinite(loss)):
-            return self._skip(step, loss, norm, batch)
+        coefficient = 0.0
+        skipped = None
+        if math.isfinite(norm) and math.isfinite(loss):
+            coefficient = self._clip(step, rate, norm)
+        else:
+            skipped = self._skip(step, loss, norm, batch)
+        return StepResult(
+            loss=loss,
+            grad_norm=norm,
+            clip_coefficient=coefficient,
+            skipped=skipped,
+            compile_seconds=CLOCK.seconds - self._clocked,
+        )
+
+    def _clip(self, step: int, rate: float, norm: float) -> float:
+        """Make the updates of a step due; returns the factor by which it is clipped."""
         self._skips = 0
 
         # `clip` makes final what `revise` notes. Only then may updates start, since they read it.
@@ -245,52 +250,23 @@ class Engine:
         # either was wrong.
         if self._optimizer.hyper.deferred:
             self._player.defer_updates(clipped=coefficient != 1.0 or is_revised)
-
-        compiled = CLOCK.seconds - self._clocked
-        return StepResult(loss=loss, grad_norm=norm, clip_coefficient=coefficient, compile_seconds=compiled)
+        return coefficient
 
     def abandon(self) -> None:
         """Leave a step half-way: none of its updates is made."""
         self._player.cancel()
-        self.model.stage.gradients.drop()
+        self.gradients.drop()
 
     @property
     def can_drop(self) -> bool:
         """Whether several ranks can drop the step that is open. The first one is recorded, and has to be whole."""
         return self._optimizer.hyper.deferred and self._player.can_sit_out
 
-    def sit_out(self, group: int) -> None:
-        """Take no part any more in the open step, up to the end of a group, in which the other ranks may go on."""
-        self._player.sit_out(group)
-
     def drop_step(self) -> None:
         """End a step that a rank has sat out, after the last group: none of its updates is made. All ranks call it."""
         self._player.end()
         self._player.drain_gradients()
         self._player.drop_updates()
-
-    def close(self) -> None:
-        """Let go of the tiers' memory. What the model's cycles hold would stay until they are collected."""
-        self.model.close()
-
-    def lent_head(self) -> AbstractContextManager[None]:
-        """Inside, the head's weight is a tensor on the device, for forwards that multiply by it themselves."""
-        return self.model.head().lent()
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether a forward of this group still has all or a part of its backward before it."""
-        return self.model.stage.gradients.is_open
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether the backward of this group has begun, and has not come to its end, or was broken off."""
-        return self.model.stage.gradients.is_in_backward
-
-    @property
-    def takes_aside(self) -> bool:
-        """Whether a forward without gradients may come within the step now: before a backward, and not inside one."""
-        return self.model.stage.gradients.takes_aside
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss per counted token, on the weights of the last whole step. Modules keep their mode.
@@ -305,7 +281,7 @@ class Engine:
         size = self._crew.size
         losses = []
 
-        with torch.no_grad(), self.model.in_eval_mode():
+        with self.model.in_eval_mode():
             for first in range(0, len(counted), size):
                 # A gather takes all ranks. One that has no batch in the last round runs that of another, uncounted.
                 is_own = first + rank < len(counted)
@@ -326,7 +302,7 @@ class Engine:
             name: of the pass. All that have the same name use the units in the same order.
         """
         # The order of units is recorded with their group.
-        self.model.stage.gradients.group = 0
+        self.gradients.group = 0
 
         # Inference mode is left. Views of homes that are made in it stay cached, and no backward could use them later.
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -364,11 +340,13 @@ class Engine:
         """Seed the random numbers of a group. Those of the same group are the same, whichever rank computes it."""
         if self.options.seed is None:
             return
-        number = group if self._ranks is None else self._ranks.groups_of(self.options.groups)[group]
+        number = self._crew.groups_of(self.options.groups)[group]
         seed_generators(group_seed(self.options.seed, self._step, number), self.options.device)
 
-    def _skip(self, step: int, loss: float, norm: float, batch: Batch | None) -> StepResult:
-        """Leave a step out. Nothing is clipped: the scalars of the step before stay, and no update will read them.
+    def _skip(self, step: int, loss: float, norm: float, batch: Batch | None) -> str:
+        """Leave a step out; returns a parameter whose gradient is not finite, or "loss".
+
+        Nothing is clipped: the scalars of the step before stay, and no update will read them.
 
         Raises:
             DataError: a label of the step is outside of the vocabulary.
@@ -382,8 +360,7 @@ class Engine:
         parameter = self._optimizer.first_non_finite()
         if self._skips > self.options.max_skips:
             raise self._error(step, "gradient norm" if math.isfinite(loss) else "loss", parameter, batch)
-        left_out, compiled = parameter or "loss", CLOCK.seconds - self._clocked
-        return StepResult(loss=loss, grad_norm=norm, clip_coefficient=0.0, skipped=left_out, compile_seconds=compiled)
+        return parameter or "loss"
 
     def _learn(self, batch: Batch) -> None:
         """Find out, before the first step with slices, which arguments of each module are batched."""
@@ -399,7 +376,7 @@ class Engine:
             batch = {**batch, "attention_mask": mask}
 
         # In eval mode no random number is drawn, so the step that follows has those of a run without slices.
-        with torch.no_grad(), self.model.in_eval_mode(), learning(self.model.stage):
+        with self.model.in_eval_mode(), learning(self.model.stage):
             for rows in (1, 2):
                 with self.evaluation():
                     self.model.loss({key: value[:rows] for key, value in batch.items()}, None)
@@ -422,7 +399,7 @@ class Engine:
         device = self.options.device
         apart = torch.random.fork_rng([device] if device.type == "cuda" else [])
         size = self.model.skeleton.config.get_text_config().vocab_size
-        with self._crew.talking(), torch.no_grad(), self.model.in_eval_mode(), apart:
+        with self._crew.talking(), self.model.in_eval_mode(), apart:
             check_documents(run, batch["input_ids"][0], size, self.model.skeleton)
         self._knows_documents = True
 
@@ -436,7 +413,7 @@ class Engine:
         if self.model.knows_tiles:
             return
         trying = self.model.trying_tiles(self._crew)
-        with self._crew.talking(), torch.no_grad(), self.model.in_eval_mode(), trying, self.evaluation(name):
+        with self._crew.talking(), self.model.in_eval_mode(), trying, self.evaluation(name):
             run()
 
     def _error(self, step: int, what: str, parameter: str | None, batch: Batch | None) -> NonFiniteError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,29 +22,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatier.compute.attention import KeptAttention, LastModule
 from megatier.engine.activation import Beside, Rebinding, dropping
 from megatier.engine.backward import GONE, Purpose, begin_backward
-from megatier.engine.call import Call, Called, join
+from megatier.engine.bound_module import BoundModule
+from megatier.engine.call import Call, join
 from megatier.engine.replay import Replay
 from megatier.errors import StreamedModelError
 from megatier.guards.crossing import check_inside
 from megatier.guards.rerun import Gave, Given, Left
 from megatier.tier import Phase
-
-
-def run_unit(call: Call, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Run a call of a node, with a backward; returns all that its slices gave, laid end to end.
-
-    Args:
-        call: the call, whose differentiable inputs are taken out.
-        inputs: the differentiable inputs.
-    """
-    results = _UnitFunction.apply(call, call.node.stage.anchor, *inputs)  # type: ignore[no-untyped-call]
-    return list(results)
-
-
-def lend_weights(node: Called) -> tuple[Tensor, ...]:
-    """Copies of a unit's weights, in the order of `leaves`, whose gradients are one summand of the unit's."""
-    copies: tuple[Tensor, ...] = _Lent.apply(node, node.stage.anchor)  # type: ignore[no-untyped-call]
-    return copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,25 +60,57 @@ class _SliceGraph:
         )
 
 
-class _UnitFunction(torch.autograd.Function):
-    """Forward and backward of one use of one unit.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rerun:
+    """What is needed to run the forward of one slice again, for its backward."""
+
+    replay: Replay
+    """What stood around the forward. Each slice draws its own random numbers."""
+    kept: KeptAttention | None
+    """What attention gave, if that stays."""
+    last: LastModule | None
+    """Whether the last module in tiles has to run again, if there are any."""
+
+    @classmethod
+    def of(cls, node: BoundModule) -> Self:
+        """Note what stands around a forward that is about to run."""
+        return cls(
+            replay=Replay(node.stage.device, node.module),
+            kept=KeptAttention() if node.keeps_attention else None,
+            last=LastModule() if node.is_plain and node.tiled else None,
+        )
+
+    @contextlib.contextmanager
+    def around(self, node: BoundModule, *, is_again: bool) -> Iterator[None]:
+        """Inside, the forward runs and tells what need not run again; or it runs again without that."""
+        with contextlib.ExitStack() as stack:
+            parts = [part for part in (self.kept, self.last) if part is not None]
+            for part in parts:
+                stack.enter_context(part.replaying() if is_again else part.noting())
+            for tiled in node.tiled.values():
+                tiled.last = self.last
+                stack.callback(setattr, tiled, "last", None)
+            yield
+
+
+class UnitFunction(torch.autograd.Function):
+    """Forward and backward of one use of one unit, of which all slices lie end to end.
 
     Its context holds the call, the number of its forward, the position of the input that is offloaded (`stashed`), what
     goes with it (`beside`), whether graphs stay (`keeps`), the graphs, and what is needed to make them again
-    (`replays`; `given`: the arguments as they were; `kept`: what attention gave; `lasts`: whether the last module in
-    tiles has to run; `gave`: some numbers of the results, None in later forwards). All have one entry a slice.
+    (`reruns`; `given`: the arguments as they were; `gave`: some numbers of the results, in first forwards). Graphs,
+    reruns and numbers have one entry a slice.
     """
 
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """Run the module on each slice."""
         node = call.node
         stage = node.stage
         ctx.call = call
         ctx.number = stage.gradients.forward
         ctx.graphs = []
-        ctx.replays = []
-        ctx.kept = []
-        ctx.lasts = []
+        ctx.reruns = []
         ctx.gave = []
         present = _stash(ctx, inputs)
 
@@ -114,25 +130,23 @@ class _UnitFunction(torch.autograd.Function):
         for slice_inputs, flat in call.cut(present):
             rebinding = Rebinding(node.module_name, *leaving, beside=ctx.beside, given=flat)
 
-            # One for each slice, since each draws its own random numbers.
-            noting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-            finding = noting
-            if not keeps:
-                ctx.replays.append(Replay(stage.device, node.module))
-                ctx.kept.append(KeptAttention() if node.keeps_attention else None)
-                ctx.lasts.append(LastModule() if node.is_plain and node.tiled else None)
-                noting = ctx.kept[-1].noting() if node.keeps_attention else noting
-                finding = _telling(node, ctx.lasts[-1], LastModule.noting)
-            with torch.enable_grad(), rebinding.hooks() if keeps else dropping(node.module_name), noting, finding:
+            # Noted before the forward, which may draw random numbers and change settings.
+            rerun = None if keeps else _Rerun.of(node)
+            with contextlib.ExitStack() as around:
+                around.enter_context(torch.enable_grad())
+                around.enter_context(rebinding.hooks() if rerun is None else dropping(node.module_name))
+                if rerun is not None:
+                    around.enter_context(rerun.around(node, is_again=False))
                 outputs = call.run(leaves, flat)
-            if ctx.beside is not None and not keeps and ctx.kept[-1] is not None:
-                ctx.kept[-1].replace(ctx.beside.leave)
+
             if node.is_new:
                 check_inside(node.module_name, outputs, [*slice_inputs, *leaves], stage.model)
-            if not keeps:
-                ctx.gave.append(Gave(outputs) if node.is_new else None)
-
-            if keeps:
+            if rerun is not None:
+                ctx.reruns.append(rerun)
+                ctx.gave += [Gave(outputs)] if node.is_new else []
+                if ctx.beside is not None and rerun.kept is not None:
+                    rerun.kept.replace(ctx.beside.leave)
+            else:
                 # Autograd holds the leaf of an offloaded input. Its bytes may go: what was saved of it is an address.
                 if ctx.stashed is not None:
                     slice_inputs[ctx.stashed].data = slice_inputs[ctx.stashed].data.new_empty(0)
@@ -158,6 +172,7 @@ class _UnitFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """Hand the gradients of the weights over, and return those of the inputs."""
         call: Call = ctx.call
         node = call.node
         stage = node.stage
@@ -189,7 +204,7 @@ class _UnitFunction(torch.autograd.Function):
 
             # The graph of this slice goes before the gradients are added up, and before the next slice makes its own.
             del graph, trained, wanted
-            if node.trains and purpose.trains:
+            if node.trained and purpose.trains:
                 stage.gradients.add(node.unit, list(zip(node.trained, found[num_inputs:], strict=True)))
             input_grads.append(list(found[:num_inputs]))
 
@@ -201,18 +216,19 @@ class _UnitFunction(torch.autograd.Function):
 
         # The weights go first: `close` may wait for the sum of the group before, and no load should wait for that.
         use.leave()
-        if node.trains and purpose.trains:
+        if node.trained and purpose.trains:
             stage.gradients.close(node.unit)
-        elif node.trains and not purpose.comes_again:
+        elif node.trained and not purpose.comes_again:
             stage.gradients.forgo(node.unit, call.num_slices)
         return (None, None, *_join_grads(input_grads, call))
 
 
-class _Lent(torch.autograd.Function):
-    """A unit's weights as tensors of their own, whose gradients are one summand of the unit's."""
+class LentWeights(torch.autograd.Function):
+    """Copies of a unit's weights, in the order of `leaves`, whose gradients are one summand of the unit's."""
 
     @staticmethod
-    def forward(ctx: Any, node: Called, anchor: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def forward(ctx: Any, node: BoundModule, anchor: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+        """Copy the weights."""
         ctx.node = node
         ctx.number = node.stage.gradients.forward
         use = node.stage.source.enter(node.unit, Phase.FORWARD, node.stage.gradients.group)
@@ -228,7 +244,8 @@ class _Lent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:  # noqa: ANN401
-        node: Called = ctx.node
+        """Hand the gradients of the copies over."""
+        node: BoundModule = ctx.node
         gradients = node.stage.gradients
         purpose = begin_backward(node.stage, ctx.number)
 
@@ -267,7 +284,7 @@ def _fetch(ctx: Any) -> list[Tensor]:  # noqa: ANN401
     """Bring the offloaded input back, if there is one, and what went with it."""
     if ctx.stashed is None:
         return []
-    node: Called = ctx.call.node
+    node: BoundModule = ctx.call.node
     fetched = node.stage.source.fetch(node.unit)
     if ctx.beside is not None:
         ctx.beside.come(fetched[1:])
@@ -288,7 +305,7 @@ def _check_comes_again(ctx: Any) -> None:  # noqa: ANN401
     Raises:
         StreamedModelError: it does.
     """
-    node: Called = ctx.call.node
+    node: BoundModule = ctx.call.node
     if ctx.stashed is not None:
         why = "its input was offloaded, and comes back once"
     elif ctx.keeps and not ctx.is_plain:
@@ -317,43 +334,24 @@ def _take_graph(ctx: Any, index: int, purpose: Purpose, *regions: Tensor) -> _Sl
 
 def _make_graph(ctx: Any, index: int, piece: tuple[list[Tensor], list[Any]], weights: Tensor) -> _SliceGraph:  # noqa: ANN401
     """Make the graph of a slice again."""
-    node: Called = ctx.call.node
+    node: BoundModule = ctx.call.node
     inputs, flat = piece
     leaves = node.leaves(weights)
     rebinding = Rebinding(node.module_name, weights)
+    rerun: _Rerun = ctx.reruns[index]
+    if rerun.kept is not None and ctx.beside is not None:
+        rerun.kept.replace(ctx.beside.back)
 
     # Autograd would take a weight's own bits, written into it, for a change since it was saved.
     hooks = rebinding.hooks() if node.is_written else contextlib.nullcontext()
-    kept: KeptAttention | None = ctx.kept[index]
-    if kept is not None and ctx.beside is not None:
-        kept.replace(ctx.beside.back)
-    replaying = kept.replaying() if kept is not None else contextlib.nullcontext()
-    last: LastModule | None = ctx.lasts[index]
-    sparing = _telling(node, last, LastModule.replaying)
-    with torch.enable_grad(), ctx.replays[index].again(), hooks, replaying, sparing:
+    with torch.enable_grad(), rerun.replay.again(), hooks, rerun.around(node, is_again=True):
         outputs = ctx.call.run(leaves, flat)
 
     # What a spared module gives is made up.
-    gave: Gave | None = ctx.gave[index]
-    if gave is not None and (last is None or not last.is_spared):
-        gave.check(node.module_name, outputs, is_plain=ctx.is_plain and node.is_plain)
+    if ctx.gave and not (rerun.last is not None and rerun.last.is_spared):
+        ctx.gave[index].check(node.module_name, outputs, is_plain=ctx.is_plain and node.is_plain)
     rebinding.bind(weights)
     return _SliceGraph.of(outputs, inputs, leaves, rebinding)
-
-
-@contextlib.contextmanager
-def _telling(
-    node: Called, last: LastModule | None, way: Callable[[LastModule], contextlib.AbstractContextManager[None]]
-) -> Iterator[None]:
-    """Inside, the modules in tiles of a node tell of their runs, in the first forward or when it is made again."""
-    for tiled in node.tiled.values():
-        tiled.last = last
-    try:
-        with way(last) if last is not None else contextlib.nullcontext():
-            yield
-    finally:
-        for tiled in node.tiled.values():
-            tiled.last = None
 
 
 def _cut_grads(grads: Sequence[Tensor | None], rows: Sequence[int], index: int, count: int) -> list[Tensor | None]:

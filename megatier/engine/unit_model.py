@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from megatier.engine.node import Lender, Node
 from megatier.engine.stage import Stage, UnitPlayer
 from megatier.engine.step_loss import StepLoss
 from megatier.errors import StreamedModelError, UnsupportedModelError
+from megatier.exchanged import exchanged
 from megatier.guards.crossing import OutputCheck
 from megatier.guards.rerun import hooks_inside, warn_of_hooks
 from megatier.guards.token_rows import why_joined
@@ -90,7 +90,7 @@ class UnitModel:
         player: UnitPlayer,
         optimizer: RunOptimizer,
         options: EngineOptions,
-        ranks: Ranks | None = None,
+        crew: Ranks | Alone,
     ) -> None:
         """Install nodes on every module that uses a unit. Buffers move to the device, in the dtype they compute in.
 
@@ -102,15 +102,22 @@ class UnitModel:
             player: brings weights and takes gradients.
             optimizer: measures gradients.
             options: numeric choices and policies.
-            ranks: the ranks that compute the groups of a step; None: this process alone.
+            crew: the ranks that compute the groups of a step, or the process that computes all of them.
         """
         self.skeleton = skeleton
         """The Hugging Face model."""
-        self._options = options
+        self.options = options
+        """Numeric choices and policies."""
         self._masks = BlockMasks()
         self.stage = Stage(
             source=player.weights,
-            gradients=_gradients(units, player, optimizer, options, ranks),
+            gradients=Gradients(
+                {unit.name: unit.layout.trained for unit in units if unit.layout.num_trained},
+                player.gradients,
+                optimizer,
+                groups=options.groups // crew.size,
+                is_shared=crew.size > 1,
+            ),
             dtypes={unit.name: weight_dtype(unit.layout.schema) for unit in units},
             device=options.device,
             slices=options.slices,
@@ -187,16 +194,27 @@ class UnitModel:
             UnsupportedModelError: the model makes its masks without the batch's position_ids.
         """
         self._step_loss.divisor = counted
+        with self._taking(batch) as inputs:
+            return self._step_loss.weighed(lambda: self.skeleton(**inputs, use_cache=False).loss, share)
+
+    @contextmanager
+    def _taking(self, batch: Batch) -> Iterator[Batch]:
+        """Run one forward on a batch inside; yields the batch as the model takes it.
+
+        Raises:
+            UnsupportedModelError: documents of one row are to be kept apart, and the model never asked where they end.
+        """
         is_packed = "position_ids" in batch
         answer = _document_numbers if is_packed else _is_in_order
-
         with _answering(answer, self._masks) as asked, self.running():
-            inputs = self.on_device(batch)
-            loss = self._step_loss.weighed(lambda: self.skeleton(**inputs, use_cache=False).loss, share)
+            yield self.on_device(batch)
 
-        if is_packed:
-            self._check_asked(asked)
-        return loss
+        # Looked at afterwards, when the model has made all of its masks.
+        if is_packed and not asked:
+            raise UnsupportedModelError(
+                f"{type(self.skeleton).__name__} makes its masks without position_ids, so that documents of one "
+                "sequence see each other. Set data.cross_documents to true."
+            )
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -219,18 +237,9 @@ class UnitModel:
         Raises:
             UnsupportedModelError: the model makes its masks without the batch's position_ids.
         """
-        with _answering(_document_numbers, self._masks) as asked, refused_outside(self.skeleton):
-            found: Tensor = self.skeleton(**self.on_device(batch), use_cache=False).logits
-        self._check_asked(asked)
+        with self._taking(batch) as inputs:
+            found: Tensor = self.skeleton(**inputs, use_cache=False).logits
         return found
-
-    def _check_asked(self, asked: Sequence[Tensor]) -> None:
-        """Refuse a model whose masks cannot stop at the borders of documents, since it never asked where they are."""
-        if not asked:
-            raise UnsupportedModelError(
-                f"{type(self.skeleton).__name__} makes its masks without position_ids, so that documents of one "
-                "sequence see each other. Set data.cross_documents to true."
-            )
 
     def begin_step(self) -> None:
         """Say that the forwards of a step follow."""
@@ -249,12 +258,12 @@ class UnitModel:
 
     def on_device(self, batch: Batch) -> Batch:
         """Move a batch to the device."""
-        if self._options.device.type != "cuda":
+        if self.options.device.type != "cuda":
             return batch
 
         # By way of pinned memory: the host would wait for any other copy, and for all that are queued before it.
         return {
-            key: value if value.is_cuda else value.pin_memory().to(self._options.device, non_blocking=True)
+            key: value if value.is_cuda else value.pin_memory().to(self.options.device, non_blocking=True)
             for key, value in batch.items()
         }
 
@@ -364,22 +373,27 @@ class UnitModel:
     def _may_be_tiled(self) -> Iterator[tuple[str, bool, TiledModule]]:
         """Yield each module that may run in tiles: its path, whether one around it runs in tiles, and what runs it."""
         for node in self.nodes:
-            around = node.in_tiles
+            around = [f"{name}.".lstrip(".") for name, tiled in node.tiled.items() if tiled.is_cut]
             for name, tiled in node.tiled.items():
-                yield f"{node.module_name}.{name}".rstrip("."), any(map(name.startswith, around)), tiled
+                path = f"{node.module_name}.{name}".rstrip(".")
+                is_inside = any(map(name.startswith, around))
+                yield path, is_inside, tiled
 
     def _node(self, unit: Unit, name: str, places: Sequence[Binding], lent: Sequence[Binding]) -> Node:
         """Install the node of one module of a unit."""
         module = self.skeleton.get_submodule(name)
-        activations = self._options.activations[unit.name]
-        tiled = tiled_names(unit, module) if self._options.tile_tokens else []
-        if unit.experts is not None:
-            return ExpertsNode(
-                self.stage, unit.name, module, places, unit.experts, activations=activations, tiled=tiled
-            )
-        if unit.is_lent:
-            return Lender(self.stage, unit.name, name, module, places, activations=activations)
-        node = Node(self.stage, unit.name, name, module, places, activations=activations, lent=lent, tiled=tiled)
+        kind = Lender if unit.is_lent else Node if unit.experts is None else ExpertsNode
+        node = kind(
+            self.stage,
+            unit.name,
+            name if unit.experts is None else unit.name,
+            module,
+            places,
+            activations=self.options.activations[unit.name],
+            lent=lent,
+            tiled=tiled_names(unit, module) if self.options.tile_tokens else [],
+            experts=unit.experts,
+        )
 
         # Several modules of one layer: the layer's own forward calls them, and might take a weight of one by itself.
         if unit.is_layer and len(unit.module_names) > 1:
@@ -390,22 +404,9 @@ class UnitModel:
 
 def _lent(skeleton: PreTrainedModel, units: Sequence[Unit], user: Unit, name: str) -> list[Binding]:
     """The places below one module of a unit in which weights lie that are lent to it by a module around it."""
-    if user.is_lent:
+    if user.is_lent or user.experts is not None:
         return []
     return [place for unit in units if unit.is_lent for place in bindings(skeleton, unit, name)]
-
-
-def _gradients(
-    units: Sequence[Unit], player: UnitPlayer, optimizer: RunOptimizer, options: EngineOptions, ranks: Ranks | None
-) -> Gradients:
-    """What collects the gradients of the groups that this process computes."""
-    return Gradients(
-        {unit.name: unit.layout.trained for unit in units if unit.layout.num_trained},
-        player.gradients,
-        optimizer,
-        groups=options.groups // (1 if ranks is None else ranks.size),
-        is_shared=ranks is not None,
-    )
 
 
 def num_learnt(batch: Batch) -> int:
@@ -420,22 +421,14 @@ def _answering(answer: Callable[[Tensor], Tensor | None], masks: BlockMasks) -> 
     Hugging Face would read them from the device. The host would wait for that, and for all work and copies that are
     queued before. Masks by blocks are made by `masks`.
     """
-    makers: Any = masking_utils
-    asks = makers.find_packed_sequence_indices
-    makes = makers.create_block_mask
     asked = list[Tensor]()
 
     def known(position_ids: Tensor) -> Tensor | None:
         asked.append(position_ids)
         return answer(position_ids)
 
-    makers.find_packed_sequence_indices = known
-    makers.create_block_mask = masks.create
-    try:
+    with exchanged(vars(masking_utils), find_packed_sequence_indices=known, create_block_mask=masks.create):
         yield asked
-    finally:
-        makers.find_packed_sequence_indices = asks
-        makers.create_block_mask = makes
 
 
 def _is_in_order(position_ids: Tensor) -> Tensor | None:

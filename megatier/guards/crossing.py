@@ -21,6 +21,8 @@ from megatier.errors import UnsupportedModelError
 CHECKED = 2
 """The number of forwards of each module, and of losses, that are looked at. The second one sees what the first one
 left."""
+OF_TORCH = frozenset(vars(nn.Module()))
+"""The attributes that torch itself keeps in a module: parameters, buffers, hooks."""
 OWNER = "_megatier_module"
 """The attribute of a leaf that names the module for which it was made."""
 
@@ -121,11 +123,9 @@ def _ends(steps: Iterable[Step]) -> Iterator[Tensor]:
 
 def _name(model: nn.Module, steps: set[Step]) -> str:
     """Name the tensor that brought a foreign graph, if a module holds it."""
-    # What torch itself keeps in a module: parameters, buffers, hooks.
-    of_torch = {attribute for attribute in vars(nn.Module()) if attribute.startswith("_")}
     for module_name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute in of_torch or not isinstance(value, list | tuple | dict | Tensor):
+            if attribute in OF_TORCH or not isinstance(value, list | tuple | dict | Tensor):
                 continue
             for tensor in tree_leaves(value):
                 if torch.is_tensor(tensor) and tensor.grad_fn in steps:

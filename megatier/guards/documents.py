@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatier.errors import UnsupportedModelError
-from megatier.guards.token_rows import COARSE, ROUNDING
+from megatier.guards.token_rows import are_alike
 
 TOKENS = 64
 """The most tokens of each document that is tried. Flex attention has other kernels for rows of fewer than 128."""
@@ -51,12 +51,9 @@ def check_documents(run: Callable[[dict[str, Tensor]], Tensor], ids: Tensor, voc
         second = tokens[count : 2 * count]
         one = second_of(first, second)
         other = second_of((first + 1) % vocab_size, second)
-        bound = 0.0 if is_exact else ROUNDING.get(one.dtype, COARSE)
 
         # Not finite counts as different.
-        differences = (one.double() - other).norm(dim=-1)
-        is_same = differences <= bound * one.double().norm(dim=-1)
-        if bool(is_same.all()):
+        if bool(are_alike(one, other, is_exact=is_exact).all()):
             return
 
     raise UnsupportedModelError(

@@ -11,7 +11,7 @@ import dis
 import functools
 import types
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice, pairwise
 from typing import Any
 
@@ -186,8 +186,7 @@ def _inside(value: Any) -> Iterator[tuple[object, bool]]:  # noqa: ANN401 - anyt
             yield from ((held, True) for held in islice(value, ITEMS_MAX))
         case _:
             yield from ((held, True) for held in getattr(value, "__dict__", {}).values())
-            names = (name for kind in type(value).__mro__ for name in _slots(kind))
-            yield from ((getattr(value, name), True) for name in names if hasattr(value, name))
+            yield from ((getattr(value, name), True) for name in slots_of(type(value)) if hasattr(value, name))
 
 
 def _held_by(function: types.FunctionType) -> Iterator[object]:
@@ -219,10 +218,15 @@ def _globals_of(code: types.CodeType) -> Iterator[str]:
             yield from _globals_of(constant)
 
 
-def _slots(kind: type) -> Iterable[str]:
-    """Return the names of the slots of a class."""
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+def slots_of(kind: type) -> Iterator[str]:
+    """Yield the names of the fields of a class that do not lie in `__dict__`."""
+    for owner in kind.__mro__:
+        names = owner.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                # Python mangles private names with that of their class.
+                is_private = name.startswith("__") and not name.endswith("__")
+                yield f"_{owner.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def _is_of_library(function: types.FunctionType) -> bool:

@@ -39,6 +39,7 @@ def guard_methods(model: PreTrainedModel, device: torch.device, dtype: torch.dty
     """
     model.register_state_dict_pre_hook(_refuse_state_dict)
     model.register_load_state_dict_pre_hook(_refuse_load)
+    # On the instance, since its class is transformers' own, of which other models are not streamed.
     vars(model)["to"] = functools.partial(_stay, model, device, dtype)
     for name in PLACES:
         vars(model)[name] = functools.partial(_stay_here, model, device, dtype, name)

@@ -35,6 +35,7 @@ class FirstNorms:
 
     def add(self, norm: float) -> None:
         """Take the norm of a step, before clipping."""
+        # A later step may have no gradient for a good reason, and the run has learnt something by then.
         if len(self._norms) == FIRST_STEPS:
             return
         self._norms.append(norm)

@@ -82,7 +82,7 @@ def _may_have_rows(module: nn.Module) -> bool:
     return bool(named) and not optional
 
 
-def why_joined(module: nn.Module, run: Callable[..., object], rows: Sequence[Tensor]) -> str | None:
+def why_joined(module: nn.Module, run: Callable[..., Any], rows: Sequence[Tensor]) -> str | None:
     """Say why a module cannot run in tiles of tokens; None: it can. No state of the module or of torch changes.
 
     Args:
@@ -118,7 +118,7 @@ def why_joined(module: nn.Module, run: Callable[..., object], rows: Sequence[Ten
     return next((reason for reason, holds in reasons.items() if holds), found)
 
 
-def _found(run: Callable[..., object], rows: Sequence[Tensor]) -> str | None:
+def _found(run: Callable[..., Any], rows: Sequence[Tensor]) -> str | None:
     """Try the module; returns what is wrong."""
     result = run(*rows)
     first = rows[0]
@@ -131,27 +131,26 @@ def _found(run: Callable[..., object], rows: Sequence[Tensor]) -> str | None:
         # All others become the token beside the first that stays. A mere exchange would hide means over all tokens.
         is_kept = numbers % 2 == kept
         mixed = [x.index_select(-2, torch.where(is_kept, numbers, min(1 - kept, count - 1))) for x in rows]
-        if _changed(result, run(*mixed), is_kept).any():
+        if (is_kept & ~are_alike(result, run(*mixed))).any():
             return "what it makes of a token depends on other tokens"
 
     last = numbers[count // 3 :]
     fewer = run(*[x.index_select(-2, last) for x in rows])
-    if _changed(result.index_select(-2, last), fewer, last >= 0).sum() > FEW * len(last):
+    if (~are_alike(result.index_select(-2, last), fewer)).sum() > FEW * len(last):
         return "what it makes of a token depends on the place of the token, or on how many there are"
 
     return None
 
 
-def _changed(before: Tensor, after: object, asked: Tensor) -> Tensor:
-    """Which of the tokens that are asked for have changed by more than roundings, bool [tokens]."""
-    assert isinstance(after, Tensor)
-    bound = ROUNDING.get(before.dtype, COARSE)
+def are_alike(before: Tensor, after: Tensor, *, is_exact: bool = False) -> Tensor:
+    """Which tokens have changed by no more than roundings, or not at all, bool [tokens]; [..., tokens, W] each."""
+    bound = 0.0 if is_exact else ROUNDING.get(before.dtype, COARSE)
     old = before.flatten(0, -2).double()
     new = after.flatten(0, -2).double()
 
     # Not finite counts as changed.
-    same: Tensor = (new - old).norm(dim=-1) <= bound * old.norm(dim=-1)
-    return asked & ~same
+    alike: Tensor = (new - old).norm(dim=-1) <= bound * old.norm(dim=-1)
+    return alike
 
 
 def _random_state(device: torch.device) -> Tensor:

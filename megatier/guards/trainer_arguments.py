@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,6 @@ from transformers import TrainingArguments
 from megatier.errors import ConfigError
 from megatier.guards.trainer_fields import COMPILES, PLACES, REFUSED, check_fields
 from megatier.guards.unbound import Unbound
-
-Refusals = Iterable[tuple[object, str]]
-"""Pairs of a condition and the message with which it is refused."""
-
 
 FROM_THE_TRAINER = {
     "tiers": "give tiers to the trainer.",
@@ -30,8 +26,11 @@ ADAMW = ("adamw_torch", "adamw_torch_fused")
 """Names that the Trainer has for AdamW with moments in fp32, which a streamed model has in the place of torch's."""
 
 
-def refuse_any(refusals: Refusals) -> None:
+def refuse_any(*refusals: tuple[object, str]) -> None:
     """Refuse the first thing that holds.
+
+    Args:
+        *refusals: a condition each, and the message with which it is refused.
 
     Raises:
         ConfigError: one of them holds.
@@ -39,6 +38,19 @@ def refuse_any(refusals: Refusals) -> None:
     for holds, message in refusals:
         if holds:
             raise ConfigError(message)
+
+
+def other_accumulation(name: str, given: int, declared: int) -> tuple[bool, str]:
+    """Return the refusal of a trainer that makes more or fewer backwards for each step than its streamed model takes.
+
+    Args:
+        name: the trainer's argument.
+        given: its value.
+        declared: the backwards that the streamed model was told of.
+    """
+    return given != declared, (
+        f"{name} is {given}, and megatier.stream was told accumulation_steps={declared}; name the same number in both."
+    )
 
 
 def check_given(given: Mapping[str, Any]) -> None:
@@ -54,18 +66,16 @@ def check_given(given: Mapping[str, Any]) -> None:
     rows = given.get("train_dataset")
     check_fields(given.get("args"))
     refuse_any(
+        (hasattr(rows, "__len__") and not len(rows), "train_dataset has no rows."),  # type: ignore[arg-type]
         (
-            (hasattr(rows, "__len__") and not len(rows), "train_dataset has no rows."),  # type: ignore[arg-type]
-            (
-                isinstance(model, nn.Module) and any(isinstance(p, Unbound) for p in model.parameters()),
-                "this is the .model of a streamed model: give the Streamed itself.",
-            ),
-            (
-                given.get("model_init") is not None,
-                "model_init would make another model in each train(): leave it out, and open the streamed model before "
-                "the trainer, anew for each run.",
-            ),
-        )
+            isinstance(model, nn.Module) and any(isinstance(p, Unbound) for p in model.parameters()),
+            "this is the .model of a streamed model: give the Streamed itself.",
+        ),
+        (
+            given.get("model_init") is not None,
+            "model_init would make another model in each train(): leave it out, and open the streamed model before "
+            "the trainer, anew for each run.",
+        ),
     )
 
 
@@ -95,7 +105,7 @@ def check_stream_kwargs(given: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         ConfigError: names the first one.
     """
-    refuse_any((name in given, f"stream_kwargs has {name}; {source}") for name, source in FROM_THE_TRAINER.items())
+    refuse_any(*((name in given, f"stream_kwargs has {name}; {source}") for name, source in FROM_THE_TRAINER.items()))
     return given
 
 
@@ -115,7 +125,6 @@ def check_training_arguments(
         ConfigError: names the first one, and what to set instead.
     """
     check_fields(args)
-    given = args.gradient_accumulation_steps
     optimizer = getattr(args.optim, "value", args.optim)
 
     # A GPU without a number is whichever is the current one, so it may be the other one.
@@ -123,49 +132,43 @@ def check_training_arguments(
     is_there = there.type == device.type and (None in (there.index, device.index) or there.index == device.index)
     refuse_any(
         (
-            (
-                args.world_size != ranks,
-                f"the Trainer has {args.world_size} processes, and megatier.stream {ranks}: start both by torchrun.",
-            ),
-            (
-                not is_there,
-                f"the Trainer computes on {there}, and the streamed model on {device}: set use_cpu of the "
-                "arguments, or tiers.device of megatier.stream, so that both are one.",
-            ),
-            (
-                ranks > 1 and getattr(args.accelerator_config, "split_batches", False),
-                "split_batches cuts a batch over the ranks, which are groups of a step here; leave it out, and set "
-                "per_device_train_batch_size to the rows of one rank.",
-            ),
-            (
-                ranks > 1 and args.save_on_each_node,
-                "save_on_each_node: all ranks write one folder; leave it out.",
-            ),
-            (
-                ranks > 1 and args.auto_find_batch_size,
-                "auto_find_batch_size: memory may run out on one rank alone, whose batches would then be smaller than "
-                "those of the others. Leave it out, and choose per_device_train_batch_size.",
-            ),
-            (
-                given != accumulation_steps,
-                f"gradient_accumulation_steps is {given}, and megatier.stream was told "
-                f"accumulation_steps={accumulation_steps}; name the same number in both.",
-            ),
-            (
-                optimizer not in ADAMW,
-                f"optim is {optimizer}; a streamed model has AdamW, or what megatier.stream was given as optimizer and "
-                "moments: leave optim out.",
-            ),
-            (
-                args.bf16_full_eval and dtype != torch.bfloat16,
-                f"bf16_full_eval casts the weights, and the streamed model computes in {dtype}: leave it out, or pass "
-                'compute_dtype="bf16" to megatier.stream.',
-            ),
-            (
-                args.load_best_model_at_end and args.save_only_model,
-                "load_best_model_at_end needs the state that save_only_model leaves out.",
-            ),
-        )
+            args.world_size != ranks,
+            f"the Trainer has {args.world_size} processes, and megatier.stream {ranks}: start both by torchrun.",
+        ),
+        (
+            not is_there,
+            f"the Trainer computes on {there}, and the streamed model on {device}: set use_cpu of the "
+            "arguments, or tiers.device of megatier.stream, so that both are one.",
+        ),
+        (
+            ranks > 1 and getattr(args.accelerator_config, "split_batches", False),
+            "split_batches cuts a batch over the ranks, which are groups of a step here; leave it out, and set "
+            "per_device_train_batch_size to the rows of one rank.",
+        ),
+        (
+            ranks > 1 and args.save_on_each_node,
+            "save_on_each_node: all ranks write one folder; leave it out.",
+        ),
+        (
+            ranks > 1 and args.auto_find_batch_size,
+            "auto_find_batch_size: memory may run out on one rank alone, whose batches would then be smaller than "
+            "those of the others. Leave it out, and choose per_device_train_batch_size.",
+        ),
+        other_accumulation("gradient_accumulation_steps", args.gradient_accumulation_steps, accumulation_steps),
+        (
+            optimizer not in ADAMW,
+            f"optim is {optimizer}; a streamed model has AdamW, or what megatier.stream was given as optimizer and "
+            "moments: leave optim out.",
+        ),
+        (
+            args.bf16_full_eval and dtype != torch.bfloat16,
+            f"bf16_full_eval casts the weights, and the streamed model computes in {dtype}: leave it out, or pass "
+            'compute_dtype="bf16" to megatier.stream.',
+        ),
+        (
+            args.load_best_model_at_end and args.save_only_model,
+            "load_best_model_at_end needs the state that save_only_model leaves out.",
+        ),
     )
 
 
@@ -181,22 +184,20 @@ def check_accelerator(accelerator: Any) -> None:  # noqa: ANN401 - accelerate's
     state = accelerator.state
     refuse_any(
         (
-            (
-                getattr(state, "deepspeed_plugin", None) is not None or getattr(state, "fsdp_plugin", None) is not None,
-                f"accelerate was configured for it: {PLACES}",
-            ),
-            (
-                getattr(accelerator, "parallelism_config", None) is not None,
-                f"accelerate was configured for it: {REFUSED['parallelism_config']}",
-            ),
-            (
-                accelerator.mixed_precision not in ("no", "bf16"),
-                f"accelerate was configured for mixed_precision {accelerator.mixed_precision}: train in bf16 "
-                "(compute_dtype) instead.",
-            ),
-            (
-                str(getattr(state.dynamo_plugin.backend, "value", "NO")).upper() != "NO",
-                f"accelerate was configured to compile: {COMPILES}",
-            ),
-        )
+            getattr(state, "deepspeed_plugin", None) is not None or getattr(state, "fsdp_plugin", None) is not None,
+            f"accelerate was configured for it: {PLACES}",
+        ),
+        (
+            getattr(accelerator, "parallelism_config", None) is not None,
+            f"accelerate was configured for it: {REFUSED['parallelism_config']}",
+        ),
+        (
+            accelerator.mixed_precision not in ("no", "bf16"),
+            f"accelerate was configured for mixed_precision {accelerator.mixed_precision}: train in bf16 "
+            "(compute_dtype) instead.",
+        ),
+        (
+            str(getattr(state.dynamo_plugin.backend, "value", "NO")).upper() != "NO",
+            f"accelerate was configured to compile: {COMPILES}",
+        ),
     )

@@ -99,13 +99,13 @@ REFUSED: Mapping[str, str] = {
 """Fields that are refused unless they ask for nothing (None, False or empty), and the message."""
 
 
-def names_in(table: Mapping[str, str]) -> frozenset[str]:
-    """Return the fields that a table of reasons names."""
-    return frozenset(name for names in table.values() for name in names.split())
+def by_name(table: Mapping[str, str]) -> dict[str, str]:
+    """Return the reason of each name, of a table that has names by reason."""
+    return {name: why for why, names in table.items() for name in names.split()}
 
 
 KNOWN = (
-    frozenset().union(*map(names_in, (FOLLOWED, WITHOUT_EFFECT, TRL_FOLLOWED, TRL_WITHOUT_EFFECT)))
+    frozenset().union(*map(by_name, (FOLLOWED, WITHOUT_EFFECT, TRL_FOLLOWED, TRL_WITHOUT_EFFECT)))
     | CHECKED
     | REFUSED.keys()
     | TRL_REFUSED.keys()

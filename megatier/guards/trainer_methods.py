@@ -95,6 +95,7 @@ def overriding(kind: type, mixin: type, names: Collection[str]) -> list[str]:
 def _overrides(kind: type, mixin: type) -> Iterator[tuple[type, str, bool]]:
     """Yield each class with a method of the Trainer that it overrides, and whether it comes before the mixin."""
     order = kind.__mro__
+    # Methods alone: attributes of the Trainer are for subclasses to set.
     known = {name for name, value in vars(Trainer).items() if callable(getattr(Trainer, name, value))}
     for place, owner in enumerate(order[: order.index(Trainer)]):
         if owner.__module__.partition(".")[0] == "megatier":

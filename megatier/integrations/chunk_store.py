@@ -24,61 +24,57 @@ class ChunkStore:
     Attributes:
         chunks: all chunks, in the order of the parameters.
         tier: the tier in which they are updated.
+        tiers: the store in which they lie.
     """
 
-    def __init__(self, plan: ChunkPlan, nvme: Sequence[str], device: torch.device, tier: Tier) -> None:
+    def __init__(self, plan: ChunkPlan, nvme: Sequence[str], device: torch.device) -> None:
         """Allocate all memory and files of a plan.
 
         Args:
             plan: cuts and homes of the chunks.
             nvme: mounts, which are opened only if a chunk lies there.
-            device: device of the gpu tier.
-            tier: the tier in which chunks are updated; ram or gpu.
+            device: the device of the parameters, where chunks are updated.
 
         Raises:
             CapacityError: the system has less memory or disk than the budgets say.
             TransferError: a drive failed while its file was filled.
         """
         self.chunks = plan.chunks
-        self.tier = tier
-        gpu_slots = SLOTS if tier is Tier.GPU else 0
+        self.tier = _update_tier(device)
+        gpu_slots = SLOTS if self.tier is Tier.GPU else 0
         ram_slots = plan.num_ram_slots
         slot_bytes = max(PAGE_BYTES, round_up(plan.slot_bytes))
         ram = plan.num_bytes(Tier.RAM) + ram_slots * slot_bytes
         drives = nvme if plan.num_bytes(Tier.NVME) else ()
-        self._store = TieredStore.open(gpu=gpu_slots * slot_bytes, ram=ram, nvme=drives, device=str(device))
+        self.tiers = TieredStore.open(gpu=gpu_slots * slot_bytes, ram=ram, nvme=drives, device=str(device))
 
         # The store has created files by now, which only `close` removes.
         try:
             for chunk in self.chunks:
-                self._store.register(BlockSpec(chunk.key, chunk.num_bytes, chunk.home, Kind.MOMENTS))
-            self._store.reserve(Tier.GPU, None, slot_bytes, gpu_slots)
-            self._store.reserve(Tier.RAM, None, slot_bytes, ram_slots)
-            self._store.seal()
+                self.tiers.register(BlockSpec(chunk.key, chunk.num_bytes, chunk.home, Kind.MOMENTS))
+            self.tiers.reserve(Tier.GPU, None, slot_bytes, gpu_slots)
+            self.tiers.reserve(Tier.RAM, None, slot_bytes, ram_slots)
+            self.tiers.seal()
         except BaseException:
-            self._store.close()
+            self.tiers.close()
             raise
 
     # ------------------------------------------------------------------ for updates
 
     def prefetch(self, chunk: StateChunk) -> None:
         """Start bringing a chunk to the tier in which it is updated."""
-        self._store.prefetch(chunk.key, self.tier, wait=True)
+        self.tiers.prefetch(chunk.key, self.tier, wait=True)
 
     def lease(self, chunk: StateChunk) -> Lease:
         """Wait for a chunk in the tier in which it is updated, and return the right to use it."""
-        return self._store.lease(chunk.key, self.tier, wait=True)
+        return self.tiers.lease(chunk.key, self.tier, wait=True)
 
     def give_back(self, chunk: StateChunk, lease: Lease) -> None:
         """Give a chunk back that was changed, and start its way home."""
         # Dirty before the lease ends: a slot that is neither leased nor dirty may be taken for another chunk.
-        self._store.mark_dirty(chunk.key, self.tier)
+        self.tiers.mark_dirty(chunk.key, self.tier)
         lease.release()
         self._leave(chunk, self.tier)
-
-    def forget_log(self) -> None:
-        """Drop the log of moves, for which nobody asks here."""
-        self._store.take_log()
 
     # ------------------------------------------------------------------ for saving and loading
 
@@ -89,34 +85,21 @@ class ChunkStore:
         """
         for number, chunk in enumerate(chunks):
             for ahead in chunks[number : number + AHEAD + 1]:
-                self._store.prefetch(ahead.key, Tier.RAM, wait=True)
+                self.tiers.prefetch(ahead.key, Tier.RAM, wait=True)
 
             # What the caller raises meets a chunk that is only read, so that nothing is half done then.
-            tear = self._store.tear
-            with tear.call, self._store.lease(chunk.key, Tier.RAM, wait=True) as lease, tear.waiting():
+            tear = self.tiers.tear
+            with tear.call, self.tiers.lease(chunk.key, Tier.RAM, wait=True) as lease, tear.waiting():
                 yield chunk, lease.bytes
             self._leave(chunk, Tier.RAM)
 
     @contextmanager
     def overwrite(self, chunk: StateChunk) -> Iterator[Tensor]:
         """Yield the bytes of a chunk in RAM, uint8, every one of which the caller overwrites."""
-        with self._store.lease(chunk.key, Tier.RAM, fresh=True, wait=True) as lease:
+        with self.tiers.lease(chunk.key, Tier.RAM, fresh=True, wait=True) as lease:
             yield lease.bytes
-            self._store.mark_dirty(chunk.key, Tier.RAM)
+            self.tiers.mark_dirty(chunk.key, Tier.RAM)
         self._leave(chunk, Tier.RAM)
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether something broke off while a chunk was taken or given back."""
-        return self._store.tear.is_torn
-
-    def reset(self) -> None:
-        """Take all chunks back after something broke off. Overwrite all of them afterwards."""
-        self._store.reset()
-
-    def close(self) -> None:
-        """Finish all moves, remove the files and free the memory. Closing twice is safe."""
-        self._store.close()
 
     def _leave(self, chunk: StateChunk, tier: Tier) -> None:
         """Free the chunk's slot in a tier, after the bytes that home does not have yet have left it."""
@@ -124,9 +107,14 @@ class ChunkStore:
             return
 
         # Neither call waits for the move: a copy that is evicted while it is written stays until that went well.
-        self._store.write_back(chunk.key, tier, wait=True)
-        self._store.evict(chunk.key, tier)
+        self.tiers.write_back(chunk.key, tier, wait=True)
+        self.tiers.evict(chunk.key, tier)
 
         # From the GPU a chunk at home on NVMe comes into a RAM slot, from which it has to go on.
         if tier is Tier.GPU:
             self._leave(chunk, Tier.RAM)
+
+
+def _update_tier(device: torch.device) -> Tier:
+    """Return the tier in which chunks are updated, which is that of the parameters."""
+    return Tier.GPU if device.type == "cuda" else Tier.RAM

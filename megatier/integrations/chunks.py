@@ -8,7 +8,7 @@ budget allows, so that the drive works while those in RAM are updated.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatier.errors import PlanError, at_least
 from megatier.layout import ALIGN_ELEMENTS
@@ -81,7 +81,7 @@ class StateChunk:
     """The elements whose state it holds, in the order of their bytes."""
     num_bytes: int
     """Its size, before it is rounded up to pages."""
-    home: Tier
+    home: Tier = Tier.RAM
     """The tier where it lies between two updates."""
 
 
@@ -113,9 +113,9 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
     """
     # All of it in RAM needs no slots, so chunks may have their largest size.
     whole = _cut(sizes, CHUNK_ELEMENTS_MAX)
-    needed = sum(round_up(size) for _, size in whole)
+    needed = sum(round_up(chunk.num_bytes) for chunk in whole)
     if needed <= ram:
-        return _plan(whole, [Tier.RAM] * len(whole), 0)
+        return _plan(whole, 0)
     if not nvme:
         raise PlanError(
             "optimizer state in RAM", needed, ram, f"Raise ram to at least {at_least(needed)}, or name a drive in nvme."
@@ -124,32 +124,28 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
     # Slots have the size of the largest chunk and come out of the RAM budget, so with little RAM chunks are smaller.
     per_element = max(sum(_widths(size.schema).values()) for size in sizes)
     fits = ram // (SLOTS_SHARE * SLOTS * per_element) // CHUNK_ELEMENTS_MIN * CHUNK_ELEMENTS_MIN
-    pieces = _cut(sizes, min(max(fits, CHUNK_ELEMENTS_MIN), CHUNK_ELEMENTS_MAX))
-    slots = SLOTS * round_up(max(size for _, size in pieces))
+    chunks = _cut(sizes, min(max(fits, CHUNK_ELEMENTS_MIN), CHUNK_ELEMENTS_MAX))
+    slots = SLOTS * round_up(max(chunk.num_bytes for chunk in chunks))
     if slots > ram:
         raise PlanError("RAM slots for state on NVMe", slots, ram, f"Raise ram to at least {at_least(slots)}.")
 
-    plan = _plan(pieces, _spread([round_up(size) for _, size in pieces], ram - slots), SLOTS)
+    plan = _plan(_spread(chunks, ram - slots), SLOTS)
     if (spilled := plan.num_bytes(Tier.NVME)) > nvme:
         raise PlanError("optimizer state on NVMe", spilled, nvme, "Give nvme more space, or raise ram.")
     return plan
 
 
-def _plan(pieces: Sequence[tuple[tuple[ElementRun, ...], int]], homes: Sequence[Tier], num_ram_slots: int) -> ChunkPlan:
-    """Name the pieces, in order, and give each its home."""
-    chunks = [
-        StateChunk(key=f"chunk{number}", runs=runs, num_bytes=size, home=home)
-        for number, ((runs, size), home) in enumerate(zip(pieces, homes, strict=True))
-    ]
+def _plan(chunks: Sequence[StateChunk], num_ram_slots: int) -> ChunkPlan:
+    """Return the plan of chunks that have their homes."""
     return ChunkPlan(tuple(chunks), max((chunk.num_bytes for chunk in chunks), default=0), num_ram_slots)
 
 
-def _cut(sizes: Iterable[ParameterSize], chunk_elements: int) -> list[tuple[tuple[ElementRun, ...], int]]:
-    """Return runs and bytes of each chunk. Large parameters are cut, and small ones share a chunk.
+def _cut(sizes: Iterable[ParameterSize], chunk_elements: int) -> list[StateChunk]:
+    """Return the chunks, all of them at home in RAM. Large parameters are cut, and small ones share a chunk.
 
     A parameter that is updated by matrix has a chunk of its own, whatever its size.
     """
-    pieces: list[tuple[tuple[ElementRun, ...], int]] = []
+    chunks: list[StateChunk] = []
     runs: list[ElementRun] = []
     room = chunk_elements
     offset = 0
@@ -170,26 +166,33 @@ def _cut(sizes: Iterable[ParameterSize], chunk_elements: int) -> list[tuple[tupl
             # Padding takes room too. Chunks have a multiple of the alignment, so the room comes to exactly 0.
             room -= round_up(run.stop - run.start, ALIGN_ELEMENTS)
             if not room or size.schema.by_matrix:
-                pieces.append((tuple(runs), offset))
+                chunks.append(_chunk(len(chunks), runs, offset))
                 runs = []
                 room = chunk_elements
                 offset = 0
-    return [*pieces, (tuple(runs), offset)] if runs else pieces
+    return [*chunks, _chunk(len(chunks), runs, offset)] if runs else chunks
 
 
-def _spread(sizes: Sequence[int], room: int) -> list[Tier]:
-    """Return the homes of chunks of these bytes: RAM for as many as fit, spread evenly among the others."""
-    homes = []
+def _chunk(number: int, runs: Iterable[ElementRun], num_bytes: int) -> StateChunk:
+    """Return a chunk with the name of its number."""
+    return StateChunk(key=f"chunk{number}", runs=tuple(runs), num_bytes=num_bytes)
+
+
+def _spread(chunks: Sequence[StateChunk], room: int) -> list[StateChunk]:
+    """Return the chunks with as many of them at home in RAM as fit, spread evenly, and the others on NVMe."""
+    placed = []
+    sizes = [round_up(chunk.num_bytes) for chunk in chunks]
     total = sum(sizes)
 
     # Each chunk earns its share of the room and pays its whole size to be in RAM. The credit, counted in bytes times
     # `total` so that it is a whole number, is never below 0: so those in RAM never take more than the room.
     credit = 0
-    for size in sizes:
+    for chunk, size in zip(chunks, sizes, strict=True):
         credit += size * room
-        homes.append(Tier.RAM if credit >= size * total else Tier.NVME)
-        credit -= size * total if homes[-1] is Tier.RAM else 0
-    return homes
+        is_in_ram = credit >= size * total
+        placed.append(chunk if is_in_ram else replace(chunk, home=Tier.NVME))
+        credit -= size * total if is_in_ram else 0
+    return placed
 
 
 def _widths(schema: StateSchema) -> dict[Kind, int]:

@@ -26,6 +26,8 @@ from megatier.config.values import clip_of
 from megatier.data.shared_batches import sharing
 from megatier.durable import becoming, discard, settle
 from megatier.errors import ConfigError
+from megatier.exchanged import exchanged
+from megatier.guards.trainer_arguments import other_accumulation, refuse_any
 from megatier.integrations.streamed import Streamed
 
 LIGHTNING_FILE = "lightning.ckpt"
@@ -79,7 +81,7 @@ class MegatierStrategy(SingleDeviceStrategy):
             ConfigError: Trainer or LightningModule ask for something that a streamed model does not have.
         """
         module = self.lightning_module
-        _refuse(
+        refuse_any(
             (
                 tuple(self.parallel_devices) != (self.root_device,) or self.num_nodes > 1,
                 f"the streamed model computes on {self.root_device} alone; give the Trainer devices=1 and num_nodes=1.",
@@ -105,27 +107,24 @@ class MegatierStrategy(SingleDeviceStrategy):
             ConfigError: Trainer or LightningModule ask for something that a streamed model does not have.
         """
         module = self.lightning_module
-        declared = self.streamed.accumulation_steps
 
         # Parameters of a head or an adapter of the module's own would be in nobody's optimizer.
         with self._without_model():
             others = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-        _refuse(
+        refuse_any(
             (
                 not module.automatic_optimization,
                 "manual optimization is not for this strategy: leave automatic_optimization on, or write the loop "
                 "yourself over megatier.stream.",
             ),
-            (
-                trainer.accumulate_grad_batches != declared,
-                f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, and megatier.stream was told "
-                f"accumulation_steps={declared}; name the same number in both.",
+            other_accumulation(
+                "accumulate_grad_batches", trainer.accumulate_grad_batches, self.streamed.accumulation_steps
             ),
             (
                 trainer.gradient_clip_algorithm == "value" or is_overridden("configure_gradient_clipping", module),
                 "a streamed model is clipped by its global norm: give the Trainer gradient_clip_val alone.",
             ),
-            (bool(others), f"{', '.join(others)}: only streamed parameters are trained; freeze all others."),
+            (others, f"{', '.join(others)}: only streamed parameters are trained; freeze all others."),
         )
 
         self.streamed.clip = clip_of(trainer.gradient_clip_val)
@@ -133,7 +132,7 @@ class MegatierStrategy(SingleDeviceStrategy):
         super().setup_optimizers(trainer)
 
         # Known only now, since the call above asks the module for its optimizers.
-        _refuse(
+        refuse_any(
             (
                 self.optimizers != [self.streamed.optimizer],
                 "a streamed model brings its optimizer: configure_optimizers has to give streamed.optimizer.",
@@ -252,17 +251,5 @@ class MegatierStrategy(SingleDeviceStrategy):
 
         # A module may hold it under several names. All of them come back, also after an error.
         names = [name for name, child in module._modules.items() if child is self.streamed.model]
-        for name in names:
-            setattr(module, name, None)
-        try:
+        with exchanged(module._modules, **dict.fromkeys(names)):
             yield
-        finally:
-            for name in names:
-                setattr(module, name, self.streamed.model)
-
-
-def _refuse(*refusals: tuple[bool, str]) -> None:
-    """Raise a ConfigError with the message of the first refusal that holds."""
-    for holds, message in refusals:
-        if holds:
-            raise ConfigError(message)

@@ -18,6 +18,7 @@ from megatier.foreign import shown
 from megatier.optimizers import MOMENTS, OPTIMIZER_NAMES, OptimizerName, in_words
 from megatier.setup.workload import COMPUTE_DTYPES
 from megatier.state import Moments
+from megatier.tier import Activations, ActivationsName
 
 Made = TypeVar("Made", bound=Section)
 
@@ -36,7 +37,7 @@ class ShortArguments(TypedDict, total=False):
     compute_dtype: Literal["bf16", "fp32"] | torch.dtype
     moments: Moments
     seed: int
-    activations: Literal["keep", "recompute"]
+    activations: ActivationsName
     fused_loss: bool
     compile: bool | None
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None
@@ -59,6 +60,8 @@ class Short(NamedTuple):
     """The least whole number that it may be; None: it is no whole number."""
 
 
+POLICIES = tuple(policy for policy in Activations if not policy.offloads_input)
+"""Policies for activations of sequences of any length."""
 SHORT: Mapping[str, Short] = {
     "accumulation_steps": Short(1, ("train.groups",), least=1),
     "lr": Short(1e-3, ("train.learning_rate",)),
@@ -71,7 +74,7 @@ SHORT: Mapping[str, Short] = {
     "compute_dtype": Short("bf16", ("model.compute_dtype",), tuple(COMPUTE_DTYPES)),
     "moments": Short("fp32", ("train.moments",), MOMENTS),
     "seed": Short(0, ("train.seed",), least=0),
-    "activations": Short("keep", ("train.activations",), ("keep", "recompute")),
+    "activations": Short("keep", ("train.activations",), POLICIES),
     "fused_loss": Short(True, ("model.fused_loss",)),
     "compile": Short(None, ("model.compile",)),
     "attention": Short(None, ("model.attention",)),

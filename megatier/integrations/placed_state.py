@@ -26,7 +26,7 @@ from megatier.optim.muon import Matrix, update_matrix
 from megatier.optim.optimizer import PIECE_ELEMENTS, sum_squares
 from megatier.owner import Owner
 from megatier.store.lease import Lease
-from megatier.tier import Kind, Tier
+from megatier.tier import Kind
 from megatier.workers import Workers
 
 Entry = Mapping[str, Tensor]
@@ -39,6 +39,7 @@ class PlacedState:
     Attributes:
         store: the chunks.
         steps: number of updates so far of each parameter that had any, by its number.
+        owner: the process that has allocated all of this.
     """
 
     def __init__(
@@ -70,24 +71,20 @@ class PlacedState:
         trained = {index: parameter for index, parameter in enumerate(parameters) if parameter.requires_grad}
         self._forms = {index: form_of(parameter) for index, parameter in trained.items()}
         self.steps: dict[int, int] = {}
-        self._owner = Owner("the state of this optimizer")
+        self.owner = Owner("the state of this optimizer")
 
         device = next((parameter.device for parameter in trained.values()), torch.device("cpu"))
-        self.store = ChunkStore(plan, nvme, device, _update_tier(device))
+        self.store = ChunkStore(plan, nvme, device)
         try:
             self._start_threads()
         except BaseException:
-            self.store.close()
+            self.store.tiers.close()
             raise
-
-    def check_process(self) -> None:
-        """Refuse a forked child; see `Owner.check`."""
-        self._owner.check()
 
     @property
     def is_torn(self) -> bool:
         """Whether something broke off while a chunk was taken or given back."""
-        return self.store.is_torn
+        return self.store.tiers.tear.is_torn
 
     def mend(self) -> None:
         """Begin anew after something broke off: end the threads, take back all slots, and start other threads.
@@ -98,7 +95,7 @@ class PlacedState:
         # only then may slots be handed out again.
         self._pool.close()
         self._workers.close()
-        self.store.reset()
+        self.store.tiers.reset()
 
         # The finalizer holds the old threads. It goes when a new one is there: one of them has to close the store.
         old = self._finalizer
@@ -113,7 +110,7 @@ class PlacedState:
         """Start the threads of AdamW and of the checks, with what ends them and frees the chunks."""
         self._pool = adamw_threads(cores_usable())
         self._workers = Workers(cores_usable(), "megatier-gradient")
-        self._finalizer = weakref.finalize(self, _release, self._owner, self._pool, self._workers, self.store)
+        self._finalizer = weakref.finalize(self, _release, self.owner, self._pool, self._workers, self.store)
 
     # ------------------------------------------------------------------ a step
 
@@ -189,7 +186,7 @@ class PlacedState:
                 for applied in reversed(flying):
                     rest.callback(_finish, self.store, *applied)
 
-        self.store.forget_log()
+        self.store.tiers.take_log()  # for which nobody asks here
         for index in gradients:
             self.steps[index] = self.steps.get(index, 0) + 1
 
@@ -262,12 +259,12 @@ class PlacedState:
             for index in self.steps
         )
 
-    def empty(self, numbers: Iterable[int]) -> dict[Tensor, dict[str, Tensor]]:
-        """Return the entries of parameters that had an update, by the parameter, for `copy_to` to fill."""
+    def empty(self, numbers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
+        """Return the entries of parameters that had an update, for `copy_to` to fill."""
         found = {}
         for index in numbers:
             parameter = self._parameters[index]
-            found[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")} | {
+            found[index] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")} | {
                 str(kind): torch.empty_strided(parameter.size(), parameter.stride(), dtype=dtype, device="cpu")
                 for kind, dtype in self._types(index).items()
             }
@@ -295,11 +292,6 @@ class PlacedState:
         return {kind: plane_dtype(schema, kind) for kind in schema.passing_kinds}
 
 
-def _update_tier(device: torch.device) -> Tier:
-    """Return the tier in which chunks are updated, which is that of the parameters."""
-    return Tier.GPU if device.type == "cuda" else Tier.RAM
-
-
 def _planes(run: ElementRun, chunk: Tensor) -> Iterator[tuple[Kind, Tensor]]:
     """Yield each kind of a run's state, as a flat view of a chunk in RAM."""
     for kind, (start, stop) in run.planes.items():
@@ -314,7 +306,7 @@ def _finish(store: ChunkStore, chunk: StateChunk, lease: Lease, batches: Iterabl
             batch.wait()
 
     # After an interrupt inside the store nobody knows whose its slots are: `load_state_dict` takes all of them back.
-    if not store.is_torn:
+    if not store.tiers.tear.is_torn:
         store.give_back(chunk, lease)
 
 
@@ -324,4 +316,4 @@ def _release(owner: Owner, pool: _native.ThreadPool, workers: Workers, store: Ch
     if owner.is_here:
         pool.close()
         workers.close()
-        store.close()
+        store.tiers.close()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, settle_replaced
 from megatier.checkpoint.environment import changes_of
-from megatier.checkpoint.run_directory import last_checkpoint, step_of
-from megatier.checkpoint.run_state import read_tiles
-from megatier.compute.tiles import Decision
+from megatier.checkpoint.run_directory import last_checkpoint
 from megatier.errors import CheckpointError
 from megatier.foreign import shown
 
@@ -44,26 +42,10 @@ class SavedStream:
         return cls(path, state)
 
     @property
-    def step(self) -> int:
-        """The last step before it was written."""
-        return step_of(self.path)
-
-    @property
-    def settings(self) -> Sequence[Mapping[str, Any]]:
-        """The settings of each group of its optimizer."""
-        found: Sequence[Mapping[str, Any]] = self.state["streamed"]
-        return found
-
-    @property
     def groups(self) -> int | None:
         """How many backwards of all ranks its steps had; None: an older version wrote it."""
         found = self.state.get("groups")
         return found if isinstance(found, int) else None
-
-    @property
-    def tiles(self) -> Mapping[str, Decision]:
-        """Which modules ran in tiles of tokens."""
-        return read_tiles(self.state)
 
     def check(self, kept: Mapping[str, str], base: Mapping[str, str]) -> None:
         """Refuse it for a model with other state.
@@ -93,6 +75,9 @@ class SavedStream:
             compiled: how layers are compiled now.
             environment: libraries and devices now.
         """
+        # Each chunk of a checkpoint that is bound is compared with what was written at its place.
+        if not is_bound(self.path):
+            yield UNBOUND.format(self.path)
         before = self.state.get("compiled", compiled)
         if before != compiled:
             yield (
@@ -106,8 +91,3 @@ class SavedStream:
                 f"{self.path} was written in another environment: {shown('; '.join(others))}. State is taken bit by "
                 "bit, but steps may be rounded in other ways from now on."
             )
-
-    @property
-    def damage_remark(self) -> str:
-        """What a user should know who reads it; empty: each chunk is compared with what was written at its place."""
-        return "" if is_bound(self.path) else UNBOUND.format(self.path)

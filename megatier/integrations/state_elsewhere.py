@@ -7,7 +7,7 @@ replace. Here each of these is answered rightly, or refused by name before anyth
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Never, SupportsIndex
+from typing import Any, Never, SupportsIndex, overload
 
 import torch
 from torch import Tensor
@@ -62,6 +62,42 @@ class StateElsewhere(Optimizer):
     def _view(self) -> MutableMapping[Any, Any]:
         """Return what `state` is."""
         raise NotImplementedError
+
+    def _update(self) -> None:
+        """Update the parameters by their gradients."""
+        raise NotImplementedError
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters by their gradients, with the settings of this moment.
+
+        Of a streamed model this ends the step: its updates run ahead of the next forward. Of a tiered optimizer,
+        write-backs, and work on a GPU, may still run when it returns.
+
+        Args:
+            closure: makes forwards and backwards anew, and returns the loss.
+
+        Raises:
+            StreamedModelError, TimelineError: see `Streamed.finish_step`.
+            NonFiniteError: a gradient is NaN or infinite. A tiered optimizer has changed nothing; `zero_grad` and go on
+                if you like.
+            OptimizerError: a gradient or parameter cannot be taken. Nothing was changed.
+            TransferError, IntegrityError: a drive failed. Parameters and state of a tiered optimizer do not belong
+                together until `load_state_dict`.
+        """
+        # As in torch, a closure has gradients also where they are switched off around the step.
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+
+        self._update()
+        return loss
 
     @property
     def state(self) -> Any:  # noqa: ANN401 - torch's attribute is a defaultdict

@@ -20,6 +20,7 @@ from megatier.durable import becoming
 from megatier.errors import TransferError
 
 StateDict = dict[str, Any]
+"""A state as torch's optimizers give it."""
 
 
 def write_state_file(

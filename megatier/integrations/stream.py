@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Unpack
@@ -42,6 +42,9 @@ from megatier.setup.machine import Machine, choose_device
 from megatier.setup.setup import Setup
 from megatier.setup.skeleton import read_model_config
 from megatier.setup.workload import COMPUTE_DTYPES
+
+Given = str | os.PathLike[str] | nn.Module
+"""A model as it is given: a folder or a hub id, or a model in RAM."""
 
 
 def stream(
@@ -114,27 +117,19 @@ def stream(
         warn(words)
     is_named = isinstance(model, str | os.PathLike) and os.fspath(model) != ""
     require(is_named or isinstance(model, nn.Module), "model", model, "a folder, a hub id, or a model of transformers")
-    return _open(model, config, short.get("frozen", ()), short.get("peft_config"), short.get("num_labels"))
+    return _open(model, config, short)
 
 
 @usual_defaults()
-def _open(
-    model: str | os.PathLike[str] | nn.Module,
-    config: RunConfig,
-    frozen: str | Sequence[str],
-    peft_config: Any | None,  # noqa: ANN401 - PEFT's, which has no types
-    num_labels: int | None,
-) -> Streamed:
+def _open(model: Given, config: RunConfig, short: ShortArguments) -> Streamed:
     """Open a session for a model and read its weights in.
 
     Args:
         model: as for `stream`.
         config: how it computes, its tiers and its steps, with the groups of one rank.
-        frozen: as for `stream`.
-        peft_config: as for `stream`.
-        num_labels: as for `stream`.
+        short: the short arguments, of which those count that say what model is opened.
     """
-    skeleton, reader = _source(model, config.model, frozen, peft_config, num_labels, config.train.seed)
+    skeleton, reader = _source(model, config, short)
 
     # The session owns files on the drives, which nobody would remove if loading fails or is interrupted.
     share_interpreter()
@@ -153,61 +148,56 @@ def _open(
             session,
             opened.pop_all(),
             is_from_folder=not isinstance(model, nn.Module),
-            has_new_adapters=peft_config is not None,
+            has_new_adapters=short.get("peft_config") is not None,
         )
 
 
 @one_version()
-def _source(
-    model: str | os.PathLike[str] | nn.Module,
-    computing: ModelConfig,
-    frozen: str | Sequence[str],
-    peft_config: Any | None,  # noqa: ANN401 - PEFT's, which has no types
-    num_labels: int | None,
-    seed: int,
-) -> tuple[PreTrainedModel, TensorReader]:
+def _source(model: Given, config: RunConfig, short: ShortArguments) -> tuple[PreTrainedModel, TensorReader]:
     """Return the skeleton of a model, with its adapters and with what is frozen, and the reader of its weights."""
-    # The reader comes before `freeze`: a model in RAM says which of its parameters are frozen, and the patterns that
-    # the caller names win over that.
-    is_adapted = False
+    peft_config = short.get("peft_config")
+    is_adapted = peft_config is not None
     if isinstance(model, nn.Module):
-        if num_labels is not None:
+        if short.get("num_labels") is not None:
             raise UnsupportedModelError("num_labels is for a folder or hub id; a model in RAM has its labels already.")
-        skeleton, reader, is_adapted = _in_ram(model, computing, is_new=peft_config is not None)
+        skeleton, reader, has_own = _in_ram(model, config.model, is_new=is_adapted)
+        is_adapted |= has_own
         base = str(skeleton.config._name_or_path)
     else:
         folder = resolve(os.fspath(model))
-        skeleton, reader = _in_folder(folder, computing, num_labels, seed, is_adapted=peft_config is not None)
+        skeleton, reader = _in_folder(folder, config, short.get("num_labels"), is_adapted=is_adapted)
         base = str(folder.resolve()) if Path(model).is_dir() else os.fspath(model)
-
-    if peft_config is not None:
-        if not isinstance(model, nn.Module):
-            folder = resolve(os.fspath(model))
+        if is_adapted:
             stored = reader.stored if isinstance(reader, SafetensorsFolder | CodesReader) else None
             note(skeleton, identity_of(folder, stored))
             if not is_quantised(skeleton.config):
                 note_tensors(skeleton, folder, stored)
+
+    if peft_config is not None:
         add_given(skeleton, peft_config, base)
         generator = reader.generator if isinstance(reader, NewScore) else None
-        reader = AdaptedWeights(reader, skeleton, seed, generator=generator)
-    freeze(skeleton, frozen, "frozen")
-    if peft_config is not None or is_adapted:
+        reader = AdaptedWeights(reader, skeleton, config.train.seed, generator=generator)
+
+    # After the reader: a model in RAM says which of its parameters are frozen, and the patterns that the caller names
+    # win over that.
+    freeze(skeleton, short.get("frozen", ()), "frozen")
+    if is_adapted:
         check_trained(skeleton)
     return skeleton, reader
 
 
 def _in_folder(
-    folder: Path, computing: ModelConfig, num_labels: int | None, seed: int, *, is_adapted: bool
+    folder: Path, config: RunConfig, num_labels: int | None, *, is_adapted: bool
 ) -> tuple[PreTrainedModel, TensorReader]:
     """Return the skeleton of a folder's model, and its reader.
 
     Args:
         folder: the model's folder.
-        computing: how the model computes.
+        config: how the model computes, and the seed of a score that begins anew.
         num_labels: as for `stream`.
-        seed: decides the values of a score that begins anew.
         is_adapted: whether adapters are to be put into it, whose base may be quantised.
     """
+    computing = config.model
     found = read_model_config(computing, folder)
     begins = num_labels is not None and not is_classifier(found)
     if num_labels is not None and not begins and num_labels != found.num_labels:
@@ -226,7 +216,7 @@ def _in_folder(
     if num_labels is None or not begins:
         return model, reader
     classifier = build_skeleton(named_as_classifier(found, num_labels), computing.attention)
-    return classifier, NewScore(reader, {name for name, _ in model.named_parameters()}, classifier, seed)
+    return classifier, NewScore(reader, {name for name, _ in model.named_parameters()}, classifier, config.train.seed)
 
 
 def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[PreTrainedModel, TensorReader, bool]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Never, Protocol, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, Never, Protocol
 
-import torch
 from transformers import PreTrainedModel
 
 from megatier.config.schema import TrainConfig
@@ -62,28 +61,8 @@ class StreamedOptimizer(StateElsewhere):
         super().__init__(groups, {**shared, "weight_decay": train.weight_decay})
         self._own = self._parameters_now()
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """End the step: its updates run ahead of the next forward, with the settings of this moment.
-
-        Args:
-            closure: makes the step's forwards and backwards, and returns the loss.
-
-        Raises:
-            StreamedModelError, TimelineError, NonFiniteError: see `Streamed.finish_step`.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-
+    def _update(self) -> None:
         self._streamed.finish_step()
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of a step that `step` has not ended. After `step` there are none to drop."""

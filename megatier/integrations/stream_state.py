@@ -6,7 +6,6 @@ all of them.
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -14,11 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Never, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megatier.adapters.base import noted
 from megatier.adapters.folder import export
@@ -28,7 +27,8 @@ from megatier.checkpoint.checkpoint import settle_replaced
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.environment import environment
 from megatier.checkpoint.restore import restore
-from megatier.config.schema import TrainConfig
+from megatier.checkpoint.run_directory import step_of
+from megatier.checkpoint.run_state import read_tiles
 from megatier.errors import BlockNotFoundError, CapacityError, StreamedModelError
 from megatier.guards.token_rows import few_tokens
 from megatier.hardware import ram_available_bytes
@@ -38,12 +38,13 @@ from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.models.experts import places_of
 from megatier.models.weights import chunks
-from megatier.ranks.channel import Alone
-from megatier.ranks.ranks import Ranks
-from megatier.session.held import HeldWeights
+from megatier.session.generation import hold_in_generation
 from megatier.session.session import Session
 from megatier.setup.workload import COMPUTE_DTYPES
 from megatier.train.export import SHARD_BYTES
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
 
 T = TypeVar("T")
 
@@ -71,20 +72,28 @@ class StreamedState(ABC):
         groups: number of backwards of a step, of all ranks together.
     """
 
-    model: PreTrainedModel
     optimizer: StreamedOptimizer
-    steps: int
-    groups: int
-    _is_from_folder: bool
-    _begins_adapters: bool
-    _inside: int
 
-    def __init__(self, session: Session, train: TrainConfig, held: HeldWeights) -> None:
-        """Take a session that is loaded, the settings of its steps, and what it holds while the model generates."""
+    def __init__(self, session: Session, *, is_from_folder: bool, has_new_adapters: bool) -> None:
+        """Take a session that is loaded.
+
+        Args:
+            session: the session.
+            is_from_folder: whether the weights are those of the folder that the model's config names.
+            has_new_adapters: whether the model has adapters that begin now.
+        """
+        config = session.setup.config
         self._session = session
-        self._held = held
-        self._kept = {"optimizer": train.optimizer, "moments": train.moments}
-        self._crew: Ranks | Alone = session.ranks or Alone()
+        self._held = hold_in_generation(session, config.tiers.gpu_limit)
+        self._kept = {"optimizer": config.train.optimizer, "moments": config.train.moments}
+        self._crew = session.crew
+        self._is_from_folder = is_from_folder
+        self._begins_adapters = has_new_adapters
+        self.model = session.model
+        self.groups = config.train.groups
+        self.steps = 0
+        self._inside = 0
+        """The thread whose forward is running; 0: none is."""
 
     @abstractmethod
     def _check_between_steps(self, what: str) -> None:
@@ -214,7 +223,7 @@ class StreamedState(ABC):
 
     def export(
         self,
-        folder: str | os.PathLike[str],
+        folder: StrPath,
         *,
         dtype: Literal["bf16", "fp32"] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -238,7 +247,7 @@ class StreamedState(ABC):
             if read is not None:
                 export(Path(folder), self.model, session.wholes, read, written, SHARD_BYTES, tokenizer)
 
-    def save(self, folder: str | os.PathLike[str]) -> Path:
+    def save(self, folder: StrPath) -> Path:
         """Write a checkpoint, `step-...` in the folder: weights and moments in fp32, settings, the number of the step.
 
         It takes the place of a checkpoint of the same step, which stays whole until the new one is on the drive. All
@@ -259,7 +268,7 @@ class StreamedState(ABC):
         state = {"streamed": settings, "environment": environment(self.device), **told, **self._kept}
         return CheckpointWriter(self._session, path, self.steps, state).wait()
 
-    def saved_groups(self, folder: str | os.PathLike[str]) -> int | None:
+    def saved_groups(self, folder: StrPath) -> int | None:
         """Return how many groups the steps of the last checkpoint of a folder had. All ranks call it alike.
 
         Returns:
@@ -270,7 +279,7 @@ class StreamedState(ABC):
         """
         return self._crew.first(lambda: SavedStream.find(Path(folder)).groups)
 
-    def restore(self, folder: str | os.PathLike[str]) -> None:
+    def restore(self, folder: StrPath) -> None:
         """Take the state of the last checkpoint of a folder, bit by bit. The tiers may be others than those it is from.
 
         So may the number of ranks. This also mends a model that was interrupted while state was changed
@@ -287,18 +296,18 @@ class StreamedState(ABC):
         self._check_between_steps("Restoring a checkpoint")
         self._meet("restore()")
         saved = self._saved(Path(folder))
-        tiles = saved.tiles  # read before anything is changed, as it may be damaged
+        tiles = read_tiles(saved.state)  # read before anything is changed, as it may be damaged
         self._held.let_go()
 
         def take_rest() -> None:
-            self.optimizer.take_saved_settings(saved.settings)
+            self.optimizer.take_saved_settings(saved.state["streamed"])
             self._session.engine.model.take_tiles(tiles)
-            self.steps = saved.step
+            self.steps = step_of(saved.path)
 
         # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
         restore(self._session, saved.path, take_rest=take_rest)
 
-    def restore_weights(self, folder: str | os.PathLike[str]) -> None:
+    def restore_weights(self, folder: StrPath) -> None:
         """Take the masters of the last checkpoint of a folder alone: moments, settings and steps stay as they are.
 
         Raises:
@@ -319,8 +328,7 @@ class StreamedState(ABC):
         def find() -> SavedStream:
             saved = SavedStream.find(folder)
             saved.check(self._kept, noted(self.model))
-            remarks = saved.remarks(self._compiled, environment(self.device))
-            for remark in filter(None, (saved.damage_remark, *remarks)):
+            for remark in saved.remarks(self._compiled, environment(self.device)):
                 warnings.warn(remark, stacklevel=5)  # the line that called `restore` or `restore_weights`
             return saved
 

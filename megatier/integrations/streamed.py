@@ -41,7 +41,6 @@ from megatier.guards.unbound import mark_streamed
 from megatier.integrations.stream_optimizer import StreamedOptimizer
 from megatier.integrations.stream_state import StreamedState
 from megatier.ranks.peers import cause_of
-from megatier.session.generation import hold_in_generation
 from megatier.session.session import Session
 from megatier.trace.events import TraceEvent, write_trace
 
@@ -89,20 +88,15 @@ class Streamed(ClosedWhenDropped, StreamedState):
             has_new_adapters: whether the model has adapters that begin now.
         """
         train = session.setup.config.train
-        super().__init__(session, train, hold_in_generation(session, session.setup.config.tiers.gpu_limit))
+        super().__init__(session, is_from_folder=is_from_folder, has_new_adapters=has_new_adapters)
         self._opened = opened
-        self._is_from_folder = is_from_folder
-        self._begins_adapters = has_new_adapters
         self._engine = session.engine
-        self.model = session.model
         self.rank = self._crew.rank
         self.num_ranks = self._crew.size
-        self.groups = train.groups
         self.accumulation_steps = train.groups // self.num_ranks
         self.clip = train.clip
         self.optimizer = StreamedOptimizer(self, train)
 
-        self.steps = 0
         self.last: StepResult | None = None
         self._groups = 0
         """Groups since the last step, each with its first forward; 0: no step is open."""
@@ -110,8 +104,6 @@ class Streamed(ClosedWhenDropped, StreamedState):
         """What each forward of the open step adds to its loss."""
         self._norm: float | None = None
         """Norm of the open step's gradients, once it was measured."""
-        self._inside = 0
-        """The thread whose forward is running; 0: none is."""
         self._events: list[tuple[int, list[TraceEvent]]] = []
         """The last steps by number, with what happened in them."""
         self._is_closed = False
@@ -270,7 +262,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
         for group in range(self._groups - 1, self.accumulation_steps):
             if group >= self._groups:
                 self._meet(FORWARD, cause)
-            self._engine.sit_out(group)
+            self._session.player.sit_out(group)
         self._meet(STEP, cause)
         self._drop_step()
 
@@ -303,7 +295,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
         """Whether the open step has had a backward that trains."""
         # Loops call zero_grad also between the forward and the backward of a step, where there is no gradient yet. A
         # backward that was broken off, as by a want of memory, has made some.
-        is_waiting = self._engine.awaits_backward and not self._engine.is_in_backward
+        is_waiting = self._engine.gradients.is_open and not self._engine.gradients.is_in_backward
         return self._groups > 1 or (self._groups == 1 and not is_waiting)
 
     @contextlib.contextmanager
@@ -322,7 +314,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
         self._check_open()
         if torch.is_grad_enabled():
             run = self._begin_forward()
-        elif self._groups and self._engine.takes_aside and self.num_ranks == 1:
+        elif self._groups and self._engine.gradients.takes_aside and self.num_ranks == 1:
             # The weights are those of the step's forwards, so it is a part of the step.
             run = self._engine.aside()
         else:
@@ -365,7 +357,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
 
     def lent_head(self) -> contextlib.AbstractContextManager[None]:
         """Make the head's weight a tensor on the device, inside a forward and until its backward."""
-        return self._engine.lent_head()
+        return self._engine.model.head().lent()
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run the model's own forward as a part of a step, or as an evaluation."""
@@ -399,7 +391,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
     def _begin_forward(self) -> contextlib.AbstractContextManager[None]:
         """Begin a forward with gradients, inside: a further one of the open group, or the first of a new one."""
         self._held.let_go()  # if somebody trains while a text is generated
-        if self._groups and self._engine.awaits_backward:
+        if self._groups and self._engine.gradients.is_open:
             if self.num_ranks > 1:
                 raise StreamedModelError(
                     "the last forward has had no backward, and ranks take one forward for each. Call loss.backward() "
@@ -436,7 +428,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
         self._check_open()
 
         # The last forward counts only when all of its backward is done, which an interrupt may have cut short.
-        made = self._groups - (1 if self._groups and self._engine.awaits_backward else 0)
+        made = self._groups - (1 if self._groups and self._engine.gradients.is_open else 0)
         if made < self.accumulation_steps:
             raise StreamedModelError(
                 f"optimizer.step() after {made} of {self.accumulation_steps} backwards: each step needs as many as "

@@ -12,24 +12,25 @@ back afterwards. The arithmetic is that of `optim`. The place of the state chang
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from megatier.compute.vector_math import warm
 from megatier.config.values import byte_count, number, parse_list, parse_mount, require
 from megatier.drives.mounts import budget_bytes
 from megatier.dropped import ClosedWhenDropped
 from megatier.errors import CapacityError, OptimizerError
+from megatier.exchanged import exchanged
 from megatier.hardware import ram_available_bytes
 from megatier.integrations.chunks import ChunkPlan, ParameterSize, plan_chunks
 from megatier.integrations.parameters import check_parameters, schema_of
 from megatier.integrations.placed_state import PlacedState
 from megatier.integrations.state_elsewhere import StateElsewhere, StateView, check_group
-from megatier.integrations.state_file import write_state_file
+from megatier.integrations.state_file import StateDict, write_state_file
 
 
 class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
@@ -126,30 +127,8 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
 
     # ------------------------------------------------------------------ step
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient. Write-backs, and work on a GPU, may still run when it returns.
-
-        Args:
-            closure: computes loss and gradients anew, and returns the loss.
-
-        Raises:
-            NonFiniteError: a gradient is NaN or infinite. Nothing was changed; `zero_grad` and go on if you like.
-            OptimizerError: a gradient or parameter cannot be taken. Nothing was changed.
-            TransferError, IntegrityError: a drive failed. Parameters and state do not belong together until
-                `load_state_dict`.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-
+    def _update(self) -> None:
         # All that can be refused is refused here, so that a caller may go on after such an error.
         self._check_whole()
         placed = self._start()
@@ -164,11 +143,10 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
 
         # C and Triton write past torch, whose autograd would not see that saved weights have changed.
         torch.autograd.graph.increment_version([self._parameters[index] for index in gradients])
-        return loss
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state as torch.optim.AdamW does, in RAM. bf16 parameters have a `remainder` as well as moments.
 
         Raises:
@@ -181,7 +159,8 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
 
         # The numbers come first, since torch hands the whole to hooks.
         entries = self._empty()
-        self._copy_to(entries)
+        if self._placed is not None:
+            self._placed.copy_to(entries)
         return self._describe(entries)
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
@@ -198,13 +177,13 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
         """
         numbers = list(self._groups_now() if self._placed is not None else ())
 
-        def fill(written: dict[str, Any]) -> None:
+        def fill(written: StateDict) -> None:
             if self._placed is not None:
                 self._placed.copy_to({numbers[number]: entry for number, entry in written["state"].items()})
 
         write_state_file(path, lambda: self._describe(self._empty()), fill)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Take the state of such an optimizer, wherever its parts lay, or of a torch.optim.AdamW, chunk by chunk.
 
         This mends an optimizer whose step or load failed, or was interrupted, half way. Load the parameters too,
@@ -219,17 +198,15 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
         """
         # The last hook before torch takes the groups: it sees what those of the user have made of the state. torch
         # would make copies of the moments, in the parameters' dtype.
-        with self.register_load_state_dict_pre_hook(self._take_in):
+        with self.register_load_state_dict_pre_hook(lambda _, given: self._checked(given)):
             super().load_state_dict(state_dict)
 
-    @staticmethod
-    def _take_in(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        """Check a state that is about to be loaded, and note it; returns the groups alone, for torch."""
-        assert isinstance(optimizer, TieredOptimizer)
-        return optimizer._checked(given)
+    def _checked(self, given: StateDict) -> StateDict:
+        """Note a state that is about to be loaded; returns the groups alone, for torch.
 
-    def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Refuse a state that is of another optimizer or of other parameters, before anything is changed."""
+        Raises:
+            OptimizerError: it is of another optimizer or of other parameters. Nothing was changed.
+        """
         self._check_open()
         groups = [{**group, "lr": _plain(group.get("lr"))} for group in given["param_groups"]]
         self._incoming = {}
@@ -248,7 +225,7 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
                 placed.check(self._incoming)
         return {**given, "state": {}, "param_groups": groups}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         """Take the groups of a load, and the state; torch calls this after its checks, and before the hooks of others.
 
         From here on something is changed.
@@ -265,27 +242,19 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
         self._incoming = {}
         self._is_torn = False
 
-    def _describe(self, entries: dict[Any, Any]) -> dict[str, Any]:
-        """Return torch's state_dict with these entries by parameter."""
+    def _describe(self, entries: Mapping[int, Mapping[str, Tensor]]) -> StateDict:
+        """Return torch's state_dict with these entries."""
         # torch packs what lies in `self.state`, which is therefore another one for a moment.
-        self._shown = entries
-        try:
+        with exchanged(vars(self), _shown={self._parameters[number]: entry for number, entry in entries.items()}):
             return super().state_dict()
-        finally:
-            self._shown = None
 
-    def _empty(self) -> dict[Tensor, dict[str, Tensor]]:
+    def _empty(self) -> dict[int, dict[str, Tensor]]:
         """Return the entry of each parameter that had an update and is in a group, without numbers."""
         self._check_whole()
         if self._placed is None:
             return {}
         groups = self._groups_now()
         return self._placed.empty([number for number in self._placed.steps if number in groups])
-
-    def _copy_to(self, entries: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Write the numbers into entries by parameter."""
-        if self._placed is not None:
-            self._placed.copy_to({self._numbers[id(parameter)]: entry for parameter, entry in entries.items()})
 
     def _view(self) -> StateView:
         """Return what `state` is."""
@@ -299,19 +268,23 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
         """Return a copy of a parameter's state."""
         self._check_whole()
         assert self._placed is not None
-        entries = self._placed.empty([self._numbers[id(parameter)]])
-        self._copy_to(entries)
-        return entries[parameter]
+        number = self._numbers[id(parameter)]
+        entries = self._placed.empty([number])
+        self._placed.copy_to(entries)
+        return entries[number]
 
     # ------------------------------------------------------------------ before the first step
 
     def _plan(self) -> ChunkPlan:
         """Return the place of every piece of state, for the parameters as they are now."""
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        trained = {index: parameter for index, parameter in enumerate(parameters) if parameter.requires_grad}
+        trained = {index: parameter for index, parameter in enumerate(self._all()) if parameter.requires_grad}
         check_parameters(trained.values(), self._kept)
         sizes = [ParameterSize(i, p.numel(), schema_of(p.dtype, self._kept)) for i, p in trained.items()]
         return plan_chunks(sizes, self._ram, self._nvme_bytes)
+
+    def _all(self) -> list[Tensor]:
+        """Return the parameters of all groups, whose numbers are their places here."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _start(self) -> PlacedState:
         """Allocate everything, once, and return the placed state."""
@@ -321,7 +294,7 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
 
         # Planned anew: parameters may have been frozen, cast or moved since the groups were added.
         plan = self._plan()
-        self._parameters: list[Tensor] = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._parameters = self._all()
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
 
         # Set last: a failure before that leaves nothing allocated, and the next call begins again.
@@ -353,7 +326,7 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
         if self._is_closed:
             raise OptimizerError("this optimizer is closed; make a new one.")
         if self._placed is not None:
-            self._placed.check_process()
+            self._placed.owner.check()
 
     def _check_whole(self) -> None:
         """Refuse to use state that a step or a load has left half done."""

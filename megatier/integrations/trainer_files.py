@@ -48,11 +48,9 @@ class TrainerFiles(Base):
             discard(export)  # left by a process that was killed
             refuse_any(
                 (
-                    (
-                        (folder / ADAPTER_FILE).exists() and not self.streamed.has_adapters,
-                        f"{folder} holds an adapter ({ADAPTER_FILE}), which from_pretrained would put over the "
-                        "model. Save the model to another folder.",
-                    ),
+                    (folder / ADAPTER_FILE).exists() and not self.streamed.has_adapters,
+                    f"{folder} holds an adapter ({ADAPTER_FILE}), which from_pretrained would put over the "
+                    "model. Save the model to another folder.",
                 )
             )
         self.streamed.export(export)

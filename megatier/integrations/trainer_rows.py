@@ -14,6 +14,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from megatier.data.samplers import WholeRounds, WholeSteps
 from megatier.data.shared_batches import naming_shared_memory, sharing
 from megatier.errors import ConfigError
+from megatier.exchanged import exchanged
 from megatier.integrations.streamed import Streamed
 
 # The parts of the mixin come before some Trainer among the bases of a class, and are none themselves.
@@ -129,12 +130,8 @@ class TrainerRows(Base):
                 "predictions are logits, which a model with a fused loss does not make: give the trainer "
                 "megatier.stream(..., fused_loss=False), or set prediction_loss_only."
             )
-        given = self.args.average_tokens_across_devices
-        self.args.average_tokens_across_devices = False
-        try:
+        with exchanged(vars(self.args), average_tokens_across_devices=False):
             found = super().prediction_step(model, inputs, *args, **kwargs)
-        finally:
-            self.args.average_tokens_across_devices = given
         return self._filled_up(inputs, *found) if self.streamed.num_ranks > 1 else found
 
     def _filled_up(self, inputs: dict[str, Any], loss: Any, logits: Any, labels: Any) -> Any:  # noqa: ANN401

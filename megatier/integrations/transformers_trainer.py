@@ -277,30 +277,25 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         )
         check_accelerator(self.accelerator)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        asking = {
+            "compute_metrics": self.compute_metrics,
+            "compute_loss_func": self.compute_loss_func,
+            "label_smoothing_factor": self.args.label_smoothing_factor,
+        }
         refuse_any(
             (
-                (
-                    optimizer not in (None, model.optimizer) or self.optimizer_cls_and_kwargs is not None,
-                    OWN_OPTIMIZER,
-                ),
-                (
-                    self.lr_scheduler is not None
-                    and getattr(self.lr_scheduler, "optimizer", None) not in (model.optimizer, self.optimizer),
-                    "optimizers has a scheduler of another optimizer: make it over streamed.optimizer.",
-                ),
-                (
-                    self.compute_metrics is not None and not model.has_logits,
-                    "compute_metrics needs logits: call megatier.stream with fused_loss=False.",
-                ),
-                (
-                    self.compute_loss_func is not None and not model.has_logits,
-                    "compute_loss_func needs logits: call megatier.stream with fused_loss=False.",
-                ),
-                (
-                    self.args.label_smoothing_factor and not model.has_logits,
-                    "label_smoothing_factor needs logits: call megatier.stream with fused_loss=False.",
-                ),
-            )
+                optimizer not in (None, model.optimizer) or self.optimizer_cls_and_kwargs is not None,
+                OWN_OPTIMIZER,
+            ),
+            (
+                self.lr_scheduler is not None
+                and getattr(self.lr_scheduler, "optimizer", None) not in (model.optimizer, self.optimizer),
+                "optimizers has a scheduler of another optimizer: make it over streamed.optimizer.",
+            ),
+            *(
+                (value and not model.has_logits, f"{name} needs logits: call megatier.stream with fused_loss=False.")
+                for name, value in asking.items()
+            ),
         )
 
     def _check_methods(self) -> None:

@@ -45,19 +45,9 @@ class StreamedTrl(StreamedTraining):
         given = self.given(model, *args, **kwargs)
         check_fields(given.get("args"))
         self._check_given_to_trl(model, given)
-        own = {} if (peft_config := given.pop("peft_config", None)) is None else {"peft_config": peft_config}
-        if isinstance(self, RewardTrainer) and not isinstance(model, Streamed | nn.Module):
-            own["num_labels"] = 1  # as TRL itself opens a folder
-        if not isinstance(model, Streamed | nn.Module) and (
-            chosen := read_init_kwargs(
-                getattr(given.get("args"), "model_init_kwargs", None) or {}, given.get("stream_kwargs") or {}
-            )
-        ):
-            given["stream_kwargs"] = {**chosen, **(given.get("stream_kwargs") or {})}
-        if own:
-            # The numbers with which adapters and a score begin are TRL's, too.
-            seed = getattr(given.get("args"), "seed", 42)
-            given["stream_kwargs"] = {"seed": seed, **own, **(given.get("stream_kwargs") or {})}
+        peft_config = given.pop("peft_config", None)
+        if own := self._own_kwargs(model, given, peft_config):
+            given["stream_kwargs"] = {**own, **(given.get("stream_kwargs") or {})}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You are trying to modify a model with PEFT for a second time")
             super().__init__(**given)
@@ -86,6 +76,23 @@ class StreamedTrl(StreamedTraining):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, SyncRefModelCallback):
                 callback.sync_target_model = functools.partial(_mix, model)
+
+    def _own_kwargs(self, model: Any, given: dict[str, Any], peft_config: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Return the arguments of `megatier.stream` that follow from TRL's."""
+        args = given.get("args")
+        own: dict[str, Any] = {}
+        if peft_config is not None:
+            own["peft_config"] = peft_config
+        is_folder = not isinstance(model, Streamed | nn.Module)
+        if isinstance(self, RewardTrainer) and is_folder:
+            own["num_labels"] = 1  # as TRL itself opens a folder
+        if own:
+            # The numbers with which adapters and a score begin are TRL's, too.
+            own["seed"] = getattr(args, "seed", 42)
+        if is_folder:
+            init_kwargs = getattr(args, "model_init_kwargs", None) or {}
+            own |= read_init_kwargs(init_kwargs, given.get("stream_kwargs") or {})
+        return own
 
     def shown(self, given: dict[str, Any]) -> nn.Module:
         """Return the model, as a `PeftModel` if it has adapters.
@@ -118,79 +125,78 @@ class StreamedTrl(StreamedTraining):
         """
         args = given.get("args")
         template = getattr(args, "chat_template_path", None)
+        chosen = given.get("stream_kwargs") or {}
+        peft_config = given.get("peft_config")
+        is_streamed = isinstance(model, Streamed)
         has_reference = "ref_model" in self.parameters()
         reference = given.get("ref_model")
         smooths = getattr(args, "label_smoothing_factor", 0) and getattr(args, "loss_type", "") == "nll"
         loses_origin = isinstance(model, nn.Module) or (isinstance(model, Streamed) and not model.is_as_in_its_folder)
-        has_adapters = given.get("peft_config") is not None or _has_adapters(model)
+        has_adapters = peft_config is not None or _has_adapters(model)
         refuse_any(
             (
-                (
-                    isinstance(self, RewardTrainer)
-                    and isinstance(model, Streamed)
-                    and not is_classifier(model.model.config),
-                    "RewardTrainer: a reward model is a classifier, and this is a language model. Give the trainer its "
-                    "folder, or open it by megatier.stream(folder, num_labels=1).",
-                ),
-                (
-                    isinstance(model, Streamed) and given.get("peft_config") is not None,
-                    "peft_config: megatier.stream has opened this model already. Give it peft_config, or give the "
-                    "trainer the model's folder.",
-                ),
-                (
-                    given.get("peft_config") is not None and "peft_config" in (given.get("stream_kwargs") or {}),
-                    "peft_config comes twice: leave it out of stream_kwargs.",
-                ),
-                (
-                    isinstance(self, SFTTrainer) and smooths,
-                    "label_smoothing_factor: TRL makes a second forward within the step for it, and a streamed model "
-                    "takes one for each backward. Leave it out.",
-                ),
-                (
-                    isinstance(self, SFTTrainer) and given.get("compute_loss_func") is not None,
-                    "compute_loss_func: TRL makes a second forward within the step for it, and a streamed model takes "
-                    "one for each backward. Leave it out, or use MegatierTrainer.",
-                ),
-                (
-                    (given.get("stream_kwargs") or {}).get("fused_loss"),
-                    "stream_kwargs has fused_loss, and TRL computes the loss itself: leave it out.",
-                ),
-                (
-                    getattr(args, "trust_remote_code", False) and not isinstance(model, Streamed),
-                    "trust_remote_code: megatier opens the model by the code of transformers, and runs none of a "
-                    "folder. Leave it out, and give the trainer a tokenizer as processing_class.",
-                ),
-                (
-                    isinstance(self, SFTTrainer | RewardTrainer) and _is_tokenizer(template),
-                    f"chat_template_path {template!r} is a tokenizer, whose tokens TRL would add to the model's "
-                    "weights, which are on megatier's tiers. Give the path of a Jinja file, or a tokenizer with the "
-                    "template as processing_class.",
-                ),
-                (
-                    given.get("quantization_config") is not None,
-                    "quantization_config: TRL would quantise the model while it loads it. Give the folder of a "
-                    "quantised model.",
-                ),
-                (
-                    isinstance(reference, str),
-                    f"ref_model is {reference!r}: give a model, AutoModelForCausalLM.from_pretrained({reference!r}).",
-                ),
-                (
-                    has_reference and reference is None and getattr(args, "precompute_ref_log_probs", False),
-                    "precompute_ref_log_probs without ref_model: TRL would take a checksum over the model's weights, "
-                    "which are on megatier's tiers. Give ref_model.",
-                ),
-                (
-                    hasattr(args, "num_generations") and getattr(args, "beta", 0) and loses_origin and not has_adapters,
-                    "beta: TRL would load the reference from the folder that the model's config names, and this model "
-                    "does not come from there as it is now. Set it to 0, or open the model by its folder.",
-                ),
-                (
-                    has_reference and reference is None and loses_origin and not has_adapters,
-                    "TRL would load the reference from the folder that the model's config names, and this model does "
-                    "not come from there as it is now. Give ref_model.",
-                ),
-            )
+                isinstance(self, RewardTrainer) and is_streamed and not is_classifier(model.model.config),
+                "RewardTrainer: a reward model is a classifier, and this is a language model. Give the trainer its "
+                "folder, or open it by megatier.stream(folder, num_labels=1).",
+            ),
+            (
+                is_streamed and peft_config is not None,
+                "peft_config: megatier.stream has opened this model already. Give it peft_config, or give the "
+                "trainer the model's folder.",
+            ),
+            (
+                peft_config is not None and "peft_config" in chosen,
+                "peft_config comes twice: leave it out of stream_kwargs.",
+            ),
+            (
+                isinstance(self, SFTTrainer) and smooths,
+                "label_smoothing_factor: TRL makes a second forward within the step for it, and a streamed model "
+                "takes one for each backward. Leave it out.",
+            ),
+            (
+                isinstance(self, SFTTrainer) and given.get("compute_loss_func") is not None,
+                "compute_loss_func: TRL makes a second forward within the step for it, and a streamed model takes "
+                "one for each backward. Leave it out, or use MegatierTrainer.",
+            ),
+            (
+                chosen.get("fused_loss"),
+                "stream_kwargs has fused_loss, and TRL computes the loss itself: leave it out.",
+            ),
+            (
+                getattr(args, "trust_remote_code", False) and not is_streamed,
+                "trust_remote_code: megatier opens the model by the code of transformers, and runs none of a "
+                "folder. Leave it out, and give the trainer a tokenizer as processing_class.",
+            ),
+            (
+                isinstance(self, SFTTrainer | RewardTrainer) and _is_tokenizer(template),
+                f"chat_template_path {template!r} is a tokenizer, whose tokens TRL would add to the model's "
+                "weights, which are on megatier's tiers. Give the path of a Jinja file, or a tokenizer with the "
+                "template as processing_class.",
+            ),
+            (
+                given.get("quantization_config") is not None,
+                "quantization_config: TRL would quantise the model while it loads it. Give the folder of a "
+                "quantised model.",
+            ),
+            (
+                isinstance(reference, str),
+                f"ref_model is {reference!r}: give a model, AutoModelForCausalLM.from_pretrained({reference!r}).",
+            ),
+            (
+                has_reference and reference is None and getattr(args, "precompute_ref_log_probs", False),
+                "precompute_ref_log_probs without ref_model: TRL would take a checksum over the model's weights, "
+                "which are on megatier's tiers. Give ref_model.",
+            ),
+            (
+                hasattr(args, "num_generations") and getattr(args, "beta", 0) and loses_origin and not has_adapters,
+                "beta: TRL would load the reference from the folder that the model's config names, and this model "
+                "does not come from there as it is now. Set it to 0, or open the model by its folder.",
+            ),
+            (
+                has_reference and reference is None and loses_origin and not has_adapters,
+                "TRL would load the reference from the folder that the model's config names, and this model does "
+                "not come from there as it is now. Give ref_model.",
+            ),
         )
 
 

@@ -55,6 +55,7 @@ class MegatierPlugin(BasePlugin):
         """
         check_axolotl(cfg)
         read_section(cfg.get(SECTION))
+        # Said by name, since Axolotl turns on by itself what nobody has turned off.
         for name in AXOLOTL_KERNELS:
             cfg[name] = False
 
@@ -74,7 +75,9 @@ class MegatierPlugin(BasePlugin):
         from axolotl.core.trainers import AxolotlTrainer
 
         dtype = torch.bfloat16 if cfg.torch_dtype is torch.bfloat16 else torch.float32
-        return over(AxolotlTrainer, Opening(read_section(cfg.get(SECTION)), dtype, self._opened), AxolotlTraining)
+        section = read_section(cfg.get(SECTION))
+        opening = Opening(section, dtype, self._opened)
+        return over(AxolotlTrainer, opening, AxolotlTraining)
 
     def post_train_unload(self, cfg: Any) -> None:  # noqa: ANN401 - Axolotl's
         """Close the streamed model, which removes its block files."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from megatier.errors import ConfigError, MegatierError
+from megatier.exchanged import exchanged
 from megatier.plugins.program_trainer import Opening, over
 from megatier.plugins.refusals import SECTION, check_llama_factory, read_section
 
@@ -44,10 +45,10 @@ def run(arguments: Mapping[str, Any] | None = None, callbacks: Sequence[Any] = (
     dtype = torch.bfloat16 if given.get("bf16") or given.get("pure_bf16") else torch.float32
     with ExitStack() as opened:
         opening = Opening(section, dtype, opened)
-        opened.enter_context(_exchanged(tuner, "get_train_args", on_meta(tuner.get_train_args)))
+        opened.enter_context(exchanged(vars(tuner), get_train_args=on_meta(tuner.get_train_args)))
         for stage, name in TRAINERS.items():
             workflow = _load(f"llamafactory.train.{stage}.workflow")
-            opened.enter_context(_exchanged(workflow, name, over(getattr(workflow, name), opening)))
+            opened.enter_context(exchanged(vars(workflow), **{name: over(getattr(workflow, name), opening)}))
         tuner.run_exp(given, list(callbacks))
 
 
@@ -61,17 +62,6 @@ def on_meta(read: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return reading
-
-
-@contextmanager
-def _exchanged(module: Any, name: str, value: object) -> Iterator[None]:  # noqa: ANN401 - LLaMA-Factory's
-    """Put a value into a module's name, and the one before back at the end."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 def _load(name: str) -> Any:  # noqa: ANN401 - LLaMA-Factory has no types

@@ -76,11 +76,14 @@ class ProgramTraining(StreamedTraining):
         folder = resolve(base.name_or_path)
         note(folder / CONFIG_FILE)
         check_config(base.config, AutoConfig.from_pretrained(folder))
+        # With adapters all of the base is frozen anyway.
         frozen = [] if adapters else [name for name, one in loaded.named_parameters() if not one.requires_grad]
+        # Programs ask for it on the model, by the arguments, or by both.
         runs_again = any(getattr(module, "gradient_checkpointing", False) for module in loaded.modules())
 
         chosen = {"seed": settings.seed, **self.opening.section}
         tiers = read_tiers(chosen.pop("tiers", None))
+        # Settings of the program's own. The section has none of them: `read_section` refuses these names.
         chosen |= {
             "compute_dtype": self.opening.compute_dtype,
             "attention": base.config._attn_implementation,
@@ -91,6 +94,7 @@ class ProgramTraining(StreamedTraining):
         super().__init__(base.name_or_path, *args, tiers=tiers, stream_kwargs=chosen, **kwargs)
         self.opening.opened.enter_context(self.streamed)
 
+        # Programs save the model that they loaded, which is on meta.
         def save_pretrained(save_directory: str, **_: Any) -> None:  # noqa: ANN401 - what is saved is known here
             self.save_model(save_directory)
 

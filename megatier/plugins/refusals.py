@@ -9,6 +9,7 @@ from typing import Any
 from megatier.errors import ConfigError
 from megatier.foreign import shown
 from megatier.guards.trainer_arguments import ADAMW, check_stream_kwargs, refuse_any
+from megatier.guards.trainer_fields import by_name
 from megatier.integrations.loop_settings import read_tiers, refuse_unknown
 from megatier.optimizers import OPTIMIZER_NAMES, in_words
 
@@ -36,37 +37,47 @@ BEGINS = "adapters begin anew here, as PEFT's do by default. `megatier train` go
 
 AXOLOTL_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 """Kernels for adapters, which Axolotl turns on by itself unless somebody has turned them off."""
-AXOLOTL = {
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "gpu_memory_limit", "max_memory", "device_map"), PLACES),
-    **dict.fromkeys(("layer_offloading", "activation_offloading", "ple_cpu_offload", "use_ray"), PLACES),
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "gptq", "model_quantization_config", "qat", "fp8"), QUANTISES),
-    **dict.fromkeys(("sample_packing", "eval_sample_packing", "batch_flattening"), PACKS),
-    **dict.fromkeys(("loraplus_lr_ratio", "embedding_lr", "embedding_lr_scale", "lr_groups"), RATES),
-    **dict.fromkeys(("rl", "reward_model", "process_reward_model", "use_eaft"), OBJECTIVE),
-    **dict.fromkeys(("overrides_of_model_kwargs", "reinit_weights", "revision_of_model", "trust_remote_code"), CHANGES),
-    **dict.fromkeys(("fix_untrained_tokens", "relora", "lisa_step_interval", "use_onebitllms"), CHANGES),
-    **dict.fromkeys(("flash_optimum", "tiled_mlp", "use_kernels", "trainer_cls", *AXOLOTL_KERNELS), CHANGES),
-    **dict.fromkeys(("do_causal_lm_eval", "do_bench_eval", "generate_samples"), LOGITS),
-    "lora_model_dir": BEGINS,
-    "fp16": SCALES,
-    "torch_compile": COMPILES,
-}
+
+
+AXOLOTL = by_name(
+    {
+        PLACES: """
+            deepspeed fsdp fsdp_config gpu_memory_limit max_memory device_map layer_offloading activation_offloading
+            ple_cpu_offload use_ray
+        """,
+        QUANTISES: "load_in_4bit load_in_8bit gptq model_quantization_config qat fp8",
+        PACKS: "sample_packing eval_sample_packing batch_flattening",
+        RATES: "loraplus_lr_ratio embedding_lr embedding_lr_scale lr_groups",
+        OBJECTIVE: "rl reward_model process_reward_model use_eaft",
+        CHANGES: f"""
+            overrides_of_model_kwargs reinit_weights revision_of_model trust_remote_code fix_untrained_tokens relora
+            lisa_step_interval use_onebitllms flash_optimum tiled_mlp use_kernels trainer_cls
+            {" ".join(AXOLOTL_KERNELS)}
+        """,
+        LOGITS: "do_causal_lm_eval do_bench_eval generate_samples",
+        BEGINS: "lora_model_dir",
+        SCALES: "fp16",
+        COMPILES: "torch_compile",
+    }
+)
 """Keys of Axolotl's, and why they are refused."""
-LLAMA_FACTORY = {
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "use_kt", "use_mca", "use_hyper_parallel", "use_ray"), PLACES),
-    **dict.fromkeys(("quantization_bit", "quantization_device_map", "fp8"), QUANTISES),
-    **dict.fromkeys(("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"), OPTIMISES),
-    **dict.fromkeys(("use_unsloth", "enable_liger_kernel", "use_liger_kernel", "use_v1_kernels"), CHANGES),
-    **dict.fromkeys(("shift_attn", "mixture_of_depths", "use_llama_pro", "train_from_scratch"), CHANGES),
-    **dict.fromkeys(("resize_vocab", "trust_remote_code", "upcast_lmhead_output"), CHANGES),
-    **dict.fromkeys(("compute_accuracy", "predict_with_generate", "do_predict"), LOGITS),
-    **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss"), LOGITS),
-    **dict.fromkeys(("adapter_name_or_path", "pissa_init"), BEGINS),
-    "loraplus_lr_ratio": RATES,
-    "neat_packing": PACKS,
-    "fp16": SCALES,
-    "torch_compile": COMPILES,
-}
+LLAMA_FACTORY = by_name(
+    {
+        PLACES: "deepspeed fsdp fsdp_config use_kt use_mca use_hyper_parallel use_ray",
+        QUANTISES: "quantization_bit quantization_device_map fp8",
+        OPTIMISES: "use_galore use_apollo use_badam use_adam_mini use_muon",
+        CHANGES: """
+            use_unsloth enable_liger_kernel use_liger_kernel use_v1_kernels shift_attn mixture_of_depths use_llama_pro
+            train_from_scratch resize_vocab trust_remote_code upcast_lmhead_output
+        """,
+        LOGITS: "compute_accuracy predict_with_generate do_predict use_dft_loss use_asft_loss use_eaft_loss",
+        BEGINS: "adapter_name_or_path pissa_init",
+        RATES: "loraplus_lr_ratio",
+        PACKS: "neat_packing",
+        SCALES: "fp16",
+        COMPILES: "torch_compile",
+    }
+)
 """Arguments of LLaMA-Factory's, and why they are refused."""
 
 
@@ -80,17 +91,15 @@ def check_axolotl(given: Mapping[str, Any]) -> None:
         ConfigError: names the first one, and what to do instead.
     """
     _check_one_process()
-    refuse_any((given.get(name), f"{name}: {why}") for name, why in AXOLOTL.items())
+    refuse_any(*((given.get(name), f"{name}: {why}") for name, why in AXOLOTL.items()))
     optimizer = given.get("optimizer") or "adamw_torch"
     parallel = [name for name in ("tensor_parallel_size", "context_parallel_size") if (given.get(name) or 1) > 1]
     others = [name for name in given.get("plugins") or () if not name.startswith("megatier.")]
     refuse_any(
-        (
-            (given.get("adapter") not in (None, "lora"), f"adapter is {given.get('adapter')}: use lora, or none."),
-            (optimizer not in ADAMW, f"optimizer: {optimizer} {OPTIMISES}"),
-            (parallel, f"{''.join(parallel[:1])}: {PLACES}"),
-            (others, f"plugins: {''.join(others[:1])} may change the model or its trainer: leave it out."),
-        )
+        (given.get("adapter") not in (None, "lora"), f"adapter is {given.get('adapter')}: use lora, or none."),
+        (optimizer not in ADAMW, f"optimizer: {optimizer} {OPTIMISES}"),
+        (parallel, f"{''.join(parallel[:1])}: {PLACES}"),
+        (others, f"plugins: {''.join(others[:1])} may change the model or its trainer: leave it out."),
     )
 
 
@@ -104,16 +113,14 @@ def check_llama_factory(given: Mapping[str, Any]) -> None:
         ConfigError: names the first one, and what to do instead.
     """
     _check_one_process()
-    refuse_any((given.get(name), f"{name}: {why}") for name, why in LLAMA_FACTORY.items())
+    refuse_any(*((given.get(name), f"{name}: {why}") for name, why in LLAMA_FACTORY.items()))
     method = given.get("finetuning_type", "lora")
     optimizer = given.get("optim", "adamw_torch")
     refuse_any(
-        (
-            (given.get("stage", "sft") not in STAGES, f"stage is {given.get('stage')}: {OBJECTIVE}"),
-            (method not in ("full", "freeze", "lora"), f"finetuning_type is {method}: use full, freeze or lora."),
-            (optimizer not in ADAMW, f"optim: {optimizer} {OPTIMISES}"),
-            (not given.get("do_train"), "do_train is not true, and only training is streamed."),
-        )
+        (given.get("stage", "sft") not in STAGES, f"stage is {given.get('stage')}: {OBJECTIVE}"),
+        (method not in ("full", "freeze", "lora"), f"finetuning_type is {method}: use full, freeze or lora."),
+        (optimizer not in ADAMW, f"optim: {optimizer} {OPTIMISES}"),
+        (not given.get("do_train"), "do_train is not true, and only training is streamed."),
     )
 
 
@@ -131,8 +138,10 @@ def read_section(given: object) -> dict[str, Any]:
         )
     section = {str(name): value for name, value in given.items()}
     refuse_any(
-        (name in section, f"{SECTION}.{name} follows from the program's own settings: leave it out.")
-        for name in FROM_THE_PROGRAM
+        *(
+            (name in section, f"{SECTION}.{name} follows from the program's own settings: leave it out.")
+            for name in FROM_THE_PROGRAM
+        )
     )
     refuse_unknown(section)
     check_stream_kwargs({name: value for name, value in section.items() if name != "tiers"})

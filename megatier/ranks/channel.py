@@ -204,6 +204,10 @@ class Alone:
         """Return what this process has for itself."""
         return sent
 
+    def groups_of(self, groups: int) -> range:
+        """Return all groups of a step."""
+        return range(groups)
+
 
 def gather_into(whole: torch.Tensor, own: torch.Tensor, *, group: ProcessGroup, async_op: bool) -> Work | None:
     """Begin to bring the tensors of all ranks together."""

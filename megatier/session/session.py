@@ -17,7 +17,7 @@ from megatier.defaults import usual_defaults
 from megatier.drives.blockfile import IoOptions
 from megatier.drives.mounts import rank_id
 from megatier.engine.step import Engine
-from megatier.engine.unit_model import EngineOptions
+from megatier.engine.unit_model import EngineOptions, UnitModel
 from megatier.errors import PlanError
 from megatier.hardware import cores_usable
 from megatier.measure.probe import io_threads
@@ -28,6 +28,7 @@ from megatier.optim.optimizer import Hyperparameters, RunOptimizer
 from megatier.owner import Owner
 from megatier.play.blocks import block_key
 from megatier.play.player import Player
+from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.placement import Placement, all_short, place
 from megatier.schedule.sizes import Budgets, bay_bytes
@@ -51,6 +52,7 @@ class Session:
         units: the units, in module order, with the layout of what this process has of them: all, or a rank's shard.
         wholes: the same units with the layout of all ranks' shards together.
         ranks: the ranks that share the state; None: this process has all of it.
+        crew: the same, or a process that is alone, which is asked the same.
         engine: runs steps and evaluations.
         store: holds all blocks of the run.
         placement: their homes, and the slots.
@@ -97,6 +99,7 @@ class Session:
         self.setup = setup
         self.model = setup.model
         self.ranks = ranks
+        self.crew = ranks or Alone()
         work = setup.work
         self.wholes = work.units
         self.units = work.units if ranks is None else shards_of(work.units, ranks)
@@ -127,8 +130,9 @@ class Session:
             self.why_copied = work.in_place.why_not
 
             # It installs the nodes in the skeleton's modules.
-            self.engine = Engine(self.model, work.units, self.player, self.optimizer, options, self.ranks)
-            opened.callback(self.engine.close)
+            model = UnitModel(self.model, work.units, self.player, self.optimizer, options, self.crew)
+            opened.callback(model.close)
+            self.engine = Engine(model, self.player, self.optimizer, self.crew)
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:

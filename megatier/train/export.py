@@ -37,7 +37,6 @@ from megatier.data.tokenizer import load_tokenizer
 from megatier.errors import CheckpointError, ConfigError, DamagedCheckpointError, ExportError, MegatierError, mib
 from megatier.foreign import one_version, shown
 from megatier.models.decoder import Unit, find_units
-from megatier.ranks.channel import Alone
 from megatier.report.history import read_what_there_is
 from megatier.session.session import Session
 from megatier.session.shards import Read
@@ -223,7 +222,7 @@ def export_end(
     step = config.train.steps
     folder = directory / MODEL_FOLDER
     dtype = config.output.export_dtype
-    crew = session.ranks or Alone()
+    crew = session.crew
 
     # What fails from here on is noted and not raised at once, because the state has to be saved first.
     error: Exception | None = None

@@ -21,7 +21,6 @@ from megatier.engine.step import StepResult
 from megatier.errors import GpuMemoryError, NonFiniteError, mib
 from megatier.optim.learning_rate import learning_rate
 from megatier.planner.prediction import Prediction
-from megatier.ranks.channel import Alone
 from megatier.report.figures import QueueBytes, SlowestRank, StepReport
 from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_seconds
@@ -89,7 +88,7 @@ class Loop:
         """Tokens of all steps so far, those of earlier processes included."""
         self._compile_seconds = 0.0
         """Seconds in which steps of this process waited for the compiler."""
-        self._crew = session.ranks or Alone()
+        self._crew = session.crew
         self._hosts = self._crew.agree(platform.node())
         self._device = session.engine.options.device
 

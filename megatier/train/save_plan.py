@@ -15,7 +15,6 @@ from megatier.config.output_section import OutputConfig
 from megatier.errors import mib
 from megatier.forecast.forecast import Forecast
 from megatier.planner.plan import checkpoint_seconds, pause_seconds
-from megatier.ranks.channel import Alone
 from megatier.session.session import Session
 from megatier.tier import Tier
 
@@ -50,7 +49,7 @@ class SavePlan:
             UnsupportedModelError: the model cannot be exported.
         """
         room = Room.of(output, session.model, session.wholes)
-        crew = session.ranks or Alone()
+        crew = session.crew
         num_kept = crew.first(lambda: _checked_count(output, session, room, is_done=is_done))
         cost_s = expected_cost(session, expected)
         return cls(
@@ -97,7 +96,7 @@ def expected_cost(session: Session, expected: Forecast | None) -> float:
         expected: the planned step, if the machine was measured.
     """
     # The ranks of a host share its drives.
-    local_size = (session.ranks or Alone()).local_size
+    local_size = session.crew.local_size
     num_bytes = checkpoint_bytes(session.wholes)
     spilled = local_size * session.placement.state_bytes.get(Tier.NVME, 0)
     rates = session.setup.machine.measured_rates

@@ -17,7 +17,6 @@ from megatier.checkpoint.run_state import RunState
 from megatier.checkpoint.savepoint import drop_savepoint, save_savepoint
 from megatier.config.schema import RunConfig
 from megatier.errors import CapacityError, MegatierError, TransferError, mib
-from megatier.ranks.channel import Alone
 from megatier.report.metrics import format_seconds
 from megatier.session.session import Session
 from megatier.train.save_plan import SavePlan
@@ -64,7 +63,7 @@ class Saves:
         """
         self._config = config
         self._session = session
-        self._crew = session.ranks or Alone()
+        self._crew = session.crew
         self._text = text
         self._watchdog = watchdog
         self._record = record

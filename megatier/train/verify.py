@@ -19,7 +19,6 @@ from megatier.config.schema import OF_LOOP, ModelConfig, NumericsConfig, RunConf
 from megatier.models.decoder import build_skeleton
 from megatier.models.initialiser import Initialiser
 from megatier.optimizers import MOMENTS, OPTIMIZERS
-from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks, joined
 from megatier.report.metrics import format_seconds
 from megatier.report.report import WorkBar
@@ -283,7 +282,7 @@ def _check_placement(session: Session, state: tuple[str, ...], *, streams: bool)
 
 def _add_state(digest: hashlib._Hash, session: Session) -> None:
     """Add all weights and moments to a digest, whichever rank has them."""
-    crew = session.ranks or Alone()
+    crew = session.crew
     for whole, unit in zip(session.wholes, session.units, strict=True):
         # Ranks pad their shards to equal size, and deal out matrices, so parameters come by their names.
         tensors = sorted(whole.layout.tensors, key=lambda tensor: tensor.name)

@@ -74,7 +74,7 @@ def test_dropping_graph_holds_nothing_and_cannot_run_backward() -> None:
 
 def test_replay_again_gives_the_same_random_numbers_and_leaves_the_state_alone() -> None:
     torch.manual_seed(7)
-    replay = Replay(torch.device("cpu"))
+    replay = Replay(torch.device("cpu"), torch.nn.Module())
     first = torch.rand(4)
     torch.rand(100)
     state = torch.get_rng_state()
@@ -86,7 +86,7 @@ def test_replay_again_gives_the_same_random_numbers_and_leaves_the_state_alone()
 @pytest.mark.parametrize("enabled", [True, False])
 def test_replay_again_restores_autocast(enabled: bool) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-        replay = Replay(torch.device("cpu"))
+        replay = Replay(torch.device("cpu"), torch.nn.Module())
     product = torch.ones(2, 2) @ torch.ones(2, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not enabled), replay.again():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is (torch.bfloat16 if enabled else product.dtype)
@@ -95,7 +95,7 @@ def test_replay_again_restores_autocast(enabled: bool) -> None:
 @pytest.mark.parametrize("name", ["enabled", "deterministic"])
 def test_replay_again_restores_settings_of_mkldnn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = getattr(torch.backends.mkldnn, name)
-    replay = Replay(torch.device("cpu"))
+    replay = Replay(torch.device("cpu"), torch.nn.Module())
     monkeypatch.setattr(torch.backends.mkldnn, name, not before)
     with replay.again():
         assert getattr(torch.backends.mkldnn, name) is before
@@ -105,7 +105,7 @@ def test_replay_again_restores_settings_of_mkldnn(name: str, monkeypatch: pytest
 @pytest.mark.gpu
 def test_replay_again_restores_the_device_generator() -> None:
     device = torch.device("cuda", 0)
-    replay = Replay(device)
+    replay = Replay(device, torch.nn.Module())
     first = torch.rand(4, device=device)
     with replay.again():
         assert torch.equal(torch.rand(4, device=device), first)
@@ -116,7 +116,7 @@ import torch
 from megatier.engine.replay import Replay, settings_now
 
 device = torch.device("cuda", 0)
-replay = Replay(device) if {replays} else None
+replay = Replay(device, torch.nn.Module()) if {replays} else None
 before = settings_now(device)
 query = torch.randn(1, 2, 64, 64, dtype=torch.bfloat16, device=device)
 torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)

@@ -27,7 +27,7 @@ from small_optimizers import (
 from torch import nn
 
 from megatier.errors import NonFiniteError, OptimizerError
-from megatier.integrations import placed_state
+from megatier.integrations import chunk_store
 from megatier.integrations.chunks import CHUNK_ELEMENTS_MIN
 from megatier.optim.masters import join_master
 from megatier.tier import Tier
@@ -42,7 +42,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 @pytest.fixture(params=[Tier.RAM, Tier.GPU], ids=["on_cpu", "through_gpu_slots"])
 def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where chunks are updated; an arena in RAM stands for the GPU."""
-    monkeypatch.setattr(placed_state, "_update_tier", lambda device: request.param)
+    monkeypatch.setattr(chunk_store, "_update_tier", lambda device: request.param)
 
 
 @dtypes

@@ -300,10 +300,10 @@ def run_out_of_memory(patch: pytest.MonkeyPatch, unit: int) -> None:
     """As the so-manieth unit of a backward writes its gradient, between taking the slot and handing it over."""
     send, left = Gradients._send, iter(range(unit, -1, -1))
 
-    def sent(self: Gradients, name: str, group: int) -> None:
+    def sent(self: Gradients, name: str, group: int, buffer: torch.Tensor) -> None:
         if not next(left):
             raise torch.OutOfMemoryError("planted")
-        send(self, name, group)
+        send(self, name, group, buffer)
 
     patch.setattr(Gradients, "_send", sent)
 

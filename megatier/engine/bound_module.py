@@ -1,0 +1,271 @@
+"""A module of a unit, and the weights that are bound to it while it runs.
+
+Its parameters lie on meta. For each forward views of the slot in which the unit's weights lie take their places, and
+then the parameters come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatier.compute.adapted import adapted, take_over, wrappers_in
+from megatier.compute.compilation import Compiled
+from megatier.compute.tiles import TiledModule, running
+from megatier.engine.captured import uncaught
+from megatier.engine.carried import copy_attributes
+from megatier.engine.rows import Rows
+from megatier.engine.stage import Stage
+from megatier.errors import UnsupportedModelError
+from megatier.guards.crossing import check_inside, claim
+from megatier.guards.unbound import make_unbound
+from megatier.guards.unchanged import REMEDY, Unchanged, refused
+from megatier.models.decoder import Binding
+from megatier.tier import Activations
+
+
+class BoundModule:
+    """One module of one unit, whose weights are bound only while it runs."""
+
+    compiles = True
+    """Whether the forward is compiled, if the stage compiles."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        unit: str,
+        module_name: str,
+        module: nn.Module,
+        bindings: Sequence[Binding],
+        *,
+        activations: Activations,
+        lent: Sequence[Binding] = (),
+        tiled: Sequence[str] = (),
+        experts: tuple[int, int] | None = None,
+    ) -> None:
+        """Make the module's parameters unbound ones.
+
+        Args:
+            stage: what all nodes of the model share.
+            unit: the name of the unit that brings the weights.
+            module_name: the name of the module in the model.
+            module: the module, whose parameters lie on meta.
+            bindings: the places of the unit's weights in the module.
+            activations: the policy between forward and backward.
+            lent: the places in the module in which a module around it puts copies of its own unit's weights.
+            tiled: the modules that may run in tiles of tokens, by their names in the module; "" is the module itself.
+            experts: the range of the module's experts that the unit has; None: it has the whole module.
+        """
+        self.stage = stage
+        """What all nodes of the model share."""
+        self.unit = unit
+        """The name of the unit that brings the weights."""
+        self.module_name = module_name
+        """The name of the module in the model, for messages."""
+        self.module = module
+        """The module itself, whose `forward` on the instance is this node."""
+        self.activations = activations
+        """The policy between forward and backward."""
+        self.bindings = bindings
+        """For each place of a weight in the module, the dictionary, the key and the slice of the unit's layout."""
+        self._places = [*bindings, *lent]
+        """The same, and then the places of weights that are lent to it."""
+        self.rows = Rows(module_name)
+        """Which arguments and results of the module have the batch in front."""
+        self.tiled = {name: self._tiled(name) for name in tiled}
+        """The modules that may run in tiles of tokens, by their names in the module."""
+        self._adapters = wrappers_in(module)
+        """PEFT's wrappers of those parameters that have an adapter of their own."""
+        take_over(self._adapters)
+        self._forward: Callable[..., Any] = module.forward
+        self._compiled: Compiled[..., Any] | None = None
+        # To look rows up there is nothing to gain.
+        if self.compiles and stage.compilation is not None and not isinstance(module, nn.Embedding):
+            self._compiled = stage.compilation(module.forward, type(module).__name__)
+
+        self._forwards: Counter[bool] = Counter()
+        """The number of forwards with a gradient (True), and without."""
+        self.is_new = True
+        """Whether this is one of the module's first forwards, which are looked at closely."""
+        self.is_written = False
+        """Whether a forward of the module has written a weight's own bits into it."""
+        self._keeps_views = False
+        """Whether a forward of the module has left a view of a weight in an attribute."""
+        # A tied weight may have several bindings in one module; it has one slice.
+        self._slices = {tensor.name: tensor for _, _, tensor in bindings}
+        self._lent = {tensor.name: (parameters, leaf) for parameters, leaf, tensor in lent}
+        """For each weight that is lent to the module, by its name, a place in which it lies during a forward."""
+        self.is_trained = {name: stage.gradients.takes(unit, name) for name in self._slices}
+        """Whether each parameter is trained, by its name, in the order of `leaves`."""
+        self.names = list(self._slices)
+        """The names of the parameters, in the order of `leaves`."""
+        self.trained = [name for name in self.names if self.is_trained[name]]
+        """The names of the parameters that are trained, in the order of `leaves`. If there are none, a backward has
+        gradients of inputs alone."""
+        self.dtype = stage.dtypes[unit]
+        """The dtype of the compute copy of its weights."""
+        self.carriers = frozenset(tensor.name for tensor in self._slices.values() if tensor.stands_for != 1)
+        """Names of the parameters whose elements carry the codes and scales of a quantised matrix."""
+        self._leaves: dict[int, list[Tensor]] = {}
+        """Views of the weights, by the address of the slot that they lie in."""
+        self._held = self._unbound()
+        """The tensors that lie in the module now, one for each binding: its unbound parameters, or weights."""
+        self.experts = experts
+        """The range of the module's experts that the unit has; None: it has the whole module."""
+        # Last, since whoever calls the module from now on needs all of the above.
+        self._install()
+
+    def _install(self) -> None:
+        """Take the place of the module's forward on the instance."""
+
+    # HOP 3/6: GPU slot -> weights: views, no copy
+    def leaves(self, weights: Tensor) -> list[Tensor]:
+        """Views of the unit's parameters in a slot: an autograd leaf for each tensor, cached by address.
+
+        Frozen parameters require no gradient.
+
+        Args:
+            weights: uint8 [block]: the slot, the home or the other memory in which the unit's weights lie on the GPU.
+        """
+        # Slots are pieces of one arena that lives as long as the run, so an address never comes to mean other memory.
+        # Whoever gives other memory away calls `forget_leaves`.
+        key = weights.data_ptr()
+        if key not in self._leaves:
+            # `.data`, for a version counter of its own: all slots of an arena share one, and a load into a neighbour
+            # must not look like a change of weights that autograd has saved. Nor must one weight look like another.
+            plane = weights.data.view(self.dtype)
+            name = self.module_name
+            self._leaves[key] = [
+                claim(plane[t.start : t.stop].view(t.shape).data, name).requires_grad_(self.is_trained[t.name])
+                for t in self._slices.values()
+            ]
+
+        return self._leaves[key]
+
+    def forget_leaves(self) -> None:
+        """Drop the views that `leaves` made."""
+        self._leaves.clear()
+
+    def run(self, weights: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Run the module's own forward with these weights bound.
+
+        Args:
+            weights: its own, in the order of `leaves`, and then those that are lent to it.
+            args: the arguments of the forward.
+            kwargs: its named arguments.
+
+        Raises:
+            UnsupportedModelError: it changes one of the weights.
+        """
+        unchanged = Unchanged([*self._slices, *self._lent], weights, by_bits=self.is_new or self.is_written)
+
+        with self._bound(weights), self.stage.arithmetic(), adapted(self._adapters), running(self.tiled):
+            # Evaluation runs uncompiled: the training graph alone is compiled, so no second one has to agree with it.
+            forward = self._compiled if self._compiled is not None and torch.is_grad_enabled() else self._forward
+            try:
+                result = forward(*args, **kwargs)
+            except RuntimeError as error:
+                if "leaf Variable that requires grad" not in str(error):
+                    raise
+                raise UnsupportedModelError(
+                    f"{self.module_name} changes a weight or an argument in place in its forward. {REMEDY}"
+                ) from error
+
+        self.is_written = unchanged.check(self.module_name) or self.is_written
+
+        # The slot is soon another unit's, and nobody knows who reads an attribute then.
+        if self.is_new or self._keeps_views:
+            self._keeps_views = copy_attributes(self.module, weights) or self._keeps_views
+        return result
+
+    def resumed(self) -> contextlib.AbstractContextManager[None]:
+        """A context for the backward of a graph of the module: the module is as in its forward, but for its weights."""
+        return running(self.tiled)
+
+    def _tiled(self, name: str) -> TiledModule:
+        """Let a module in the module run in tiles of tokens, once that was tried."""
+        stage = self.stage
+        path = f"{self.module_name}.{name}".rstrip(".")
+        return TiledModule(
+            self.module.get_submodule(name),
+            name,
+            stage.tile_tokens or 0,
+            stage.compilation,
+            functools.partial(uncaught, path),
+            lambda result, leaves: check_inside(path, [result], leaves, stage.model),
+        )
+
+    def _unbound(self) -> list[Tensor]:
+        """Make the module's parameters unbound ones, and return them, one for each binding."""
+        found: list[Tensor] = []
+        for parameters, leaf, tensor in self.bindings:
+            parameter = parameters[leaf]
+            assert parameter is not None
+            make_unbound(parameter, self.stage.device, self.dtype, tensor.name)
+            found.append(parameter)
+
+        return found
+
+    @contextlib.contextmanager
+    def _bound(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, these tensors are the module's parameters."""
+        by_name = dict(zip((*self._slices, *self._lent), weights, strict=True))
+        inside = [by_name[tensor.name] for _, _, tensor in self._places]
+
+        # Looked at before and after: if somebody put another parameter here, it would be lost when ours take its place.
+        self._check_held(self._held)
+        held = self._held
+        before = [parameters[leaf] for parameters, leaf, _ in self._places]
+        self._put(inside)
+        self._held = inside
+
+        try:
+            yield
+            self._check_held(inside)
+        finally:
+            self._put(before)
+            self._held = held
+
+    def _put(self, tensors: Sequence[Tensor | None]) -> None:
+        """Put tensors in the places of the module's parameters, one for each."""
+        for (parameters, leaf, _), tensor in zip(self._places, tensors, strict=True):
+            parameters[leaf] = tensor
+
+    def _check_held(self, tensors: Sequence[Tensor]) -> None:
+        """Check that nobody has put another parameter in the place of one.
+
+        Args:
+            tensors: what the places hold, from the first one on. Nobody knows what those of lent weights hold outside.
+
+        Raises:
+            UnsupportedModelError: somebody has.
+        """
+        for (parameters, leaf, tensor), held in zip(self._places, tensors, strict=False):
+            if parameters.get(leaf) is not held:
+                raise refused(self.module_name, tensor.name)
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether the forward's graph stays for the backward, rather than being made again there."""
+        # A compiled forward that saves its inputs alone computes again by itself, inside its own backward.
+        lean = self._compiled is not None and self._compiled.saves_inputs_alone
+
+        # Adapted parameters would stay as well, and are as large as the weights.
+        return (lean or self.activations.keeps_graph) and not self._adapters
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether what attention gave stays for a forward that is made again."""
+        # A compiled forward runs whole, or saves attention by itself.
+        return self.stage.keeps_attention and self.is_plain
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the forward runs uncompiled, with the arguments of the last call."""
+        return self._compiled is None or self._compiled.is_refused

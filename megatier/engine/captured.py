@@ -1,0 +1,49 @@
+"""What Hugging Face's hooks capture in a forward, past the results of modules, such as router logits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+from transformers.utils.output_capturing import _active_collector
+
+from megatier.errors import UnsupportedModelError
+
+collector: ContextVar[dict[str, Any] | None] = _active_collector  # type: ignore[assignment]
+"""The dictionary into which Hugging Face's hooks append what they capture."""
+
+
+def asked_for() -> list[str]:
+    """Return the keys under which they capture in this pass."""
+    return [key for key, value in (collector.get() or {}).items() if isinstance(value, list)]
+
+
+@contextlib.contextmanager
+def capturing(keys: Iterable[str]) -> Iterator[dict[str, list[Tensor]]]:
+    """Inside, they capture into a dictionary of our own, which is yielded, under these keys."""
+    caught: dict[str, list[Tensor]] = {key: [] for key in keys}
+    token = collector.set(caught)
+    try:
+        yield caught
+    finally:
+        collector.reset(token)
+
+
+@contextlib.contextmanager
+def uncaught(module_name: str) -> Iterator[None]:
+    """Inside, a module runs on some tokens, or once more for its backward: nobody may take tensors out of it by hooks.
+
+    Raises:
+        UnsupportedModelError: Hugging Face's hooks have taken some.
+    """
+    # Most passes ask for nothing, and there are many tiles.
+    if not (asked := asked_for()):
+        yield
+        return
+    with capturing(asked) as caught:
+        yield
+    if found := sorted(key for key, values in caught.items() if values):
+        raise UnsupportedModelError(f"Hugging Face takes {', '.join(found)} out of {module_name}, past its result")
