@@ -234,17 +234,22 @@ def reading(
         raise kind(f"{what}: {(reason or reason_of)(error)}. {remedy}".rstrip()) from error
 
 
+UNENDED = (":", ",", " or", " and")
+"""Ends of a line after which its sentence goes on."""
+
+
 def reason_of(error: BaseException) -> str:
     """Return the message of an exception of another library, in one short line.
 
-    That is its first line, and what this announces. Of packages that are missing it is all that are to be installed.
+    That is its first line, and what this announces or leaves open. Of packages that are missing it is all that are to
+    be installed.
     """
     if isinstance(error, ImportError) and (packages := INSTALLED_BY.findall(str(error))):
         found = " ".join(dict.fromkeys(packages))
         return shown(f"{str(error).split()[0]} needs packages that are not installed: pip install {found}")
 
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    number = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    number = next((number for number, line in enumerate(lines, 1) if not line.endswith(UNENDED)), len(lines))
     return shown(" ".join(filter(None, lines[:number])) or type(error).__name__).rstrip(".")
 
 

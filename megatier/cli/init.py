@@ -23,6 +23,7 @@ from megatier.errors import ConfigError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object
 from megatier.hardware import default_budgets, device_for
 from megatier.models.location import CONFIG_FILE, find_local
+from megatier.session.paths import check_tokenizer
 
 HEAD = """\
 # A run of `megatier train`, written by `megatier init`. Every setting is explained by `megatier train --help`.
@@ -68,8 +69,11 @@ def run(argv: Sequence[str]) -> int:
 
     # What is written is a config that loads.
     made = config_file.from_dict(sections_of(settings))
+    check_tokenizer(made)
     if find_local(options.model) is not None:
         _check_model(made.model)
+    else:
+        print(f"{options.model} is no folder here, so it is taken for a model on the hub, which is not looked at now")
     sections = config_file.to_dict(made)
     text = HEAD.format(path=options.output) + config_text.write(sections, settings, _remarks(settings))
     write_config(options.output, text, overwrites=options.overwrite)

@@ -152,6 +152,10 @@ class TiersConfig(Section):
         # `mounts` parses each one, so a wrong size is refused here.
         directories = [mount.directory for mount in self.mounts]
         self.need("nvme", len(set(directories)) == len(directories), "without repeats")
+        # Else the text was parted within a name, and the rest of it is a folder where the process runs.
+        kinds = {directory.expanduser().is_absolute() for directory in directories}
+        bound = "all absolute or all relative; a directory with a comma goes into a list, such as '[\"/mnt/a,b:5GiB\"]'"
+        self.need("nvme", len(kinds) < 2, bound)
         known = {*self.state} & {"gpu", "ram", "nvme"}
         is_once = 0 < len(self.state) == len(known)
         self.need("state", is_once, "one or more of gpu, ram, nvme, each once")

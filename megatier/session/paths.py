@@ -5,10 +5,18 @@ Runs without torch and transformers. Whoever opens a path later checks it again,
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from megatier.config.data_section import BYTE_TOKENIZER
 from megatier.config.schema import RunConfig
 from megatier.data.sources import Say, check_sources
 from megatier.drives.mounts import budget_bytes
+from megatier.errors import DataError
+from megatier.foreign import shown
 from megatier.models.location import find_local
+
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
+"""Names of the files that make a tokenizer, of which it has one at least."""
 
 
 def check_paths(config: RunConfig, say: Say = lambda _: None, *, reads_text: bool = True) -> None:
@@ -21,11 +29,29 @@ def check_paths(config: RunConfig, say: Say = lambda _: None, *, reads_text: boo
 
     Raises:
         ConfigError: a local model or a mount is missing or of another kind, or a mount is smaller than its budget.
-        DataError: an entry of `data.files` matches nothing, or a file cannot be read as it would be.
+        DataError: a folder has no tokenizer, an entry of `data.files` matches nothing, or a file cannot be read as it
+            would be.
     """
     if config.model.path is not None:
         find_local(config.model.path)
+    check_tokenizer(config)
     if config.data.dataset is None and reads_text:
         check_sources(config.data, say)
     for mount in config.tiers.mounts:
         budget_bytes(mount)
+
+
+def check_tokenizer(config: RunConfig) -> None:
+    """Refuse a local folder in which there is no tokenizer. What lies on the hub is looked at when it is loaded.
+
+    Raises:
+        DataError: names the folder.
+    """
+    name = config.data.tokenizer or config.model.path
+    if name is None or name == BYTE_TOKENIZER or not (folder := Path(name).expanduser()).is_dir():
+        return
+    if not any(path for pattern in TOKENIZERS for path in folder.glob(pattern)):
+        raise DataError(
+            f"no tokenizer at {shown(name)}: the folder has no tokenizer.json and no other file of one. Give "
+            "data.tokenizer a folder, a hub id or bytes."
+        )

@@ -17,6 +17,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_positions": 512}))
+    (tmp_path / "model" / "tokenizer.json").touch()
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "bad.txt").write_bytes("Caf\xe9".encode("cp1252"))
     return tmp_path
@@ -51,8 +54,9 @@ def test_init_writes_a_config_for_the_shape_of_the_data_that_loads(
     assert len(lines) == len(load_given(Path("run.yaml"))[1])
 
 
-def test_init_takes_ids_of_the_hub_without_looking_there(folder: Path) -> None:
+def test_init_takes_ids_of_the_hub_without_looking_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "org/model", "org/dataset", "--output", "run.yaml"]) == 0
+    assert "org/model is no folder here, so it is taken for a model on the hub" in capsys.readouterr().out
     made = load(Path("run.yaml"))
     assert (made.model.path, made.data.dataset, made.tiers.nvme) == ("org/model", "org/dataset", ())
     assert made.data.sequence_length == 1024
@@ -62,6 +66,7 @@ def test_init_takes_ids_of_the_hub_without_looking_there(folder: Path) -> None:
     ("words", "said"),
     [
         (["none/at/all", "a.txt"], "no such model folder"),
+        (["bare", "a.txt"], "no tokenizer at bare: the folder has no tokenizer.json"),
         (["model", "none.txt"], "none.txt matches no file or folder"),
         (["model", "a.txt", "--nvme", "none"], "none is not a directory"),
         (["model", "bad.txt"], "bad.txt: no text in UTF-8: byte 0xe9 at byte 3"),

@@ -314,6 +314,12 @@ def test_load_file_of_empty_sections_has_the_defaults(text: str, tmp_path: Path)
     assert load(path, LEAST) == least()
 
 
+def test_load_comma_in_the_name_of_a_mount_is_refused_as_text_and_taken_in_a_list() -> None:
+    with pytest.raises(ConfigError, match=r"tiers\.nvme is \['/mnt/a', 'b:5GiB'\]; .* comma goes into a list"):
+        least("--tiers.nvme", "/mnt/a,b:5GiB")
+    assert least("--tiers.nvme", '["/mnt/a,b:5GiB"]').tiers.mounts == (MountBudget(Path("/mnt/a,b"), 5 << 30),)
+
+
 def test_load_missing_file_says_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.yaml: No such file"):
         load(tmp_path / "none.yaml")
