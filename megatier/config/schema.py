@@ -263,8 +263,9 @@ class TrainConfig(Section):
         self.need("min_learning_rate_ratio", 0 <= ratio <= 1, "from 0 to 1")
         self.need("epochs", self.epochs is None or self.epochs > 0, "above 0, or null for steps")
 
-        # With epochs the steps are not known yet. This is checked again when they are.
-        is_short = self.epochs is not None or self.warmup_steps < self.steps
+        # How many steps epochs take is not known yet, and is checked when it is. Steps that are given bound them.
+        is_free = self.epochs is not None and self.steps == type(self).__dataclass_fields__["steps"].default
+        is_short = is_free or self.warmup_steps < self.steps
         self.need("warmup_steps", is_short, f"below train.steps {self.steps}")
 
         parts = self.groups * self.slices

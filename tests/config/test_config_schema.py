@@ -207,6 +207,10 @@ def test_dump_of_any_text_is_read_again() -> None:
         (["--numerics.max_skips", "-1"], r"numerics\.max_skips is -1; it must be at least 0"),
         (["--train.beta2", "1"], r"train\.beta2 is 1\.0; it must be from 0 to below 1"),
         (["--train.warmup_steps", "1000"], r"train\.warmup_steps is 1000; it must be below train\.steps 1000"),
+        (
+            ["--train.epochs=2", "--train.steps=5", "--train.warmup_steps=5"],
+            r"train\.warmup_steps is 5; it must be below train\.steps 5",
+        ),
         (["--train.groups", "3"], r"train\.batch is 8; it must be a multiple of groups \* slices \(3\)"),
         (["--data.holdout_fraction", "1"], r"data\.holdout_fraction is 1\.0"),
         (["--data.files", ""], r"data\.files is \[\]; it must be at least one"),
