@@ -33,7 +33,7 @@ def test_help_of_a_section_explains_each_field() -> None:
         (TrainConfig, "zzzzzz", r"unknown setting train\.zzzzzz; known are steps, epochs"),
         (TiersConfig, "rma", r"unknown setting tiers\.rma; did you mean ram\?"),
         (LoraConfig, "r", r"unknown setting model\.lora\.r; did you mean model\.lora\.rank\?"),
-        (RunConfig, "trian", r"unknown setting trian; did you mean train\?"),
+        (RunConfig, "traim", r"unknown setting traim; did you mean train\?"),
         *[
             (section, "lr", r"unknown setting .*lr; did you mean train\.learning_rate\?")
             for section in SECTIONS.values()
