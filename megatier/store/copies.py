@@ -196,13 +196,15 @@ class Copies:
 
     def _unlocked(self, wait: Callable[[], object]) -> None:
         """Wait without the lock, so that other threads go on."""
+        # Looked up before: in here an interrupt could come while it is still held, and taking it again would hang.
+        lock = self.lock
         with self.tear.waiting():
             try:
                 # The release is inside, so that the lock is taken again even if an interrupt comes right after it.
-                self.lock.release()
+                lock.release()
                 wait()
             finally:
-                self.lock.acquire()
+                lock.acquire()
 
     # ------------------------------------------------------------------ away
 

@@ -305,6 +305,22 @@ def test_push_and_pull_exchange_tensors_with_a_block_in_ram(tmp_path: Path) -> N
 # ---- budgets ----
 
 
+def test_interrupt_before_the_lock_is_given_up_for_a_wait_hangs_nobody(
+    open_nvme: Callable[..., TieredStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = open_nvme()._copies
+    interrupts = [KeyboardInterrupt()]
+
+    def check() -> None:
+        if interrupts:
+            raise interrupts.pop()
+
+    with copies._lock, monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(copies.owner), "check", lambda _: check())
+        copies._unlocked(lambda: None)
+    assert not copies._lock.locked()
+
+
 def test_slots_by_default_are_the_rest_of_the_budget() -> None:
     with TieredStore.open(gpu="64KiB", ram="64KiB") as store:
         store.register(BlockSpec("large", 24 << 10, Tier.RAM))
