@@ -57,7 +57,7 @@ Apply = Callable[[str, tuple[int, int], Planes, Tensor, Planes], _native.Batch |
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hyperparameters:
-    """The settings of AdamW that do not change from step to step, unlike the learning rate."""
+    """The settings of an optimizer that do not change from step to step, unlike the learning rate."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -89,7 +89,7 @@ RULES = {
 
 
 class RunOptimizer:
-    """The optimizer of one run: Muon for units whose schema is by matrix, AdamW for all others.
+    """The optimizer of one run: Muon for units whose schema is by matrix, and one of `RULES` for all others.
 
     Threads: the training loop calls `begin_step` and `norm`. The lanes that update call `apply`, `accumulate` and
     `check`. Both call `measure`.
@@ -109,8 +109,7 @@ class RunOptimizer:
         """Start the threads.
 
         With ranks, layouts and all that is measured and updated are those of this rank's shards, and `groups` counts
-        the groups that it computes. The schemas of layouts are those of AdamW. The seed is that of the random numbers
-        by which moments in bf16 are rounded.
+        the groups that it computes. The seed is that of the random numbers by which narrow moments are rounded.
         """
         self.hyper = hyper
         """Read by `begin_step`, `revise` and `clip`; all but `deferred` may be others in the next step."""
@@ -356,7 +355,9 @@ class RunOptimizer:
             NonFiniteError: names the parameter.
         """
         # Once refused, all later units of the step are: each update more would leave more of the weights a step ahead.
-        self._refused = self._refused or self._non_finite_in(unit)
+        # Lanes look at units at once, so one that finds nothing writes nothing over what another one has found.
+        if self._refused is None and (found := self._non_finite_in(unit)) is not None:
+            self._refused = found
         if self._refused is not None:
             raise NonFiniteError(f"the gradient of {self._refused} is not finite")
 

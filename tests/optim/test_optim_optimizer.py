@@ -18,6 +18,7 @@ from interrupts import python_locks
 from torch import Tensor
 
 from megatier import _native
+from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
 from megatier.optim.optimizer import TILE_ELEMENTS, Hyperparameters, RunOptimizer
 from megatier.state import MUON
@@ -219,6 +220,23 @@ def test_clip_scales_a_longer_gradient_down_and_a_shorter_one_never_up() -> None
     optimizer = RunOptimizer({"unit": LAYOUT}, frozenset(), Hyperparameters(clip=1.0), groups=1, num_threads=1)
     optimizer.begin_step(1, 1e-2)
     assert [optimizer.clip(norm) for norm in (0.0, 0.5, 4.0)] == [1.0, 1.0, 1 / (4 + 1e-6)]
+    optimizer.close()
+
+
+def test_refusal_by_one_lane_stays_where_another_lane_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = RunOptimizer({"unit": LAYOUT}, frozenset(), Hyperparameters(), groups=1, num_threads=1)
+
+    def find(unit: str) -> str | None:
+        if unit == "bad":
+            return "bad.weight"
+        with pytest.raises(NonFiniteError):
+            optimizer.check("bad")  # of another lane, meanwhile
+        return None
+
+    monkeypatch.setattr(optimizer, "_non_finite_in", find)
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match=r"bad\.weight"):
+            optimizer.check("good")
     optimizer.close()
 
 
