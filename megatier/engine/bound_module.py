@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from operator import setitem
 from typing import Any
 
 import torch
@@ -221,21 +222,21 @@ class BoundModule:
         # Looked at before and after: if somebody put another parameter here, it would be lost when ours take its place.
         self._check_held(self._held)
         held = self._held
-        before = [parameters[leaf] for parameters, leaf, _ in self._places]
-        self._put(inside)
-        self._held = inside
+        parameters, names = [place[0] for place in self._places], [place[1] for place in self._places]
+        before = [owner[name] for owner, name in zip(parameters, names, strict=True)]
 
+        # Each is one call past Python's interpreter, which looks for interrupts after a call: one that came between two
+        # parameters, or before they are put back, would leave a slot's bytes in the module for good.
+        put: Callable[[], object] = functools.partial(deque, map(setitem, parameters, names, inside), 0)
+        put_back: Callable[[], object] = functools.partial(deque, map(setitem, parameters, names, before), 0)
         try:
+            self._held = inside
+            put()
             yield
             self._check_held(inside)
         finally:
-            self._put(before)
             self._held = held
-
-    def _put(self, tensors: Sequence[Tensor | None]) -> None:
-        """Put tensors in the places of the module's parameters, one for each."""
-        for (parameters, leaf, _), tensor in zip(self._places, tensors, strict=True):
-            parameters[leaf] = tensor
+            put_back()
 
     def _check_held(self, tensors: Sequence[Tensor]) -> None:
         """Check that nobody has put another parameter in the place of one.

@@ -100,6 +100,26 @@ def test_node_parameter_without_gradient_counts_as_zero_and_shifts_nothing() -> 
     assert found["shift"].abs().min() > 0
 
 
+def test_node_interrupted_while_weights_are_bound_has_its_parameters_again() -> None:
+    _, node, _, _ = streamed()
+    interrupts = [KeyboardInterrupt()]
+
+    class InterruptedOnce(dict[str, Any]):
+        def __setitem__(self, name: str, value: object) -> None:
+            super().__setitem__(name, value)
+            if interrupts:
+                raise interrupts.pop()
+
+    node._places = [(InterruptedOnce(owner), name, tensor) for owner, name, tensor in node._places]
+    before = [owner[name] for owner, name, _ in node._places]
+    slots = [torch.zeros(1)] * (len(node._slices) + len(node._lent))
+    with pytest.raises(KeyboardInterrupt), node._bound(slots):
+        pass
+    assert all(owner[name] is one for (owner, name, _), one in zip(node._places, before, strict=True))
+    with node._bound(slots):
+        pass
+
+
 def test_node_offloaded_input_leaves_and_comes_back() -> None:
     probe, _, shelf, _ = streamed("offload")
     output = probe(torch.randn(6, SIZE, requires_grad=True))
