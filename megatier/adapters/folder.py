@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,7 @@ def _places(model: PreTrainedModel, units: Sequence[Unit]) -> dict[str, tuple[Un
 def _write_weights(
     path: Path, stored: Mapping[str, tuple[Unit, TensorSlice]], read: Read, base: Mapping[str, str]
 ) -> None:
-    """Write the tensors of a folder of adapters, piece by piece.
+    """Write the tensors of a folder of adapters, piece by piece. They are on disk when this returns.
 
     Args:
         path: the file.
@@ -86,6 +87,9 @@ def _write_weights(
             for start, stop in chunks(tensor.num_elements):
                 values = read(unit, tensor.start + start, tensor.start + stop)
                 file.write(values.contiguous().view(torch.uint8).numpy().data)
+
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _settings(model: PreTrainedModel) -> dict[str, Any]:

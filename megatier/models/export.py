@@ -166,7 +166,7 @@ class _Outgoing:
         }
 
     def write_shard(self, path: Path, names: Sequence[str], read: Read) -> None:
-        """Write a file: its header, then the tensors in the order of `names`."""
+        """Write a file: its header, then the tensors in the order of `names`. It is on disk when this returns."""
         with path.open("wb") as file:
             tensors = {name: self._layout[name] for name in names}
             file.write(write_header((name, self._dtype_of(tensor), tensor.shape) for name, tensor in tensors.items()))
@@ -175,6 +175,9 @@ class _Outgoing:
                 for run in tensor.runs:
                     for piece in self._pieces(run, read):
                         file.write(piece.contiguous().view(torch.uint8).numpy().data)
+
+            file.flush()
+            os.fsync(file.fileno())
 
     def _order(self, assembly: Assembly) -> tuple[int, int, int]:
         """Return a key that sorts tensors into the order in which they are written."""
