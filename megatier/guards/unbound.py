@@ -159,6 +159,8 @@ class Guarded(Unbound):
             "Set model.expert_parts to 1: then a layer is one unit."
         )
 
+    _refuse_move = _refuse
+
 
 def make_unbound(parameter: Tensor, device: torch.device, dtype: torch.dtype, name: str) -> None:
     """Turn a parameter on meta into an unbound one, in place.
