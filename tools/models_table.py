@@ -47,7 +47,8 @@ def families_of(test: str) -> tuple[str, ...]:
     run: Callable[..., object] = getattr(import_module(module), function)
     for mark in getattr(run, "pytestmark", []):
         if mark.name == "parametrize" and mark.args[0] in ("family", "model_type"):
-            return tuple(mark.args[1])
+            # Those that slow tests run stand in a `pytest.param`.
+            return tuple(getattr(value, "values", (value,))[0] for value in mark.args[1])
     raise LookupError(f"{test} does not run over families")
 
 
