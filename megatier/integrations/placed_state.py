@@ -23,7 +23,7 @@ from megatier.integrations.parameters import form_of, in_order, schema_of
 from megatier.optim.adamw import Scalars, adamw_threads, begin_adamw, rounding_of, step_scalars
 from megatier.optim.masters import plane_dtype
 from megatier.optim.muon import Matrix, update_matrix
-from megatier.optim.optimizer import PIECE_ELEMENTS, sum_squares
+from megatier.optim.tiles import PIECE_ELEMENTS, sum_squares
 from megatier.owner import Owner
 from megatier.store.lease import Lease
 from megatier.tier import Kind

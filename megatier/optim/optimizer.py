@@ -19,10 +19,9 @@ Source: Loshchilov and Hutter, arXiv 1711.05101. The split is megatier's: 12 byt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -43,14 +42,11 @@ from megatier.optim.adamw import (
 )
 from megatier.optim.masters import weight_dtype
 from megatier.optim.muon import Muon
+from megatier.optim.tiles import PIECE_ELEMENTS, TILE_ELEMENTS, cut_at_tiles, num_tiles, sum_squares
 from megatier.ranks.ranks import Ranks
 from megatier.readback import on_host
 from megatier.workers import Workers
 
-TILE_ELEMENTS = 65_536
-"""Elements of a tile of a unit. Each tensor has one partial sum of squares for what it has of a tile."""
-PIECE_ELEMENTS = 64 * TILE_ELEMENTS
-"""Elements of one call if several threads share a gradient in RAM: whole tiles, so that no partial sum is cut."""
 Apply = Callable[[str, tuple[int, int], Planes, Tensor, Planes], _native.Batch | None]
 """Updates some elements of a unit: see `RunOptimizer.apply`."""
 
@@ -221,7 +217,7 @@ class RunOptimizer:
             return None  # a rank's shard that is padding alone
         sums = on_host(torch.cat(self._sums[unit]))
         tensors = self.layouts[unit].tensors
-        counts = [_num_tiles(tensor, self._origin(unit, tensor)) for tensor in tensors]
+        counts = [num_tiles(tensor, self._origin(unit, tensor)) for tensor in tensors]
         for tensor, part in zip(tensors, sums.split(counts), strict=True):
             if not part.isfinite().all():
                 return tensor.name
@@ -245,7 +241,7 @@ class RunOptimizer:
         pieces = [
             grad[start:stop]
             for tensor in self.layouts[unit].tensors
-            for start, stop in _pieces(tensor, self._origin(unit, tensor), PIECE_ELEMENTS)
+            for start, stop in cut_at_tiles(tensor, self._origin(unit, tensor), PIECE_ELEMENTS)
         ]
         self._sums[unit] = self._workers.map(sum_squares, pieces)
 
@@ -254,7 +250,7 @@ class RunOptimizer:
         if unit not in self._runs:
             runs = []
             for tensor in self.layouts[unit].tensors:
-                pieces = _pieces(tensor, self._origin(unit, tensor), TILE_ELEMENTS)
+                pieces = cut_at_tiles(tensor, self._origin(unit, tensor), TILE_ELEMENTS)
                 runs += [(start, stop - start) for start, stop in pieces if stop > start]
             aligned = all(start % 16 == 0 for start, _ in runs)
             self._runs[unit] = torch.tensor(runs, dtype=torch.int64, device=device).view(-1, 2), aligned
@@ -280,7 +276,9 @@ class RunOptimizer:
         sums, grads = (memory.view(torch.float32)[:count] for memory in (total, part))
 
         def add(sums: Tensor, grads: Tensor) -> None:
-            _native.accumulate(*_addresses(sums, grads), sums.numel(), group == 0)
+            count = sums.numel()
+            target, source = (address_of(tensor, torch.float32, count) for tensor in (sums, grads))
+            _native.accumulate(target, source, count, group == 0)
 
         # Each element is added by itself, so the pieces that threads share change no bit.
         self._in_pieces(add, sums, grads)
@@ -440,46 +438,14 @@ class RunOptimizer:
         return list(zip(starts, stops, decays, strict=True))
 
 
-def sum_squares(piece: Tensor) -> Tensor:
-    """Take sums of squares of a flat tensor, bf16 or fp32, one of each tile from its start on; fp64, on its device."""
-    if piece.is_cuda:
-        from megatier.optim import kernels  # Triton comes with torch's CUDA builds alone
-
-        return kernels.sum_squares(piece)
-    sums = torch.empty(-(-piece.numel() // TILE_ELEMENTS), dtype=torch.float64, device="cpu")
-    source, target = _addresses(piece, sums)
-    _native.sum_squares(source, piece.numel(), piece.dtype is torch.bfloat16, target)
-    return sums
-
-
 def _round(values: Tensor, rounded: Tensor) -> None:
     """Write fp32 numbers as bf16."""
-    _native.round_bf16(*_addresses(values, rounded), values.numel())
+    count = values.numel()
+    _native.round_bf16(address_of(values, torch.float32, count), address_of(rounded, torch.bfloat16, count), count)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
     """Copy a flat tensor to another one of its dtype."""
-    _native.copy(*_addresses(target, source), source.nbytes)
-
-
-def _addresses(one: Tensor, other: Tensor) -> tuple[int, int]:
-    """Return where two flat tensors in RAM lie."""
-    return address_of(one, one.dtype, one.numel()), address_of(other, other.dtype, other.numel())
-
-
-def _num_tiles(tensor: TensorSlice, origin: int) -> int:
-    """Return the number of tiles that a tensor has elements in. They are counted from an element of its unit."""
-    if not tensor.num_elements:
-        return 0
-    first = (tensor.start - origin) // TILE_ELEMENTS
-    end = -(-(tensor.stop - origin) // TILE_ELEMENTS)
-    return end - first
-
-
-def _pieces(tensor: TensorSlice, origin: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut a tensor into a head, up to the first border of tiles, and runs of whole tiles with so many elements."""
-    # The first border of tiles at or behind the tensor's start.
-    tiles_before = -((origin - tensor.start) // TILE_ELEMENTS)
-    border = origin + tiles_before * TILE_ELEMENTS
-    borders = range(border, tensor.stop, most)
-    return pairwise([tensor.start, *borders, tensor.stop])
+    memory = target.view(torch.uint8), source.view(torch.uint8)
+    to, by = (address_of(tensor, torch.uint8, source.nbytes) for tensor in memory)
+    _native.copy(to, by, source.nbytes)

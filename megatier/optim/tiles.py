@@ -1,0 +1,52 @@
+"""Tiles of a unit, and the sums of squares of its gradient: one of what each tensor has of each tile.
+
+The norm of a gradient is the exact sum of these, so it does not matter where a unit is cut between tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megatier import _native
+from megatier.address import address_of
+from megatier.layout import TensorSlice
+
+TILE_ELEMENTS = 65_536
+"""Elements of a tile of a unit. Each tensor has one partial sum of squares for what it has of a tile."""
+PIECE_ELEMENTS = 64 * TILE_ELEMENTS
+"""Elements of one call if several threads share a gradient in RAM: whole tiles, so that no partial sum is cut."""
+
+
+def sum_squares(piece: Tensor) -> Tensor:
+    """Take sums of squares of a flat tensor, bf16 or fp32, one of each tile from its start on; fp64, on its device."""
+    if piece.is_cuda:
+        from megatier.optim import kernels  # Triton comes with torch's CUDA builds alone
+
+        return kernels.sum_squares(piece)
+    sums = torch.empty(-(-piece.numel() // TILE_ELEMENTS), dtype=torch.float64, device="cpu")
+    is_bf16 = piece.dtype is torch.bfloat16
+    source = address_of(piece, torch.bfloat16 if is_bf16 else torch.float32, piece.numel())
+    _native.sum_squares(source, piece.numel(), is_bf16, address_of(sums, torch.float64, sums.numel()))
+    return sums
+
+
+def num_tiles(tensor: TensorSlice, origin: int) -> int:
+    """Return the number of tiles that a tensor has elements in. They are counted from an element of its unit."""
+    if not tensor.num_elements:
+        return 0
+    first = (tensor.start - origin) // TILE_ELEMENTS
+    end = -(-(tensor.stop - origin) // TILE_ELEMENTS)
+    return end - first
+
+
+def cut_at_tiles(tensor: TensorSlice, origin: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut a tensor into a head, up to the first border of tiles, and runs of whole tiles with so many elements."""
+    # The first border of tiles at or behind the tensor's start.
+    tiles_before = -((origin - tensor.start) // TILE_ELEMENTS)
+    border = origin + tiles_before * TILE_ELEMENTS
+    borders = range(border, tensor.stop, most)
+    return pairwise([tensor.start, *borders, tensor.stop])
