@@ -70,8 +70,11 @@ def check_evaluates(model: PreTrainedModel) -> None:
 
 
 def refused(module_name: str, name: str) -> UnsupportedModelError:
-    """Make the error of a module whose forward changes a weight."""
-    return UnsupportedModelError(f"{module_name} changes the weight {name} in its forward. {REMEDY}")
+    """Make the error of a module whose forward changes a weight, or in which somebody has put another one."""
+    return UnsupportedModelError(
+        f"{module_name} changes the weight {name} in its forward, or something else has put another tensor in its "
+        f"place. {REMEDY}"
+    )
 
 
 def _sums(leaves: Sequence[Tensor]) -> Tensor:
