@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -22,6 +24,6 @@ def test_tensor_is_cut_where_tiles_begin_and_nowhere_else(start: int, origin: in
     tensor = TensorSlice("weight", (2 * TILE_ELEMENTS + 7,), start)
     runs = [run for run in cut_at_tiles(tensor, origin, TILE_ELEMENTS) if run[0] < run[1]]
     assert [runs[0][0], runs[-1][1]] == [tensor.start, tensor.stop]
-    assert all(stop == begin for (_, stop), (begin, _) in zip(runs, runs[1:], strict=False))
+    assert all(stop == begin for (_, stop), (begin, _) in pairwise(runs))
     assert all((begin - origin) % TILE_ELEMENTS == 0 for begin, _ in runs[1:])
     assert len(runs) == num_tiles(tensor, origin)
