@@ -130,6 +130,7 @@ def test_train_compiler_counts_in_no_step_and_is_told_apart(tmp_path: Path, caps
         assert record["tokens_per_s"] == pytest.approx(record["tokens"] / record["seconds"])
         assert COMPILER not in record["stall_seconds"]
     assert first["seconds"] + first["compile_seconds"] < lasted
+    assert 0 < first["host_busy_seconds"] <= first["seconds"]
     said = capsys.readouterr().out
     assert "compiled for " in said
     assert said.count("  compiled ") == 1
