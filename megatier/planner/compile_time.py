@@ -18,21 +18,29 @@ def compile_seconds(setup: Setup) -> tuple[float, float]:
     """Estimate what a run's first step takes in addition, if nothing was compiled before, and if all of it was."""
     if not setup.compiles:
         return 0.0, 0.0
+
+    # A head that is fused with the loss is not compiled by itself: the loss is a kind of its own.
     model = setup.model
     is_fused = setup.config.model.fused_loss
     head = model.get_output_embeddings() if is_fused else None
-    names = (name for unit in setup.work.units if not unit.is_lent for name in unit.module_names)
-    modules = (model.get_submodule(name) for name in names)
-    kinds = {_kind(module) for module in modules if module is not head and not isinstance(module, nn.Embedding)}
-
-    # A fused loss is a kind of its own.
+    kinds = set()
+    for unit in setup.work.units:
+        if unit.is_lent:
+            continue
+        for name in unit.module_names:
+            module = model.get_submodule(name)
+            if module is not head and not isinstance(module, nn.Embedding):
+                kinds.add(_kind(module))
     num_kinds = len(kinds) + is_fused
     return KIND_SECONDS * num_kinds, KEPT_KIND_SECONDS * num_kinds
 
 
 def _kind(module: nn.Module) -> Hashable:
     """What is alike in modules that share their code: the parts, the shapes, and what attention sees."""
-    parts = tuple(
-        (type(part), getattr(part, "attention_type", getattr(part, "layer_type", ""))) for part in module.modules()
-    )
-    return parts, tuple(parameter.shape for parameter in module.parameters())
+    parts = []
+    for part in module.modules():
+        # Layers with a sliding window are of the same class as others, and compiled by themselves.
+        attention = getattr(part, "attention_type", getattr(part, "layer_type", ""))
+        parts.append((type(part), attention))
+    shapes = tuple(parameter.shape for parameter in module.parameters())
+    return tuple(parts), shapes

@@ -40,49 +40,29 @@ quantised matrix that is decoded, and the parameters of one unit that have adapt
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
-from transformers import PreTrainedModel
-
-from megatier.adapters.lora import adapter_config
-from megatier.adapters.weights import MAGNITUDE
-from megatier.compute.adapted import matrices_in, wrappers_in
+from megatier.compute.adapted import wrappers_in
 from megatier.compute.quantised import PIECE_ELEMENTS
-from megatier.config.schema import RunConfig, TrainConfig
-from megatier.layout import TensorSlice
-from megatier.models.decoder import Unit, tiled_names
+from megatier.models.decoder import Unit
 from megatier.optim.muon import matrices_of
+from megatier.planner.layer_sizes import LayerSizes, in_tiles, is_of_layer, layer_sizes, output_elements
 from megatier.schedule.slots import MATRICES_CARRIED
 from megatier.setup.attention_rule import FLEX
 from megatier.setup.setup import Setup
-from megatier.setup.workload import (
-    COMPUTE_DTYPES,
-    Workload,
-    attention_parts,
-    boundary_width,
-    hidden_width,
-    without_input_gradient,
-)
+from megatier.setup.workload import Workload, attention_parts, boundary_width, hidden_width, without_input_gradient
 from megatier.tier import Tier
 
 CONTEXT_BYTES = 1_000_000_000
 """Bytes that the driver and libraries hold, with the work areas that these take of torch."""
-IN_MLP = 6
-"""Widest inputs in the backward of a gated MLP: gate, up and their product, and the gradients of the three."""
 IN_LAYER = 3.2
 """Boundary activations beside them: the gradient of the layer's output, the input of the MLP and its norm."""
 ATTENTION_AGAIN = 1.25
 """What attention holds if it is computed again, over the outputs of all but the MLP's products: rotated copies too."""
-LAST = 10
+ATTENTION_BACKWARD = 10
 """Boundary activations in the backward of attention, when the gradients of all weights of a layer come to be there."""
-NORMS = 2
-"""Outputs of a layer's norms, which its products take."""
-UNCOMPILED = 6
-"""Boundary activations that two norms save beside their outputs if they are not compiled: what they have in fp32."""
-IN_PLAIN = 1.4, 2
+PLAIN_BOUNDARIES = 1.4
+PLAIN_WIDEST = 2
 """Of a layer that is not compiled: boundary activations, and widest inputs, in its backward beside what it saves."""
 TILE_REPEATED = 2.3
 """Bytes that the backward of a tile holds, over the outputs of its products."""
@@ -106,7 +86,7 @@ ATTENTION_PASSING = 2
 """Layers whose attention is on the GPU at once, if it is offloaded: it comes back one layer ahead."""
 INPUTS_PASSING = 2
 """Layers whose offloaded input is there at once: it leaves while the next one comes, and comes back one layer ahead."""
-AT_LOSS = 3
+BOUNDARIES_AT_LOSS = 3
 """Boundary activations at the loss: input, output and gradient of the last norm."""
 LOSS_BYTES = {"compiled": 4, "plain": 19, "unfused": 12}
 """Bytes for each logit of a chunk, in bf16: logits and slopes; also what a loss that is not compiled has in fp32; and,
@@ -132,104 +112,134 @@ class ActivationBytes:
 
 def activation_bytes(setup: Setup) -> ActivationBytes:
     """Estimate the GPU memory that a run needs in addition to its arena."""
-    model, config, work = setup.model, setup.config, setup.work
-    text = model.config.get_text_config()
-    item = COMPUTE_DTYPES[config.model.compute_dtype].itemsize
-    width = boundary_width(model)
-    tokens = setup.tokens
-    boundary = tokens * width * item
+    work = setup.work
+    boundary_bytes = setup.tokens * boundary_width(setup.model) * setup.item_bytes
+    tiled = in_tiles(setup)
+    sizes = layer_sizes(setup, tiled)
 
     # Units before the first trained one have no backward, so they save nothing.
-    layers = [unit for unit in work.units if _is_of_layer(unit)]
     lower = without_input_gradient(work.units)
-    reached = [unit for unit in layers if unit.layout.num_trained or unit.name not in lower]
-    tiled = in_tiles(setup)
-    attention = attention_parts(text, tokens, item)
-    absent = tiled | matrices_in(model)
-    sizes = {
-        unit.name: _sizes(unit, width, absent, attention[0] / boundary, _dropped(unit, model, item) / width, text)
-        for unit in layers
-    }
-    saving = {unit.name: _saved(setup, unit, sizes[unit.name]) for unit in reached}
-    beside_saved = sum(_saves_attention_beside(setup, unit) for unit in reached)
-    saved = sum(saving.values()) * boundary + sum(attention) * beside_saved
-    passing = ATTENTION_PASSING * sum(attention) if work.offloads_attention else 0
-    passing += INPUTS_PASSING * boundary if any(policy.offloads_input for policy in work.activations.values()) else 0
-
-    # The fused loss has the logits of one chunk, their gradient, and the fp32 gradient of a head that is trained.
-    is_fused = config.model.fused_loss
-    way = "unfused" if not is_fused else "compiled" if setup.compiles else "plain"
-    logits = LOSS_BYTES[way] * item / 2 * min(config.model.loss_chunk if is_fused else tokens, tokens) * text.vocab_size
-    head = model.get_output_embeddings()
-    makes_sum = is_fused and (head is None or head.weight.requires_grad)
-    head_sum = 4 * text.vocab_size * hidden_width(model) if makes_sum else 0
-
-    # One layer at a time repeats what it did not save, so the largest one decides. Slices do so one after the other.
-    slices = config.train.slices
-    in_slice = boundary / slices
-    mask = mask_bytes(setup)
-    in_units = 0.0
+    saving: dict[str, float] = {}
+    num_attentions = 0
     for unit in work.units:
-        held, in_one = _gradients(unit, config.train, item)
-        made = float(in_one)
-        if unit.name in sizes:
-            again = _repeated(setup, unit, sizes[unit.name], saving.get(unit.name, 0.0))
-            tile = _tile_bytes(unit, config, tiled, item)
-            tile += (IN_LAYER + TILED) * in_slice if tile else 0
-            made = max(again * in_slice, tile, made + min(again, LAST) * in_slice)
-        in_units = max(in_units, held + made)
-    in_units += (item * mask) / slices + (2 * boundary if slices > 1 else 0)
-    is_tied = any(len(unit.module_names) > 1 and not _is_of_layer(unit) for unit in work.units)
+        has_backward = unit.layout.num_trained or unit.name not in lower
+        if unit.name in sizes and has_backward:
+            saving[unit.name] = _saved(setup, unit, sizes[unit.name])
+            num_attentions += _saves_attention_beside(setup, unit)
+    saved = sum(saving.values()) * boundary_bytes + _attention_bytes(setup) * num_attentions
 
-    # Copies that modules around the layers lend. In the backward each gives way to its gradient.
-    lent = (unit.layout for unit in work.units if unit.is_lent)
-    lent_bytes = sum(tensor.num_elements * layout.schema.grad_width for layout in lent for tensor in layout.tensors)
-    beside = mask + passing + lent_bytes + _update_bytes(work)
-    beside += _decoded_bytes(work, item) + _adapted_bytes(model, work, item)
+    # One layer at a time computes again what it did not save, so the largest one decides.
+    in_units = 0.0
+    slices = setup.config.train.slices
+    slice_bytes = boundary_bytes / slices
+    for unit in work.units:
+        earlier, own = _gradient_bytes(setup, unit)
+        made = float(own)
+        if unit.name in sizes:
+            saved_of_unit = saving.get(unit.name, 0.0)
+            again = _backward_activations(setup, unit, sizes[unit.name], saved_of_unit)
+            tile = _tile_bytes(setup, unit, tiled)
+            tile += (IN_LAYER + TILED) * slice_bytes if tile else 0
+
+            # The MLP has its peak before most gradients of weights are there, and attention when all of them are.
+            of_attention = made + min(again, ATTENTION_BACKWARD) * slice_bytes
+            made = max(again * slice_bytes, tile, of_attention)
+        in_units = max(in_units, earlier + made)
+
+    # Slices run one after the other, and beside them are the gradients of the whole output and input of a layer.
+    mask = mask_bytes(setup)
+    in_units += (setup.item_bytes * mask) / slices
+    in_units += 2 * boundary_bytes if slices > 1 else 0
+    beside = mask + _passing_bytes(setup, boundary_bytes) + _weight_bytes(setup)
+
+    # The head's sum stays until the backward of an embedding that is tied to it, which comes last.
+    logits, head_sum = _loss_bytes(setup)
+    is_tied = any(len(unit.module_names) > 1 for unit in work.units if not is_of_layer(unit))
     return ActivationBytes(
-        saved,
-        saved + logits + head_sum + AT_LOSS * boundary + beside,
-        saved + in_units + (head_sum if is_tied else 0) + beside,
+        saved=saved,
+        at_loss=saved + logits + head_sum + BOUNDARIES_AT_LOSS * boundary_bytes + beside,
+        in_backward=saved + in_units + (head_sum if is_tied else 0) + beside,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """What a layer, or its part, has for each token, in boundary activations."""
-
-    products: float
-    """c: the outputs of its products and of attention."""
-    widest: float
-    """f: the widest input of a product."""
-    others: float
-    """Those of c that are not of the products that have f as input or output."""
-    in_mlp: float
-    """What the backward of its MLP holds. With experts, these are the rows of all tokens for each expert that they go
-    to, what the last products give of them, the outputs of the others, and the gradients of all three."""
-    dropped: float
-    """Inputs that adapters with dropout save."""
-
-    @property
-    def all(self) -> float:
-        """All that a compiled layer could save, with its input."""
-        return self.products + self.widest + NORMS
+# ---------------------------------------------------------------- what layers save
 
 
-def _gradients(unit: Unit, train: TrainConfig, item: int) -> tuple[int, int]:
+def _saved(setup: Setup, unit: Unit, sizes: LayerSizes) -> float:
+    """Return the boundary activations that a layer, or its part, saves, without attention that is kept beside."""
+    policy = setup.work.activations[unit.name]
+    if policy.offloads_input:
+        return 0.0
+
+    # The input of experts in units of their own is counted with the unit of their layer's other modules.
+    inputs = 1.0 if len(unit.module_names) == 1 else INPUTS_CUT
+    if unit.experts is not None:
+        inputs = 0.0
+    share = setup.saved_share
+    if not policy.keeps_graph or not share:
+        return inputs
+    if not setup.compiles:
+        return sizes.uncompiled + sizes.dropped
+    if share == 1:
+        return max(inputs, sizes.compiled) + sizes.dropped
+
+    # The compiler picks whole tensors, so at a share below 1 it saves no more than c.
+    chosen = min(sizes.products, 1 + share * (sizes.compiled - 1))
+    return max(inputs, chosen) + min(1.0, 1.5 * share) * sizes.dropped
+
+
+def keeps_attention(setup: Setup, unit: Unit) -> bool:
+    """Whether a layer keeps what attention gave, though its backward computes the rest again."""
+    if not (setup.work.keeps_attention and unit.is_layer):
+        return False
+    if setup.compiles:
+        return setup.saved_share == 0
+    return not setup.work.activations[unit.name].keeps_graph
+
+
+def _saves_attention_beside(setup: Setup, unit: Unit) -> bool:
+    """Whether a layer saves what attention gave in addition to all that `_saved` counts."""
+    policy = setup.work.activations[unit.name]
+    if keeps_attention(setup, unit):
+        # Offloaded attention leaves the GPU with the input of its layer, and counts as passing.
+        leaves = setup.work.offloads_attention and policy.offloads_input
+        return not leaves
+
+    # Flex attention is saved whenever a compiled layer saves anything. From ATTENTION_FROM on `_saved` has it.
+    if not (setup.compiles and policy.keeps_graph and unit.is_layer):
+        return False
+    is_flex = setup.config.model.attention == FLEX
+    return is_flex and 0 < setup.saved_share < ATTENTION_FROM
+
+
+def _attention_bytes(setup: Setup) -> int:
+    """Return the bytes of what attention of one layer gives: its output and log-sum-exp."""
+    return sum(attention_parts(setup.model.config.get_text_config(), setup.tokens, setup.item_bytes))
+
+
+# ------------------------------------------------- what the backward of a unit holds
+
+
+def _gradient_bytes(setup: Setup, unit: Unit) -> tuple[int, int]:
     """Return the bytes of the gradients of a unit's weights: the sum of the slices before, and those of one slice."""
-    count = unit.layout.num_trained
-    largest = max((tensor.num_elements for tensor in unit.layout.trained.tensors), default=0)
+    train = setup.config.train
+    own = setup.item_bytes * unit.layout.num_trained
     if train.slices == 1:
-        return 0, item * count
+        return 0, own
+
+    sizes = [tensor.num_elements for tensor in unit.layout.trained.tensors]
+    largest = max(sizes, default=0)
     if train.slices == 2:
         # If groups are added up, the first summand of a tensor is made fp32 before it is written.
-        return item * count + (4 * largest if train.groups > 1 else 0), item * count
+        summand = 4 * largest if train.groups > 1 else 0
+        return own + summand, own
 
     # The first summand of a tensor is there until it has become the sum in fp32.
-    return 4 * count + item * largest, item * count
+    total = 4 * unit.layout.num_trained
+    return total + setup.item_bytes * largest, own
 
 
-def _repeated(setup: Setup, unit: Unit, sizes: _Sizes, saved: float) -> float:
+def _backward_activations(setup: Setup, unit: Unit, sizes: LayerSizes, saved: float) -> float:
     """Return the boundary activations of the backward of a layer, beside those that it has saved.
 
     Args:
@@ -239,40 +249,39 @@ def _repeated(setup: Setup, unit: Unit, sizes: _Sizes, saved: float) -> float:
         saved: those that it has saved.
     """
     if not setup.compiles:
-        return max(0.0, _uncompiled(sizes) - max(1.0, saved)) + IN_PLAIN[0] + IN_PLAIN[1] * sizes.widest
-    of_mlp = min(max(0.0, saved - 1 - sizes.others), 3 * sizes.widest)
-    of_attention = 0.0 if _knows_attention(setup, unit) else ATTENTION_AGAIN * sizes.others
-    return sizes.in_mlp - of_mlp + IN_LAYER + of_attention + sizes.dropped
+        with_input = max(1.0, saved)
+        unsaved = max(0.0, sizes.uncompiled - with_input)
+        return unsaved + PLAIN_BOUNDARIES + PLAIN_WIDEST * sizes.widest
+
+    # What is saved beyond the input and the outputs of attention is of the MLP: gate, up and their product.
+    beyond = max(0.0, saved - 1 - sizes.others)
+    saved_of_mlp = min(beyond, 3 * sizes.widest)
+    in_mlp = sizes.in_mlp - saved_of_mlp
+    in_attention = 0.0 if _knows_attention(setup, unit) else ATTENTION_AGAIN * sizes.others
+    return in_mlp + IN_LAYER + in_attention + sizes.dropped
 
 
-def _uncompiled(sizes: _Sizes) -> float:
-    """Return the boundary activations that a layer saves if it is not compiled and keeps its graph."""
-    return sizes.all + sizes.widest + UNCOMPILED
+def _knows_attention(setup: Setup, unit: Unit) -> bool:
+    """Whether the backward of a layer finds what attention gave."""
+    if _saves_attention_beside(setup, unit) or keeps_attention(setup, unit):
+        return True
+    keeps_graph = setup.work.activations[unit.name].keeps_graph
+    return keeps_graph and setup.saved_share >= ATTENTION_FROM
 
 
-def keeps_attention(setup: Setup, unit: Unit) -> bool:
-    """Whether a layer keeps what attention gave, though its backward computes the rest again."""
-    if not (setup.work.keeps_attention and unit.is_layer):
-        return False
-    return setup.saved_share == 0 if setup.compiles else not setup.work.activations[unit.name].keeps_graph
+def _tile_bytes(setup: Setup, unit: Unit, tiled: frozenset[str]) -> float:
+    """Return the bytes of one tile of a layer's modules that run in tiles: what they hold inside, and gradients."""
+    tensors = [tensor for tensor in unit.layout.tensors if tensor.name in tiled]
+    outputs = sum(output_elements(tensor) for tensor in tensors)
+    tile_tokens = setup.config.model.tile_tokens or 0
+    inside = TILE_REPEATED * outputs * tile_tokens * setup.item_bytes
+
+    # Each weight has the gradient of one tile, in the compute dtype, and the sum over all tiles in fp32.
+    num_elements = sum(tensor.num_elements for tensor in tensors)
+    return inside + num_elements * (4 + setup.item_bytes)
 
 
-def in_tiles(setup: Setup) -> frozenset[str]:
-    """The parameters of all modules of layers that run in tiles of tokens, by their names.
-
-    Nothing is tried here: a run may find that some of the modules have to run whole.
-    """
-    tokens = setup.config.model.tile_tokens
-    if tokens is None or setup.tokens <= tokens * setup.config.train.slices:
-        return frozenset()
-
-    names = set[str]()
-    for unit in setup.work.units:
-        for module_name in unit.module_names:
-            inside = tiled_names(unit, setup.model.get_submodule(module_name))
-            paths = tuple(f"{module_name}.{name}".rstrip(".") + "." for name in inside)
-            names.update(tensor.name for tensor in unit.layout.tensors if tensor.name.startswith(paths))
-    return frozenset(names)
+# --------------------------------------------------------------- what is there beside
 
 
 def mask_bytes(setup: Setup) -> int:
@@ -280,18 +289,69 @@ def mask_bytes(setup: Setup) -> int:
     return setup.tokens * setup.config.data.sequence_length if setup.config.has_mask else 0
 
 
-def _decoded_bytes(work: Workload, item: int) -> int:
+def _passing_bytes(setup: Setup, boundary_bytes: int) -> int:
+    """Return the bytes of offloaded activations that are on their way off the GPU or back."""
+    passing = 0
+    if setup.work.offloads_attention:
+        passing += ATTENTION_PASSING * _attention_bytes(setup)
+    if any(policy.offloads_input for policy in setup.work.activations.values()):
+        passing += INPUTS_PASSING * boundary_bytes
+    return passing
+
+
+def _loss_bytes(setup: Setup) -> tuple[float, int]:
+    """Return the bytes of logits and their slopes, and of the fp32 gradient of the head that the loss sums up."""
+    vocabulary = setup.model.config.get_text_config().vocab_size
+    model = setup.config.model
+
+    # The fused loss has the logits of one chunk, any other those of all tokens.
+    kind = "unfused"
+    tokens = setup.tokens
+    if model.fused_loss:
+        kind = "compiled" if setup.compiles else "plain"
+        tokens = min(model.loss_chunk, tokens)
+    logits = LOSS_BYTES[kind] * setup.item_bytes / 2 * tokens * vocabulary
+
+    # Chunk after chunk adds to it, unless the head is frozen.
+    head = setup.model.get_output_embeddings()
+    is_trained = head is None or head.weight.requires_grad
+    if not (model.fused_loss and is_trained):
+        return logits, 0
+    return logits, 4 * vocabulary * hidden_width(setup.model)
+
+
+def _weight_bytes(setup: Setup) -> int:
+    """Return the bytes of copies of weights that are outside of slots: lent, decoded, adapted and carried ones."""
+    # In the backward each lent copy gives way to its gradient, so they count alike at both peaks.
+    lent_bytes = 0
+    for unit in setup.work.units:
+        if unit.is_lent:
+            num_elements = sum(tensor.num_elements for tensor in unit.layout.tensors)
+            lent_bytes += num_elements * unit.layout.schema.grad_width
+    return lent_bytes + _update_bytes(setup.work) + _decoded_bytes(setup) + _adapted_bytes(setup)
+
+
+def _decoded_bytes(setup: Setup) -> int:
     """Bytes of the largest quantised matrix while a product takes it, and of the pieces in which it is decoded."""
-    tensors = (tensor for unit in work.units for tensor in unit.layout.tensors if tensor.stands_for > 1)
-    largest = max((tensor.num_parameters for tensor in tensors), default=0)
-    return largest * item + min(largest, PIECE_ELEMENTS) * PIECE_BYTES
+    largest = 0
+    for unit in setup.work.units:
+        for tensor in unit.layout.tensors:
+            # A tensor of codes stands for more numbers than it has elements.
+            if tensor.stands_for > 1:
+                largest = max(largest, tensor.num_parameters)
+    piece_elements = min(largest, PIECE_ELEMENTS)
+    return largest * setup.item_bytes + piece_elements * PIECE_BYTES
 
 
-def _adapted_bytes(model: PreTrainedModel, work: Workload, item: int) -> int:
+def _adapted_bytes(setup: Setup) -> int:
     """Bytes of the adapted parameters of one unit, of which its forward takes the sums, and of their gradients."""
-    adapted = wrappers_in(model)
-    sizes = (sum(t.num_elements for t in unit.layout.tensors if t.name in adapted) for unit in work.units)
-    return ADAPTED_COPIES * item * max(sizes, default=0)
+    adapted = wrappers_in(setup.model)
+    largest = 0
+    for unit in setup.work.units:
+        own = [tensor for tensor in unit.layout.tensors if tensor.name in adapted]
+        num_elements = sum(tensor.num_elements for tensor in own)
+        largest = max(largest, num_elements)
+    return ADAPTED_COPIES * setup.item_bytes * largest
 
 
 def _update_bytes(work: Workload) -> int:
@@ -299,122 +359,24 @@ def _update_bytes(work: Workload) -> int:
 
     Updates run under the forward, and those in the immediate mode under the backward.
     """
-    layouts = [unit.layout for unit in work.units if unit.layout.schema.by_matrix]
-    sizes = [[matrix.num_elements for matrix in matrices_of(layout)] for layout in layouts]
-    largest = max((size for of_unit in sizes for size in of_unit), default=0)
+    largest = 0
+    carried = 0
+    for unit in work.units:
+        if not unit.layout.schema.by_matrix:
+            continue
+        sizes = [matrix.num_elements for matrix in matrices_of(unit.layout)]
+        largest = max([largest, *sizes])
 
-    # On the GPU itself another lane updates at the same time, on a stream with memory of its own.
-    if work.policy.state == (Tier.GPU,):
+        # One matrix comes and one goes home while the one between them is updated.
+        for first in range(len(sizes)):
+            at_once = sizes[first : first + MATRICES_CARRIED]
+            carried = max(carried, sum(at_once))
+
+    # A run whose state is all on the GPU carries none, and updates on one lane.
+    tiers = work.policy.state
+    if tiers == (Tier.GPU,):
         return PRODUCT_BYTES * largest
-    lanes = 1 + (Tier.GPU in work.policy.state or work.policy.streamed_share > 0)
-    carried = max((sum(of_unit[n : n + MATRICES_CARRIED]) for of_unit in sizes for n in range(len(of_unit))), default=0)
-    return CARRIED_BYTES * carried + PRODUCT_BYTES * lanes * largest
 
-
-def _is_of_layer(unit: Unit) -> bool:
-    """Return whether a unit is a decoder layer, or the experts of one."""
-    return unit.is_layer or unit.experts is not None
-
-
-def _saved(setup: Setup, unit: Unit, sizes: _Sizes) -> float:
-    """Return how many boundary activations a layer saves, or its part, without attention that is kept beside."""
-    policy = setup.work.activations[unit.name]
-    if policy.offloads_input:
-        return 0.0
-
-    # The input of experts in units of their own is counted with the unit of their layer's other modules.
-    inputs = 0.0 if unit.experts is not None else 1.0 if len(unit.module_names) == 1 else INPUTS_CUT
-    share = setup.saved_share
-    if not policy.keeps_graph or not share:
-        return inputs
-    if not setup.compiles:
-        return _uncompiled(sizes) + sizes.dropped
-    if share == 1:
-        return max(inputs, sizes.all) + sizes.dropped
-    return max(inputs, min(sizes.products, 1 + share * (sizes.all - 1))) + min(1.0, 1.5 * share) * sizes.dropped
-
-
-def _knows_attention(setup: Setup, unit: Unit) -> bool:
-    """Whether the backward of a layer finds what attention gave."""
-    if _saves_attention_beside(setup, unit) or keeps_attention(setup, unit):
-        return True
-    return setup.work.activations[unit.name].keeps_graph and setup.saved_share >= ATTENTION_FROM
-
-
-def _saves_attention_beside(setup: Setup, unit: Unit) -> bool:
-    """Whether a layer saves what attention gave in addition to all that `_saved` counts."""
-    policy = setup.work.activations[unit.name]
-    always = setup.compiles and setup.config.model.attention == FLEX and policy.keeps_graph
-    is_beside = always and unit.is_layer and 0 < setup.saved_share < ATTENTION_FROM
-    leaves = setup.work.offloads_attention and policy.offloads_input
-    return is_beside or (keeps_attention(setup, unit) and not leaves)
-
-
-def _tile_bytes(unit: Unit, config: RunConfig, tiled: frozenset[str], item: int) -> float:
-    """Return the bytes of one tile of a layer's modules that run in tiles: what they hold inside, and gradients."""
-    inside = [tensor for tensor in unit.layout.tensors if tensor.name in tiled]
-    outputs = sum(_outputs(tensor) for tensor in inside)
-    grads = sum(tensor.num_elements for tensor in inside) * (4 + item)
-    return TILE_REPEATED * outputs * (config.model.tile_tokens or 0) * item + grads
-
-
-def _sizes(
-    unit: Unit,
-    width: int,
-    absent: frozenset[str],
-    attention: float,
-    dropped: float,
-    text: Any,  # noqa: ANN401 - a config of any family
-) -> _Sizes:
-    """Return what a layer, or its part, has for each token.
-
-    A token goes to several experts, whose last products are added up at once. Absent are the outputs of what runs in
-    tiles, and those of adapters of parameters, with which no token is multiplied.
-    """
-    names = {tensor.name for tensor in unit.layout.tensors}
-    tensors = [t for t in unit.layout.tensors if t.name not in absent and not _is_added(t.name, names)]
-    chosen = getattr(text, "num_experts_per_tok", None) or 1
-    times = {t.name: chosen if len(t.parameter_shape) == 3 else 1 for t in tensors}
-    inputs = {t.name: times[t.name] * _inputs(t) for t in tensors}
-    widest = max(inputs.values(), default=0.0)
-    outputs = {t.name: _outputs(t) * (times[t.name] if _inputs(t) == width else 1) for t in tensors}
-    of_mlp = sum(out for name, out in outputs.items() if widest in (out, out / 2, inputs[name]))
-    attends = attention if unit.is_layer else 0.0
-    products = sum(outputs.values()) / width + attends
-    in_mlp = IN_MLP * widest
-    if chosen > 1 and widest == chosen * width:
-        first = sum(out for name, out in outputs.items() if times[name] > 1 and inputs[name] == widest)
-        in_mlp = 4 * widest + 2 * first
-    return _Sizes(products, widest / width, products - of_mlp / width, in_mlp / width, dropped)
-
-
-def _inputs(tensor: TensorSlice) -> int:
-    """Return the elements of each token that a product with a matrix takes; 0 for a vector."""
-    return tensor.parameter_shape[-1] if len(tensor.parameter_shape) > 1 else 0
-
-
-def _is_added(name: str, names: Collection[str]) -> bool:
-    """Return whether a parameter gives what an adapter adds to an output, without DoRA, so that it is not saved.
-
-    Args:
-        name: of the parameter.
-        names: of all parameters of its unit.
-    """
-    module, separator, _ = name.partition(".lora_B.")
-    return bool(separator) and not any(other.startswith(f"{module}.{MAGNITUDE}.") for other in names)
-
-
-def _dropped(unit: Unit, model: PreTrainedModel, item: int) -> float:
-    """Return the elements that adapters with dropout save for each token, each with its byte of the mask."""
-    config = adapter_config(model)
-    if config is None or not config.lora_dropout:
-        return 0.0
-    inputs = sum(tensor.parameter_shape[-1] for tensor in unit.layout.tensors if ".lora_A." in tensor.name)
-    return inputs * (1 + 1 / item)
-
-
-def _outputs(tensor: TensorSlice) -> float:
-    """Return the elements that a product with a matrix gives for each token; 0 for a vector."""
-    if len(tensor.shape) < 2:
-        return 0.0
-    return tensor.shape[-2] * tensor.num_elements / math.prod(tensor.parameter_shape)
+    # Where the GPU has state of its own, two lanes update at a time, each on a stream with memory of its own.
+    has_second_lane = Tier.GPU in tiers or work.policy.streamed_share > 0
+    return CARRIED_BYTES * carried + PRODUCT_BYTES * (1 + has_second_lane) * largest

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatier.checkpoint.room import Room
-from megatier.config.schema import TrainConfig
 from megatier.errors import PlanError
 from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
-from megatier.forecast.jobs import HOST_SECONDS
+from megatier.planner.changes import Change, changes_that_help, hidden_at
 from megatier.planner.compile_time import compile_seconds
 from megatier.planner.memory import ActivationBytes, mask_bytes
 from megatier.planner.shortage import with_ways
@@ -32,12 +30,6 @@ from megatier.setup.workload import Workload
 from megatier.tier import Kind, Tier
 from megatier.trace.events import STEP, TraceEvent
 
-HIDDEN = 1.05
-"""A step counts as bound by compute while it takes at most this many times as long as compute."""
-TIMES_MAX = 4096
-"""Most times the present tokens that are tried for N*."""
-HALVINGS = 4
-"""The times that the last doubling is halved, which narrows N* down to 3 %."""
 SECONDS_PER_DAY = 86_400
 GENERATIONS = {
     "1: updates in place": (1, False),
@@ -48,18 +40,6 @@ GENERATIONS = {
 """The uses of generations: how many there are of what spills, and whether one of them may be kept."""
 UNLIMITED = 1 << 62
 """More bytes than any drive has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A single change to the run, and what it would do."""
-
-    what: str
-    """The change in words."""
-    tokens_per_s: float
-    """Tokens a second with the change."""
-    gain: float
-    """Tokens a second with the change over those of the plan, less 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,23 +161,25 @@ class Plan:
 
     def events(self) -> list[TraceEvent]:
         """Return the forecast as events of a trace, for the picture."""
-        step = TraceEvent(
-            lane=STEP,
-            name="as planned",
-            start_ns=0,
-            end_ns=int(self.forecast.seconds * 1e9),
-        )
-        made = (
+        events = [
             TraceEvent(
-                lane=span.lane,
-                name=span.name,
-                start_ns=int(span.start * 1e9),
-                end_ns=int(span.end * 1e9),
+                lane=STEP,
+                name="as planned",
+                start_ns=0,
+                end_ns=int(self.forecast.seconds * 1e9),
             )
-            for span in self.forecast.spans
-            if span.lane != "host"
-        )
-        return [step, *made]
+        ]
+        for span in self.forecast.spans:
+            # A picture has no lane for the host.
+            if span.lane != "host":
+                event = TraceEvent(
+                    lane=span.lane,
+                    name=span.name,
+                    start_ns=int(span.start * 1e9),
+                    end_ns=int(span.end * 1e9),
+                )
+                events.append(event)
+        return events
 
 
 def make_plan(setup: Setup) -> Plan:
@@ -209,22 +191,25 @@ def make_plan(setup: Setup) -> Plan:
     config = setup.config
     world = setup.machine.world
     trial = Trial.of(setup)
+    work = trial.work
     try:
-        work = trial.work
         placement = trial.placed()
     except PlanError as short:
         refusal = with_parts(short, setup)
         if refusal is short:
-            refusal = all_short(short, trial.work.specs, trial.budgets, trial.work.policy)
+            # Another number of parts may cure the GPU's slots. Otherwise all that is short is said at once.
+            refusal = all_short(short, work.specs, trial.budgets, work.policy)
         raise with_ways(refusal, setup, lambda other: Trial.of(other).placed()) from short
 
     made = trial.forecast(placement)
     tokens = config.train.batch * config.data.sequence_length
+
+    # Each rank writes its shard, to the drives whose rates are its own.
     drives = trial.rates.drives
     room = Room.of(config.output, setup.model, work.units, is_made=False)
-    written_s = checkpoint_seconds(
-        room.checkpoint_bytes // world.ranks, placement.state_bytes.get(Tier.NVME, 0), drives
-    )
+    shard_bytes = room.checkpoint_bytes // world.ranks
+    spilled_bytes = placement.state_bytes.get(Tier.NVME, 0)
+    written_s = checkpoint_seconds(shard_bytes, spilled_bytes, drives)
 
     # A savepoint leaves on NVMe what lies there, and writes the rest.
     resident = placement.state_bytes.get(Tier.GPU, 0) + placement.state_bytes.get(Tier.RAM, 0)
@@ -253,31 +238,41 @@ def make_plan(setup: Setup) -> Plan:
         savepoint_seconds=checkpoint_seconds(resident, 0, drives),
         generation_bytes=generation_bytes(trial, placement),
         hidden_at=hidden_at(trial, placement, tokens),
-        changes=_changes(trial, config.train, tokens, tokens / made.seconds, spills=bool(placement.spilled)),
+        changes=changes_that_help(trial, placement, config.train, tokens, made.seconds),
     )
 
 
 def _state_bytes(work: Workload, placement: Placement) -> dict[tuple[Tier, Kind], int]:
     """Return the bytes of state by tier and kind."""
     units = {spec.name: spec for spec in work.specs}
-    state: Counter[tuple[Tier, Kind]] = Counter()
+    sizes: Counter[tuple[Tier, Kind]] = Counter()
     for (name, kind), home in placement.homes.items():
-        state[home, kind] += home_bytes(units[name], kind, home)
-    return dict(state)
+        num_bytes = home_bytes(units[name], kind, home)
+        sizes[home, kind] += num_bytes
+    return dict(sizes)
 
 
 def _in_place_bytes(work: Workload, placement: Placement) -> int:
     """Return the bytes of weights at home on NVMe that the model's own files hold."""
-    specs = [spec for spec in work.specs if placement.homes[spec.name, Kind.WEIGHT] is Tier.NVME]
-    return sum(block_bytes(spec, Kind.WEIGHT) - home_bytes(spec, Kind.WEIGHT, Tier.NVME) for spec in specs)
+    num_bytes = 0
+    for spec in work.specs:
+        if placement.homes[spec.name, Kind.WEIGHT] is Tier.NVME:
+            # What a home on NVMe takes is counted without what the model's files have.
+            num_bytes += block_bytes(spec, Kind.WEIGHT)
+            num_bytes -= home_bytes(spec, Kind.WEIGHT, Tier.NVME)
+    return num_bytes
 
 
 def _spilled_gradient_bytes(work: Workload, placement: Placement) -> int:
     """Return the bytes of gradients that a step writes to NVMe."""
-    # Only gradients go to NVMe among these moves, so those bytes are the gradients that RAM does not take.
     units = {spec.name: spec for spec in work.specs}
     moves = Moves(units, placement, work.policy)
-    return by_lane(move for unit in placement.grad_homes for move in moves.gradients(unit))["ram_to_nvme"]
+    num_bytes = 0
+    for unit in placement.grad_homes:
+        # Only gradients go to NVMe among these moves, so those bytes are the gradients that RAM does not take.
+        lanes = by_lane(moves.gradients(unit))
+        num_bytes += lanes["ram_to_nvme"]
+    return num_bytes
 
 
 def checkpoint_seconds(num_bytes: int, spilled_bytes: int, drives: Sequence[DriveRates]) -> float | None:
@@ -294,7 +289,10 @@ def checkpoint_seconds(num_bytes: int, spilled_bytes: int, drives: Sequence[Driv
     # Reads and writes share the drive, which then does what it does of both together.
     drive = drives[0]
     written_s = num_bytes / (drive.first_write_bytes_per_s or drive.write_bytes_per_s)
-    return max(written_s, (num_bytes + spilled_bytes) / drive.mixed_bytes_per_s) if spilled_bytes else written_s
+    if not spilled_bytes:
+        return written_s
+    mixed_s = (num_bytes + spilled_bytes) / drive.mixed_bytes_per_s
+    return max(written_s, mixed_s)
 
 
 def pause_seconds(written_s: float, step: Forecast) -> float:
@@ -308,7 +306,8 @@ def pause_seconds(written_s: float, step: Forecast) -> float:
         step: the forecast.
     """
     drives_s = sum(step.alone_seconds.get(queue, 0.0) for queue in QUEUES_OF_DISK)
-    return max(0.0, written_s - max(0.0, step.seconds - drives_s))
+    free_s = max(0.0, step.seconds - drives_s)
+    return max(0.0, written_s - free_s)
 
 
 def generation_bytes(trial: Trial, placement: Placement) -> dict[str, int]:
@@ -317,84 +316,16 @@ def generation_bytes(trial: Trial, placement: Placement) -> dict[str, int]:
     A use is left out if RAM has no room for its slots.
     """
     sizes: dict[str, int] = {}
-    for use, (count, saves) in GENERATIONS.items() if placement.spilled and trial.work.policy.deferred else ():
-        policy = replace(trial.work.policy, generations=count, savepoints=saves)
+    work = trial.work
+    if not (placement.spilled and work.policy.deferred):
+        return sizes
+
+    # The bytes are for the user to compare with a drive, so a drive that is too small refuses none of them.
+    budgets = replace(trial.budgets, nvme=UNLIMITED)
+    for use, (count, saves) in GENERATIONS.items():
+        policy = replace(work.policy, generations=count, savepoints=saves)
         with contextlib.suppress(PlanError):
-            tried = place(trial.work.specs, replace(trial.budgets, nvme=UNLIMITED), policy)
-            sizes[use] = tried.state_bytes.get(Tier.NVME, 0) + tried.other_bytes.get(Tier.NVME, 0)
+            tried = place(work.specs, budgets, policy)
+            state_bytes = tried.state_bytes.get(Tier.NVME, 0)
+            sizes[use] = state_bytes + tried.other_bytes.get(Tier.NVME, 0)
     return sizes
-
-
-# ---------------------------------------------------------------------- what if
-
-
-def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
-    """N*: about the fewest tokens of a step that hide everything but compute; None: TIMES_MAX times as many do not.
-
-    The tokens are doubled until all is hidden, and then the last doubling is halved: more tokens never hide less.
-
-    Args:
-        trial: the run.
-        placement: its homes and slots, which stay as they are.
-        tokens: tokens of a step now.
-    """
-
-    def is_hidden(times: float) -> bool:
-        tried = trial.times(times)
-        return tried.forecast(placement).seconds <= HIDDEN * (tried.compute_seconds + HOST_SECONDS)
-
-    times = 1.0
-    while not is_hidden(times):
-        times *= 2
-        if times > TIMES_MAX:
-            return None
-
-    # Half as many did not hide all, so N* lies between the two.
-    low = times / 2
-    high = times
-    for _ in range(HALVINGS if times > 1 else 0):
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_hidden(middle) else (middle, high)
-
-    return math.ceil(tokens * high)
-
-
-def _changes(trial: Trial, train: TrainConfig, tokens: int, tokens_per_s: float, *, spills: bool) -> tuple[Change, ...]:
-    """Return the changes that would help, each tried alone, the best first.
-
-    Args:
-        trial: the run.
-        train: its batch and groups, for the words.
-        tokens: tokens of a step.
-        tokens_per_s: tokens a second without a change.
-        spills: whether any state lies on NVMe.
-    """
-    budgets = trial.budgets
-    tried: list[tuple[str, Trial, float]] = [
-        (f"twice the tokens in a group (batch {2 * train.batch})", trial.times(2), 2),
-        (f"twice the groups (batch {2 * train.batch}, groups {2 * train.groups})", trial.with_groups(2), 2),
-        ("a quarter more RAM", replace(trial, budgets=replace(budgets, ram=budgets.ram * 5 // 4)), 1),
-        ("a quarter more GPU memory for state", replace(trial, budgets=replace(budgets, gpu=budgets.gpu * 5 // 4)), 1),
-    ]
-    policy = trial.work.policy
-
-    if spills and policy.deferred and not policy.speculates:
-        # One that holds, one to write into, and one that a savepoint may keep.
-        count = 2 + policy.savepoints
-        more = replace(trial.work, policy=replace(policy, generations=count))
-        tried.append((f"updates in the backward (tiers.generations {count})", replace(trial, work=more), 1))
-
-    if trial.rates.drives:
-        drives = (*trial.rates.drives, trial.rates.drives[0])
-        tried.append(("one more drive", replace(trial, rates=replace(trial.rates, drives=drives)), 1))
-
-    changes = []
-    for what, other, times in tried:
-        try:
-            rate = tokens * times / other.forecast(other.placed()).seconds
-        except PlanError:
-            # More state would lie on the GPU, and activations do not leave room for it.
-            continue
-        changes.append(Change(what, rate, rate / tokens_per_s - 1))
-
-    return tuple(sorted(changes, key=lambda change: -change.gain))

@@ -80,11 +80,16 @@ class Prediction:
         """
         # The first step of a process loads on demand, so its moves do not follow the pattern of the others.
         self._num_seen += 1
-        if self._num_seen == 1 or len(self._rates) == STEPS or not planned_rate(self.forecast):
+        is_over = len(self._rates) == STEPS
+        if self._num_seen == 1 or is_over or not planned_rate(self.forecast):
             return None
         if rate := measured_rate(events):
             self._rates.append(rate)
-        return self._corrected(median(self._rates)) if len(self._rates) == STEPS else None
+        if len(self._rates) < STEPS:
+            return None
+
+        # Drives waver from step to step, and a median leaves out the odd one.
+        return self._corrected(median(self._rates))
 
     def _corrected(self, rate: float) -> Correction:
         """Simulate the step with drives as fast as they were measured, and take it as the forecast."""
@@ -113,16 +118,27 @@ class Prediction:
 
 def measured_rate(events: Iterable[TraceEvent]) -> float:
     """Return the bytes a second to and from the drives in a step while they were busy; 0 if they were idle."""
-    moves = [event for event in events if event.lane in QUEUES_OF_DISK and event.num_bytes]
-    busy_s = covered((event.start_ns, event.end_ns) for event in moves) / 1e9
-    return sum(event.num_bytes for event in moves) / busy_s if busy_s else 0.0
+    num_bytes = 0
+    spans = []
+    for event in events:
+        if event.lane in QUEUES_OF_DISK and event.num_bytes:
+            num_bytes += event.num_bytes
+            spans.append((event.start_ns, event.end_ns))
+    busy_s = covered(spans) / 1e9
+    return num_bytes / busy_s if busy_s else 0.0
 
 
 def planned_rate(made: Forecast) -> float:
     """Return the bytes a second to and from the drives in a forecast while they are busy; 0 if they are idle."""
-    spans = [(max(0.0, span.start), min(made.seconds, span.end)) for span in made.spans if span.lane in QUEUES_OF_DISK]
+    # A move that crosses a border of the step is partly of a neighbour.
+    spans = []
+    for span in made.spans:
+        if span.lane in QUEUES_OF_DISK:
+            spans.append((max(0.0, span.start), min(made.seconds, span.end)))
     busy_s = covered(spans)
-    return sum(made.moved_bytes.get(queue, 0.0) for queue in QUEUES_OF_DISK) / busy_s if busy_s else 0.0
+    if not busy_s:
+        return 0.0
+    return sum(made.moved_bytes.get(queue, 0.0) for queue in QUEUES_OF_DISK) / busy_s
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -131,6 +147,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     total = 0.0
     until = float("-inf")
     for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
+        begin = max(start, until)
+        total += max(0.0, end - begin)
         until = max(until, end)
     return total

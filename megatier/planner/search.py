@@ -87,7 +87,8 @@ def search(setup: Setup, fixed: frozenset[str] = frozenset()) -> Choice:
         UnsupportedModelError: the model cannot be streamed.
     """
     config = setup.config
-    can_cut = TILE not in fixed and config.model.tile_tokens is None and config.data.sequence_length > TILE_TOKENS
+    is_open = TILE not in fixed and config.model.tile_tokens is None
+    can_cut = is_open and config.data.sequence_length > TILE_TOKENS
     whole: Choice | None = None
     try:
         whole = _best(setup, fixed)
@@ -116,18 +117,18 @@ def _best(setup: Setup, fixed: frozenset[str]) -> Choice:
     refused: list[tuple[PlanError, Settings]] = []
     # Compute and placement of the trials so far: a forecast depends on nothing else. Mappings have no hash.
     seen: list[tuple[ComputeSeconds, Placement]] = []
-    has_room: set[tuple[tuple[str, Any], ...]] = set()
-    """The settings that fit, but for whether kept attention is offloaded."""
+    # The settings that fit, but for whether kept attention is offloaded.
+    that_fit: set[tuple[tuple[str, Any], ...]] = set()
 
     # The sort is stable, so among trials with equal compute the simplest comes first.
-    for settings, wanted in sorted(_trials(setup, fixed), key=lambda one: one[1].compute_seconds):
-        limit = best.seconds * (1 - WORTH) if best is not None else float("inf")
+    for settings, wanted in sorted(_trials(setup, fixed), key=lambda pair: pair[1].compute_seconds):
+        limit = float("inf") if best is None else best.seconds * (1 - WORTH)
         if wanted.compute_seconds >= limit:
             break
 
-        # Attention leaves the GPU only where it has no room there: with it the links and RAM have less to do.
+        # Attention leaves the GPU only where it has no room there: otherwise the links and RAM have less to do.
         others = tuple((name, value) for name, value in settings.items() if name != OFFLOAD_ATTENTION)
-        if settings.get(OFFLOAD_ATTENTION) and others in has_room:
+        if settings.get(OFFLOAD_ATTENTION) and others in that_fit:
             continue
 
         try:
@@ -137,19 +138,20 @@ def _best(setup: Setup, fixed: frozenset[str]) -> Choice:
             refused.append((error, settings))
             continue
 
-        has_room.add(others)
+        that_fit.add(others)
         if (trial.seconds, placement) in seen:
             continue
         seen.append((trial.seconds, placement))
+
+        # A floor takes a fraction of the time of a simulation.
         if best is not None and trial.floor(placement) >= limit:
             continue
 
         made = trial.forecast(placement)
         if made.seconds < limit:
             chosen = {**settings, "tiers.gpu": trial.budgets.gpu}
-            free = {name: value for name, value in chosen.items() if name not in fixed}
             best = Choice(
-                settings=free,
+                settings={name: value for name, value in chosen.items() if name not in fixed},
                 trial=trial,
                 placement=placement,
                 forecast=made,
@@ -169,24 +171,31 @@ def _refusal(refused: Sequence[tuple[PlanError, Settings]], setup: Setup, fixed:
         fixed: as for `search`.
     """
     short = nearest([error for error, _ in refused])
-    candidate = setup.changed(next(settings for error, settings in refused if error is short))
+    settings = next(settings for error, settings in refused if error is short)
+    candidate = setup.changed(settings)
 
     def place(other: Setup) -> object:
         trial = Trial.of(other)
-        return (trial if "tiers.gpu" in fixed else _fitted(trial)).placed()
+        if "tiers.gpu" not in fixed:
+            trial = _fitted(trial)
+        return trial.placed()
 
-    return with_ways(with_parts(short, candidate), candidate, place)
+    advised = with_parts(short, candidate)
+    return with_ways(advised, candidate, place)
 
 
 def _trials(setup: Setup, fixed: frozenset[str]) -> Iterator[tuple[Settings, Trial]]:
     """Yield a trial for each combination that the batch allows and that differs from the others, the simplest first."""
     for computed in _computed(setup, fixed):
         trial = Trial.of(setup.changed(computed))
+        present = trial.work.policy
+
         # Where state lies changes nothing but the policy, so the skeleton is not read again.
-        for placed in _placed(setup, fixed, defers=trial.work.policy.deferred):
+        for placed in _placed(setup, fixed, defers=present.deferred):
             # The settings of a placement are named as the fields of the policy are.
-            names = {name.partition(".")[2]: value for name, value in placed.items()}
-            work = replace(trial.work, policy=replace(trial.work.policy, **names))
+            fields = {name.removeprefix("tiers."): value for name, value in placed.items()}
+            policy = replace(present, **fields)
+            work = replace(trial.work, policy=policy)
             yield computed | placed, replace(trial, work=work)
 
 
@@ -206,23 +215,27 @@ def _computed(setup: Setup, fixed: frozenset[str]) -> Iterator[Settings]:
     is_free = fixed.isdisjoint({"train.activations", "model.saved_share"})
     for settings in _combined(config, kinds, fixed):
         groups, slices, policy, share = settings.values()
+        activations = Activations(policy)
         if config.train.batch % (groups * slices) or (slices > 1 and not config.can_slice):
             continue
 
-        # `keep` goes with shares above 0 and the other policies with 0. Without compilation one share is enough.
-        if is_free and (
-            Activations(policy).keeps_graph != (share > 0) or (share != SHARES[0] and share and not setup.compiles)
-        ):
+        # `keep` goes with shares above 0 and the other policies with 0.
+        if is_free and activations.keeps_graph != (share > 0):
+            continue
+
+        # A layer that is not compiled saves all of its activations, whatever its share, so one share is enough.
+        if is_free and not setup.compiles and share not in (0, SHARES[0]):
             continue
 
         # A compiled layer that saves more than its inputs keeps attention by its share, or runs its forward whole.
-        repeats = share == 0 if setup.compiles else not Activations(policy).keeps_graph
+        repeats = share == 0 if setup.compiles else not activations.keeps_graph
         kept = {KEPT_ATTENTION: (True, False)} if repeats else {}
-        for more in _combined(config, kept, fixed):
+        for attention in _combined(config, kept, fixed):
             # It stays on the GPU, or leaves it with the input of its layer.
-            leaves = more.get(KEPT_ATTENTION) and Activations(policy).offloads_input
-            offloaded = {OFFLOAD_ATTENTION: (False, True)} if leaves else {}
-            yield from (settings | more | last for last in _combined(config, offloaded, fixed))
+            can_leave = attention.get(KEPT_ATTENTION) and activations.offloads_input
+            offloaded = {OFFLOAD_ATTENTION: (False, True)} if can_leave else {}
+            for offload in _combined(config, offloaded, fixed):
+                yield settings | attention | offload
 
 
 def _placed(setup: Setup, fixed: frozenset[str], *, defers: bool) -> Iterator[Settings]:
@@ -231,6 +244,8 @@ def _placed(setup: Setup, fixed: frozenset[str], *, defers: bool) -> Iterator[Se
     state = config.tiers.state
     streams = defers and "ram" in state and "gpu" not in state
     spills = defers and "nvme" in state and setup.budgets.nvme > 0
+
+    # Beside savepoints the numbers mean something else: one generation is kept, so two let no update run ahead.
     if config.output.savepoint_every:
         fixed |= {"tiers.generations"}
 
@@ -242,9 +257,13 @@ def _placed(setup: Setup, fixed: frozenset[str], *, defers: bool) -> Iterator[Se
 
 
 def _combined(config: RunConfig, kinds: Mapping[str, Sequence[Any]], fixed: frozenset[str]) -> Iterator[Settings]:
-    """Return all combinations of the values of settings. One that is fixed keeps its value."""
-    tried = [[attrgetter(name)(config)] if name in fixed else values for name, values in kinds.items()]
-    return (dict(zip(kinds, values, strict=True)) for values in product(*tried))
+    """Yield all combinations of the values of settings. One that is fixed keeps its value."""
+    tried: list[Sequence[Any]] = []
+    for name, values in kinds.items():
+        own = attrgetter(name)(config)
+        tried.append([own] if name in fixed else values)
+    for combination in product(*tried):
+        yield dict(zip(kinds, combination, strict=True))
 
 
 def _fitted(trial: Trial) -> Trial:
@@ -261,4 +280,7 @@ def _fitted(trial: Trial) -> Trial:
         needed = round(trial.activations.peak)
         had = round(trial.gpu_bytes)
         raise PlanError("GPU memory for activations", needed, had, "This is an estimate. Train on fewer tokens a step.")
-    return replace(trial, budgets=replace(trial.budgets, gpu=readable_bytes(left)))
+
+    # The user copies the budget from the plan, so it is a number that is short to write.
+    budgets = replace(trial.budgets, gpu=readable_bytes(left))
+    return replace(trial, budgets=budgets)

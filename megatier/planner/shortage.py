@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,7 +34,12 @@ def nearest(refusals: Sequence[PlanError]) -> PlanError:
     Where a GPU is too small for a candidate, other candidates take less of it, and no budget can be raised.
     """
     buyable = [short for short in refusals if short.tier in (Tier.RAM, Tier.NVME)]
-    return min(buyable or refusals, key=lambda short: short.needed_bytes - short.had_bytes)
+    return min(buyable or refusals, key=_missing_bytes)
+
+
+def _missing_bytes(short: PlanError) -> int:
+    """Return how much more would have been needed."""
+    return short.needed_bytes - short.had_bytes
 
 
 def with_ways(short: PlanError, setup: Setup, place: Place) -> PlanError:
@@ -47,8 +53,11 @@ def with_ways(short: PlanError, setup: Setup, place: Place) -> PlanError:
     ways = list(_ways(setup, place))
     if not ways:
         return short
-    words = f"{', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else ways[0]
-    return PlanError(short.what, short.needed_bytes, short.had_bytes, f"{short.remedy} It fits {words}.", short.tier)
+    *others, words = ways
+    if others:
+        words = f"{', '.join(others)} or {words}"
+    remedy = f"{short.remedy} It fits {words}."
+    return PlanError(short.what, short.needed_bytes, short.had_bytes, remedy, short.tier)
 
 
 def _ways(setup: Setup, place: Place) -> Iterator[str]:
@@ -56,15 +65,17 @@ def _ways(setup: Setup, place: Place) -> Iterator[str]:
     if more := _least_machine(setup, place):
         yield f"with {more}"
 
-    config = setup.config
-    train = config.train
-    counts = [count for count in SLICES if count > train.slices and train.batch % (train.groups * count) == 0]
-    tried = [{"train.slices": count} for count in counts if config.can_slice]
-    if found := next((way for way in tried if _fits(setup, way, place)), None):
-        yield f"with train.slices {found['train.slices']}"
+    train = setup.config.train
+    for count in SLICES if setup.config.can_slice else ():
+        # The fewest that fit are named alone.
+        is_allowed = count > train.slices and train.batch % (train.groups * count) == 0
+        if is_allowed and _fits(setup, {"train.slices": count}, place):
+            yield f"with train.slices {count}"
+            break
 
-    narrower = NARROWER if train.optimizer == "adamw" and train.moments == "fp32" else ()
-    for settings in narrower:
+    # All other state is no wider than what is tried here.
+    has_usual_state = train.optimizer == "adamw" and train.moments == "fp32"
+    for settings in NARROWER if has_usual_state else ():
         if _fits(setup, settings, place):
             ((name, value),) = settings.items()
             yield f"with {name} {value}"
@@ -79,13 +90,15 @@ def _least_machine(setup: Setup, place: Place) -> str:
         try:
             place(setup)
         except PlanError as short:
+            # Without a tier it is GPU memory for activations that is short, and no budget raises that.
             if short.tier not in set(Tier):
                 return ""
             tier = Tier(short.tier)
-            missing = max(1, -(-(short.needed_bytes - short.had_bytes) // STEP_BYTES)) * STEP_BYTES
+            num_steps = max(1, math.ceil(_missing_bytes(short) / STEP_BYTES))
+            missing = num_steps * STEP_BYTES
             more[tier] = more.get(tier, 0) + missing
-            budgets = replace(setup.budgets, **{str(tier): getattr(setup.budgets, tier) + missing})
-            setup = replace(setup, budgets=budgets)
+            raised = {str(tier): getattr(setup.budgets, tier) + missing}
+            setup = replace(setup, budgets=replace(setup.budgets, **raised))
         else:
             names = {
                 Tier.GPU: "GPU memory",

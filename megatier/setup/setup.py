@@ -20,7 +20,7 @@ from megatier.ranks.ranks import Ranks, check_groups
 from megatier.schedule.sizes import Budgets
 from megatier.schedule.slots import GPU_SLOTS
 from megatier.setup.machine import Machine, compiles
-from megatier.setup.workload import Workload
+from megatier.setup.workload import COMPUTE_DTYPES, Workload
 
 OF_SKELETON = ("path", "config", "frozen", "lora", "attention")
 """Settings of the model that are in its skeleton."""
@@ -101,6 +101,11 @@ class Setup:
     def saved_share(self) -> float:
         """Share of its activations that a layer saves, if it keeps its graph."""
         return self.config.model.saved_share if self.compiles else 1.0
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one number in the dtype in which the model computes."""
+        return COMPUTE_DTYPES[self.config.model.compute_dtype].itemsize
 
     @property
     def tokens(self) -> int:

@@ -13,7 +13,7 @@ from megatier.config.text import options
 from megatier.engine.head import can_fuse
 from megatier.errors import ConfigError, PlanError
 from megatier.models.limits import has_position_table, max_positions
-from megatier.planner.plan import hidden_at
+from megatier.planner.changes import hidden_at
 from megatier.planner.prediction import Prediction
 from megatier.planner.search import Choice, search
 from megatier.report.metrics import wavering

@@ -1,0 +1,130 @@
+"""What would make a step faster: single changes, each tried alone; and N*, from which on compute hides the rest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from megatier.config.schema import TrainConfig
+from megatier.errors import PlanError
+from megatier.forecast.jobs import HOST_SECONDS
+from megatier.planner.trial import Trial
+from megatier.schedule.placement import Placement
+
+HIDDEN = 1.05
+"""A step counts as bound by compute while it takes at most this many times as long as compute."""
+TIMES_MAX = 4096
+"""Most times the present tokens that are tried for N*."""
+HALVINGS = 4
+"""The times that the last doubling is halved, which narrows N* down to 3 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A single change to the run, and what it would do."""
+
+    what: str
+    """The change in words."""
+    tokens_per_s: float
+    """Tokens a second with the change."""
+    gain: float
+    """Tokens a second with the change over those of the plan, less 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """A trial with one thing changed."""
+
+    what: str
+    """The change in words."""
+    trial: Trial
+    times: int = 1
+    """How many times the tokens a step has."""
+
+
+def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
+    """N*: about the fewest tokens of a step that hide everything but compute; None: TIMES_MAX times as many do not.
+
+    The tokens are doubled until all is hidden, and then the last doubling is halved: more tokens never hide less.
+
+    Args:
+        trial: the run.
+        placement: its homes and slots, which stay as they are.
+        tokens: tokens of a step now.
+    """
+
+    def is_hidden(times: float) -> bool:
+        tried = trial.with_tokens(times)
+        return tried.forecast(placement).seconds <= HIDDEN * (tried.compute_seconds + HOST_SECONDS)
+
+    times = 1.0
+    while not is_hidden(times):
+        times *= 2
+        if times > TIMES_MAX:
+            return None
+
+    # Half as many did not hide all, so N* lies between the two.
+    low = times / 2
+    high = times
+    for _ in range(HALVINGS if times > 1 else 0):
+        middle = (low + high) / 2
+        if is_hidden(middle):
+            high = middle
+        else:
+            low = middle
+    return math.ceil(tokens * high)
+
+
+def changes_that_help(
+    trial: Trial, placement: Placement, train: TrainConfig, tokens: int, step_seconds: float
+) -> tuple[Change, ...]:
+    """Return what each change would do, the best first.
+
+    Args:
+        trial: the run.
+        placement: its homes and slots.
+        train: its batch and groups, for the words.
+        tokens: tokens of a step.
+        step_seconds: seconds of a step without a change.
+    """
+    tokens_per_s = tokens / step_seconds
+    changes = []
+    for variant in _variants(trial, placement, train):
+        try:
+            # State is placed anew, since more memory or other activations may let it lie elsewhere.
+            made = variant.trial.forecast(variant.trial.placed())
+        except PlanError:
+            # More state would lie on the GPU, and activations do not leave room for it.
+            continue
+        rate = tokens * variant.times / made.seconds
+        changes.append(Change(variant.what, rate, rate / tokens_per_s - 1))
+
+    return tuple(sorted(changes, key=lambda change: -change.gain))
+
+
+def _variants(trial: Trial, placement: Placement, train: TrainConfig) -> list[_Variant]:
+    """Return the changes that are tried, whatever they do."""
+    budgets = trial.budgets
+    more_ram = replace(budgets, ram=budgets.ram * 5 // 4)
+    more_gpu = replace(budgets, gpu=budgets.gpu * 5 // 4)
+    batch = 2 * train.batch
+    groups = 2 * train.groups
+    variants = [
+        _Variant(f"twice the tokens in a group (batch {batch})", trial.with_tokens(2), 2),
+        _Variant(f"twice the groups (batch {batch}, groups {groups})", trial.with_groups(2), 2),
+        _Variant("a quarter more RAM", replace(trial, budgets=more_ram)),
+        _Variant("a quarter more GPU memory for state", replace(trial, budgets=more_gpu)),
+    ]
+
+    policy = trial.work.policy
+    if placement.spilled and policy.deferred and not policy.speculates:
+        # One that holds, one to write into, and one that a savepoint may keep.
+        count = 2 + policy.savepoints
+        work = replace(trial.work, policy=replace(policy, generations=count))
+        what = f"updates in the backward (tiers.generations {count})"
+        variants.append(_Variant(what, replace(trial, work=work)))
+
+    if drives := trial.rates.drives:
+        rates = replace(trial.rates, drives=(*drives, drives[0]))
+        variants.append(_Variant("one more drive", replace(trial, rates=rates)))
+    return variants

@@ -1,0 +1,242 @@
+"""How long compute takes for one use of a unit: its matrix products, its attention, and what runs beside them.
+
+A product takes 2 FLOPs for each parameter and token in the forward. The backward takes twice as many: half of them for
+the gradient of the input, and half for the gradient of the weight, which a frozen one does not have. Causal attention
+takes 2 x sequence x width FLOPs for each token in the forward, and twice that with a mask of all pairs, whose kernel
+also computes what is masked. Its backward takes 2.5 times as many. Attention of compiled layers has the rate of its
+kernel (`setup.attention_rule`).
+
+Two things are not counted: what a mask by blocks spares, which grows as documents get shorter, and what tiles of tokens
+compute once more where only sums follow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable
+from typing import Any
+
+import numpy as np
+
+from megatier.compute.adapted import matrices_in, wrappers_in
+from megatier.forecast.jobs import UPDATE_BYTES, ComputeSeconds
+from megatier.layout import TensorSlice
+from megatier.models.decoder import Unit
+from megatier.planner.layer_sizes import in_tiles, is_of_layer
+from megatier.planner.memory import keeps_attention
+from megatier.schedule.rates import Rates
+from megatier.setup.attention_rule import BACKWARD, FLEX, efficiency
+from megatier.setup.setup import Setup
+from megatier.setup.workload import head_width, hidden_width
+from megatier.tier import Phase
+
+REPEATED_AT = 0.0, 0.1, 0.15, 0.3, 0.5, 0.8, 1.0
+REPEATED = 0.7, 0.6, 0.55, 0.39, 0.16, 0.03, 0.0
+"""The share of a compiled layer's forward that its backward repeats, at these saved shares, measured on layers of 8B
+shape. At 0, as under recompute, that is all but the last product."""
+
+
+def unit_seconds(setup: Setup, head: str, rates: Rates) -> ComputeSeconds:
+    """Return the seconds of one use of a unit by one group, by unit and phase.
+
+    Args:
+        setup: the run.
+        head: name of the module that makes logits.
+        rates: of the GPU that computes.
+    """
+    compute = _UnitSeconds(setup, rates)
+    seconds: dict[tuple[str, Phase], float] = {}
+    for unit in setup.work.units:
+        if is_of_layer(unit):
+            forward, backward = compute.of_layer(unit)
+        elif head in unit.module_names:
+            forward, backward = compute.of_head(unit)
+        else:
+            # Embeddings look up rows, and norms have no matrix.
+            continue
+        seconds[unit.name, Phase.FORWARD] = forward
+        seconds[unit.name, Phase.BACKWARD] = backward
+    return seconds
+
+
+class _UnitSeconds:
+    """What the units of a run have in common, so that it is found once for all of them."""
+
+    def __init__(self, setup: Setup, rates: Rates) -> None:
+        self._setup = setup
+        self._activations = setup.work.activations
+        self._slices = setup.config.train.slices
+        self._tiled = in_tiles(setup)
+        self._adapted = wrappers_in(setup.model)
+        self._beside = matrices_in(setup.model)
+        self._text = setup.model.config.get_text_config()
+        self._num_experts, self._chosen_share = _experts(self._text)
+        self._flops_per_s = rates.flops_per_s
+
+        # AdamW on the GPU is bound by the memory of the GPU, so its rate says how fast that is.
+        self._memory_bytes_per_s = rates.gpu_update_parameters_per_s * UPDATE_BYTES
+
+    def of_layer(self, unit: Unit) -> tuple[float, float]:
+        """Return the seconds of forward and backward of one module of a decoder layer, or of experts of one."""
+        products = self._product_flops(unit.layout.tensors)
+        repeated, attention_repeated = self._repeated_shares(unit)
+        repeated = self._with_tiles(unit, products, repeated)
+        forward = products / self._flops_per_s
+        spared = self._frozen_flops(unit, products) / self._flops_per_s
+        backward = forward * (2 + repeated) - spared
+
+        # Experts that are units of their own have no attention.
+        attention = self._attention_seconds() if unit.is_layer else dict.fromkeys(Phase, 0.0)
+        again = attention[Phase.FORWARD] * attention_repeated
+        backward += attention[Phase.BACKWARD] * BACKWARD + again
+        backward += self._sum_seconds(unit)
+
+        # The backward makes the sums of adapted parameters again, and takes as long for the gradients of the adapters.
+        adapting = self._adapting_seconds(unit)
+        forward += adapting
+        backward += 2 * adapting
+
+        # The modules of a unit share its FLOPs.
+        num_uses = len(unit.module_names)
+        return (forward + attention[Phase.FORWARD]) / num_uses, backward / num_uses
+
+    def of_head(self, unit: Unit) -> tuple[float, float]:
+        """Return the seconds of forward and backward of the head, with the loss."""
+        # An embedding that is tied to the head is a use of the same unit, and counts as one.
+        products = self._product_flops(unit.layout.tensors)
+        num_uses = len(unit.module_names)
+        forward = products / self._flops_per_s / num_uses
+        is_frozen = self._frozen_flops(unit, products) != 0
+        backward = forward if is_frozen else 2 * forward
+
+        # A fused loss makes the head's gradients in the forward, chunk after chunk.
+        if self._setup.config.model.fused_loss:
+            return forward + backward, 0.0
+        return forward, backward
+
+    def _product_flops(self, tensors: Iterable[TensorSlice]) -> float:
+        """Return the FLOPs in which a group's tokens are multiplied with parameters, but for adapters of parameters."""
+        multiplied = [tensor for tensor in tensors if tensor.name not in self._beside]
+        return self._flops(multiplied)
+
+    def _frozen_flops(self, unit: Unit, products: float) -> float:
+        """Return the FLOPs of the gradients that frozen weights do not have, of so many of all products."""
+        frozen = products - self._product_flops(unit.layout.trained.tensors)
+
+        # A frozen parameter with an adapter of its own has a gradient all the same: that of its sum.
+        adapted = _named(unit.layout.tensors, self._adapted)
+        return frozen - self._flops(adapted)
+
+    def _flops(self, tensors: Iterable[TensorSlice]) -> float:
+        """Return the FLOPs in which a group's tokens are multiplied with matrices; of experts, those they go to."""
+        num_active = 0.0
+        for tensor in tensors:
+            num_dimensions = len(tensor.shape)
+            if num_dimensions < 2:
+                continue
+            is_of_expert = num_dimensions == 3 and tensor.parameter_shape[0] == self._num_experts
+            share = self._chosen_share if is_of_expert else 1.0
+            num_active += tensor.num_parameters * share
+        return num_active * 2 * self._setup.tokens
+
+    def _attention_seconds(self) -> dict[Phase, float]:
+        """Return the seconds of attention of a layer by phase, each for as many FLOPs as the forward has."""
+        config = self._setup.config
+        sequence = config.data.sequence_length
+        width = head_width(self._text)
+        flops_per_pair = 4 if config.has_mask else 2
+        flops_per_token = flops_per_pair * sequence * self._text.num_attention_heads * width
+        flops = flops_per_token * self._setup.tokens
+
+        seconds = {}
+        for phase in Phase:
+            # Attention of layers that are not compiled counts as if it were a product.
+            share = 1.0
+            if self._setup.compiles:
+                share = efficiency(config.model.attention, width, sequence, phase)
+            seconds[phase] = flops / (self._flops_per_s * share)
+        return seconds
+
+    def _repeated_shares(self, unit: Unit) -> tuple[float, float]:
+        """Return the share of the forward that the backward repeats: of its products, and of attention.
+
+        The compiler saves first what saves most FLOPs for each byte. It counts 4 x sequence FLOPs for an element of
+        attention, and 2 x hidden size for one of a product. Flex attention is always saved, if anything is.
+        """
+        setup = self._setup
+        share = setup.saved_share if self._activations[unit.name].keeps_graph else 0.0
+        products = float(np.interp(share, REPEATED_AT, REPEATED))
+        if keeps_attention(setup, unit):
+            return products, 0.0
+        if not share:
+            return products, 1.0
+
+        config = setup.config
+        is_flex = config.model.attention == FLEX
+        saves_attention_first = is_flex or 2 * config.data.sequence_length > hidden_width(setup.model)
+        if setup.compiles and saves_attention_first:
+            return products, 0.0
+        return products, products
+
+    def _with_tiles(self, unit: Unit, products: float, repeated: float) -> float:
+        """Return the repeated share of the products of a unit, of which some run in tiles of tokens.
+
+        Args:
+            unit: a layer, or experts of one.
+            products: FLOPs of all its products.
+            repeated: the share of those outside of tiles.
+        """
+        if not (self._tiled and products):
+            return repeated
+        tiled = _named(unit.layout.tensors, self._tiled)
+        share = self._flops(tiled) / products
+        outside = (1 - share) * repeated
+
+        # The backward runs each tile again as a whole, and once more if an uncompiled forward runs again around them.
+        runs_again = not (self._setup.compiles or self._activations[unit.name].keeps_graph)
+        return outside + share * (1 + repeated * runs_again)
+
+    def _sum_seconds(self, unit: Unit) -> float:
+        """Return the seconds in which a group's tiles of tokens write the gradients of their weights, and add them up.
+
+        Each tile writes a gradient of each of its weights. It is read, and so is the sum in fp32, which is written
+        again.
+        """
+        tile_tokens = self._setup.config.model.tile_tokens
+        if tile_tokens is None:
+            return 0.0
+        trained = _named(unit.layout.trained.tensors, self._tiled)
+        num_elements = sum(tensor.num_elements for tensor in trained)
+        num_bytes = num_elements * (8 + 2 * unit.layout.schema.grad_width)
+
+        # Each slice is cut by itself, so its last tile may be short.
+        slice_tokens = self._setup.tokens / self._slices
+        num_tiles = self._slices * math.ceil(slice_tokens / tile_tokens)
+        return num_tiles * num_bytes / self._memory_bytes_per_s
+
+    def _adapting_seconds(self, unit: Unit) -> float:
+        """Return the seconds in which the parameters of a unit are adapted, which the memory of the GPU bounds.
+
+        PEFT makes each sum twice, and each time reads the parameter and writes as much.
+        """
+        adapted = _named(unit.layout.tensors, self._adapted)
+        num_elements = sum(tensor.num_elements for tensor in adapted)
+
+        # Two reads and two writes, for each slice anew.
+        num_moved = self._slices * 4 * num_elements
+        return num_moved * unit.layout.schema.grad_width / self._memory_bytes_per_s
+
+
+def _named(tensors: Iterable[TensorSlice], names: Container[str]) -> list[TensorSlice]:
+    """Return the tensors that have one of the names."""
+    return [tensor for tensor in tensors if tensor.name in names]
+
+
+def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any family
+    """Return a layer's number of experts, and the share of them to which one token is sent; 0 and 1 without experts."""
+    # Families have several names for the number.
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if num_experts := getattr(text, name, None):
+            chosen = getattr(text, "num_experts_per_tok", None) or num_experts
+            return num_experts, chosen / num_experts
+    return 0, 1.0
