@@ -96,6 +96,7 @@ class Rebinding:
         self._module_name = module_name
         self._regions = regions
         self._beside = beside
+        # By storage, since the forward may save a view of an argument.
         self._given = {x.untyped_storage().data_ptr() for x in given if torch.is_tensor(x)} if beside else set()
 
     @contextlib.contextmanager
@@ -103,6 +104,7 @@ class Rebinding:
         """Run the forward inside."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
+        # An unpack before `bind` must be refused, and not read whichever unit lies there by then.
         self._regions = ()
 
     def bind(self, *regions: Tensor) -> None:
@@ -144,6 +146,7 @@ class Rebinding:
             back: Tensor = self._beside.back(packed)
             return back
 
+        # `as_strided` counts from the start of the storage, in elements of the dtype, and not from the view.
         region = self._regions[packed.region].view(-1).view(torch.uint8)
         start = (int(region.storage_offset()) + packed.offset) // packed.dtype.itemsize
         return region.view(packed.dtype).as_strided(packed.size, packed.stride, start)

@@ -31,6 +31,7 @@ def sever(result: Tensor, anchor: Tensor, module_name: str) -> Tensor:
         anchor: a scalar that requires a gradient, so that a backward comes.
         module_name: the name of the module in the model.
     """
+    # Autograd lets no integer require a gradient, so no backward can come by way of one.
     if not result.is_floating_point():
         return result
     severed: Tensor = _Severed.apply(result, anchor, module_name)  # type: ignore[no-untyped-call]
@@ -80,12 +81,15 @@ def begin_backward(stage: Stage, forward: int) -> Purpose:
             "on a plain model."
         )
 
+    # Autograd knows before it starts which nodes a backward will run. The anchor's end is among them only if the
+    # backward adds to the gradients of leaves, as `loss.backward()` does.
     gradients = stage.gradients
     if torch._C._will_engine_execute_node(stage.end):
         gradients.watch_backward(forward)
         # A group has one backward that trains, so nothing has to stay for a second one.
         return Purpose(trains=True, comes_again=False)
 
+    # Each layer of the model comes here, and the leg begins once: the number of the task tells backwards apart.
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
     task = torch._C._current_graph_task_id()
     if gradients.watch_inputs(forward, task, ends=not is_kept):

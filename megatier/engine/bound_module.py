@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatier.compute.adapted import adapted, take_over, wrappers_in
 from megatier.compute.compilation import Compiled
 from megatier.compute.tiles import TiledModule, running
-from megatier.engine.captured import uncaught
+from megatier.engine.captured import refusing_captures
 from megatier.engine.carried import copy_attributes
 from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
@@ -83,6 +83,7 @@ class BoundModule:
         """The modules that may run in tiles of tokens, by their names in the module."""
         self._adapters = wrappers_in(module)
         """PEFT's wrappers of those parameters that have an adapter of their own."""
+        # `run` adapts them before the forward: inside of it, PEFT would take a bound view out of its module.
         take_over(self._adapters)
         self._forward: Callable[..., Any] = module.forward
         self._compiled: Compiled[..., Any] | None = None
@@ -198,7 +199,7 @@ class BoundModule:
             name,
             stage.tile_tokens or 0,
             stage.compilation,
-            functools.partial(uncaught, path),
+            functools.partial(refusing_captures, path),
             lambda result, leaves: check_inside(path, [result], leaves, stage.model),
         )
 
@@ -222,21 +223,21 @@ class BoundModule:
         # Looked at before and after: if somebody put another parameter here, it would be lost when ours take its place.
         self._check_held(self._held)
         held = self._held
-        parameters, names = [place[0] for place in self._places], [place[1] for place in self._places]
-        before = [owner[name] for owner, name in zip(parameters, names, strict=True)]
+        owners = [owner for owner, _, _ in self._places]
+        leaves = [leaf for _, leaf, _ in self._places]
+        before = [owner[leaf] for owner, leaf in zip(owners, leaves, strict=True)]
 
-        # Each is one call past Python's interpreter, which looks for interrupts after a call: one that came between two
-        # parameters, or before they are put back, would leave a slot's bytes in the module for good.
-        put: Callable[[], object] = functools.partial(deque, map(setitem, parameters, names, inside), 0)
-        put_back: Callable[[], object] = functools.partial(deque, map(setitem, parameters, names, before), 0)
+        # Both are made before either is called: nothing may fail between binding weights and putting parameters back.
+        bind = _assignment(owners, leaves, inside)
+        unbind = _assignment(owners, leaves, before)
         try:
             self._held = inside
-            put()
+            bind()
             yield
             self._check_held(inside)
         finally:
             self._held = held
-            put_back()
+            unbind()
 
     def _check_held(self, tensors: Sequence[Tensor]) -> None:
         """Check that nobody has put another parameter in the place of one.
@@ -247,8 +248,10 @@ class BoundModule:
         Raises:
             UnsupportedModelError: somebody has.
         """
-        for (parameters, leaf, tensor), held in zip(self._places, tensors, strict=False):
-            if parameters.get(leaf) is not held:
+        places = self._places[: len(tensors)]
+        for place, held in zip(places, tensors, strict=True):
+            owner, leaf, tensor = place
+            if owner.get(leaf) is not held:
                 raise refused(self.module_name, tensor.name)
 
     @property
@@ -270,3 +273,10 @@ class BoundModule:
     def is_plain(self) -> bool:
         """Whether the forward runs uncompiled, with the arguments of the last call."""
         return self._compiled is None or self._compiled.is_refused
+
+
+def _assignment(owners: Sequence[Any], leaves: Sequence[str], tensors: Sequence[Any]) -> Callable[[], object]:
+    """A call that puts each tensor into its owner's dictionary, and that no interrupt can come into."""
+    # One call past Python's interpreter, which looks for interrupts after a call: one that came between two parameters,
+    # or before they are put back, would leave a slot's bytes in the module for good.
+    return functools.partial(deque, map(setitem, owners, leaves, tensors), 0)

@@ -60,15 +60,15 @@ class Call:
         # Leaves, so that the graph of each slice ends here and its gradients can be handed on one by one.
         for index in range(self.num_slices):
             leaves = [
-                claim(self._part(tensor, i, index).detach().requires_grad_(), self.node.module_name)
+                claim(self._rows_of_slice(tensor, i, index).detach().requires_grad_(), self.node.module_name)
                 for tensor, i in zip(inputs, self.differentiable, strict=True)
             ]
-            flat = [self._part(x, i, index) for i, x in enumerate(self.flat)]
+            flat = [self._rows_of_slice(x, i, index) for i, x in enumerate(self.flat)]
             for position, leaf in zip(self.differentiable, leaves, strict=True):
                 flat[position] = leaf
             yield leaves, flat
 
-    def _part(self, value: Any, position: int, index: int) -> Any:  # noqa: ANN401
+    def _rows_of_slice(self, value: Any, position: int, index: int) -> Any:  # noqa: ANN401
         """The rows of an argument that belong to one slice. An argument that is not batched belongs to all, whole.
 
         Raises:
@@ -137,7 +137,7 @@ class Call:
         outputs = copied_out([*outputs, *tensors], weights)
 
         if self.node.stage.checks_finite:
-            self._check(weights, outputs)
+            self._check_finite(weights, outputs)
         return outputs
 
     def _run(self, weights: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor | None]:
@@ -149,23 +149,28 @@ class Call:
 
         self.captured = [(key, len(value)) for key, value in caught.items() if value]
         outputs, self.outgoing = tree_flatten(output)
-        others = sorted({type(x).__name__ for x in outputs if x is not None and not torch.is_tensor(x)})
+        others = {type(x).__name__ for x in outputs if x is not None and not torch.is_tensor(x)}
         if others:
             raise UnsupportedModelError(
-                f"{self.node.module_name} returns something other than tensors ({', '.join(others)}); it cannot be "
-                "streamed."
+                f"{self.node.module_name} returns something other than tensors ({', '.join(sorted(others))}); it "
+                "cannot be streamed."
             )
 
         return outputs + [tensor for values in caught.values() for tensor in values]
 
-    def _check(self, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
+    def _check_finite(self, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
         """Refuse a weight or an output that is not finite. The host waits for the device at each of them."""
-        names = self.node.names
-        own = zip(names, weights[: len(names)], strict=True)
-        numbers = [*(weight for name, weight in own if name not in self.node.carriers), *weights[len(names) :]]
+        node = self.node
+        num_own = len(node.names)
+        numbers = list(weights[num_own:])
+        for name, weight in zip(node.names, weights[:num_own], strict=True):
+            # The bits of a carrier are codes and scales of a quantised matrix, which may read as NaN.
+            if name not in node.carriers:
+                numbers.append(weight)
+
         for what, tensors in (("a weight", numbers), ("an output", outputs)):
-            if any(t is not None and t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
-                raise NonFiniteError(f"{what} of unit {self.node.unit} ({self.node.module_name}) is not finite")
+            if not all(map(_is_finite, tensors)):
+                raise NonFiniteError(f"{what} of unit {node.unit} ({node.module_name}) is not finite")
 
     def evaluate(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Run the module as Hugging Face does: once, whole, and on the very containers that it was given."""
@@ -174,7 +179,7 @@ class Call:
             results = copied_out(self._run(weights, args, kwargs), weights)
             self.arguments.copy_written(weights)
             if self.node.stage.checks_finite:
-                self._check(weights, results)
+                self._check_finite(weights, results)
         return self.unpack(results)
 
     def run_plain(self, *, is_cut: bool) -> Any:  # noqa: ANN401
@@ -183,14 +188,16 @@ class Call:
         Args:
             is_cut: slice by slice, as in training. Else whole, to learn which arguments are batched.
         """
-        stage = self.node.stage
+        node = self.node
+        slices = [self.flat]
+        if is_cut:
+            slices = [flat for _, flat in self.cut(())]
         with self._weights() as leaves:
-            parts = [flat for _, flat in self.cut(())] if is_cut else [self.flat]
-            results = join([self.run(leaves, flat) for flat in parts])
+            results = concatenate([self.run(leaves, flat) for flat in slices])
 
         # Nothing that it was given requires a gradient. So if a result does, a tensor came by another way.
         if any(x is not None and x.requires_grad for x in results):
-            check_inside(self.node.module_name, results, (), stage.model)
+            check_inside(node.module_name, results, (), node.stage.model)
         return self.unpack(results)
 
     @contextlib.contextmanager
@@ -198,6 +205,7 @@ class Call:
         """Inside, the unit's weights are there, for a forward without a backward."""
         stage = self.node.stage
         use = stage.source.enter(self.node.unit, Phase.FORWARD, stage.gradients.group)
+
         try:
             yield self.node.leaves(use.bytes)
         finally:
@@ -235,9 +243,20 @@ class Call:
         return tree_unflatten(outputs, self.outgoing)
 
 
-def join(parts: list[list[Any]]) -> list[Any]:
+def concatenate(slices: list[list[Any]]) -> list[Any]:
     """Lay the outputs of slices end to end along the batch."""
-    if len(parts) == 1:
-        return parts[0]
+    # The common case, without a copy of every output.
+    if len(slices) == 1:
+        return slices[0]
 
-    return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
+    whole = []
+    for pieces in zip(*slices, strict=True):
+        whole.append(None if pieces[0] is None else torch.cat(pieces))
+    return whole
+
+
+def _is_finite(tensor: Tensor | None) -> bool:
+    """Whether all numbers of a tensor are finite. The host waits for the device."""
+    if tensor is None or not tensor.is_floating_point():
+        return True
+    return bool(tensor.isfinite().all())

@@ -16,14 +16,14 @@ collector: ContextVar[dict[str, Any] | None] = _active_collector  # type: ignore
 """The dictionary into which Hugging Face's hooks append what they capture."""
 
 
-def asked_for() -> list[str]:
-    """Return the keys under which they capture in this pass."""
+def requested_keys() -> list[str]:
+    """Return the keys under which these hooks capture in this pass."""
     return [key for key, value in (collector.get() or {}).items() if isinstance(value, list)]
 
 
 @contextlib.contextmanager
 def capturing(keys: Iterable[str]) -> Iterator[dict[str, list[Tensor]]]:
-    """Inside, they capture into a dictionary of our own, which is yielded, under these keys."""
+    """Inside, the hooks capture into a dictionary of our own, which is yielded, under these keys."""
     caught: dict[str, list[Tensor]] = {key: [] for key in keys}
     token = collector.set(caught)
     try:
@@ -33,17 +33,17 @@ def capturing(keys: Iterable[str]) -> Iterator[dict[str, list[Tensor]]]:
 
 
 @contextlib.contextmanager
-def uncaught(module_name: str) -> Iterator[None]:
+def refusing_captures(module_name: str) -> Iterator[None]:
     """Inside, a module runs on some tokens, or once more for its backward: nobody may take tensors out of it by hooks.
 
     Raises:
         UnsupportedModelError: Hugging Face's hooks have taken some.
     """
     # Most passes ask for nothing, and there are many tiles.
-    if not (asked := asked_for()):
+    if not (requested := requested_keys()):
         yield
         return
-    with capturing(asked) as caught:
+    with capturing(requested) as caught:
         yield
-    if found := sorted(key for key, values in caught.items() if values):
-        raise UnsupportedModelError(f"Hugging Face takes {', '.join(found)} out of {module_name}, past its result")
+    if taken := sorted(key for key, values in caught.items() if values):
+        raise UnsupportedModelError(f"Hugging Face takes {', '.join(taken)} out of {module_name}, past its result")

@@ -111,16 +111,20 @@ class _Walk:
 
     def _take_container(self, value: Any, path: str) -> _Form:  # noqa: ANN401
         """Take a container apart."""
-        # Known before its contents are looked at, since it may hold itself.
-        self.known[id(value)] = form = _Ref(_Kind.CONTAINER, len(self.containers))
+        form = _Ref(_Kind.CONTAINER, len(self.containers))
         contents: dict[Place, _Form] = {}
         maxlen = value.maxlen if isinstance(value, deque) else None
-        self.containers.append(_Container(type(value), maxlen, path, contents))
+        recipe = _Container(type(value), maxlen, path, contents)
+
+        # Known before its contents are looked at, since it may hold itself.
+        self.known[id(value)] = form
+        self.containers.append(recipe)
         self.originals.append(value)
 
-        for (kind, key), child in contents_of(value).items():
+        for place, child in contents_of(value).items():
+            kind, key = place
             at = f"{path}[{key!r}]" if kind == "item" else f"{path}.{key}"
-            contents[kind, key] = self.take(child, at, is_inside=True)
+            contents[place] = self.take(child, at, is_inside=True)
 
         return form
 
@@ -166,13 +170,16 @@ class Arguments:
         # Let go of them: from now on they hold the node's outputs, which hold the node's call. That circle would never
         # be freed.
         self._outside = None
-        new = [empty(container.kind, container.maxlen) for container in written.new]
-        made = _Maker(written.fill(tensors), [*originals, *new], given)
-        for container, form in zip(new, written.new, strict=True):
-            fill(container, made.contents(form.contents))
+        new = _empty_ones(written.new)
+        leaves = written.leaves_with(tensors)
+        maker = _Maker(leaves, [*originals, *new], given)
+        for container, recipe in zip(new, written.new, strict=True):
+            contents = maker.contents(recipe.contents)
+            fill(container, contents)
 
-        for index, contents in written.changed.items():
-            fill(originals[index], made.contents(contents))
+        for index, forms in written.changed.items():
+            contents = maker.contents(forms)
+            fill(originals[index], contents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,13 +197,17 @@ class Written:
 
     def is_like(self, other: Written) -> bool:
         """Whether another run wrote to the same places."""
-        mine, others = (
-            (x.changed, [(c.kind, c.contents) for c in x.new], [at for at, _ in x.places]) for x in (self, other)
-        )
-        return mine == others
+        return self._shape() == other._shape()
 
-    def fill(self, tensors: Sequence[Tensor | None]) -> list[Any]:
-        """The leaves that were written, with these tensors in place of the forward's."""
+    def _shape(self) -> tuple[object, ...]:
+        """What two slices of a batch have in common, whatever they compute: all of it but values and paths."""
+        kinds = [recipe.kind for recipe in self.new]
+        contents = [recipe.contents for recipe in self.new]
+        positions = [position for position, _ in self.places]
+        return self.changed, kinds, contents, positions
+
+    def leaves_with(self, tensors: Sequence[Tensor | None]) -> list[Any]:
+        """The leaves that were written, with these tensors in place of the forward's own."""
         leaves = list(self.leaves)
         for (position, _), tensor in zip(self.places, tensors, strict=True):
             leaves[position] = tensor
@@ -212,18 +223,25 @@ class ContainerCopy:
         self._leaves = leaves
 
         # All of them are there before any is filled, since they may hold each other.
-        self._held = [empty(container.kind, container.maxlen) for container in self._containers]
-        made = _Maker(leaves, self._held)
-        self._before = [made.contents(container.contents) for container in self._containers]
+        self._held = _empty_ones(self._containers)
+        maker = _Maker(leaves, self._held)
+        self._before = [maker.contents(recipe.contents) for recipe in self._containers]
         for container, contents in zip(self._held, self._before, strict=True):
             fill(container, contents)
 
-        self.args = [made.value(form) for form in arguments.args]
+        self.args = [maker.value(form) for form in arguments.args]
         """The arguments for the forward."""
-        self.kwargs = {name: made.value(form) for name, form in arguments.kwargs.items()}
+        self.kwargs = {name: maker.value(form) for name, form in arguments.kwargs.items()}
         """The named arguments for the forward."""
-        self._versions = {i: x._version for i, x in self._tensors() if i in arguments.carried}
-        self._required = [i for i, x in self._tensors() if x.requires_grad]
+        self._versions: dict[int, int] = {}
+        """The version of each carried tensor, by its position."""
+        self._required: set[int] = set()
+        """The positions of tensors that require a gradient before the forward."""
+        for position, tensor in self._tensors():
+            if position in arguments.carried:
+                self._versions[position] = tensor._version
+            if tensor.requires_grad:
+                self._required.add(position)
 
     def written(self, module_name: str) -> tuple[Written, list[Tensor]]:
         """Compare the containers with what they were; returns what the forward wrote, and the tensors in it.
@@ -234,26 +252,36 @@ class ContainerCopy:
         self._check_in_place(module_name)
 
         # Containers and tensors that the call was given are known: what was written refers to them by number.
-        walk = _Walk(known={id(held): _Ref(_Kind.CONTAINER, index) for index, held in enumerate(self._held)})
-        walk.containers = list(self._containers)
-        count = len(self._containers)
-        walk.known |= {id(x): _Ref(_Kind.GIVEN, i) for i, x in self._tensors()}
+        walk = _Walk(containers=list(self._containers))
+        for index, held in enumerate(self._held):
+            walk.known[id(held)] = _Ref(_Kind.CONTAINER, index)
+        for index, tensor in self._tensors():
+            walk.known[id(tensor)] = _Ref(_Kind.GIVEN, index)
 
-        now = [contents_of(held) for held in self._held]
         changed: dict[int, dict[Place, _Form]] = {}
         places: list[tuple[int, str]] = []
+        tensors: list[Tensor] = []
 
-        for index, (before, after) in enumerate(zip(self._before, now, strict=True)):
-            if list(before) == list(after) and all(before[place] is after[place] for place in before):
+        for index, held in enumerate(self._held):
+            before = self._before[index]
+            after = contents_of(held)
+            if _holds_the_same(before, after):
                 continue
             path = self._containers[index].path
             first = len(walk.leaves)
             changed[index] = {place: walk.take(x, path, is_inside=True) for place, x in after.items()}
-            places += [(n, path) for n, x in enumerate(walk.leaves[first:], first) if torch.is_tensor(x)]
+            for position, leaf in enumerate(walk.leaves[first:], first):
+                if torch.is_tensor(leaf):
+                    places.append((position, path))
+                    tensors.append(leaf)
 
-        tensors = [walk.leaves[position] for position, _ in places]
-        rest = [None if torch.is_tensor(x) else x for x in walk.leaves]
-        return Written(changed=changed, new=walk.containers[count:], leaves=rest, places=places), tensors
+        written = Written(
+            changed=changed,
+            new=walk.containers[len(self._containers) :],
+            leaves=[None if torch.is_tensor(leaf) else leaf for leaf in walk.leaves],
+            places=places,
+        )
+        return written, tensors
 
     def _check_in_place(self, module_name: str) -> None:
         """Refuse a forward that changed a carried tensor in place.
@@ -296,12 +324,25 @@ def copy_inside(values: Sequence[Any], memory: Sequence[Tensor]) -> bool:
     if all(new is old for new, old in zip(leaves, walk.leaves, strict=True)):
         return False
 
-    made = _Maker(leaves, walk.originals)
-    for original, container in zip(walk.originals, walk.containers, strict=True):
-        before, after = contents_of(original), made.contents(container.contents)
-        if any(after[place] is not before[place] for place in before):
+    maker = _Maker(leaves, walk.originals)
+    for original, recipe in zip(walk.originals, walk.containers, strict=True):
+        before = contents_of(original)
+        after = maker.contents(recipe.contents)
+
+        if not _holds_the_same(before, after):
             fill(original, after)
     return True
+
+
+def _holds_the_same(before: Mapping[Place, Any], after: Mapping[Place, Any]) -> bool:
+    """Whether a container has the very same values in the same places, in the same order."""
+    # By identity: comparing tensors by value would take the device, and a class may define equality as it likes.
+    return list(before) == list(after) and all(before[place] is after[place] for place in before)
+
+
+def _empty_ones(recipes: Sequence[_Container]) -> list[Any]:
+    """An empty container for each recipe."""
+    return [empty(recipe.kind, recipe.maxlen) for recipe in recipes]
 
 
 def copy_attributes(module: nn.Module, memory: Sequence[Tensor]) -> bool:
@@ -314,17 +355,18 @@ def copy_attributes(module: nn.Module, memory: Sequence[Tensor]) -> bool:
     Returns:
         Whether there were any.
     """
-    found = False
-    for part in module.modules():
+    has_copied = False
+    for submodule in module.modules():
+        # What torch keeps there (parameters, hooks, submodules) is bound and taken back elsewhere.
         attributes = {
             name: value
-            for name, value in vars(part).items()
+            for name, value in vars(submodule).items()
             if name not in OF_TORCH and isinstance(value, Tensor | list | tuple | dict)
         }
-        if copy_inside([attributes, part._buffers], memory):
-            vars(part).update(attributes)
-            found = True
-    return found
+        if copy_inside([attributes, submodule._buffers], memory):
+            vars(submodule).update(attributes)
+            has_copied = True
+    return has_copied
 
 
 def copied_out(values: Sequence[Any], memory: Sequence[Tensor]) -> list[Any]:
@@ -352,8 +394,10 @@ class _Maker:
     def value(self, form: _Form) -> Any:  # noqa: ANN401
         """The value of a form."""
         if isinstance(form, _Ref):
-            return self._values[form.kind][form.index]
-        return tree_unflatten([self.value(child) for child in form.children], form.spec)
+            of_kind = self._values[form.kind]
+            return of_kind[form.index]
+        children = [self.value(child) for child in form.children]
+        return tree_unflatten(children, form.spec)
 
     def contents(self, forms: Mapping[Place, _Form]) -> dict[Place, Any]:
         """The values in the places of a container."""

@@ -66,17 +66,24 @@ def contents_of(container: Any) -> dict[Place, Any]:  # noqa: ANN401
     """All that a container holds, past whatever its class does when it is read."""
     kind: Any = type(container)
     base = _base(kind)
-    found: dict[Place, Any] = {}
+    contents: dict[Place, Any] = {}
     if issubclass(base, dict):
-        found = {("item", key): base.__getitem__(container, key) for key in base.__iter__(container)}
+        for key in base.__iter__(container):
+            contents["item", key] = base.__getitem__(container, key)
     elif issubclass(base, list | deque):
-        found = {("item", number): value for number, value in enumerate(base.__iter__(container))}
+        for number, value in enumerate(base.__iter__(container)):
+            contents["item", number] = value
 
+    # A field that C keeps: neither the dictionary of fields nor the slots below have it.
     if base is defaultdict:
-        found["field", "default_factory"] = container.default_factory
-    found |= {("field", name): value for name, value in getattr(container, "__dict__", {}).items()}
-    names = [name for name in slots_of(kind) if hasattr(container, name)]
-    return found | {("field", name): getattr(container, name) for name in names}
+        contents["field", "default_factory"] = container.default_factory
+    for name, value in getattr(container, "__dict__", {}).items():
+        contents["field", name] = value
+    for name in slots_of(kind):
+        # A slot that was never assigned holds nothing, and reading it raises.
+        if hasattr(container, name):
+            contents["field", name] = getattr(container, name)
+    return contents
 
 
 def empty(kind: type, maxlen: int | None) -> Any:  # noqa: ANN401

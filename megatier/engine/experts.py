@@ -22,10 +22,10 @@ from megatier.guards.unbound import Guarded
 
 
 class ExpertsNode(Node):
-    """A node for a range of the experts of a fused module. `join` makes one forward of all ranges."""
+    """A node for a range of the experts of a fused module. `install_sums` makes one forward of all ranges."""
 
     def _install(self) -> None:
-        """Leave the module's forward as it is, for `join`, since this module has several nodes.
+        """Leave the module's forward as it is, for `install_sums`, since this module has several nodes.
 
         Raises:
             UnsupportedModelError: the module does not know of experts that are elsewhere.
@@ -35,10 +35,14 @@ class ExpertsNode(Node):
 
     def run(self, weights: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Compute what these experts add, [tokens, hidden], from (hidden states, indices, weights) of all experts."""
-        hidden, index, shares = args
+        hidden, expert, router_weights = args
         with self._alone() as (start, stop):
-            local = torch.where((index >= start) & (index < stop), index - start, stop - start)
-            return super().run(weights, (hidden, local, shares), kwargs)
+            is_own = (expert >= start) & (expert < stop)
+            # The number behind the last expert says that a token goes elsewhere.
+            elsewhere = stop - start
+            local = torch.where(is_own, expert - start, elsewhere)
+            local_args = (hidden, local, router_weights)
+            return super().run(weights, local_args, kwargs)
 
     @contextlib.contextmanager
     def resumed(self) -> Iterator[None]:
@@ -53,8 +57,10 @@ class ExpertsNode(Node):
         start, stop = self.experts
         settings = {"num_experts": stop - start, "_is_expert_parallel": True}
         # Older versions of transformers have not both of them, and a name that nobody reads is not left in a module.
-        known = {name: value for name, value in settings.items() if hasattr(self.module, name)}
-        with exchanged(vars(self.module), **known):
+        for name in list(settings):
+            if not hasattr(self.module, name):
+                del settings[name]
+        with exchanged(vars(self.module), **settings):
             yield start, stop
 
 
@@ -82,15 +88,15 @@ def check_knows_of_others(module: nn.Module) -> None:
         )
 
 
-def join(nodes: Iterable[Node]) -> None:
+def install_sums(nodes: Iterable[Node]) -> None:
     """Replace the forward of each module whose experts are among the nodes by the sum over its ranges, in order."""
     ranges: dict[nn.Module, list[ExpertsNode]] = {}
     for node in nodes:
         if isinstance(node, ExpertsNode):
             ranges.setdefault(node.module, []).append(node)
 
-    for module, found in ranges.items():
-        module.forward = _sum(found)
+    for module, of_module in ranges.items():
+        module.forward = _sum(of_module)
 
 
 def _sum(nodes: Sequence[ExpertsNode]) -> Callable[..., Tensor]:

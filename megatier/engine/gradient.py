@@ -180,8 +180,10 @@ class Gradients:
     def is_open(self) -> bool:
         """Whether a forward use of this group may still have its backward, or the backward did not come to its end."""
         # Gradients of inputs are no gradient of the group.
-        waits = self._is_watched or bool(self._spent)
-        return waits > self._is_over or any(own.left for own in self._gathered.values())
+        has_begun = self._is_watched or bool(self._spent)
+        if has_begun and not self._is_over:
+            return True
+        return any(own.left for own in self._gathered.values())
 
     @property
     def is_in_backward(self) -> bool:
@@ -306,9 +308,9 @@ class Gradients:
 
         self._is_over = True
 
-    def add(self, unit: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
+    def add(self, unit: str, of_slice: Sequence[tuple[str, Tensor | None]]) -> None:
         """Add the gradients of one slice of one use, by parameter name. Those that are not named are zero."""
-        grads = {name: grad.reshape(-1) for name, grad in parts if grad is not None}
+        grads = {name: grad.reshape(-1) for name, grad in of_slice if grad is not None}
         own = self._gathered[unit]
         own.added += 1
         if own.added == own.summands:
@@ -319,6 +321,7 @@ class Gradients:
             if name in own.owned:
                 own.sums[name].add_(grad)
             elif name in own.sums:
+                # A copy, even if it is in fp32 already: the first summand is autograd's own.
                 own.sums[name] = own.sums[name].to(torch.float32, copy=True).add_(grad)
                 own.owned.add(name)
             else:
@@ -365,35 +368,33 @@ class Gradients:
         buffer = self._take(unit, fits=fits)
         adds = self._adds(unit, self.group)
 
-        # AdamW updates padding like any element, so it must not see what the slot held before.
         layout = self._layouts[unit]
-        ends = [0, *(tensor.stop for tensor in layout.tensors)]
-        starts = [*(tensor.start for tensor in layout.tensors), layout.num_elements]
-        gaps = zip(ends, starts, strict=True)
-        zeroed = [] if adds else [buffer[end:start] for end, start in gaps if start > end]
-        copied: list[tuple[Tensor, Tensor]] = []
+        zeroed = [] if adds else _padding_of(layout, buffer)
+        copied: list[Tensor] = []
+        copied_from: list[Tensor] = []
 
         for tensor in layout.tensors:
-            piece = buffer[tensor.start : tensor.stop]
+            target = buffer[tensor.start : tensor.stop]
             summands = [found[tensor.name] for found in (before, grads) if tensor.name in found]
             # Else a sum of two in bf16 would be rounded before it is written.
-            if len(summands) == 2 and piece.dtype is torch.float32:
+            if len(summands) == 2 and target.dtype is torch.float32:
                 summands[0] = summands[0].float()
 
             if adds:
                 if summands:
-                    piece.add_(reduce(torch.add, summands))
+                    target.add_(reduce(torch.add, summands))
             elif len(summands) == 2:
                 # It computes in fp32, and rounds what it writes.
-                torch.add(*summands, out=piece)
+                torch.add(*summands, out=target)
             elif summands:
-                copied.append((piece, summands[0]))
+                copied.append(target)
+                copied_from.append(summands[0])
             else:
-                zeroed.append(piece)
+                zeroed.append(target)
 
         # Together: a call for each parameter takes the host longer than the GPU.
         if copied:
-            torch._foreach_copy_([piece for piece, _ in copied], [summand for _, summand in copied])
+            torch._foreach_copy_(copied, copied_from)
         if zeroed:
             torch._foreach_zero_(zeroed)
         own.buffer = buffer
@@ -421,6 +422,7 @@ class Gradients:
                 buffer = buffer.view(dtype)[: rounded.numel()].copy_(rounded)
             self._norm.measure(unit, buffer)
 
+        # Of several ranks each sees its own groups only, so a parameter without a gradient here may have one elsewhere.
         if last and not self._is_shared:
             self._remark(unit)
         self._sink.ship_grad(unit, group=group)
@@ -430,7 +432,23 @@ class Gradients:
         """Warn once if a parameter has no gradient in a step, though it had one and its unit has one."""
         present = self._present.pop(unit, set())
         known = self._known.setdefault(unit, set())
-        if (absent := known - present) and present and not self._has_warned:
+        absent = known - present
+
+        if absent and present and not self._has_warned:
             self._has_warned = True
             warnings.warn(WITHOUT.format(min(absent)), stacklevel=2)
         known |= present
+
+
+def _padding_of(layout: Layout, buffer: Tensor) -> list[Tensor]:
+    """The elements of a unit's buffer that lie before, between and behind its tensors."""
+    # AdamW updates padding like any element, so it must not see what the slot held before.
+    padding: list[Tensor] = []
+    end = 0
+    for tensor in layout.tensors:
+        if tensor.start > end:
+            padding.append(buffer[end : tensor.start])
+        end = tensor.stop
+    if layout.num_elements > end:
+        padding.append(buffer[end : layout.num_elements])
+    return padding

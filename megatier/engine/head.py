@@ -68,25 +68,32 @@ def check_fusable(model: PreTrainedModel, units: Sequence[Unit]) -> None:
         UnsupportedModelError: it does something that a fused loss does not. The message says what.
     """
     name = type(model).__name__
-    head = model.get_output_embeddings()
     if not _calls_loss_function(model):
         raise UnsupportedModelError(f"{name} of transformers {transformers.__version__} computes its loss by itself.")
-    if not any(model.get_submodule(module) is head for unit in units for module in unit.module_names):
+
+    head = model.get_output_embeddings()
+    module_names = [module_name for unit in units for module_name in unit.module_names]
+    if not any(model.get_submodule(module_name) is head for module_name in module_names):
         raise UnsupportedModelError(f"the output embedding of {name} is not a unit of its own.")
-    if (product := product_of(head)) is None or "forward" in vars(product):
+
+    # A forward on the instance is somebody's own, which the fused loss would pass by.
+    product = product_of(head)
+    if product is None or "forward" in vars(product):
         raise UnsupportedModelError(f"the output embedding of {name} is no plain product but a {type(head).__name__}.")
     if has_hooks(head):
         raise UnsupportedModelError(f"hooks on the output embedding of {name} would see hidden states for logits.")
     if model.loss_function is not ForCausalLMLoss or not _is_cross_entropy(ForCausalLMLoss):
         raise UnsupportedModelError(f"{name} has a loss function of its own, {name_of(model.loss_function)}.")
 
-    logits, whole = _ask(model, head, product.in_features, product.out_features)
+    logits, scaled_logits = _ask(model, head, product.in_features, product.out_features)
     with without_softcap(model) as cap:
-        hidden, bare = _ask(model, head, product.in_features, product.in_features)
+        hidden, scaled_hidden = _ask(model, head, product.in_features, product.in_features)
 
     # The scale that fits best; if the forward does more than that, it does not fit well.
-    scale = (hidden * bare).sum() / hidden.square().sum()
-    if not (_agree(bare, scale * hidden) and _agree(whole, capped(scale * logits, cap))):
+    scale = (hidden * scaled_hidden).sum() / hidden.square().sum()
+    scales_hidden = _agree(scaled_hidden, scale * hidden)
+    scales_logits = _agree(scaled_logits, capped(scale * logits, cap))
+    if not (scales_hidden and scales_logits):
         raise UnsupportedModelError(f"the forward of {name} does more to the logits than to scale or cap them once.")
 
 
@@ -97,8 +104,12 @@ def product_of(head: nn.Module | None) -> nn.Linear | None:
     """
     if head is not None and is_adapter(head) and hasattr(head, "modules_to_save"):
         (head,) = cast("nn.ModuleDict", head.modules_to_save).values()
-    is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "weight" in head._parameters
-    return cast("nn.Linear", head) if is_plain else None
+
+    if not isinstance(head, nn.Linear):
+        return None
+    # A subclass may compute something else, and a parametrised weight is no parameter of the module any more.
+    computes_product = type(head).forward is nn.Linear.forward
+    return head if computes_product and "weight" in head._parameters else None
 
 
 def has_hooks(head: nn.Module) -> bool:
@@ -128,14 +139,22 @@ def _calls_loss_function(model: PreTrainedModel) -> bool:
 
 def _is_cross_entropy(function: Callable[..., Tensor]) -> bool:
     """Whether a loss function is the one that a fused loss computes. What it calls may have been replaced."""
-    numbers = torch.linspace(-1.0, 7.0, ROWS * TOKENS * 5, dtype=torch.float32, device="cpu")
-    logits = 3 * numbers.square().sin().view(ROWS, TOKENS, 5)
+    vocab_size = 5
+    numbers = torch.linspace(-1.0, 7.0, ROWS * TOKENS * vocab_size, dtype=torch.float32, device="cpu")
+    logits = 3 * numbers.square().sin().view(ROWS, TOKENS, vocab_size)
     labels = torch.tensor([[0, 1, 4], [2, 3, IGNORED]], dtype=torch.int64, device="cpu")
-    found = [function(logits=logits, labels=labels, vocab_size=5, **more) for more in ({}, {"num_items_in_batch": 7})]
+    mean = function(logits=logits, labels=labels, vocab_size=vocab_size)
+    seventh = function(logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=7)
 
-    log_shares = logits.double().log_softmax(-1)
-    total = -(log_shares[0, 0, 1] + log_shares[0, 1, 4] + log_shares[1, 0, 3])
-    return _agree(torch.stack(found).double(), torch.stack([total / 3, total / 7]))
+    # The same by hand. A token predicts the next one's label, so three of the six count.
+    log_probabilities = logits.double().log_softmax(-1)
+    first = log_probabilities[0, 0, 1]
+    second = log_probabilities[0, 1, 4]
+    third = log_probabilities[1, 0, 3]
+    total = -(first + second + third)
+    found = torch.stack([mean, seventh]).double()
+    expected = torch.stack([total / 3, total / 7])
+    return _agree(found, expected)
 
 
 @contextmanager
@@ -175,6 +194,7 @@ class _Outputs(tuple[Tensor]):
     """The outputs of a stand-in for a decoder: hidden states alone, and None for all else that it is asked for."""
 
     def __getattr__(self, name: str) -> Tensor | None:
+        # Whoever asks for such a name, like `copy`, would take None for a method.
         if name.startswith("__"):
             raise AttributeError(name)
         return self[0] if name == "last_hidden_state" else None
@@ -197,7 +217,11 @@ class _Passage:
         shape = (*hidden.shape[:-1], width)
         numbers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         sizes = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
-        logits = (numbers * 10 ** (5 * sizes - 2)).requires_grad_()
+
+        # From a hundredth to a thousand.
+        factors = 10 ** (5 * sizes - 2)
+        logits = numbers * factors
+        logits.requires_grad_()
         self.given.append(logits)
 
         # The forward may change what it is given in place, which a leaf refuses.
@@ -207,7 +231,10 @@ class _Passage:
         """Stand in for the loss function: note what came. The loss does not depend on it; what the forward adds may."""
         self.arrived.append(logits.detach().clone())
         self.ignored.add(ignore_index)
-        return torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True) * 1.0
+
+        # No leaf: a router's loss may be added to it in place.
+        leaf = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
+        return leaf * 1.0
 
     def check(self, name: str, loss: object) -> None:
         """Refuse a passage that a fused loss would not see.
@@ -215,8 +242,10 @@ class _Passage:
         Raises:
             UnsupportedModelError: the forward does more than to call the head, and the loss function on all it gave.
         """
-        if (len(self.given), len(self.arrived)) != (1, 1):
-            counts = f"{len(self.given)} times, and the loss function {len(self.arrived)} times"
+        num_given = len(self.given)
+        num_arrived = len(self.arrived)
+        if num_given != 1 or num_arrived != 1:
+            counts = f"{num_given} times, and the loss function {num_arrived} times"
             raise UnsupportedModelError(f"the forward of {name} calls the head {counts}; each must be called once.")
 
         if self.ignored != {IGNORED}:
@@ -231,9 +260,10 @@ class _Passage:
         if arrived.numel() != given.numel():
             raise UnsupportedModelError(f"{name} hands only the logits of some tokens to the loss.")
 
+        # The stand-in's loss depends on no logit, so whatever leads back to one was added.
         if torch.is_tensor(loss) and loss.requires_grad:
-            found = torch.autograd.grad(loss, self.given, allow_unused=True)
-            if any(grad is not None for grad in found):
+            (grad,) = torch.autograd.grad(loss, self.given, allow_unused=True)
+            if grad is not None:
                 raise UnsupportedModelError(f"{name} adds a loss of the logits to the loss function's.")
 
 
@@ -281,8 +311,8 @@ def _body(model: PreTrainedModel, head: nn.Module) -> nn.Module:
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
     """Whether fp64 numbers are equal in pairs, but for rounding in fp32."""
-    most = ROUNDING * torch.finfo(torch.float32).eps * expected.abs()
-    return bool(((found - expected).abs() <= most).all())
+    tolerance = ROUNDING * torch.finfo(torch.float32).eps * expected.abs()
+    return bool(((found - expected).abs() <= tolerance).all())
 
 
 def name_of(function: object) -> str:

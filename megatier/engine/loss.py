@@ -183,6 +183,7 @@ class FusedLoss:
         for labels, targets in self._labels:
             unknown = on_host(labels[targets == UNKNOWN])
             if unknown.numel():
+                # The label as it was given: `_targets` has put one number in the place of all unknown ones.
                 raise DataError(
                     f"{unknown.numel()} labels of the step are outside of the vocabulary of {self._vocab_size}, the "
                     f"first one is {int(unknown[0])}. So its loss is not a number, and no update of it was written. "
@@ -257,9 +258,12 @@ class FusedLoss:
         use = stage.source.enter(self.head.unit, Phase.FORWARD, stage.gradients.group)
         weights = self._weights(use.bytes, hidden.dtype)
         if grads is not None:
-            grads.begin({leaf: weight for leaf, weight in weights.items() if self.head.is_trained[self.names[leaf]]})
+            for leaf, weight in weights.items():
+                if self.head.is_trained[self.names[leaf]]:
+                    grads.begin(leaf, weight)
 
         loss = hidden.new_zeros((), dtype=torch.float32)
+        # The reciprocal is taken in fp64, where a count of tokens is exact.
         scale = count.reciprocal().float()
 
         # All dtypes are chosen by now. Autocast knows some of these operations only, so it would mix them.
@@ -267,6 +271,7 @@ class FusedLoss:
             for start in range(0, hidden.shape[0], self._chunk):
                 rows = slice(start, start + self._chunk)
                 loss += self._chunk_loss(rows, hidden, weights, targets, scale, grads)
+        # Divided once, at the end: a division for each chunk would round the sum of each.
         loss = loss / count.float()
         use.leave()
         return loss
@@ -274,6 +279,8 @@ class FusedLoss:
     def _weights(self, plane: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """The head's weight [V, H] and, if it has one, bias [V]; under autocast these are copies."""
         by_name = dict(zip(self.head.names, self.head.leaves(plane), strict=True))
+
+        # Detached, since this forward makes the gradients itself: a graph would hold the logits of every chunk.
         return {leaf: by_name[name].detach().to(dtype) for leaf, name in self.names.items()}
 
     def _chunk_loss(
@@ -288,7 +295,8 @@ class FusedLoss:
         """Compute the loss of one chunk's rows. Its logits and slopes are gone before those of the next chunk come."""
         weight = weights["weight"]
         bias = weights.get("bias")
-        logits = hidden[rows] @ weight.t() if bias is None else torch.addmm(bias, hidden[rows], weight.t())
+        chunk = hidden[rows]
+        logits = chunk @ weight.t() if bias is None else torch.addmm(bias, chunk, weight.t())
         if grads is None:
             return cross_entropy(logits, targets[rows], self._cap)
 
@@ -306,20 +314,23 @@ class _Grads:
     of_head: dict[str, Tensor] = field(default_factory=dict)
     """The gradients of the head's parameters that are trained, by the names that its module has for them, in fp32."""
 
-    def begin(self, trained: Mapping[str, Tensor]) -> None:
-        """Begin with zeros for these parameters of the head."""
+    def begin(self, leaf: str, parameter: Tensor) -> None:
+        """Begin with zeros for a parameter of the head."""
         # In fp32, since bf16 would round the sum after each chunk.
-        for leaf, weight in trained.items():
-            self.of_head[leaf] = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        self.of_head[leaf] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
 
     def add(self, rows: slice, slope: Tensor, hidden: Tensor, weight: Tensor) -> None:
         """Add the part of one chunk's rows, from the slope of their logits, [chunk, V]."""
         if self.hidden is not None:
+            # Each row has one chunk, so nothing is added up, and no fp32 copy is needed.
             torch.mm(slope, weight, out=self.hidden[rows])
-        if "weight" in self.of_head:
-            add_product(self.of_head["weight"], slope.t(), hidden[rows])
-        if "bias" in self.of_head:
-            self.of_head["bias"] += slope.sum(0, dtype=torch.float32)
+
+        weight_grad = self.of_head.get("weight")
+        bias_grad = self.of_head.get("bias")
+        if weight_grad is not None:
+            add_product(weight_grad, slope.t(), hidden[rows])
+        if bias_grad is not None:
+            bias_grad += slope.sum(0, dtype=torch.float32)
 
 
 def without_logits(outputs: Any) -> Any:  # noqa: ANN401 - of whichever model
@@ -327,7 +338,11 @@ def without_logits(outputs: Any) -> Any:  # noqa: ANN401 - of whichever model
     # Hidden states stand under the name of logits, where a metric would take them.
     if not isinstance(outputs, ModelOutput):
         return (outputs[0], None, *outputs[2:])
-    return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
+
+    # Made anew: a ModelOutput lets nobody delete one of its fields.
+    fields = dict(outputs.items())
+    fields.pop("logits", None)
+    return type(outputs)(**fields)
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -338,8 +353,11 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 def cross_entropy(logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
     """Add up logsumexp(z) - z[target] over tokens that count; logits [N, V], targets [N]. Returns an fp32 scalar."""
     z = capped(logits.float(), cap)
-    found = z.gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    return _of_targets(targets, torch.logsumexp(z, -1) - found).sum()
+    # Labels that are ignored or unknown are negative, which is no index. What they pick is replaced below.
+    index = targets.clamp(min=0)[:, None]
+    z_of_target = z.gather(1, index)[:, 0]
+    losses = torch.logsumexp(z, -1) - z_of_target
+    return _of_targets(targets, losses).sum()
 
 
 def slopes(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -347,15 +365,20 @@ def slopes(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) ->
     z = capped(logits.float(), cap)
     index = targets.clamp(min=0)[:, None]
     norms = torch.logsumexp(z, -1, keepdim=True)
-    loss = _of_targets(targets, (norms - z.gather(1, index))[:, 0]).sum()
+    losses = (norms - z.gather(1, index))[:, 0]
+    loss = _of_targets(targets, losses).sum()
+
     # A comparison, not a scatter: deterministic, and one pass when compiled.
-    is_target = torch.arange(z.shape[1], dtype=torch.int64, device=z.device) == index
+    vocabulary = torch.arange(z.shape[1], dtype=torch.int64, device=z.device)
+    is_target = vocabulary == index
     slope = torch.exp(z - norms) - is_target.to(z.dtype)
     if cap:
+        # The derivative of cap * tanh(x / cap), told by its value.
         slope = slope * (1 - (z / cap) ** 2)
 
     # Chosen and not multiplied: the scale is infinite if nothing counts.
-    return loss, (slope * _of_targets(targets, scale)[:, None]).to(logits.dtype)
+    scales = _of_targets(targets, scale)[:, None]
+    return loss, (slope * scales).to(logits.dtype)
 
 
 def _of_targets(targets: Tensor, values: Tensor) -> Tensor:
@@ -376,10 +399,12 @@ class _LossFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, fused: FusedLoss, hidden: Tensor, anchor: Tensor, targets: Tensor, count: Tensor) -> Tensor:  # noqa: ANN401
+        needs_hidden = ctx.needs_input_grad[1]
+        grads = _Grads(torch.empty_like(hidden) if needs_hidden else None)
         ctx.fused = fused
-        ctx.grads = _Grads(torch.empty_like(hidden) if ctx.needs_input_grad[1] else None)
+        ctx.grads = grads
         ctx.number = fused.stage.gradients.forward
-        return fused.run(hidden.detach(), targets, count, ctx.grads)
+        return fused.run(hidden.detach(), targets, count, grads)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
@@ -388,25 +413,38 @@ class _LossFunction(torch.autograd.Function):
         fused: FusedLoss = ctx.fused
         grads: _Grads = ctx.grads
         purpose = begin_backward(fused.stage, ctx.number)
+        hidden_grad = grads.hidden
         if purpose.comes_again:
-            return None, None if grads.hidden is None else grads.hidden * grad, None, None, None
+            # Not in place: the next backward scales the same gradient anew.
+            if hidden_grad is not None:
+                hidden_grad = hidden_grad * grad
+            return None, hidden_grad, None, None, None
 
         ctx.grads = None
         gradients = fused.stage.gradients
         unit = fused.head.unit
         if grads.of_head and purpose.trains:
-            gradients.add(unit, [(fused.names[leaf], found.mul_(grad)) for leaf, found in grads.of_head.items()])
+            summands = [(fused.names[leaf], summand.mul_(grad)) for leaf, summand in grads.of_head.items()]
+            gradients.add(unit, summands)
             gradients.close(unit)
         elif grads.of_head:
             gradients.forgo(unit, 1)
-        return None, None if grads.hidden is None else grads.hidden.mul_(grad), None, None, None
+        if hidden_grad is not None:
+            hidden_grad.mul_(grad)
+        return None, hidden_grad, None, None, None
 
 
 def _more_arguments() -> frozenset[str]:
     """The names of arguments that the loss function of the installed transformers takes, and a fused loss does not."""
-    parts = (loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy)
-    named = {name for part in parts for name, one in inspect.signature(part).parameters.items() if one.kind in NAMED}
-    return frozenset(named - {"source", "target", *inspect.signature(FusedLoss.__call__).parameters})
+    # The first one hands what it does not know itself to the second one.
+    names: set[str] = set()
+    for function in (loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy):
+        parameters = inspect.signature(function).parameters
+        names.update(name for name, parameter in parameters.items() if parameter.kind in NAMED)
+
+    # The second one's names for logits and labels.
+    names -= {"source", "target"}
+    return frozenset(names.difference(inspect.signature(FusedLoss.__call__).parameters))
 
 
 def _changed(what: str) -> StreamedModelError:

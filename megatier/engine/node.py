@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from megatier.engine.backward import sever
 from megatier.engine.bound_module import BoundModule
 from megatier.engine.call import Call
-from megatier.engine.captured import asked_for
+from megatier.engine.captured import requested_keys
 from megatier.engine.carried import Arguments
 from megatier.engine.unit_function import LentWeights, UnitFunction
 from megatier.errors import StreamedModelError, UnsupportedModelError
@@ -70,7 +70,7 @@ class Node(BoundModule):
             differentiable=differentiable,
             # Hugging Face takes hidden states by hooks on whole layers, which run outside of the node, as in any model.
             # Only what hooks take inside of the module has to be handed out.
-            collected=tuple(key for key in asked_for() if key != "hidden_states"),
+            collected=tuple(key for key in requested_keys() if key != "hidden_states"),
         )
 
         # Whole, since how to cut it is what is learnt.
@@ -119,12 +119,18 @@ class Node(BoundModule):
         """
         assert self.stage.alone is not None
         with torch.no_grad(), self.stage.alone(f"{self.module_name} by itself"):
-            found = self(*args, **kwargs)
+            result = self(*args, **kwargs)
 
-        given = (x for x in Arguments(args, kwargs).leaves if torch.is_tensor(x))
-        if torch.is_grad_enabled() and (self.trained or any(x.requires_grad for x in given)):
-            return tree_map_only(Tensor, lambda x: sever(x, self.stage.anchor, self.module_name), found)
-        return found
+        if not torch.is_grad_enabled():
+            return result
+        given = Arguments(args, kwargs).leaves
+        if not (self.trained or any(torch.is_tensor(x) and x.requires_grad for x in given)):
+            return result
+
+        def severed(tensor: Tensor) -> Tensor:
+            return sever(tensor, self.stage.anchor, self.module_name)
+
+        return tree_map_only(Tensor, severed, result)
 
     def _check_running(self) -> None:
         """Check that this is a part of a forward of the model.
@@ -148,7 +154,7 @@ class Node(BoundModule):
         """
         self._check_running()
 
-        # Announced before autograd knows of the copies, as in a call.
+        # The backward counts down what is announced here, so it is announced before autograd knows of the copies.
         if self.trained and torch.is_grad_enabled():
             self.stage.gradients.expect(self.unit, 1)
         with torch.set_grad_enabled(bool(self.trained) and torch.is_grad_enabled()):

@@ -8,7 +8,7 @@ restored where it differs. What cannot be restored is refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -101,10 +101,11 @@ def settings_now(device: torch.device) -> dict[str, str]:
     Args:
         device: the device that computes.
     """
+    settings: Sequence[_Setting] = SETTINGS
     if device.type == "cuda":
         _settle_order(device)
-    chosen = (*SETTINGS, *GPU_SETTINGS) if device.type == "cuda" else SETTINGS
-    return {setting.name: str(setting.get()) for setting in chosen}
+        settings = (*SETTINGS, *GPU_SETTINGS)
+    return {setting.name: str(setting.get()) for setting in settings}
 
 
 class Replay:
@@ -120,14 +121,21 @@ class Replay:
         self._device = device
         self._module = module
         self._training = _training(module)
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        kinds = {"cpu", device.type}
-        self._autocast = {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds}
+        self._cpu_rng = torch.get_rng_state()
+        self._cuda_rng: torch.Tensor | None = None
+        self._settings: Sequence[_Setting] = (DEFAULT_DTYPE, *SETTINGS, THREADS)
         if device.type == "cuda":
+            # Before the settings are read: the order of kernels is one of them.
             _settle_order(device)
-        self._settings = (DEFAULT_DTYPE, *SETTINGS, *(GPU_SETTINGS if device.type == "cuda" else (THREADS,)))
+            self._cuda_rng = torch.cuda.get_rng_state(device)
+            self._settings = (DEFAULT_DTYPE, *SETTINGS, *GPU_SETTINGS)
         self._values = [setting.get() for setting in self._settings]
+
+        # Of the CPU too, as torch.utils.checkpoint does: a module may compute some of it there.
+        self._autocast: dict[str, tuple[bool, torch.dtype]] = {}
+        kinds = {"cpu", device.type}
+        for kind in kinds:
+            self._autocast[kind] = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._modes, self._default = _modes()
 
     @contextlib.contextmanager
@@ -141,10 +149,11 @@ class Replay:
             self._restore_settings(stack)
             self._restore_modes(stack)
             self._restore_training(stack)
-            stack.enter_context(torch.random.fork_rng([self._device] if self._cuda is not None else []))
-            torch.set_rng_state(self._cpu)
-            if self._cuda is not None:
-                torch.cuda.set_rng_state(self._cuda, self._device)
+            # Forked before anything is set, so that the loop's own random numbers go on as if nothing had run again.
+            stack.enter_context(torch.random.fork_rng([self._device] if self._cuda_rng is not None else []))
+            torch.set_rng_state(self._cpu_rng)
+            if self._cuda_rng is not None:
+                torch.cuda.set_rng_state(self._cuda_rng, self._device)
             for kind, (enabled, dtype) in self._autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             yield
@@ -154,6 +163,7 @@ class Replay:
             now = setting.get()
             if now == value:
                 continue
+            # Refused only where it differs, so what cannot be put back does no harm to most runs.
             if setting.put is None:
                 raise _refused(f"{setting.name} was {value!r} in the forward and is {now!r} in the backward")
             stack.callback(setting.put, now)
@@ -163,11 +173,14 @@ class Replay:
         modes, default = _modes()
         if default != self._default:
             stack.enter_context(self._default)
-        others = [mode for mode in (*modes, *self._modes) if not (_is_in(mode, modes) and _is_in(mode, self._modes))]
-        if others:
-            raise _refused(f"the mode {type(others[0]).__name__} is around one of forward and backward alone")
+
+        # A mode is somebody's code that sees each operator, so it can be neither entered nor left for them.
+        for mode in (*modes, *self._modes):
+            if not (_is_in(mode, modes) and _is_in(mode, self._modes)):
+                raise _refused(f"the mode {type(mode).__name__} is around one of forward and backward alone")
 
     def _restore_training(self, stack: contextlib.ExitStack) -> None:
+        # The common case first: to assign an attribute of each module costs the host in every layer.
         if self._training == _training(self._module):
             return
         modules = list(self._module.modules())

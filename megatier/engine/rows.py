@@ -14,8 +14,10 @@ from torch import Tensor
 from megatier.engine.carried import Written
 from megatier.errors import ConfigError
 
-Shapes = list[tuple[int, ...] | None]
-"""The shapes of values, in order; None for a value that is no tensor, or has no dimension."""
+Shape = tuple[int, ...] | None
+"""The shape of a value; None for one that is no tensor, or has no dimension."""
+Shapes = list[Shape]
+"""The shapes of values, in order."""
 
 
 class Rows:
@@ -42,13 +44,15 @@ class Rows:
         """
         shapes = _shapes(flat)
         one = self._one.setdefault("takes", shapes)
-        pairs = list(zip(one, shapes, strict=False))
-        if len(one) != len(shapes) or any(a and b and a[1:] != b[1:] for a, b in pairs):
+        if len(one) != len(shapes) or not all(map(_differ_in_front, one, shapes)):
             raise ConfigError(
                 f"train.slices: the arguments of {self._module_name} cannot be cut along the batch; set it to 1."
             )
 
-        self.batched = [None if a is None or b is None else a[0] != b[0] for a, b in pairs]
+        # In the first call the two are the same, so nothing counts as batched before the second one.
+        self.batched = []
+        for before, now in zip(one, shapes, strict=True):
+            self.batched.append(None if before is None or now is None else before[0] != now[0])
 
     def learn_outputs(self, outputs: Sequence[Tensor | None]) -> None:
         """Learn from what such a call returned, and what was captured.
@@ -63,18 +67,23 @@ class Rows:
             self.batched = [False] * len(self.batched or ())
             return
 
-        doubled = [(2 * shape[0], *shape[1:]) if shape else shape for shape in one]
-        if not all(shape and shape == found for shape, found in zip(doubled, shapes, strict=True) if found is not None):
-            raise ConfigError(
-                f"train.slices: the outputs of {self._module_name} cannot be joined along the batch; set it to 1."
-            )
+        for before, now in zip(one, shapes, strict=True):
+            if now is None:
+                continue
+            # Two rows give twice what one gives. A scalar has no rows, so slices of it cannot be laid end to end.
+            if not before or now != (2 * before[0], *before[1:]):
+                raise ConfigError(
+                    f"train.slices: the outputs of {self._module_name} cannot be joined along the batch; set it to 1."
+                )
 
     def learn_written(self, tensors: Sequence[Tensor | None]) -> None:
         """Learn from what such a call wrote into containers."""
         shapes = _shapes(tensors)
         one = self._one.setdefault("writes", shapes)
-        pairs = zip(one, shapes, strict=False)
-        self._joins = len(one) == len(shapes) and all(a and b and a[0] != b[0] and a[1:] == b[1:] for a, b in pairs)
+
+        # Refused only when slices have to be joined (`check_joined`): a run in one slice may write what it likes.
+        is_same_number = len(one) == len(shapes)
+        self._joins = is_same_number and all(map(_are_batched, one, shapes))
 
     def are_cut(self, position: int) -> bool | None:
         """Whether an argument is cut; None: it was not there while the module learnt."""
@@ -93,6 +102,18 @@ class Rows:
                 f"train.slices: what {self._module_name} writes to {written.places[0][1]} cannot be cut along the "
                 "batch; set it to 1."
             )
+
+
+def _differ_in_front(one: Shape, other: Shape) -> bool:
+    """Whether two shapes differ in the first dimension at most, or one of the two is none."""
+    return one is None or other is None or one[1:] == other[1:]
+
+
+def _are_batched(one: Shape, other: Shape) -> bool:
+    """Whether two shapes differ in the first dimension, and in that alone."""
+    if one is None or other is None:
+        return False
+    return one[0] != other[0] and one[1:] == other[1:]
 
 
 def _shapes(values: Sequence[Any]) -> Shapes:

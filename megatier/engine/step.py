@@ -137,28 +137,32 @@ class Engine:
 
         # Each group's loss is divided by what the whole step counts: tokens of unequal groups weigh as in one batch.
         counts = [num_learnt(batch) for batch in groups]
-        shares = [count / sum(counts) if sum(counts) else 1 / len(groups) for count in counts]
+        total = sum(counts)
+        shares = [count / total if total else 1 / len(groups) for count in counts]
 
-        # If nothing is to be learnt, the loss is 0, not 0/0.
-        divisor = max(1, sum(counts)) if len(groups) > 1 or not sum(counts) else None
+        # A single group divides by its own count. If nothing is to be learnt, the loss is 0, not 0/0.
+        divisor = max(1, total) if len(groups) > 1 or not total else None
 
-        # Batches go up before the loads, which are long.
+        # Batches go up before the loads, which are long: copies run in the order in which they were enqueued.
         own = self._crew.groups_of(len(groups))
         batches = [self.model.on_device(groups[index]) for index in own]
         self.begin_step(step, rate)
-        losses = [
-            self._train_group(step, number, batch, divisor, shares[index])
-            for number, (index, batch) in enumerate(zip(own, batches, strict=True))
-        ]
+        losses = []
+        for number, index in enumerate(own):
+            loss = self._train_group(step, number, batches[number], divisor, shares[index])
+            losses.append(loss)
         norm = self.measure(step)
 
-        # Sums are exact and rounded once, so the order of the losses does not matter.
-        own_losses, own_seconds = [on_host(loss).item() for loss in losses], self._player.own_seconds()
+        # Read after the norm, for which the host has waited already.
+        own_losses = [on_host(loss).item() for loss in losses]
+        own_seconds = self._player.own_seconds()
         with self._player.waiting("ranks"):
-            told = self._crew.agree((own_losses, own_seconds))
-        loss = math.fsum(loss for found, _ in told for loss in found)
-        result = self.finish_step(step, rate, norm, loss, groups[0])
-        return replace(result, own_seconds=tuple(seconds for _, seconds in told))
+            of_ranks = self._crew.agree((own_losses, own_seconds))
+
+        # Sums are exact and rounded once, so the order of the losses does not matter.
+        step_loss = math.fsum(loss for rank_losses, _ in of_ranks for loss in rank_losses)
+        result = self.finish_step(step, rate, norm, step_loss, groups[0])
+        return replace(result, own_seconds=tuple(seconds for _, seconds in of_ranks))
 
     def begin_step(self, step: int, rate: float) -> None:
         """Start a step, 1, 2, ..., with its learning rate, and the updates of the one before."""
@@ -291,8 +295,9 @@ class Engine:
                 if is_own:
                     losses.append(loss * count)
 
-        total = math.fsum(loss for found in self._crew.agree(losses) for loss in found)
-        return total / max(1, sum(count for _, count in counted))
+        total = math.fsum(loss for rank_losses in self._crew.agree(losses) for loss in rank_losses)
+        num_counted = sum(count for _, count in counted)
+        return total / max(1, num_counted)
 
     @contextmanager
     def evaluation(self, name: str = "evaluate") -> Iterator[None]:
@@ -397,10 +402,13 @@ class Engine:
                 return self.model.logits(few)
 
         device = self.options.device
-        apart = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        size = self.model.skeleton.config.get_text_config().vocab_size
-        with self._crew.talking(), self.model.in_eval_mode(), apart:
-            check_documents(run, batch["input_ids"][0], size, self.model.skeleton)
+        skeleton = self.model.skeleton
+        vocab_size = skeleton.config.get_text_config().vocab_size
+
+        # The check draws tokens. The step that follows has the random numbers of a run without it.
+        own_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with self._crew.talking(), self.model.in_eval_mode(), own_rng:
+            check_documents(run, batch["input_ids"][0], vocab_size, skeleton)
         self._knows_documents = True
 
     def try_tiles(self, run: Callable[[], object], name: str = "evaluate") -> None:

@@ -45,8 +45,10 @@ class StepLoss:
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run the model's own forward. The loss function is read each time, since users may change it."""
-        with contextlib.nullcontext() if self._fused is None else self._fused.standing_in():
-            self._function = self._fused or self._model.loss_function
+        fused = self._fused
+        around = contextlib.nullcontext() if fused is None else fused.standing_in()
+        with around:
+            self._function = fused or self._model.loss_function
             with calling_for_loss(self._model, self):
                 return forward(*args, **kwargs)
 
@@ -72,6 +74,7 @@ class StepLoss:
         Raises:
             UnsupportedModelError: nobody can tell which part is the loss function's.
         """
+        # A weighed forward needs the loss function's part by itself, whatever the model makes of it afterwards.
         losses = self._losses = []
         try:
             total = forward()
@@ -100,6 +103,8 @@ class _Watched(torch.autograd.Function):
     def forward(ctx: Any, loss: Tensor, anchor: Tensor, stage: Stage) -> Tensor:  # noqa: ANN401
         ctx.stage = stage
         ctx.number = stage.gradients.forward
+
+        # A tensor of its own: the model may add to it in place, and `weighed` needs the loss without that.
         return loss.clone()
 
     @staticmethod

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -23,7 +23,7 @@ from megatier.compute.attention import KeptAttention, LastModule
 from megatier.engine.activation import Beside, Rebinding, dropping
 from megatier.engine.backward import GONE, Purpose, begin_backward
 from megatier.engine.bound_module import BoundModule
-from megatier.engine.call import Call, join
+from megatier.engine.call import Call, concatenate
 from megatier.engine.replay import Replay
 from megatier.errors import StreamedModelError
 from megatier.guards.crossing import check_inside
@@ -55,6 +55,7 @@ class _SliceGraph:
             inputs=inputs,
             leaves=leaves,
             outputs=[get_gradient_edge(x) if x is not None and x.requires_grad else None for x in outputs],
+            # The number of rows is noted apart, since an edge has no shape.
             rows=[0 if x is None or not x.dim() else x.shape[0] for x in outputs],
             rebinding=rebinding,
         )
@@ -93,13 +94,36 @@ class _Rerun:
             yield
 
 
+@dataclass(slots=True, kw_only=True)
+class _ForwardRecord:
+    """What a forward leaves for its backward, but for the tensors that autograd saves. Lists have one entry a slice."""
+
+    call: Call
+    """The use of the unit that it is."""
+    forward_number: int
+    """The number of the model's forward that it is a part of."""
+    keeps_graphs: bool
+    """Whether graphs stay; else they are made again."""
+    offloaded: int | None = None
+    """The position of the input that is offloaded; None: none is."""
+    beside: Beside | None = None
+    """What goes off the GPU with that input."""
+    graphs: list[_SliceGraph | None] = field(default_factory=list)
+    """The graphs that stay; None after the backward of a slice."""
+    reruns: list[_Rerun] = field(default_factory=list)
+    """What is needed to make the graphs again."""
+    given: Given | None = None
+    """The arguments as they were, which have to be the same when a graph is made again."""
+    gave: list[Gave] = field(default_factory=list)
+    """Some numbers of the results, in the module's first forwards: those that are made again have to be the same."""
+    is_plain: bool = True
+    """Whether the forward ran uncompiled."""
+
+
 class UnitFunction(torch.autograd.Function):
     """Forward and backward of one use of one unit, of which all slices lie end to end.
 
-    Its context holds the call, the number of its forward, the position of the input that is offloaded (`stashed`), what
-    goes with it (`beside`), whether graphs stay (`keeps`), the graphs, and what is needed to make them again
-    (`reruns`; `given`: the arguments as they were; `gave`: some numbers of the results, in first forwards). Graphs,
-    reruns and numbers have one entry a slice.
+    Its context holds a `_ForwardRecord`.
     """
 
     @staticmethod
@@ -107,112 +131,97 @@ class UnitFunction(torch.autograd.Function):
         """Run the module on each slice."""
         node = call.node
         stage = node.stage
-        ctx.call = call
-        ctx.number = stage.gradients.forward
-        ctx.graphs = []
-        ctx.reruns = []
-        ctx.gave = []
-        present = _stash(ctx, inputs)
 
         # Asked once: a compiler that refuses the module changes the answer in the forward below.
-        keeps = ctx.keeps = node.keeps_graph
+        keeps = node.keeps_graph
+        record = _ForwardRecord(call=call, forward_number=stage.gradients.forward, keeps_graphs=keeps)
+        ctx.record = record
+        present = _offload_input(record, inputs)
 
+        # Slices of one call see the same arguments, so none may change them for the next one, whether graphs stay or
+        # not.
         given = Given(call.flat) if call.num_slices > 1 or not keeps else None
         left = Left(node.module) if node.is_new and not keeps else None
-        ctx.given = None if keeps else given
+        record.given = None if keeps else given
 
         # No `finally` gives the weights back. After an error the step is abandoned, and the player takes back all.
         use = stage.source.enter(node.unit, Phase.FORWARD, stage.gradients.group)
         leaves = node.leaves(use.bytes)
-        leaving = [use.bytes] if ctx.stashed is None else [use.bytes, present[ctx.stashed]]
-        parts = []
+        leaving = [use.bytes] if record.offloaded is None else [use.bytes, present[record.offloaded]]
+        of_slices = []
 
         for slice_inputs, flat in call.cut(present):
-            rebinding = Rebinding(node.module_name, *leaving, beside=ctx.beside, given=flat)
-
-            # Noted before the forward, which may draw random numbers and change settings.
-            rerun = None if keeps else _Rerun.of(node)
-            with contextlib.ExitStack() as around:
-                around.enter_context(torch.enable_grad())
-                around.enter_context(rebinding.hooks() if rerun is None else dropping(node.module_name))
-                if rerun is not None:
-                    around.enter_context(rerun.around(node, is_again=False))
-                outputs = call.run(leaves, flat)
-
-            if node.is_new:
-                check_inside(node.module_name, outputs, [*slice_inputs, *leaves], stage.model)
-            if rerun is not None:
-                ctx.reruns.append(rerun)
-                ctx.gave += [Gave(outputs)] if node.is_new else []
-                if ctx.beside is not None and rerun.kept is not None:
-                    rerun.kept.replace(ctx.beside.leave)
-            else:
-                # Autograd holds the leaf of an offloaded input. Its bytes may go: what was saved of it is an address.
-                if ctx.stashed is not None:
-                    slice_inputs[ctx.stashed].data = slice_inputs[ctx.stashed].data.new_empty(0)
-                ctx.graphs.append(_SliceGraph.of(outputs, slice_inputs, leaves, rebinding))
-
+            outputs = _run_slice(record, leaves, leaving, slice_inputs, flat)
             # Detached: outside, the graph goes on with this function.
-            parts.append([None if x is None else x.detach() for x in outputs])
+            of_slices.append([None if x is None else x.detach() for x in outputs])
 
         if given is not None:
             given.check(node.module_name, "by its forward")
         if left is not None:
             left.check(node.module_name)
 
-        ctx.is_plain = node.is_plain
+        # Asked again: a compiler that refused the module in this forward has left it uncompiled.
+        record.is_plain = node.is_plain
         # Given back before the slices are joined, so that the next load into this slot may start.
         use.leave()
-        results = join(parts)
-        saved = [None if i == ctx.stashed else x for i, x in enumerate(present)]
-        ctx.save_for_backward(*(() if keeps else saved))
-        ctx.mark_non_differentiable(*[x for x in results if x is not None and not x.is_floating_point()])
+        results = concatenate(of_slices)
 
+        # A graph that stays has saved what it needs of the inputs.
+        if not keeps:
+            ctx.save_for_backward(*(None if i == record.offloaded else x for i, x in enumerate(present)))
+        ctx.mark_non_differentiable(*(x for x in results if x is not None and not x.is_floating_point()))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """Hand the gradients of the weights over, and return those of the inputs."""
-        call: Call = ctx.call
+        record: _ForwardRecord = ctx.record
+        call = record.call
         node = call.node
         stage = node.stage
-        purpose = begin_backward(stage, ctx.number)
+        purpose = begin_backward(stage, record.forward_number)
+        # Gradients of inputs alone come before the group's backward, where the timeline has forwards.
         phase = Phase.BACKWARD if purpose.trains else Phase.FORWARD
         if purpose.comes_again:
-            _check_comes_again(ctx)
-        if ctx.given is not None:
-            ctx.given.check(node.module_name, "between its forward and its backward")
+            _check_comes_again(record)
+        if record.given is not None:
+            record.given.check(node.module_name, "between its forward and its backward")
 
         # The activation first: it was asked for while the unit before was worked on.
-        fetched = _fetch(ctx)
+        fetched = _fetch(record)
         use = stage.source.enter(node.unit, phase, stage.gradients.group)
         input_grads: list[list[Tensor | None]] = []
-        pieces = iter(()) if ctx.keeps else call.cut(_saved_inputs(ctx, fetched))
+        slices: Iterator[tuple[list[Tensor], list[Any]]] = iter(())
+        if not record.keeps_graphs:
+            slices = call.cut(_saved_inputs(record, ctx.saved_tensors, fetched))
 
         for index in range(call.num_slices):
-            if ctx.keeps:
-                graph = _take_graph(ctx, index, purpose, use.bytes, *fetched[:1])
+            if record.keeps_graphs:
+                graph = _take_graph(record, index, purpose, use.bytes, *fetched[:1])
             else:
-                graph = _make_graph(ctx, index, next(pieces), use.bytes)
+                graph = _make_graph(record, index, next(slices), use.bytes)
             num_inputs = len(graph.inputs)
             trained = [leaf for leaf in graph.leaves if leaf.requires_grad] if purpose.trains else []
             wanted = [*graph.inputs, *trained]
-            keeps = ctx.keeps and purpose.comes_again
+            retains = record.keeps_graphs and purpose.comes_again
             with stage.arithmetic(), node.resumed():
                 slopes = _cut_grads(grads, graph.rows, index, call.num_slices)
-                found = _grads(graph.outputs, slopes, wanted, keeps=keeps)
+                found = _grads(graph.outputs, slopes, wanted, retains=retains)
 
             # The graph of this slice goes before the gradients are added up, and before the next slice makes its own.
             del graph, trained, wanted
             if node.trained and purpose.trains:
-                stage.gradients.add(node.unit, list(zip(node.trained, found[num_inputs:], strict=True)))
+                summands = list(zip(node.trained, found[num_inputs:], strict=True))
+                stage.gradients.add(node.unit, summands)
+                del summands
             input_grads.append(list(found[:num_inputs]))
 
             # Nor may the gradients of the weights outlast it: they are as large as these.
             del found
 
-        if ctx.beside is not None:
-            ctx.beside.come(())
+        # The tensors that came back are held no longer than the graphs that read them.
+        if record.beside is not None:
+            record.beside.come(())
 
         # The weights go first: `close` may wait for the sum of the group before, and no load should wait for that.
         use.leave()
@@ -259,56 +268,104 @@ class LentWeights(torch.autograd.Function):
         return None, None
 
 
-def _stash(ctx: Any, inputs: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
+def _run_slice(
+    record: _ForwardRecord, leaves: list[Tensor], leaving: Sequence[Tensor], inputs: list[Tensor], flat: Sequence[Any]
+) -> list[Tensor | None]:
+    """Run the module on one slice, and note what its backward needs; returns the outputs, with their graph.
+
+    Args:
+        record: takes the note.
+        leaves: views of the unit's weights.
+        leaving: the memory that is other memory in the backward.
+        inputs: the differentiable inputs of the slice, as leaves.
+        flat: all flat inputs of the slice.
+    """
+    node = record.call.node
+    rebinding = Rebinding(node.module_name, *leaving, beside=record.beside, given=flat)
+
+    # Noted before the forward, which may draw random numbers and change settings.
+    rerun = None if record.keeps_graphs else _Rerun.of(node)
+    with contextlib.ExitStack() as around:
+        around.enter_context(torch.enable_grad())
+        if rerun is None:
+            around.enter_context(rebinding.hooks())
+        else:
+            around.enter_context(dropping(node.module_name))
+            around.enter_context(rerun.around(node, is_again=False))
+        outputs = record.call.run(leaves, flat)
+
+    if node.is_new:
+        check_inside(node.module_name, outputs, [*inputs, *leaves], node.stage.model)
+
+    if rerun is None:
+        # Autograd holds the leaf of an offloaded input. Its bytes may go: what was saved of it is an address.
+        if record.offloaded is not None:
+            leaf = inputs[record.offloaded]
+            leaf.data = leaf.data.new_empty(0)
+        record.graphs.append(_SliceGraph.of(outputs, inputs, leaves, rebinding))
+        return outputs
+
+    record.reruns.append(rerun)
+    if node.is_new:
+        record.gave.append(Gave(outputs))
+    if record.beside is not None and rerun.kept is not None:
+        rerun.kept.replace(record.beside.leave)
+    return outputs
+
+
+def _offload_input(record: _ForwardRecord, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Start offloading the largest input, if the policy says so, and note which; returns the inputs to work with."""
-    call: Call = ctx.call
+    call = record.call
     node = call.node
-    ctx.stashed = None
-    ctx.beside = None
     result = list(inputs)
 
     # What lies in a container stays: other units read it as well. So do weights that are lent.
     stays = call.arguments.carried
     own = [i for i, at in enumerate(call.differentiable) if at not in stays and not call.is_lent(at)]
     if node.activations.offloads_input and own:
-        ctx.stashed = max(own, key=lambda i: inputs[i].numel())
-        tensor = result[ctx.stashed] = inputs[ctx.stashed].detach().contiguous()
-        node.stage.source.stash(node.unit, tensor)
+        largest = max(own, key=lambda i: inputs[i].numel())
+        tensor = inputs[largest].detach().contiguous()
+        record.offloaded = largest
+        result[largest] = tensor
+
+        # The input goes first, and comes back first: what goes beside it is told apart by its place in that order.
+        source = node.stage.source
+        source.stash(node.unit, tensor)
         if node.stage.offloads_attention:
-            ctx.beside = Beside(functools.partial(node.stage.source.stash_beside, node.unit))
+            record.beside = Beside(functools.partial(source.stash_beside, node.unit))
 
     return result
 
 
-def _fetch(ctx: Any) -> list[Tensor]:  # noqa: ANN401
+def _fetch(record: _ForwardRecord) -> list[Tensor]:
     """Bring the offloaded input back, if there is one, and what went with it."""
-    if ctx.stashed is None:
+    if record.offloaded is None:
         return []
-    node: BoundModule = ctx.call.node
+    node = record.call.node
     fetched = node.stage.source.fetch(node.unit)
-    if ctx.beside is not None:
-        ctx.beside.come(fetched[1:])
+    if record.beside is not None:
+        record.beside.come(fetched[1:])
     return fetched
 
 
-def _saved_inputs(ctx: Any, fetched: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
+def _saved_inputs(record: _ForwardRecord, saved: Sequence[Tensor], fetched: Sequence[Tensor]) -> list[Tensor]:
     """The inputs of the forward, with the offloaded one in its place."""
-    inputs = list(ctx.saved_tensors)
-    if ctx.stashed is not None:
-        inputs[ctx.stashed] = fetched[0]
+    inputs = list(saved)
+    if record.offloaded is not None:
+        inputs[record.offloaded] = fetched[0]
     return inputs
 
 
-def _check_comes_again(ctx: Any) -> None:  # noqa: ANN401
+def _check_comes_again(record: _ForwardRecord) -> None:
     """Refuse a backward with retain_graph=True over a graph that serves one backward only.
 
     Raises:
         StreamedModelError: it does.
     """
-    node: BoundModule = ctx.call.node
-    if ctx.stashed is not None:
+    node = record.call.node
+    if record.offloaded is not None:
         why = "its input was offloaded, and comes back once"
-    elif ctx.keeps and not ctx.is_plain:
+    elif record.keeps_graphs and not record.is_plain:
         why = "it is compiled, and its backward overwrites what it has kept"
     else:
         return
@@ -319,37 +376,41 @@ def _check_comes_again(ctx: Any) -> None:  # noqa: ANN401
     )
 
 
-def _take_graph(ctx: Any, index: int, purpose: Purpose, *regions: Tensor) -> _SliceGraph:  # noqa: ANN401
+def _take_graph(record: _ForwardRecord, index: int, purpose: Purpose, *regions: Tensor) -> _SliceGraph:
     """The graph of a slice that the forward left, bound to where its memory lies now."""
-    graph: _SliceGraph = ctx.graphs[index]
+    graph = record.graphs[index]
     if graph is None:
         raise RuntimeError(GONE)
     graph.rebinding.bind(*regions)
 
     # Autograd frees what it saved as it goes, but only if nobody else holds the graph.
     if not purpose.comes_again:
-        ctx.graphs[index] = None
+        record.graphs[index] = None
     return graph
 
 
-def _make_graph(ctx: Any, index: int, piece: tuple[list[Tensor], list[Any]], weights: Tensor) -> _SliceGraph:  # noqa: ANN401
-    """Make the graph of a slice again."""
-    node: BoundModule = ctx.call.node
-    inputs, flat = piece
+def _make_graph(
+    record: _ForwardRecord, index: int, cut: tuple[list[Tensor], list[Any]], weights: Tensor
+) -> _SliceGraph:
+    """Make the graph of a slice again, from what `Call.cut` gives for it."""
+    node = record.call.node
+    inputs, flat = cut
     leaves = node.leaves(weights)
     rebinding = Rebinding(node.module_name, weights)
-    rerun: _Rerun = ctx.reruns[index]
-    if rerun.kept is not None and ctx.beside is not None:
-        rerun.kept.replace(ctx.beside.back)
+    rerun = record.reruns[index]
+    if rerun.kept is not None and record.beside is not None:
+        rerun.kept.replace(record.beside.back)
 
     # Autograd would take a weight's own bits, written into it, for a change since it was saved.
     hooks = rebinding.hooks() if node.is_written else contextlib.nullcontext()
     with torch.enable_grad(), rerun.replay.again(), hooks, rerun.around(node, is_again=True):
-        outputs = ctx.call.run(leaves, flat)
+        outputs = record.call.run(leaves, flat)
 
     # What a spared module gives is made up.
-    if ctx.gave and not (rerun.last is not None and rerun.last.is_spared):
-        ctx.gave[index].check(node.module_name, outputs, is_plain=ctx.is_plain and node.is_plain)
+    is_spared = rerun.last is not None and rerun.last.is_spared
+    if record.gave and not is_spared:
+        is_plain = record.is_plain and node.is_plain
+        record.gave[index].check(node.module_name, outputs, is_plain=is_plain)
     rebinding.bind(weights)
     return _SliceGraph.of(outputs, inputs, leaves, rebinding)
 
@@ -369,15 +430,21 @@ def _grads(
     grads: Sequence[Tensor | None],
     inputs: Sequence[Tensor],
     *,
-    keeps: bool,
+    retains: bool,
 ) -> Sequence[Tensor | None]:
-    """The gradients of the inputs; None for those that no output depends on. The graph stays if it is kept."""
-    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
-    if not (pairs and inputs):
+    """The gradients of the inputs; None for those that no output depends on. The graph stays if it is retained."""
+    edges: list[GradientEdge] = []
+    slopes: list[Tensor] = []
+    for edge, grad in zip(outputs, grads, strict=True):
+        if edge is not None and grad is not None:
+            edges.append(edge)
+            slopes.append(grad)
+
+    # Autograd refuses to be asked for nothing.
+    if not (edges and inputs):
         return [None] * len(inputs)
-    slopes = [g for _, g in pairs]
     try:
-        return torch.autograd.grad([o for o, _ in pairs], inputs, slopes, retain_graph=keeps, allow_unused=True)
+        return torch.autograd.grad(edges, inputs, slopes, retain_graph=retains, allow_unused=True)
     except RuntimeError as error:
         # torch's own refusal, from inside of such a hook.
         if "_will_engine_execute_node" not in str(error):

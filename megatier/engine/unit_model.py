@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, masking_utils
 from megatier.compute.compilation import Compilation
 from megatier.compute.matmul import Fp32Products
 from megatier.compute.tiles import Decision, TiledModule
-from megatier.engine.experts import ExpertsNode, guard, join
+from megatier.engine.experts import ExpertsNode, guard, install_sums
 from megatier.engine.gradient import Gradients
 from megatier.engine.head import IGNORED, can_fuse
 from megatier.engine.loss import FusedLoss
@@ -148,7 +148,7 @@ class UnitModel:
         """The modules of whose hooks a warning has told."""
         self.knows_tiles = not any(node.tiled for node in self.nodes)
         """Whether it is known which modules run in tiles of tokens."""
-        join(self.nodes)
+        install_sums(self.nodes)
 
         # The order of the two is the order of wrapping: the step's loss divides what the fused one gives.
         self._fused = FusedLoss(skeleton, self.head(), options.loss_chunk) if self.fuses_loss else None
@@ -195,7 +195,13 @@ class UnitModel:
         """
         self._step_loss.divisor = counted
         with self._taking(batch) as inputs:
-            return self._step_loss.weighed(lambda: self.skeleton(**inputs, use_cache=False).loss, share)
+
+            def forward() -> Tensor:
+                # A cache of keys and values is for generation, and would hold them past the layer that made them.
+                loss: Tensor = self.skeleton(**inputs, use_cache=False).loss
+                return loss
+
+            return self._step_loss.weighed(forward, share)
 
     @contextmanager
     def _taking(self, batch: Batch) -> Iterator[Batch]:
@@ -320,7 +326,8 @@ class UnitModel:
     @property
     def tiles(self) -> dict[str, Decision]:
         """What was found out about each module that may run in tiles of tokens, by its path; checkpoints note it."""
-        return {path: found for path, _, tiled in self._may_be_tiled() if (found := tiled.decision) is not None}
+        decisions = {path: tiled.decision for path, _, tiled in self._may_be_tiled()}
+        return {path: decision for path, decision in decisions.items() if decision is not None}
 
     def take_tiles(self, decided: Mapping[str, Decision]) -> None:
         """Go by what was found out before the run was resumed. Modules that are missing there are tried.
@@ -342,15 +349,15 @@ class UnitModel:
         Args:
             crew: all ranks, each of which comes here with a batch of its own.
         """
-        found = [tiled for _, _, tiled in self._may_be_tiled() if tiled.decision is None]
-        for tiled in found:
+        undecided = [tiled for _, _, tiled in self._may_be_tiled() if tiled.decision is None]
+        for tiled in undecided:
             tiled.try_next(why_joined)
         yield
 
         # Ranks have tried with other tokens, and have to compute alike. The first one has those with which a single
         # process would have tried.
-        decided = crew.first(lambda: [tiled.decision for tiled in found])
-        for tiled, decision in zip(found, decided, strict=True):
+        decided = crew.first(lambda: [tiled.decision for tiled in undecided])
+        for tiled, decision in zip(undecided, decided, strict=True):
             if decision is not None:
                 tiled.decide(decision)
         self._check_tiles()
@@ -358,26 +365,29 @@ class UnitModel:
 
     def _check_tiles(self) -> None:
         """Note whether all is known, and warn of modules that run whole."""
-        found = list(self._may_be_tiled())
-        self.knows_tiles = all(tiled.decision is not None for _, _, tiled in found)
+        candidates = list(self._may_be_tiled())
+        self.knows_tiles = all(tiled.decision is not None for _, _, tiled in candidates)
 
         # Once for each kind of module, since layers are alike. Inside of one that runs in tiles, all get no more.
-        whole: dict[str, str] = {}
-        for path, is_inside, tiled in found:
-            if tiled.why_whole is not None and not is_inside:
-                kind = type(tiled.module).__name__
-                whole.setdefault(kind, f"{path} ({kind}) runs whole, without tiles of tokens: {tiled.why_whole}")
-        for warning in whole.values():
-            warnings.warn(warning, stacklevel=2)
+        warned_of: set[str] = set()
+        for path, is_inside, tiled in candidates:
+            if tiled.why_whole is None or is_inside:
+                continue
+            kind = type(tiled.module).__name__
+            if kind not in warned_of:
+                warned_of.add(kind)
+                warning = f"{path} ({kind}) runs whole, without tiles of tokens: {tiled.why_whole}"
+                warnings.warn(warning, stacklevel=2)
 
     def _may_be_tiled(self) -> Iterator[tuple[str, bool, TiledModule]]:
         """Yield each module that may run in tiles: its path, whether one around it runs in tiles, and what runs it."""
         for node in self.nodes:
-            around = [f"{name}.".lstrip(".") for name, tiled in node.tiled.items() if tiled.is_cut]
+            # The node's own module has the empty name, with which every name begins.
+            cut = [name for name, tiled in node.tiled.items() if tiled.is_cut]
+            prefixes = tuple(f"{name}.".lstrip(".") for name in cut)
             for name, tiled in node.tiled.items():
                 path = f"{node.module_name}.{name}".rstrip(".")
-                is_inside = any(map(name.startswith, around))
-                yield path, is_inside, tiled
+                yield path, name.startswith(prefixes), tiled
 
     def _node(self, unit: Unit, name: str, places: Sequence[Binding], lent: Sequence[Binding]) -> Node:
         """Install the node of one module of a unit."""
@@ -386,6 +396,7 @@ class UnitModel:
         node = kind(
             self.stage,
             unit.name,
+            # Ranges of experts are nodes of one module, so its own name would not tell them apart in messages.
             name if unit.experts is None else unit.name,
             module,
             places,
@@ -406,7 +417,12 @@ def _lent(skeleton: PreTrainedModel, units: Sequence[Unit], user: Unit, name: st
     """The places below one module of a unit in which weights lie that are lent to it by a module around it."""
     if user.is_lent or user.experts is not None:
         return []
-    return [place for unit in units if unit.is_lent for place in bindings(skeleton, unit, name)]
+
+    places: list[Binding] = []
+    for unit in units:
+        if unit.is_lent:
+            places += bindings(skeleton, unit, name)
+    return places
 
 
 def num_learnt(batch: Batch) -> int:
@@ -424,6 +440,7 @@ def _answering(answer: Callable[[Tensor], Tensor | None], masks: BlockMasks) -> 
     asked = list[Tensor]()
 
     def known(position_ids: Tensor) -> Tensor | None:
+        # Noted, since a model that never asks cannot keep documents apart.
         asked.append(position_ids)
         return answer(position_ids)
 
