@@ -180,7 +180,7 @@ class UnitFunction(torch.autograd.Function):
         node = call.node
         stage = node.stage
         purpose = begin_backward(stage, record.forward_number)
-        # Gradients of inputs alone come before the group's backward, where the timeline has forwards.
+        # A backward for gradients of inputs alone uses the weights as a forward does (`Leg.INPUTS`).
         phase = Phase.BACKWARD if purpose.trains else Phase.FORWARD
         if purpose.comes_again:
             _check_comes_again(record)

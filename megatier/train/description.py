@@ -34,14 +34,18 @@ EPOCHS_MAX = 10
 def describe_reserved(console: Console, session: Session) -> None:
     """Say how much memory is about to be reserved, which takes seconds for each 10 GiB."""
     has_gpu = session.engine.options.device.type != "cpu"
+    # Without a GPU an arena in RAM stands for it, and the kernel has to give that RAM as well.
     names = {
         Tier.GPU: "GPU memory" if has_gpu else "RAM for gpu",
         Tier.RAM: "RAM",
         Tier.NVME: "NVMe",
     }
-    held = {Tier(tier.tier): tier.state_bytes + tier.other_bytes for tier in tier_states(session)}
-    words = ", ".join(f"{mib(size)} of {names[tier]}" for tier, size in held.items() if size)
-    say(console, f"reserving {words}")
+    sizes = []
+    for state in tier_states(session):
+        num_bytes = state.state_bytes + state.other_bytes
+        if num_bytes:
+            sizes.append(f"{mib(num_bytes)} of {names[Tier(state.tier)]}")
+    say(console, f"reserving {', '.join(sizes)}")
 
 
 def describe_text(console: Console, config: RunConfig, text: PackedText | TextStream) -> None:
@@ -50,6 +54,7 @@ def describe_text(console: Console, config: RunConfig, text: PackedText | TextSt
         say(console, "a stream of tokens to train on")
         return
 
+    # Before the figures, which count what is left.
     describe_left_out(console, text)
     words = f"{format_count(text.num_tokens)} tokens to train on"
     if (count := text.train.num_documents) is not None:
@@ -162,7 +167,10 @@ def opening(
     """
     placement = session.placement
     device = session.engine.options.device
-    homes = {unit.name: {str(kind): str(tier) for kind, tier in _homes(session, unit.name)} for unit in session.units}
+    homes = {}
+    for unit in session.units:
+        homes[unit.name] = {str(kind): str(tier) for kind, tier in _homes(session, unit.name)}
+
     forecast = None
     if expected is not None:
         names = ("seconds", "bound_by", "busy_seconds", "moved_bytes")
@@ -186,19 +194,18 @@ def opening(
 
 def _base_on_nvme(session: Session) -> Iterator[str]:
     """Yield how the frozen weights of a base get from NVMe to the run, in sentences."""
-    on_nvme = [
-        unit
-        for unit in session.units
-        if unit.layout.has_base
-        and unit.layout.num_trained < unit.layout.num_elements
-        and session.placement.homes[unit.name, Kind.WEIGHT] is Tier.NVME
-    ]
+    num_on_nvme = 0
+    for unit in session.units:
+        is_frozen = unit.layout.has_base and unit.layout.num_trained < unit.layout.num_elements
+        if is_frozen and session.placement.homes[unit.name, Kind.WEIGHT] is Tier.NVME:
+            num_on_nvme += 1
+
     if session.in_place:
         yield (
             f"the base of {len(session.in_place)} units is read from the model's own files, which take no room in "
             "tiers.nvme and are never written"
         )
-    if copied := len(on_nvme) - len(session.in_place):
+    if copied := num_on_nvme - len(session.in_place):
         yield f"the base of {copied} units is copied to tiers.nvme: {session.why_copied}"
 
 
@@ -214,19 +221,23 @@ def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
 
 def _model(session: Session, config: RunConfig) -> str:
     work = session.setup.work
+    train = config.train
+
+    # Only what is no default is told: all parameters trained, by AdamW with fp32 moments.
     trained = f" ({format_count(work.num_trained)} trained)" if work.num_trained < work.num_parameters else ""
     # Lion has none: its momentum is fp32 whatever the setting says.
-    moments = f" with {config.train.moments} moments" if config.train.moments != "fp32" else ""
-    moments += f", optimizer {config.train.optimizer}" if config.train.optimizer != "adamw" else ""
+    moments = f" with {train.moments} moments" if train.moments != "fp32" else ""
+    optimizer = f", optimizer {train.optimizer}" if train.optimizer != "adamw" else ""
     return (
         f"{format_count(work.num_parameters)} parameters{trained} in {len(session.units)} units, "
-        f"{config.model.compute_dtype}{moments}, on {session.engine.options.device}"
+        f"{config.model.compute_dtype}{moments}{optimizer}, on {session.engine.options.device}"
     )
 
 
 def _safety(config: RunConfig, placement: Placement, num_kept: int) -> str:
     """Return how state on NVMe is updated, and what a run has left after a kill."""
     output = config.output
+    # In place, a kill during an update leaves parts of two steps in the block files, which nothing goes on from.
     how = "in place"
     if placement.speculative:
         how = "in the backward, before the norm is known"

@@ -83,6 +83,7 @@ def export_checkpoint(
             the run began with, whose buffers are written too, is gone or is another one now; or there are no adapters
             to merge, or they are for another base.
     """
+    # A folder of adapters has their trained weights, and neither a checkpoint nor the state of a run.
     adapter = find_adapter(path) if merges else None
     checkpoint = state = None
     if adapter is not None:
@@ -120,6 +121,7 @@ def export_checkpoint(
             masters = None if checkpoint is None else stack.enter_context(open_masters(checkpoint, units))
             read = masters
             if merges:
+                # The skeleton with adapters says what is added to which matrix, and the plain one what is written.
                 if masters is not None:
                     trained = _whole(units, masters)
                 else:
@@ -182,17 +184,27 @@ def _config_of(adapter: Path, base: str | None) -> RunConfig:
     Raises:
         ConfigError: it names no base.
     """
-    found = base or read_config(adapter).get("base_model_name_or_path")
-    if not isinstance(found, str) or not found:
+    # PEFT's own key. It may be null, or whatever else somebody wrote there.
+    path = base or read_config(adapter).get("base_model_name_or_path")
+    if not isinstance(path, str) or not path:
         raise ConfigError(f"{adapter / ADAPTER_FILE} names no base. Give it with --base.")
-    own = str(adapter) if (adapter / "tokenizer_config.json").is_file() else None
-    model = ModelConfig(path=found, lora={"adapter": str(adapter)})
-    return RunConfig(model=model, data=DataConfig(files=("none",), tokenizer=own))
+
+    # A tokenizer beside the adapters may have tokens that the base's has not.
+    has_tokenizer = (adapter / "tokenizer_config.json").is_file()
+    tokenizer = str(adapter) if has_tokenizer else None
+    model = ModelConfig(path=path, lora={"adapter": str(adapter)})
+
+    # No text is read, but a config without any is refused.
+    data = DataConfig(files=("none",), tokenizer=tokenizer)
+    return RunConfig(model=model, data=data)
 
 
 def _whole(units: Sequence[Unit], read: Read) -> Callable[[str], Tensor]:
     """Return what reads whole parameters by their names."""
-    places = {tensor.name: (unit, tensor) for unit in units for tensor in unit.layout.trained.tensors}
+    places = {}
+    for unit in units:
+        for tensor in unit.layout.trained.tensors:
+            places[tensor.name] = unit, tensor
 
     def whole(name: str) -> Tensor:
         unit, tensor = places[name]
@@ -204,10 +216,17 @@ def _whole(units: Sequence[Unit], read: Read) -> Callable[[str], Tensor]:
 def _mention_later_steps(console: Console, path: Path, step: int) -> None:
     """Say so if the run has gone on after its last checkpoint."""
     steps = read_what_there_is(path / METRICS_FILE).steps
-    if steps and steps[-1].step > step:
-        model = path / MODEL_FOLDER
-        end = f"{model} has the model of its end" if model.exists() else "no folder has the model of its end"
-        say(console, f"the run went on to step {steps[-1].step}, its last checkpoint is of step {step}; {end}")
+    last_step = steps[-1].step if steps else 0
+    if last_step <= step:
+        return
+
+    # The run itself may have exported its end, for which it needs no checkpoint.
+    folder = path / MODEL_FOLDER
+    where = folder if folder.exists() else "no folder"
+    say(
+        console,
+        f"the run went on to step {last_step}, its last checkpoint is of step {step}; {where} has the model of its end",
+    )
 
 
 def export_end(
@@ -270,11 +289,16 @@ def _way_on(directory: Path, saved: Path | None) -> str:
         saved: the checkpoint or savepoint of the run's end; None: there is none.
     """
     if saved is None:
-        saved_runs = (last_checkpoint(directory / name) for name in (CHECKPOINT_FOLDER, SAVEPOINT_FOLDER))
-        steps = [step_of(path) for path in saved_runs if path is not None]
+        # What was saved before stays. `resume` takes whichever is newer.
+        steps = []
+        for name in (CHECKPOINT_FOLDER, SAVEPOINT_FOLDER):
+            path = last_checkpoint(directory / name)
+            if path is not None:
+                steps.append(step_of(path))
         before = f"step {max(steps)}" if steps else "its start"
         return f"Nothing more could be saved; `megatier resume {directory}` goes on from {before}."
 
+    # A savepoint has no arrays that could be exported: it keeps the run's own block files.
     finish = f"They are kept in {saved}: `megatier resume {directory}` writes the model once that is mended"
     if saved.parent.name == CHECKPOINT_FOLDER:
         finish += f", `megatier export {directory} FOLDER` writes it elsewhere"
@@ -304,8 +328,10 @@ def write_model(
         shard_bytes: see `models.export.export`.
     """
     export(folder, model, units, read, COMPUTE_DTYPES[dtype], shard_bytes, tokenizer)
-    size = sum(file.stat().st_size for file in folder.iterdir())
-    what = f"model written to {folder} ({mib(size)}, {dtype})"
+    num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+    what = "model"
+    # `dtype` is of whole models: an adapter is written as its masters are.
     if adapter_config(model) is not None:
-        what = f"adapter written to {folder} ({mib(size)}, fp32)"
-    say(console, what)
+        what = "adapter"
+        dtype = "fp32"
+    say(console, f"{what} written to {folder} ({mib(num_bytes)}, {dtype})")

@@ -68,8 +68,14 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """
     if not before:
         return []
-    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-    return [f"{name} was {before.get(name, 'missing')} and is {now.get(name, 'missing')}" for name in names]
+    found: list[str] = []
+    # Sorted, since a set of strings has another order in each process.
+    for name in sorted({*before, *now}):
+        was = before.get(name, "missing")
+        is_now = now.get(name, "missing")
+        if was != is_now:
+            found.append(f"{name} was {was} and is {is_now}")
+    return found
 
 
 def exported(origin: Mapping[str, str]) -> Origin:
@@ -101,16 +107,24 @@ def _settings(config: RunConfig) -> Origin:
     """Return the settings of `config.json` that a model is built from."""
     if config.model.path is None:
         return {}
-    settings = read_object(resolve(config.model.path) / CONFIG_FILE, SETTINGS_BYTES_MAX, UnsupportedModelError)
+    path = resolve(config.model.path) / CONFIG_FILE
+    settings = read_object(path, SETTINGS_BYTES_MAX, UnsupportedModelError)
+
+    # One entry a setting, so that a message names what has changed, and not the whole file.
     return {f"{CONFIG_FILE} of the model: {name}": _shown(value) for name, value in _flat(settings)}
 
 
 def _base(config: RunConfig, model: PreTrainedModel) -> Origin:
     """Return the files of the base of adapters, and the settings of a given adapter: no checkpoint has them."""
     found = {f"{name} of the base": file for name, file in noted(model).items()}
-    if config.model.adapters is not None and (given := config.model.adapters.adapter) is not None:
-        settings = read_settings(Path(given).expanduser())
-        found |= {f"{name} of the adapter": _shown(value) for name, value in settings.items()}
+    adapters = config.model.adapters
+    if adapters is None or adapters.adapter is None:
+        return found
+
+    # Rank, scale and targets of a given adapter are in its own file, and in no setting of the run.
+    settings = read_settings(Path(adapters.adapter).expanduser())
+    for name, value in settings.items():
+        found[f"{name} of the adapter"] = _shown(value)
     return found
 
 
@@ -135,8 +149,11 @@ def _buffers(model: PreTrainedModel) -> Origin:
     stored = model.state_dict()
     found = {}
     for name, buffer in model.named_buffers():
-        content = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        found[f"{'buffer' if name in stored else COMPUTED} {name} of the model"] = _checksum(content)
+        kind = "buffer" if name in stored else COMPUTED
+        # As bytes: numpy has no bf16.
+        flat = buffer.detach().cpu().contiguous().reshape(-1)
+        content = flat.view(torch.uint8).numpy().tobytes()
+        found[f"{kind} {name} of the model"] = _checksum(content)
     return found
 
 
@@ -150,8 +167,10 @@ def _tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
 
         # A tokenizer has some of these files, and which of them is a part of what is compared.
         with contextlib.suppress(FileNotFoundError):
-            found[f"{path.name} of the tokenizer"] = _checksum(read_input(path, TABLE_BYTES_MAX, DataError))
+            content = read_input(path, TABLE_BYTES_MAX, DataError)
+            found[f"{path.name} of the tokenizer"] = _checksum(content)
 
+    # Taken from the tokenizer, since a pipe gives its bytes once.
     if config.data.chat_template is not None:
         found["data.chat_template"] = _checksum(json.dumps(tokenizer.chat_template).encode())
     return found

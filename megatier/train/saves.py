@@ -265,7 +265,9 @@ class Saves:
         except MegatierError as error:
             say(f"no checkpoint: {error}")
 
-        saved = [path for path in map(self._last, (self._folder, self._savepoints)) if path is not None]
+        # All ranks ask for both, also if the first answer is enough: the first rank looks for all.
+        newest = [self._last(folder) for folder in (self._folder, self._savepoints)]
+        saved = [path for path in newest if path is not None]
         run = self._config.output.directory
         if not saved:
             return (
@@ -285,6 +287,8 @@ class Saves:
             self._session.player.drain()
         num_bytes = save_savepoint(self._session, self._savepoints, step, self._state(step))
         seconds = time.perf_counter() - began
+
+        # The drain is no part of the next step, as with a checkpoint.
         self._session.player.take_events()
         say(f"step {step}: savepoint ({mib(num_bytes)} written, {format_seconds(seconds)})")
         self._record(
@@ -303,6 +307,7 @@ class Saves:
             position: the note of the text after it, of a run that is alone.
             say: tells a person.
         """
+        # If no weight has changed since the last checkpoint, that one is as good.
         if position is None or not self._has_learnt:
             return
         self._position = position
@@ -323,8 +328,10 @@ class Saves:
             The checkpoint or savepoint of this step, from which the run goes on. None if the drive takes neither; then
             what was saved before, and the block files of an older savepoint, stay.
         """
+        # The loop may have saved this very step already.
         for folder in (self._folder, self._savepoints):
-            if (last := self._last(folder)) is not None and step_of(last) == step:
+            last = self._last(folder)
+            if last is not None and step_of(last) == step:
                 return last
 
         # Without room all checkpoints but the last one go first, as they would go when this one is whole.
@@ -358,7 +365,8 @@ class Saves:
         """Return everything that is saved besides arrays."""
         tiles = self._session.engine.model.tiles
         text = self._text.state if self._position is None else self._position
-        return RunState.of(step, self._config, self._device, text, self._origin, tiles).to_dict()
+        state = RunState.of(step, self._config, self._device, text, self._origin, tiles)
+        return state.to_dict()
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:

@@ -59,14 +59,20 @@ def setup_of(
     # The kernel of attention depends on how long sequences are.
     crew = ranks or Alone()
     model_config = model_config_of(config.model)
-    config, why = crew.first(lambda: with_kernel(fit_positions(config, given, model_config), model_config, machine))
-    if why:
-        say(console_of(ranks, console), WITHOUT_FLEX.format(config.model.attention, why))
 
-    model, reader = open_model(config, model_config)
-    setup = with_budgets_kept(settled(Setup.of(config, model, machine)))
-    config, expected = crew.first(lambda: plan_choices(setup, given, console))
-    return setup.with_config(config), reader, expected
+    def fitted() -> tuple[RunConfig, str]:
+        return with_kernel(fit_positions(config, given, model_config), model_config, machine)
+
+    chosen, why_not_flex = crew.first(fitted)
+    if why_not_flex:
+        say(console_of(ranks, console), WITHOUT_FLEX.format(chosen.model.attention, why_not_flex))
+
+    # Each rank has its own skeleton, and the first one alone plans on it.
+    model, reader = open_model(chosen, model_config)
+    setup = settled(Setup.of(chosen, model, machine))
+    setup = with_budgets_kept(setup)
+    planned, expected = crew.first(lambda: plan_choices(setup, given, console))
+    return setup.with_config(planned), reader, expected
 
 
 def run_before_restart(
@@ -91,7 +97,8 @@ def run_before_restart(
     crew = ranks or Alone()
 
     # Each host's torchrun counts for itself, and one that came later has seen no failure.
-    if not crew.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0):
+    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not crew.any(num_restarts > 0):
         return None
     path = Path(config.output.directory) / CONFIG_FILE
     stored = crew.first(lambda: to_dict(load_saved(path)) if path.is_file() else None)
@@ -99,9 +106,10 @@ def run_before_restart(
         return None
 
     # The directory is taken from the command: it may have been moved since its config was written.
-    words = to_dict(config)
-    for section, _, name in (dotted.partition(".") for dotted in sorted(given | {"output.directory"})):
-        stored[section][name] = words[section][name]
+    from_command = to_dict(config)
+    for dotted in sorted(given | {"output.directory"}):
+        section, _, name = dotted.partition(".")
+        stored[section][name] = from_command[section][name]
 
     # A stored config has every setting, so all of them count as given, and no planner changes them on the way.
     return from_dict(stored), given_in(stored)
@@ -142,6 +150,7 @@ class SharedDirectory:
         noted = ""
         with contextlib.suppress(OSError):
             noted = (self.path / RUN_ID_FILE).read_text()
+        # Behind the id the file has the directory's own number on its drive, which tells it from a copy of it.
         if noted.split(" ")[0] != self.run_id:
             raise ConfigError(
                 f"rank {rank} does not see the run that the first rank has in {self.path}. Name an output.directory on "
@@ -153,7 +162,8 @@ def steps_of(text: PackedText | TextStream, train: TrainConfig) -> int:
     """Return the steps that the epochs of a run take; the last step may reach into the next epoch."""
     assert isinstance(text, PackedText), "a stream has no epochs"
     assert train.epochs is not None
-    return max(1, math.ceil(train.epochs * text.num_sequences / train.batch))
+    steps = train.epochs * text.num_sequences / train.batch
+    return max(1, math.ceil(steps))
 
 
 class SharedText:
@@ -171,8 +181,13 @@ class SharedText:
     def holdout(self, batch: int) -> Iterator[dict[str, torch.Tensor]]:
         """Yield held-out batches in order."""
         # Only the first rank has a text. Its None ends the loop on all ranks, so none waits for a batch in vain.
-        batches = iter(()) if self._text is None else self._text.holdout(batch)
-        while (rows := self._crew.first(lambda: next(batches, None))) is not None:
+        batches: Iterator[dict[str, torch.Tensor]] = iter(())
+        if self._text is not None:
+            batches = self._text.holdout(batch)
+        while True:
+            rows = self._crew.first(lambda: next(batches, None))
+            if rows is None:
+                return
             yield rows
 
     def with_steps(self, train: TrainConfig, console: Console) -> TrainConfig:
@@ -185,6 +200,8 @@ class SharedText:
             return train
         steps = self._crew.first(lambda: steps_of(self.own, train))
         fewest = min(steps, train.steps)
+
+        # Steps that nobody gave stand for as many as there may be, and are no news.
         if train.steps != STEPS_UNBOUND:
             say(
                 console,

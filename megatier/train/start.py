@@ -7,7 +7,6 @@ change its numbers without a word, so each of them is refused by name unless the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -25,6 +24,7 @@ from megatier.checkpoint.run_directory import (
 from megatier.checkpoint.run_state import RunState, check_numbers, noted_origin
 from megatier.checkpoint.savepoint import Savepoint
 from megatier.config.schema import RunConfig
+from megatier.models.decoder import Unit
 from megatier.models.weights import WeightReader
 from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_count, format_seconds
@@ -99,13 +99,17 @@ class Start:
         Raises:
             ConfigError: there are some that the user has not accepted.
         """
-        before = noted_origin(self.directory / NUMBERS_FILE) if self.state is None else self.state.origin
+        if self.state is None:
+            before = noted_origin(self.directory / NUMBERS_FILE)
+            source = str(self.directory)
+        else:
+            before = self.state.origin
+            source = f"step {self.step} of {self.directory}"
         if not before:
-            what = self.directory if self.state is None else f"step {self.step} of {self.directory}"
-            say(console, UNKNOWN.format(what))
+            say(console, UNKNOWN.format(source))
 
         changes = differences(before, now)
-        accepted: Sequence[str] | set[str] = changes if self.accepts_changes else self._accepted_before
+        accepted = set(changes) if self.accepts_changes else self._accepted_before
         check_origin(changes, config, accepted, ", or add --accept-changes to go on with these")
         return changes
 
@@ -115,8 +119,12 @@ class Start:
 
         The process that was told so may have been killed before its first checkpoint. They need no second acceptance.
         """
-        openings = read_what_there_is(self.directory / METRICS_FILE).openings
-        return {change for opening in openings if opening.step == self.step for change in opening.changes}
+        accepted: set[str] = set()
+        for opening in read_what_there_is(self.directory / METRICS_FILE).openings:
+
+            if opening.step == self.step:
+                accepted.update(opening.changes)
+        return accepted
 
     def fill(self, session: Session, reader: WeightReader, console: Console) -> None:
         """Fill the whole state of a session, and say from where and how long it took.
@@ -141,15 +149,22 @@ class Start:
         # A checkpoint has no base, so the weights that the run began with are laid first.
         has_base = any(unit.layout.has_base for unit in session.units)
         loads = self.savepoint is None and (self.checkpoint is None or has_base)
+        num_elements = sum(unit.layout.num_elements for unit in session.units)
         rounds = 2 if loads and self.checkpoint is not None else 1
-        total = rounds * sum(unit.layout.num_elements for unit in session.units)
-        with WorkBar(console, f"{what} of parameters", total, format_count) as work:
+        with WorkBar(console, f"{what} of parameters", rounds * num_elements, format_count) as work:
+
+            def advance(unit: Unit) -> None:
+                work.advance(unit.layout.num_elements)
+
             if loads:
-                session.load(reader, lambda unit: work.advance(unit.layout.num_elements))
+                session.load(reader, advance)
             if self.savepoint is not None:
                 self.savepoint.restore(session)
             elif self.checkpoint is not None:
-                restore(session, self.checkpoint, lambda unit: work.advance(unit.layout.num_elements))
+                restore(session, self.checkpoint, advance)
+
+        # Which modules run in tiles was found out with other weights, and has to stay as it was.
         if self.state is not None:
             session.engine.model.take_tiles(self.state.tiles)
-        say(console, f"{what} in place ({format_seconds(time.perf_counter() - began)})")
+        seconds = time.perf_counter() - began
+        say(console, f"{what} in place ({format_seconds(seconds)})")

@@ -37,11 +37,15 @@ class StopRequest:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            # A process under nohup ignores SIGHUP, because its user wants it to outlive the terminal.
-            is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-            caught = [number for number in SIGNALS if not (is_nohup and number is signal.SIGHUP)]
-            self._before = {number: signal.signal(number, self._ask) for number in caught}
+        # Python lets no other thread set handlers.
+        if threading.current_thread() is not threading.main_thread():
+            return self
+
+        # A process under nohup ignores SIGHUP, because its user wants it to outlive the terminal.
+        is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        for number in SIGNALS:
+            if not (is_nohup and number is signal.SIGHUP):
+                self._before[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *exception: object) -> None:

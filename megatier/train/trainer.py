@@ -108,14 +108,22 @@ def train(
             resumes = True
         config = replace(config, train=config.train.bounded(steps_given="train.steps" in given))
         crew = ranks or Alone()
+
+        # Planning, the tokenizer and the notes of the origin read the model's files one after the other. If one of them
+        # is replaced meanwhile, the run is refused.
         with one_version():
+            # Block files of this run that a kill has left count as free: the run takes their place.
             left_id = crew.first(lambda: noted_id(Path(config.output.directory))) if resumes else None
             machine = Machine.here(config.tiers, device, ranks, left_id)
             setup, reader, expected = setup_of(config, given, machine, ranks, console)
             config = setup.config
             forecast = None if expected is None else expected.forecast
+
+            # Silent on the other ranks from here on. Until here they had nothing to say but what stops them.
             console = console_of(ranks, console)
             watchdog = stack.enter_context(_watchdog(config, expected, ranks))
+
+            # Locked before `Start` looks for saved steps there, which another run could write or remove.
             directory = SharedDirectory(stack, config, ranks, resumes=resumes)
             start = crew.first(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
             tokenizer, origin, changes = _open_sources(setup, start, console, resumes=resumes)
@@ -153,12 +161,15 @@ def _remove_moved_blocks(console: Console, config: RunConfig, directory: SharedD
     Nothing else would find these files, and they are as large as the state that lay there.
     """
     before = config_file.load_saved(directory.path / CONFIG_FILE).tiers.mounts
-    now = [mount.directory.resolve() for mount in config.tiers.mounts]
+    present = [mount.directory.resolve() for mount in config.tiers.mounts]
     for mount in before:
-        if mount.directory.resolve() in now or not mount.directory.is_dir():
+        # The drive of a mount may be gone, and its files with it.
+        if mount.directory.resolve() in present or not mount.directory.is_dir():
             continue
         for leftover in find_leftovers(mount.directory, remove=True, run_id=directory.run_id):
-            fate = f"stays, {leftover.stays}" if leftover.stays else f"{mib(leftover.num_bytes)} removed"
+            fate = f"stays, {leftover.stays}"
+            if not leftover.stays:
+                fate = f"{mib(leftover.num_bytes)} removed"
             say(console, f"{leftover.path}: block files from before the run was resumed, {fate}")
 
 
@@ -167,8 +178,11 @@ def _watchdog(config: RunConfig, expected: Prediction | None, ranks: Ranks | Non
     expected_s = 0.0 if expected is None else expected.forecast.seconds
 
     # Each rank says what it was at, since the one that stalls may wait for another.
-    name = STALL_FILE if ranks is None else STALL_FILE.replace(".", f"-{ranks.rank}.")
-    return Watchdog(Path(config.output.directory) / name, config.train.stall_timeout, expected_s)
+    name = STALL_FILE
+    if ranks is not None:
+        name = STALL_FILE.replace(".", f"-{ranks.rank}.")
+    path = Path(config.output.directory) / name
+    return Watchdog(path, config.train.stall_timeout, expected_s)
 
 
 def _open_sources(

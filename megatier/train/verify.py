@@ -138,8 +138,8 @@ def verify(device: str, directory: Path, console: Console, *, is_quick: bool = F
             digest, moved = _run(device, directory, PLACEMENTS[name], activations, mode)
             is_equal = digest == expected.setdefault(mode, digest)
             agree &= is_equal
-            verdict = "[green]equal[/]" if is_equal else "[red]different[/]"
-            table.add_row(name, activations, *_words(mode), f"{moved / 1e6:.1f} MB", digest, verdict)
+            table.add_row(name, activations, *_words(mode), megabytes(moved), digest, _verdict(is_equal))
+
 
             if not number:
                 about = format_seconds((time.monotonic() - began) * total)
@@ -172,8 +172,7 @@ def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks, 
             # Every rank compares, so a GPU that computes other bits than the others is found.
             is_equal = all(ranks.agree(digest == expected))
             agree &= is_equal
-            verdict = "[green]equal[/]" if is_equal else "[red]different[/]"
-            table.add_row(name, str(ranks.size), *_words(mode), f"{moved / 1e6:.1f} MB", digest, verdict)
+            table.add_row(name, str(ranks.size), *_words(mode), megabytes(moved), digest, _verdict(is_equal))
 
     console.print(table)
     total = len(RANK_PLACEMENTS) * len(modes)
@@ -206,6 +205,8 @@ def _run(
     state, gpu, ram, share, generations = placement
     if len(state) > 1 and OPTIMIZERS[mode.optimizer].matrices:
         ram = MUON_RAM
+
+    # A config has what a host has in all, and the table above what each rank is to get.
     on_host = 1 if ranks is None else ranks.local_size
     model = build_skeleton(AutoConfig.for_model(**MODEL), "sdpa")
     tiers = TiersConfig(
@@ -234,10 +235,10 @@ def _run(
     with Session(setup, seed=0, ranks=ranks) as session:
         session.load(Initialiser(model, seed=0))
         for step in range(1, STEPS + 1):
+            # The step's number is its seed, so that each run sees the same tokens.
             generator = torch.Generator().manual_seed(step)
-            tokens = torch.randint(
-                0, 512, (SEQUENCES * groups, SEQUENCE_LENGTH), generator=generator, dtype=torch.int64, device="cpu"
-            )
+            shape = (SEQUENCES * groups, SEQUENCE_LENGTH)
+            tokens = torch.randint(0, 512, shape, generator=generator, dtype=torch.int64, device="cpu")
             batches = [{"input_ids": rows, "labels": rows} for rows in tokens.chunk(groups)]
             result = session.engine.train_step(step, 1e-3, batches)
 
@@ -247,6 +248,7 @@ def _run(
         session.player.drain()
         _add_state(digest, session)
 
+        # Only the state of updates that wait for the norm can be streamed.
         defers = mode.clip is not None or ranks is not None
         _check_placement(session, state, streams=share > 0 and defers)
         moved = session.store.moved_bytes
@@ -257,6 +259,16 @@ def _run(
 def _words(mode: Mode) -> tuple[str, str]:
     """Return what the table says of a mode."""
     return "global" if mode.clip is not None else "off", mode.moments
+
+
+def _verdict(is_equal: bool) -> str:
+    """Return what the table says of a digest."""
+    return "[green]equal[/]" if is_equal else "[red]different[/]"
+
+
+def megabytes(num_bytes: int) -> str:
+    """Return bytes as the table has them."""
+    return f"{num_bytes / 1e6:.1f} MB"
 
 
 def _settings(activations: str, mode: Mode, groups: int) -> TrainConfig:
@@ -275,9 +287,11 @@ def _settings(activations: str, mode: Mode, groups: int) -> TrainConfig:
 
 def _check_placement(session: Session, state: tuple[str, ...], *, streams: bool) -> None:
     """Make sure of a placement. One that was not what its name says would compare nothing."""
+    placement = session.placement
+    is_mixed = all(placement.state_bytes.get(tier) for tier in Tier)
     if state == ("gpu", "ram", "nvme"):
-        assert all(session.placement.state_bytes.get(tier) for tier in Tier), "this placement is meant to be mixed"
-    assert bool(session.placement.streamed) is streams, "this placement is meant to stream"
+        assert is_mixed, "this placement is meant to be mixed"
+    assert bool(placement.streamed) is streams, "this placement is meant to stream"
 
 
 def _add_state(digest: hashlib._Hash, session: Session) -> None:
@@ -287,6 +301,9 @@ def _add_state(digest: hashlib._Hash, session: Session) -> None:
         # Ranks pad their shards to equal size, and deal out matrices, so parameters come by their names.
         tensors = sorted(whole.layout.tensors, key=lambda tensor: tensor.name)
         for kind in unit.layout.schema.kinds:
-            plane = torch.cat(crew.agree(session.read_plane(unit, kind, 0, unit.layout.num_elements)))
+            own = session.read_plane(unit, kind, 0, unit.layout.num_elements)
+            plane = torch.cat(crew.agree(own))
             for tensor in tensors:
-                digest.update(plane[tensor.start : tensor.stop].view(torch.uint8).numpy().tobytes())
+                # As bytes, since numpy has no bf16.
+                elements = plane[tensor.start : tensor.stop]
+                digest.update(elements.view(torch.uint8).numpy().tobytes())

@@ -82,7 +82,8 @@ class Patience:
             self.quiet_s = 0.0
             return False
         self.quiet_s += seconds
-        return self.quiet_s >= max(self._least_s, MULTIPLE * max(self._longest_s, self.expected_s))
+        usual_s = max(self._longest_s, self.expected_s)
+        return self.quiet_s >= max(self._least_s, MULTIPLE * usual_s)
 
 
 class Watchdog:
@@ -171,8 +172,10 @@ class Watchdog:
         self._error = StallError(self._patience.quiet_s, str(self._path))
         # Neither the terminal nor the drive can be relied on now, so each is written to on a thread of its own.
         text = report(player, self._patience.quiet_s)
-        attempt(partial(sys.stderr.write, text))
-        attempt(partial(self._path.write_text, text, encoding="utf-8"))
+        to_terminal = partial(sys.stderr.write, text)
+        to_file = partial(self._path.write_text, text, encoding="utf-8")
+        attempt(to_terminal)
+        attempt(to_file)
         if self._trainer is not None:
             signal.pthread_kill(self._trainer, SIGNAL)
 
@@ -209,7 +212,11 @@ def attempt(write: Callable[[], object]) -> None:
 
 def progress(player: Player) -> object:
     """Return a value that differs from the one before as soon as a lane, an update or compute has moved on."""
-    lanes = [(state.num_begun, len(state.in_flight)) for state in (queue.state() for queue in player.queues)]
+    lanes = []
+    for queue in player.queues:
+        state = queue.state()
+        # Both counts: a queue may begin nothing for long while its copies end one after the other.
+        lanes.append((state.num_begun, len(state.in_flight)))
     return len(player.accesses), player.gate.count, lanes
 
 
@@ -219,11 +226,15 @@ def progress(player: Player) -> object:
 def report(player: Player, quiet_s: float) -> str:
     """Return what every queue, the gate, and every Python thread but those of idle queues are at."""
     states = [queue.state() for queue in player.queues]
-    idle = {f"megatier-{state.name}" for state in states if state.current is None}
     lines = [f"megatier: nothing has moved on for {quiet_s:.0f} s", "", QUEUES_TITLE]
     for state in states:
         lines += describe_queue(state, player.busy.get(state.name))
-    return "\n".join([*lines, "", *describe_compute(player), "", *describe_threads(idle), ""])
+
+    # The stack of an idle queue's thread says that it waits for work, as its line above does.
+    idle = {f"megatier-{state.name}" for state in states if state.current is None}
+    lines += ["", *describe_compute(player)]
+    lines += ["", *describe_threads(idle), ""]
+    return "\n".join(lines)
 
 
 def describe_queue(state: QueueState, cause: str | None) -> Iterator[str]:
@@ -240,11 +251,13 @@ def describe_queue(state: QueueState, cause: str | None) -> Iterator[str]:
         at = f" ({cause})" if cause is not None else ""
         yield f"  {state.name}: at {transfer.key}{at} for {seconds_since(since_ns)}; {state.num_waiting} wait behind it"
         for word, others in (("after", transfer.after), ("behind", transfer.behind)):
-            yield from (
-                f"    {word} {line}" for line in shortened([other for other in others if not other.seen_done()])
-            )
+            # What is done is no reason to wait. `seen_done` asks no device, since even that might hang now.
+            pending = [other for other in others if not other.seen_done()]
+            for line in shortened(pending):
+                yield f"    {word} {line}"
 
-    yield from (f"    in flight: {line}" for line in shortened(state.in_flight))
+    for line in shortened(state.in_flight):
+        yield f"    in flight: {line}"
 
 
 def shortened(transfers: Sequence[Transfer]) -> Iterator[str]:
@@ -259,13 +272,20 @@ def shortened(transfers: Sequence[Transfer]) -> Iterator[str]:
 
 def describe_compute(player: Player) -> Iterator[str]:
     """Yield lines about the pass, and about who waits for compute."""
+    # A copy: the training thread goes on, and would add to what is read here.
     entered = tuple(player.accesses)
+    num_entered = len(entered)
     planned = player.timeline.accesses if player.timeline is not None else ()
-    names = [f"{access.unit} ({access.phase}, group {access.group})" for access in (*entered, *planned[len(entered) :])]
-    last = f", the last is {names[len(entered) - 1]}" if entered else ""
-    yield f"compute: {len(entered)} accesses begun{last}; {player.gate.count} are over"
+
+    # A pass may take another course than planned, so what it has entered comes first.
+    accesses = (*entered, *planned[num_entered:])
+    names = [f"{access.unit} ({access.phase}, group {access.group})" for access in accesses]
+    last = f", the last is {names[num_entered - 1]}" if entered else ""
+    yield f"compute: {num_entered} accesses begun{last}; {player.gate.count} are over"
     for count in player.gate.wanted:
-        yield f"  the gate: somebody waits for the end of access {count}, {', '.join(names[count - 1 : count])}"
+        # Without a name if no plan has one for that access.
+        wanted = ", ".join(names[count - 1 : count])
+        yield f"  the gate: somebody waits for the end of access {count}, {wanted}"
 
 
 def describe_threads(left_out: Container[str]) -> Iterator[str]:
@@ -274,12 +294,16 @@ def describe_threads(left_out: Container[str]) -> Iterator[str]:
     They have no source lines, because a drive that hangs may have the source.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own = threading.get_ident()
     for number, frame in sys._current_frames().items():
-        if (name := names.get(number, str(number))) in left_out or number == threading.get_ident():
+        # A thread that was started by C code has no name here.
+        name = names.get(number, str(number))
+        if name in left_out or number == own:
             continue
         yield f"thread {name}:"
         for caller, line in traceback.walk_stack(frame):
-            yield f"  {caller.f_code.co_filename}:{line} in {caller.f_code.co_name}"
+            code = caller.f_code
+            yield f"  {code.co_filename}:{line} in {code.co_name}"
 
 
 def seconds_since(start_ns: int) -> str:

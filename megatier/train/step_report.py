@@ -1,0 +1,248 @@
+"""The report of a step: what this rank measured of it, and what the other ranks tell of it."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+from torch import Tensor
+
+from megatier.data.packing import num_real_tokens
+from megatier.engine.step import StepResult
+from megatier.errors import mib
+from megatier.forecast.forecast import Forecast
+from megatier.report.figures import QueueBytes, SlowestRank, StepReport
+from megatier.report.metrics import format_seconds
+from megatier.report.report import print_moves
+from megatier.rest import REST
+from megatier.session.process import memory_bytes
+from megatier.session.session import Session
+from megatier.tier import QUEUES
+from megatier.trace.events import Account, ByName, TraceEvent, account, busy_seconds
+from megatier.train.description import nvme_path
+from megatier.train.outlet import say
+
+RANKS = "ranks"
+"""The lane by which bytes come from other ranks."""
+OUTCOMES = {"confirmed": "kept", "void": "void", None: None}
+"""The words of `metrics.jsonl` for the outcome of speculative updates. They stay, since users' files have them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """When a step came to its ends on this rank, in nanoseconds of `time.perf_counter_ns`, and where its time went."""
+
+    began_ns: int
+    """Before its text was read."""
+    read_ns: int
+    """After that."""
+    ended_ns: int
+    """When its loss was read."""
+    spent: Account
+    """Where the time between the two ends went."""
+    busy_seconds: ByName
+    """Seconds that each lane was busy."""
+
+    @classmethod
+    def of(cls, events: Sequence[TraceEvent], *, began_ns: int, read_ns: int, ended_ns: int) -> StepTimes:
+        """Account for the events of a step."""
+        return cls(
+            began_ns=began_ns,
+            read_ns=read_ns,
+            ended_ns=ended_ns,
+            spent=account(events, began_ns, ended_ns),
+            busy_seconds=busy_seconds(events),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """The time of the step, but for torch's compiler: it works in a process's first steps alone."""
+        return (self.ended_ns - self.began_ns) / 1e9 - self.spent.compile_seconds
+
+    @property
+    def host_busy_seconds(self) -> float:
+        """The time in which the host worked, from the text to the end, but for its waits (`rest`)."""
+        return (self.ended_ns - self.read_ns - REST.ns) / 1e9
+
+
+class StepReports:
+    """Makes the reports of a run's steps, and tells at its end what moved. All ranks call it alike."""
+
+    def __init__(self, session: Session) -> None:
+        """Begin before the first step of this process.
+
+        Args:
+            session: its whole state is filled.
+        """
+        self._session = session
+        self._crew = session.crew
+        self._device = session.engine.options.device
+        self._hosts = self._crew.agree(platform.node())
+        self.tokens_seen = 0
+        """Tokens of all steps so far, those of earlier processes included."""
+        self._compile_seconds = 0.0
+        """Seconds in which steps of this process waited for the compiler."""
+
+        # Loading has moved bytes too, but no placement demanded those of a step.
+        self._moved_before = session.store.moved_bytes.copy()
+
+    def make(
+        self,
+        step: int,
+        rate: float,
+        batch: Mapping[str, Tensor],
+        result: StepResult,
+        times: StepTimes,
+        forecast: Forecast | None,
+    ) -> tuple[StepReport, dict[str, object]]:
+        """Return the report of a step, and the record of it for `metrics.jsonl`.
+
+        Args:
+            step: its number.
+            rate: its learning rate.
+            batch: its tokens.
+            result: what the engine says of it.
+            times: when it began and ended here.
+            forecast: the step as it was planned; None: it was not.
+        """
+        spent = times.spent
+        self._compile_seconds += spent.compile_seconds
+        memory_by_name, others = self._ask_ranks(times)
+
+        slowest = self._slowest(result.own_seconds)
+        slowest_busy = {}
+        # The lanes of the first rank are in the report already.
+        if slowest is not None and slowest.rank:
+            slowest_busy = others[slowest.rank - 1]["busy_seconds"]
+
+        report = StepReport(
+            step=step,
+            loss=result.loss,
+            learning_rate=rate,
+            grad_norm=result.grad_norm,
+            tokens=num_real_tokens(batch),
+            seconds=times.seconds,
+            compile_seconds=spent.compile_seconds,
+            compute_seconds=spent.compute_seconds,
+            stall_seconds=spent.stall_seconds,
+            host_seconds=spent.host_seconds,
+            host_busy_seconds=times.host_busy_seconds,
+            attainment=None if forecast is None else forecast.seconds / times.seconds,
+            bound_by="" if forecast is None else forecast.bound_by,
+            busy_seconds=times.busy_seconds,
+            slowest_rank=slowest,
+            slowest_busy_seconds=slowest_busy,
+        )
+        self.tokens_seen += round(report.tokens)
+        # After the count of tokens, which is one of the figures.
+        figures = self._figures(report, result)
+        return report, {**figures, **memory_by_name, "other_ranks": others}
+
+    def moves(self) -> dict[str, dict[str, int]]:
+        """Return bytes per queue since this process began to train, without those of checkpoints."""
+        demanded = self._session.player.demanded
+        return {"moved_bytes": dict(self._moved_bytes()), "demanded_bytes": dict(demanded)}
+
+    def tell_moves(self, console: Console) -> None:
+        """Tell at the end of a run what moved, against what the placement demands."""
+        session = self._session
+        if session.placement.speculative:
+            speculation = session.speculation
+            outcomes = speculation.outcomes
+            say(
+                console,
+                f"updates in the backward: confirmed in {outcomes['confirmed']} steps, void in {outcomes['void']} that "
+                f"clipped or were left out, which moved {mib(speculation.void_bytes)} in vain",
+            )
+
+        if self._compile_seconds:
+            say(console, f"compiled for {format_seconds(self._compile_seconds)}, which count in no step")
+
+        moved = self._moved_bytes()
+        demanded = session.player.demanded
+        rows = [QueueBytes(queue, moved[queue], demanded[queue]) for queue in (*QUEUES, RANKS)]
+        print_moves(console, [row for row in rows if self._uses(row.queue)])
+        gpu_path = session.store.gpu_path
+        if gpu_path is not None:
+            say(console, f"nvme_to_gpu: {gpu_path}")
+
+        # The table has this rank's bytes. Of the others only what differs is told.
+        odd = [row.queue for row in rows if row.moved_bytes != row.demanded_bytes]
+        for rank, queues in enumerate(self._crew.agree(odd)):
+            if rank and queues:
+                words = ", ".join(queues)
+                say(console, f"rank {rank} on {self._hosts[rank]} moved other bytes than demanded: {words}")
+
+    def _uses(self, queue: str) -> bool:
+        """Return whether this run has a use for a queue."""
+        session = self._session
+        if queue == "nvme_to_gpu":
+            return session.store.gpu_path is not None
+        if queue == RANKS:
+            return session.ranks is not None
+        return not queue.startswith("state") or bool(session.placement.streamed)
+
+    def _moved_bytes(self) -> Counter[str]:
+        """Return the bytes that each queue moved, and that came from other ranks, since this process began to train."""
+        # The difference of two Counters leaves out queues that moved nothing.
+        moved = self._session.store.moved_bytes - self._moved_before
+        ranks = self._session.ranks
+        return moved if ranks is None else moved + ranks.moved_bytes
+
+    def _ask_ranks(self, times: StepTimes) -> tuple[dict[str, int], list[dict[str, Any]]]:
+        """Return what the ranks tell each other of a step.
+
+        Returns:
+            The most memory of any process, by name, and the lanes of each rank but the first, as they are recorded.
+        """
+        own_lanes = {
+            "seconds": times.seconds,
+            **asdict(times.spent),
+            "busy_seconds": times.busy_seconds,
+            "moved_bytes": dict(self._moved_bytes()),
+        }
+        own_memory = memory_bytes(self._device, self._session.ranks)
+        of_ranks = self._crew.agree((own_memory, own_lanes))
+        most_memory = {name: max(memory[name] for memory, _ in of_ranks) for name in own_memory}
+
+        others: list[dict[str, Any]] = []
+        for rank, (_, lanes) in enumerate(of_ranks):
+            # The figures of the first rank are those of the step itself.
+            if rank > 0:
+                others.append({"rank": rank, "host": self._hosts[rank], **lanes})
+        return most_memory, others
+
+    def _slowest(self, seconds: Sequence[float]) -> SlowestRank | None:
+        """Return the rank that took longest itself in a step, from the seconds of each; None if there is one alone."""
+        if len(seconds) < 2:
+            return None
+        most = max(seconds)
+        rank = seconds.index(most)
+        return SlowestRank(
+            rank=rank,
+            host=self._hosts[rank],
+            seconds=most,
+            least_seconds=min(seconds),
+        )
+
+    def _figures(self, report: StepReport, result: StepResult) -> dict[str, object]:
+        """Return the record of a step but for what other ranks told, whose names `report.history` knows."""
+        figures = asdict(report)
+        # The opening record has `bound_by`, and the slowest rank's lanes are among those of the other ranks.
+        del figures["bound_by"], figures["slowest_busy_seconds"]
+        return {
+            **figures,
+            "clip_coefficient": result.clip_coefficient,
+            "skipped": result.skipped,
+            "tokens_seen": self.tokens_seen,
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "tokens_per_s": report.tokens / report.seconds,
+            "speculation": OUTCOMES[self._session.speculation.outcome],
+            **self.moves(),
+            "nvme_path": nvme_path(self._session.store),
+        }
