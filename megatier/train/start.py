@@ -121,7 +121,6 @@ class Start:
         """
         accepted: set[str] = set()
         for opening in read_what_there_is(self.directory / METRICS_FILE).openings:
-
             if opening.step == self.step:
                 accepted.update(opening.changes)
         return accepted

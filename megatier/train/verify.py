@@ -140,7 +140,6 @@ def verify(device: str, directory: Path, console: Console, *, is_quick: bool = F
             agree &= is_equal
             table.add_row(name, activations, *_words(mode), megabytes(moved), digest, _verdict(is_equal))
 
-
             if not number:
                 about = format_seconds((time.monotonic() - began) * total)
                 console.print(f"{total} runs of {STEPS} steps, about {about} in all", highlight=False)

@@ -32,8 +32,9 @@ from megatier.session.session import Session
 from megatier.setup import machine
 from megatier.setup.setup import Setup
 from megatier.trace.recorder import Recorder
-from megatier.train import choices, export, loop, trainer
+from megatier.train import choices, export, step_report, trainer
 from megatier.train.saves import Saves, Say
+from megatier.train.step_report import StepReports
 from megatier.train.trainer import train
 
 CONFIG = """
@@ -352,9 +353,9 @@ def train_with_an_odd_rank(folder: Path) -> str:
     said = Console(file=io.StringIO(), width=1000)
     rank = int(os.environ["RANK"])
     with pytest.MonkeyPatch.context() as patch:
-        moved = loop.Loop._moved_bytes
-        patch.setattr(loop, "memory_bytes", lambda *_: {"resident_bytes": 100 + rank, "gpu_bytes": 9 - rank})
-        patch.setattr(loop.Loop, "_moved_bytes", lambda own: moved(own) + Counter({"gpu_to_ram": rank}))
+        moved = StepReports._moved_bytes
+        patch.setattr(step_report, "memory_bytes", lambda *_: {"resident_bytes": 100 + rank, "gpu_bytes": 9 - rank})
+        patch.setattr(StepReports, "_moved_bytes", lambda own: moved(own) + Counter({"gpu_to_ram": rank}))
         patch.chdir(folder)
         path = folder / "run.yaml"
         loaded, given = file.load_given(path, ())
