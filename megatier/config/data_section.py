@@ -110,22 +110,27 @@ class DataConfig(Section):
         self.read()
         self._check_source()
 
+        # Without its dot a suffix would match no file, and the folder would be empty.
         has_dots = all(suffix.startswith(".") for suffix in self.suffixes)
         self.need("suffixes", has_dots, 'suffixes such as ".txt"')
 
+        # Nothing predicts the first token of a sequence.
         self.need("sequence_length", self.sequence_length >= 2, "at least 2 tokens")
         self.need("holdout_fraction", 0 <= self.holdout_fraction < 1, "from 0 to below 1")
         self.need_least(holdout_rows=0, window_rows=1, seed=0)
-        self.need("max_bytes", self.max_bytes is None or self.max_bytes >= 1, "at least 1 byte")
+        is_some = self.max_bytes is None or self.max_bytes >= 1
+        self.need("max_bytes", is_some, "at least 1 byte")
 
     def _check_source(self) -> None:
         """Refuse anything but files alone, or a dataset with the settings that belong to it."""
         # Refused and not passed over: whoever sets them means a dataset that is not there.
         if self.dataset is None:
+            has_files = len(self.files) > 0
             bound = 'at least one path, glob or "python-stdlib", or data.dataset be given'
-            self.need("files", len(self.files) > 0, bound)
+            self.need("files", has_files, bound)
             for name in ("subset", "revision", "streaming", "holdout_split"):
-                self.need(name, not getattr(self, name), "left out without data.dataset")
+                is_left_out = not getattr(self, name)
+                self.need(name, is_left_out, "left out without data.dataset")
             return
 
         bound = "a name on the hub, such as org/name, or a folder"
@@ -134,14 +139,18 @@ class DataConfig(Section):
         if self.holdout_split is not None:
             self._check_holdout(self.holdout_split)
 
+        has_no_bound = self.max_bytes is None
         bound = "null with data.streaming: train.steps bounds a stream"
-        self.need("max_bytes", self.max_bytes is None or not self.streaming, bound)
+        self.need("max_bytes", has_no_bound or not self.streaming, bound)
 
     def _check_holdout(self, split: str) -> None:
         """Refuse to evaluate on what is trained on."""
+        is_named = split.strip() != ""
+        self.need("holdout_split", is_named, "the name of a split, or null")
+
+        is_apart = not _overlap(split, self.split)
         bound = f"a split that shares nothing with data.split, which is {self.split}"
-        self.need("holdout_split", split.strip() != "", "the name of a split, or null")
-        self.need("holdout_split", not _overlap(split, self.split), bound)
+        self.need("holdout_split", is_apart, bound)
 
     @property
     def is_apart(self) -> bool:
@@ -149,9 +158,11 @@ class DataConfig(Section):
         if self.cross_documents is not None:
             return not self.cross_documents
 
-        # An answer is not to be learnt from another conversation.
-        has_described = any(f"{DATASET_INFO}#" in entry for entry in self.files)
-        return self.chat is not None or has_described
+        # An answer is not to be learnt from another conversation. Datasets that LLaMA-Factory describes are
+        # conversations, whose shape stands in its file.
+        if self.chat is not None:
+            return True
+        return any(f"{DATASET_INFO}#" in entry for entry in self.files)
 
 
 def _overlap(split: str, other: str) -> bool:
@@ -160,5 +171,9 @@ def _overlap(split: str, other: str) -> bool:
     Two slices of one split are not compared.
     """
     # `datasets` takes sums of splits, and a slice in brackets behind each.
-    pairs = itertools.product(*([part.strip() for part in name.split("+")] for name in (split, other)))
-    return any(one == two or one.startswith(f"{two}[") or two.startswith(f"{one}[") for one, two in pairs)
+    ones = [name.strip() for name in split.split("+")]
+    twos = [name.strip() for name in other.split("+")]
+    for one, two in itertools.product(ones, twos):
+        if one == two or one.startswith(f"{two}[") or two.startswith(f"{one}["):
+            return True
+    return False

@@ -83,8 +83,11 @@ def _parsed(tree: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     made = {}
     for name, section in SECTIONS.items():
         values = dict(tree.get(name, {}))
-        _check_text(word for value in values.values() for word in (value if isinstance(value, list) else (value,)))
         for key, value in values.items():
+            words = value if isinstance(value, list) else [value]
+            _check_text(words)
+
+            # Nested settings were parsed as YAML when they were laid over the tree.
             if isinstance(value, str) and not is_nested(section.dotted(key)):
                 values[key] = from_text(value, hints(section)[key])
         made[name] = section(**values)
@@ -98,7 +101,10 @@ def _check_text(words: Iterable[object]) -> None:
         ConfigError: it has a NUL, or bytes that are no UTF-8, which Python keeps as halves of pairs.
     """
     for word in words:
-        if isinstance(word, str) and ("\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word)):
+        if not isinstance(word, str):
+            continue
+        has_halves = any("\ud800" <= letter <= "\udfff" for letter in word)
+        if has_halves or "\0" in word:
             raise ConfigError(
                 f"{shown(word)!r} is no text in UTF-8 without NULs. Rename what it names, or correct the setting."
             )
@@ -106,23 +112,29 @@ def _check_text(words: Iterable[object]) -> None:
 
 def given_in(tree: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = ()) -> frozenset[str]:
     """Return the dotted names of settings that sections and overrides give, without those inside of others."""
-    return frozenset(f"{name}.{key}" for name, keys in laid_over(tree, overrides).items() for key in keys)
+    sections = laid_over(tree, overrides)
+    return frozenset(f"{name}.{key}" for name, keys in sections.items() for key in keys)
 
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return the sections as plain lists, dicts, numbers and text. Written as YAML, they are read back by `load`."""
-    sections = dataclasses.asdict(config)
-    return {
-        name: {key: list(value) if isinstance(value, tuple) else value for key, value in section.items()}
-        for name, section in sections.items()
-    }
+    sections: dict[str, dict[str, Any]] = dataclasses.asdict(config)
+    for section in sections.values():
+        for key, value in section.items():
+            # YAML has no tuples.
+            if isinstance(value, tuple):
+                section[key] = list(value)
+    return sections
 
 
 def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
     """Return the sections of a YAML file. An empty section is an empty dict."""
     tree = read_yaml(path)
     if not isinstance(tree, dict):
-        found = "is empty" if tree is None else f"holds {shown(repr(tree))}"
+        # An empty file is null to YAML.
+        found = "is empty"
+        if tree is not None:
+            found = f"holds {shown(repr(tree))}"
         raise ConfigError(f"{path} {found}; it must hold sections such as `train:` with `steps: 100` below.")
     return _sections(tree, str(path))
 
@@ -131,12 +143,13 @@ def _sections(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
     """Return the sections of a tree that holds nothing else, and only settings that are known."""
     # A file of another trainer has dozens of unknown names, and one remedy.
     _check_trainer(tree, where)
-    names = [str(name) for name in tree]
-    check_known((name for name in names if name not in SECTIONS), where)
+    unknown = [str(name) for name in tree if str(name) not in SECTIONS]
+    check_known(unknown, where)
     check_sections(tree, where)
 
     sections = {name: keys or {} for name, keys in tree.items()}
-    check_known((f"{name}.{key}" for name, keys in sections.items() for key in keys), where)
+    for name, keys in sections.items():
+        check_known([f"{name}.{key}" for key in keys], where)
     return sections
 
 
@@ -159,8 +172,9 @@ def check_sections(tree: Mapping[str, Any], where: str) -> None:
 
 def _check_trainer(tree: Mapping[str, Any], where: str) -> None:
     """Refuse a file that is another trainer's: none of its keys is a section."""
-    names = [str(name) for name in tree]
-    if names and not SECTIONS.keys() & names and OTHER_TRAINERS & set(names):
+    names = {str(name) for name in tree}
+    # A file of ours with one such key in the wrong place has a better message.
+    if not SECTIONS.keys() & names and OTHER_TRAINERS & names:
         raise ConfigError(
             f"{where} is the config of another trainer. `megatier convert {where} --output run.yaml` makes one of "
             "megatier of it."
@@ -186,7 +200,10 @@ def check_units(tiers: Mapping[str, Any], overrides: Sequence[str] = ()) -> None
     # On the command line mounts are one text, and in a file may be a list.
     mounts = found.get("nvme") or ()
     if isinstance(mounts, str):
-        mounts = parse_list(from_text(mounts, tuple) or ())
-    for mount in mounts:
-        _, colon, size = str(mount).rpartition(":")
-        require_unit(f"tiers.nvme: the budget of {shown(str(mount))}", size if colon else None)
+        listed = from_text(mounts, tuple) or ()
+        mounts = parse_list(listed)
+    for mount in map(str, mounts):
+        # A mount without a size may take all that is free.
+        _, colon, size = mount.rpartition(":")
+        if colon:
+            require_unit(f"tiers.nvme: the budget of {shown(mount)}", size)

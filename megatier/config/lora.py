@@ -53,10 +53,14 @@ class LoraConfig(Section):
         """Check each value."""
         self.read()
         self.need_least(rank=1)
-        self.need("alpha", self.alpha is None or self.alpha > 0, "above 0, or null for twice the rank")
+        is_scale = self.alpha is None or self.alpha > 0
+        self.need("alpha", is_scale, "above 0, or null for twice the rank")
         self.need("dropout", 0 <= self.dropout < 1, "from 0 to below 1")
+
         is_some = bool(self.targets or self.target_parameters)
         self.need("targets", is_some, "at least one module, or beside target_parameters")
+
+        # PEFT knows the word only by itself. In a list it would be the end of a name.
         is_alone = ALL_LINEAR not in self.targets or len(self.targets) == 1
         bound = f"{ALL_LINEAR} alone, or names and patterns without it"
         self.need("targets", is_alone, bound)
@@ -71,9 +75,14 @@ class LoraConfig(Section):
 
     def _check_parameters(self) -> None:
         """Refuse what PEFT refuses beside `target_parameters`, in its words, before there is a model."""
-        refused = {"dropout": (self.dropout, "lora_dropout != 0", "0"), "dora": (self.dora, "use_dora=True", "false")}
+        if not self.target_parameters:
+            return
+        refused = {
+            "dropout": (self.dropout, "lora_dropout != 0", "0"),
+            "dora": (self.dora, "use_dora=True", "false"),
+        }
         for key, (value, words, remedy) in refused.items():
-            if self.target_parameters and value:
+            if value:
                 raise ConfigError(
                     f"model.lora.{key} does not go with model.lora.target_parameters: PEFT's lora.ParamWrapper does "
                     f"not work with {words}. Set it to {remedy}, or leave model.lora.target_parameters out."
@@ -90,7 +99,12 @@ class LoraConfig(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain lists, numbers and text."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        settings = asdict(self)
+        for key, value in settings.items():
+            # YAML has no tuples.
+            if isinstance(value, tuple):
+                settings[key] = list(value)
+        return settings
 
     @property
     def scaled_alpha(self) -> float:
@@ -107,7 +121,8 @@ def read_lora(section: ModelConfig) -> None:
     if section.lora is None:
         return
     # With all defaults written out, a stored run keeps its meaning if one of them changes.
-    object.__setattr__(section, "lora", LoraConfig.of(section.lora).to_dict())
+    adapters = LoraConfig.of(section.lora)
+    object.__setattr__(section, "lora", adapters.to_dict())
     base = "the folder or name of a model with model.lora, whose adapters belong to a base that stays as it is"
     section.need("path", section.path is not None, base)
     section.need("frozen", not section.frozen, "empty with model.lora, which freezes the base")

@@ -59,9 +59,11 @@ def meant(
         cutoff: how like a name has to be, from 0 to 1.
     """
     # A name of another trainer, or a key in the wrong section, is as common as a misspelt one.
-    last = name.rpartition(".")[2]
+    _, _, last = name.rpartition(".")
     if last in elsewhere:
         return elsewhere[last]
-    same = [other for other in known if other.rpartition(".")[2] == last]
-    near = same or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    for other in known:
+        if other.rpartition(".")[2] == last:
+            return other
+    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return near[0] if near else None

@@ -48,7 +48,9 @@ class OutputConfig(Section):
         # The tokenizers library writes to no other path, which would be found when the run is over.
         self.need("directory", _is_text(self.directory), "a path in UTF-8")
         every = self.checkpoint_every
-        self.need("checkpoint_every", every == "auto" or every >= 0, "auto or at least 0")
+        is_count = every == "auto" or every >= 0
+        self.need("checkpoint_every", is_count, "auto or at least 0")
+
         self.need_least(savepoint_every=0, keep_checkpoints=1)
 
     @property

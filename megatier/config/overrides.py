@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ def settings_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
         # The text is behind an equals sign, or the next word, which may begin with a minus.
         name, equals, text = word[2:].partition("=")
+        # A nested setting is of a class of transformers, or of adapters, which checks its own names.
         if not is_nested(name):
             check_known([name])
         if not equals:
@@ -80,16 +82,17 @@ def check_known(keys: Iterable[str], where: str | None = None) -> None:
     Raises:
         ConfigError: names the first one.
     """
-    known = {f"{name}.{key}": name for name, section in SECTIONS.items() for key in hints(section)}
+    by_section = {name: [f"{name}.{key}" for key in hints(section)] for name, section in SECTIONS.items()}
+    known = list(itertools.chain.from_iterable(by_section.values()))
     for key in keys:
         if key in known:
             continue
-        owner = key.partition(".")[0]
-        siblings = [name for name, section in known.items() if section == owner] or list(SECTIONS)
         if key in SECTIONS:
-            raise ConfigError(f"{key} is a section; set one of its keys, such as --{siblings[0]}.")
+            raise ConfigError(f"{key} is a section; set one of its keys, such as --{by_section[key][0]}.")
 
         near = meant(key, [*known, *SECTIONS], cutoff=0.5)
+        section, _, _ = key.partition(".")
+        siblings = by_section.get(section, list(SECTIONS))
         hint = f"did you mean {near}?" if near else f"known are {', '.join(siblings)}."
         place = f"{where}: " if where else ""
         raise ConfigError(f"{place}unknown setting {shown(key)}; {hint}")

@@ -25,9 +25,13 @@ def remarks(config: RunConfig, rate: str = "train.learning_rate") -> Iterator[st
         )
 
     for name, (is_idle, why) in _idle(config).items():
-        section, _, key = name.partition(".")
-        value = getattr(getattr(config, section), key)
-        if is_idle and value != type(getattr(config, section)).__dataclass_fields__[key].default:
+        section_name, _, key = name.partition(".")
+        section = getattr(config, section_name)
+        value = getattr(section, key)
+
+        # At its default nobody expects an effect of it.
+        default = type(section).__dataclass_fields__[key].default
+        if is_idle and value != default:
             yield f"{name} is {value} and has no effect, because {why}."
 
 

@@ -79,13 +79,17 @@ class ModelConfig(Section):
                 "give exactly one of model.path (to go on with a model) and model.config (to start anew)."
             )
 
-        self.need("config", self.config is None or "model_type" in self.config, "with a model_type")
-        self.need("frozen", all(name.strip("! ") for name in self.frozen), "without empty names")
+        has_type = self.config is None or "model_type" in self.config
+        self.need("config", has_type, "with a model_type")
+        has_names = all(name.strip("! ") for name in self.frozen)
+        self.need("frozen", has_names, "without empty names")
+
+        # Before other settings are looked at, so that a stored config has all settings of the adapters.
         read_lora(self)
         self.need("saved_share", 0 <= self.saved_share <= 1, "from 0 to 1")
         self.need("loss_chunk", self.loss_chunk >= 1, "at least 1 token")
-        tile = self.tile_tokens
-        self.need("tile_tokens", tile is None or tile >= 1, "at least 1 token, or null for all at once")
+        is_some = self.tile_tokens is None or self.tile_tokens >= 1
+        self.need("tile_tokens", is_some, "at least 1 token, or null for all at once")
         self.need_least(expert_parts=1)
 
     @property
@@ -151,22 +155,26 @@ class TiersConfig(Section):
 
         # `mounts` parses each one, so a wrong size is refused here.
         directories = [mount.directory for mount in self.mounts]
-        self.need("nvme", len(set(directories)) == len(directories), "without repeats")
+        is_each_once = len(set(directories)) == len(directories)
+        self.need("nvme", is_each_once, "without repeats")
+
         # Else the text was parted within a name, and the rest of it is a folder where the process runs.
         kinds = {directory.expanduser().is_absolute() for directory in directories}
         bound = "all absolute or all relative; a directory with a comma goes into a list, such as '[\"/mnt/a,b:5GiB\"]'"
         self.need("nvme", len(kinds) < 2, bound)
         known = {*self.state} & {"gpu", "ram", "nvme"}
-        is_once = 0 < len(self.state) == len(known)
-        self.need("state", is_once, "one or more of gpu, ram, nvme, each once")
+        is_known_once = 0 < len(self.state) == len(known)
+        self.need("state", is_known_once, "one or more of gpu, ram, nvme, each once")
 
         # 12 bytes of state for each of 2,048 elements, a page of bf16, to whose multiples units are padded.
-        self.need("chunk", self.chunk is None or self.chunk >= 24576, "at least 24KiB")
-        io_threads, threads = self.io_threads, self.update_threads
-        self.need("io_threads", io_threads is None or 1 <= io_threads <= 256, "1 to 256")
+        has_a_page = self.chunk is None or self.chunk >= 24576
+        self.need("chunk", has_a_page, "at least 24KiB")
         self.need("streamed_share", 0 <= self.streamed_share <= 1, "from 0 to 1")
         self.need("generations", self.generations in (1, 2, 3), "1, 2 or 3")
-        self.need("update_threads", threads is None or 1 <= threads <= 1024, "1 to 1024")
+
+        for name, most in (("io_threads", 256), ("update_threads", 1024)):
+            count = getattr(self, name)
+            self.need(name, count is None or 1 <= count <= most, f"1 to {most}")
 
     @property
     def mounts(self) -> tuple[MountBudget, ...]:
@@ -255,21 +263,26 @@ class TrainConfig(Section):
         for name in ("learning_rate", "weight_decay", "beta1", "beta2", "momentum", "eps", "clip"):
             check_setting(name, getattr(self, name), f"train.{name}")
 
-        is_narrow = OPTIMIZERS[self.optimizer].narrows or self.moments == "fp32"
-        self.need("moments", is_narrow, f"fp32 with train.optimizer {self.optimizer}, whose state is always fp32")
+        takes_moments = OPTIMIZERS[self.optimizer].narrows or self.moments == "fp32"
+        bound = f"fp32 with train.optimizer {self.optimizer}, whose state is always fp32"
+        self.need("moments", takes_moments, bound)
 
         self.need_least(stall_timeout=0)
         ratio = self.min_learning_rate_ratio
         self.need("min_learning_rate_ratio", 0 <= ratio <= 1, "from 0 to 1")
-        self.need("epochs", self.epochs is None or self.epochs > 0, "above 0, or null for steps")
+        is_some = self.epochs is None or self.epochs > 0
+        self.need("epochs", is_some, "above 0, or null for steps")
 
         # How many steps epochs take is not known yet, and is checked when it is. Steps that are given bound them.
-        is_free = self.epochs is not None and self.steps == type(self).__dataclass_fields__["steps"].default
-        is_short = is_free or self.warmup_steps < self.steps
+        default_steps = type(self).__dataclass_fields__["steps"].default
+        is_counted_later = self.epochs is not None and self.steps == default_steps
+        is_short = is_counted_later or self.warmup_steps < self.steps
         self.need("warmup_steps", is_short, f"below train.steps {self.steps}")
 
-        parts = self.groups * self.slices
-        self.need("batch", self.batch % parts == 0, f"a multiple of groups * slices ({parts})")
+        # Every group and every slice has as many rows as the others.
+        num_slices = self.groups * self.slices
+        is_even = self.batch % num_slices == 0
+        self.need("batch", is_even, f"a multiple of groups * slices ({num_slices})")
 
     def bounded(self, *, steps_given: bool) -> TrainConfig:
         """Return these settings with steps that bound the epochs only if they were given, or are not the default."""
@@ -319,9 +332,12 @@ class RunConfig(Section):
     def __post_init__(self) -> None:
         """Check the settings that depend on those of another section."""
         has_tokenizer = self.model.path is not None or self.data.tokenizer is not None
-        self.data.need("tokenizer", has_tokenizer, 'a tokenizer such as "bytes", because model.config brings none')
+        bound = 'a tokenizer such as "bytes", because model.config brings none'
+        self.data.need("tokenizer", has_tokenizer, bound)
+
+        has_end = not (self.train.epochs and self.data.streaming)
         bound = "null with data.streaming, whose end is not known: set train.steps"
-        self.train.need("epochs", not (self.train.epochs and self.data.streaming), bound)
+        self.train.need("epochs", has_end, bound)
         self._check_generations()
         self._check_borders()
 
@@ -331,14 +347,19 @@ class RunConfig(Section):
         A savepoint keeps one of several generations on NVMe, and notes the checksums by which it is checked later.
         """
         tiers = self.tiers
+        count = tiers.generations
         if not self.output.savepoint_every:
-            tiers.need("generations", tiers.generations < 3, "1 or 2 without output.savepoint_every")
-        elif tiers.nvme:
-            needs = "with output.savepoint_every"
-            waits = self.train.clip is not None or self.numerics.guard
-            tiers.need("generations", tiers.generations > 1, f"2 or 3 {needs}: one of them is kept")
-            tiers.need("checksums", tiers.checksums, f"true {needs}")
-            self.numerics.need("guard", waits, f"true, or train.clip set, {needs}: updates have to wait")
+            tiers.need("generations", count < 3, "1 or 2 without output.savepoint_every")
+            return
+
+        # Without NVMe nothing spills, and a savepoint writes all of the state.
+        if not tiers.nvme:
+            return
+        needs = "with output.savepoint_every"
+        tiers.need("generations", count > 1, f"2 or 3 {needs}: one of them is kept")
+        tiers.need("checksums", tiers.checksums, f"true {needs}")
+        waits = self.train.clip is not None or self.numerics.guard
+        self.numerics.need("guard", waits, f"true, or train.clip set, {needs}: updates have to wait")
 
     def _check_borders(self) -> None:
         """Refuse masks that keep documents apart if the kernels do not take them, or if they cannot be cut."""
@@ -357,11 +378,16 @@ class RunConfig(Section):
 
     def changed(self, settings: Mapping[str, Any]) -> RunConfig:
         """Return the run with other settings, each under its dotted name, such as train.groups."""
-        sections: dict[str, dict[str, Any]] = {}
-        for name, value in settings.items():
-            section, _, key = name.partition(".")
-            sections.setdefault(section, {})[key] = value
-        return replace(self, **{name: replace(getattr(self, name), **keys) for name, keys in sections.items()})
+        by_section: dict[str, dict[str, Any]] = {}
+        for dotted, value in settings.items():
+            name, _, key = dotted.partition(".")
+            by_section.setdefault(name, {})[key] = value
+
+        # All settings of a section at once: one by one, some would be refused beside the old value of another.
+        sections: dict[str, Any] = {}
+        for name, keys in by_section.items():
+            sections[name] = replace(getattr(self, name), **keys)
+        return replace(self, **sections)
 
     @property
     def has_mask(self) -> bool:

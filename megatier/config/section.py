@@ -26,7 +26,7 @@ NULLS = ("null", "Null", "NULL", "~")
 """How YAML writes that there is no value."""
 
 
-class Kind(NamedTuple):
+class TypeWords(NamedTuple):
     """How the values of a type are called."""
 
     short: str
@@ -35,14 +35,14 @@ class Kind(NamedTuple):
     """In messages."""
 
 
-KINDS: dict[Any, Kind] = {
-    bool: Kind("true | false", "true or false"),
-    int: Kind("N", "a whole number below 2**63"),
-    float: Kind("X", "a finite number"),
-    str: Kind("TEXT", "text"),
-    ByteCount: Kind("SIZE", "a size such as 96GiB"),
-    tuple: Kind("LIST", "a list of text ([] for none)"),
-    dict: Kind("KEYS", "keys with values"),
+TYPES: dict[Any, TypeWords] = {
+    bool: TypeWords("true | false", "true or false"),
+    int: TypeWords("N", "a whole number below 2**63"),
+    float: TypeWords("X", "a finite number"),
+    str: TypeWords("TEXT", "text"),
+    ByteCount: TypeWords("SIZE", "a size such as 96GiB"),
+    tuple: TypeWords("LIST", "a list of text ([] for none)"),
+    dict: TypeWords("KEYS", "keys with values"),
 }
 
 
@@ -65,10 +65,11 @@ class Section:
         """
         known = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every section is a dataclass
         for name in given:
-            if name not in known:
-                near = meant(name, known)
-                hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}."
-                raise ConfigError(f"unknown setting {cls.dotted(shown(name))}; {hint}")
+            if name in known:
+                continue
+            near = meant(name, known)
+            hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}."
+            raise ConfigError(f"unknown setting {cls.dotted(shown(name))}; {hint}")
 
         made = super().__new__(cls)
         object.__setattr__(made, "given", frozenset(given))
@@ -91,10 +92,10 @@ class Section:
         section: Any = type(self)
         for key, hint in hints(section).items():
             value = getattr(self, key)
-            kinds = kinds_of(hint)
-            if value is None and NoneType in kinds:
+            types = types_of(hint)
+            if value is None and NoneType in types:
                 continue
-            kept = _kept(value, kinds)
+            kept = _kept(value, types)
             if kept is None:
                 found = "null" if value is None else told(value)
                 raise ConfigError(
@@ -111,7 +112,10 @@ class Section:
             ConfigError: names setting, value and bound.
         """
         value = getattr(self, key)
-        require(holds, self.dotted(key), list(value) if isinstance(value, tuple) else value, bound)
+        # As somebody wrote it: YAML has lists.
+        if isinstance(value, tuple):
+            value = list(value)
+        require(holds, self.dotted(key), value, bound)
 
     def need_least(self, **least: int) -> None:
         """Refuse numbers that are below their least ones, which are given by the names of the fields.
@@ -123,22 +127,28 @@ class Section:
             self.need(key, getattr(self, key) >= bound, f"at least {bound}")
 
 
-def _kept(value: Any, kinds: list[Any]) -> Any:  # noqa: ANN401  a setting is of any type
-    """Return a value as a setting of these kinds keeps it; None: it takes no such value."""
-    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+def _kept(value: Any, types: list[Any]) -> Any:  # noqa: ANN401  a setting is of any type
+    """Return a value as a setting of these types keeps it; None: it takes no such value."""
+    choices: list[Any] = []
+    for each in types:
+        if get_origin(each) is Literal:
+            choices += get_args(each)
     if isinstance(value, str) and choices:
         return value if value in choices else None
-    with suppress(ConfigError):
-        if ByteCount in kinds:
-            return byte_count("", value)
-        if int in kinds or float in kinds:
-            return number("", value, whole=int in kinds)
 
-    if tuple in kinds:
+    # What is no number may be a value of another type of the setting.
+    with suppress(ConfigError):
+        if ByteCount in types:
+            return byte_count("", value)
+        if int in types or float in types:
+            return number("", value, whole=int in types)
+
+    if tuple in types:
         words = [value] if isinstance(value, str) else value
-        is_text = isinstance(words, list | tuple) and all(isinstance(word, str) for word in words)
+        is_list = isinstance(words, list | tuple)
+        is_text = is_list and all(isinstance(word, str) for word in words)
         return parse_list(value) if is_text else None
-    plain = tuple(kind for kind in kinds if kind in (bool, str, dict))
+    plain = tuple(each for each in types if each in (bool, str, dict))
     return value if isinstance(value, plain) else None
 
 
@@ -149,28 +159,39 @@ def hints(section: type[Any]) -> dict[str, Any]:
     return {item.name: found[item.name] for item in fields(section)}
 
 
-def kinds_of(hint: Any) -> list[Any]:  # noqa: ANN401  type hints have no common type
+def types_of(hint: Any) -> list[Any]:  # noqa: ANN401  type hints have no common type
     """Return the types that a setting takes: those of a union each, without what tuples and dicts hold."""
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return [part if get_origin(part) in (Literal, Annotated) else get_origin(part) or part for part in parts]
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    types = []
+    for member in members:
+        # Of these two what they hold is the type: the choices, and that a number is one of bytes.
+        is_whole = get_origin(member) in (Literal, Annotated)
+        types.append(member if is_whole else get_origin(member) or member)
+    return types
 
 
 def in_help(hint: Any) -> str:  # noqa: ANN401
     """Return a word for the values that a setting takes."""
-    kinds = [kind for kind in kinds_of(hint) if kind is not NoneType]
-    return " | ".join(KINDS[kind].short if kind in KINDS else " | ".join(get_args(kind)) for kind in kinds)
+    words: list[str] = []
+    for each in types_of(hint):
+        if each in TYPES:
+            words.append(TYPES[each].short)
+        elif each is not NoneType:
+            words += get_args(each)
+    return " | ".join(words)
 
 
 def in_message(hint: Any) -> str:  # noqa: ANN401
     """Return in words what a setting takes."""
-    kinds = kinds_of(hint)
-    words = [text for kind in kinds if kind is not NoneType for text in _words(kind)]
+    types = types_of(hint)
+    words: list[str] = []
+    for each in types:
+        if each in TYPES:
+            words.append(TYPES[each].words)
+        elif each is not NoneType:
+            words += get_args(each)
     said = in_words(tuple(words)) if len(words) > 1 else words[0]
-    return f"{said}, or null" if NoneType in kinds else said
-
-
-def _words(kind: Any) -> tuple[str, ...]:  # noqa: ANN401
-    return (KINDS[kind].words,) if kind in KINDS else get_args(kind)
+    return f"{said}, or null" if NoneType in types else said
 
 
 def from_text(text: str, hint: Any) -> Any:  # noqa: ANN401
@@ -178,14 +199,17 @@ def from_text(text: str, hint: Any) -> Any:  # noqa: ANN401
 
     What is no value of the type comes back as it is or as YAML sees it, for the section to refuse.
     """
-    kinds = kinds_of(hint)
-    if kinds == [str]:
+    types = types_of(hint)
+    # A name may be the word null.
+    if types == [str]:
         return text
     if text in NULLS:
         return None
 
     # A list may be written as YAML, too. Text without brackets is none: a pattern such as *.norm would be an alias.
-    is_yaml = text.lstrip().startswith("[") if tuple in kinds else not {str, ByteCount} & set(kinds)
+    is_yaml = not {str, ByteCount} & set(types)
+    if tuple in types:
+        is_yaml = text.lstrip().startswith("[")
     with suppress(ConfigError):
         value = parse_yaml(text) if is_yaml else text
         return text if value is None else value
@@ -202,7 +226,9 @@ def field_docs(section: type[Any]) -> dict[str, str]:
     for statement, doc in itertools.pairwise(tree.body):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
-        text = doc.value.value if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) else None
+        if not isinstance(doc, ast.Expr) or not isinstance(doc.value, ast.Constant):
+            continue
+        text = doc.value.value
         if isinstance(text, str):
             line = " ".join(text.split())
             docs[statement.target.id] = line.replace("None:", "null:").replace("False:", "false:")
@@ -218,11 +244,12 @@ class Explained:
 
     def __get__(self, instance: object, section: Any) -> str:  # noqa: ANN401
         """Return the docstring with a paragraph for each field, in the order of the fields."""
-        paragraphs = [
-            textwrap.fill(f"{key}: {doc}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
-            for key, doc in field_docs(section).items()
-        ]
-        return "\n".join([f"{self.first}\n\nAttributes:", *paragraphs])
+        # Made here and not when the class is: every import would parse the source.
+        paragraphs = [f"{self.first}\n\nAttributes:"]
+        for key, doc in field_docs(section).items():
+            paragraph = textwrap.fill(f"{key}: {doc}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
+            paragraphs.append(paragraph)
+        return "\n".join(paragraphs)
 
 
 Made = TypeVar("Made", bound=type[Section])

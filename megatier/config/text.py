@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from megatier.config.schema import SECTIONS
-from megatier.config.section import hints, kinds_of
+from megatier.config.section import hints, types_of
 from megatier.config.values import ByteCount
 from megatier.errors import UNITS
 
@@ -30,8 +30,9 @@ class _Dumper(yaml.SafeDumper):
         The reader takes 2e-5 for a number, but PyYAML for text. Characters that cannot be printed come back only if
         they are quoted.
         """
-        is_quoted = not text.isprintable() or re.fullmatch(r"[-+.]?[\d_][-+.\d_:eE]*", text)
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if is_quoted else None)
+        is_like_a_number = re.fullmatch(r"[-+.]?[\d_][-+.\d_:eE]*", text)
+        style = '"' if is_like_a_number or not text.isprintable() else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(list, _Dumper.list_node)
@@ -61,9 +62,12 @@ def write(sections: Mapping[str, Mapping[str, Any]], names: Collection[str], rem
 
         lines.append(f"{name}:")
         for key in keys:
+            # A mapping takes several lines, of which the first one has the remark.
             first, *rest = _lines(section, key, sections[name][key])
             remark = remarks.get(f"{name}.{key}")
-            lines += [f"{first}  # {remark}" if remark else first, *rest]
+            if remark:
+                first = f"{first}  # {remark}"
+            lines += [first, *rest]
 
     # An empty document would be null, and not a mapping.
     return "\n".join(lines or ["{}"]) + "\n"
@@ -73,21 +77,24 @@ def _lines(section: type[Any], key: str, value: object) -> Iterator[str]:
     if isinstance(value, int) and _is_size(section, key):
         value = exact_size(value)
     text = dump({key: value})
-    yield from textwrap.indent(text, INDENT).splitlines()
+    indented = textwrap.indent(text, INDENT)
+    yield from indented.splitlines()
 
 
 def _is_size(section: Any, key: str) -> bool:  # noqa: ANN401
     """Return whether a setting is a number of bytes."""
-    return ByteCount in kinds_of(hints(section)[key])
+    return ByteCount in types_of(hints(section)[key])
 
 
 def options(settings: Mapping[str, Any]) -> str:
     """Settings by dotted name as options of the command line, with units."""
     words = []
     for dotted, value in settings.items():
-        section, _, key = dotted.partition(".")
-        is_size = value is not None and _is_size(SECTIONS[section], key)
-        written = exact_size(value) if is_size else value
+        name, _, key = dotted.partition(".")
+        section = SECTIONS[name]
+        written = value
+        if value is not None and _is_size(section, key):
+            written = exact_size(value)
         words.append(f"--{dotted} {written}")
     return " ".join(words)
 

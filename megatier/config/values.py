@@ -76,6 +76,7 @@ def parse_bytes(text: str) -> int:
     # No unit has an E, which is an exponent's.
     words = text.strip().lower()
     match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?(?:e\d{1,2})?)\s*([a-df-z]*)", words)
+    # The pattern bounds the digits, of which Python takes no more than some thousands.
     if match is None or match[2] not in BYTE_UNITS:
         raise ConfigError(f"{text!r} is no byte size; write 96GiB, 500MB or a plain number of bytes")
 
@@ -99,7 +100,9 @@ def require_unit(name: str, written: object) -> None:
         ConfigError: names the spellings.
     """
     text = told(written, str).strip().lower()
-    if re.fullmatch(r"[0-9]{1,20}(\.[0-9]{1,20})?(e[0-9]{1,2})?", text) and 0 < float(text) < 1 << 20:
+    is_plain = re.fullmatch(r"[0-9]{1,20}(\.[0-9]{1,20})?(e[0-9]{1,2})?", text)
+    # 0 needs no unit.
+    if is_plain and 0 < float(text) < 1 << 20:
         raise ConfigError(
             f"{name} is {text}, and a number without a unit is bytes. Write {text}GiB, or {text}B if you mean bytes."
         )
@@ -199,11 +202,13 @@ def _check_unfolded(root: yaml.Node | None) -> None:
         if isinstance(node, yaml.MappingNode):
             _check_keys(node)
         if isinstance(node, yaml.CollectionNode):
+            # A mapping has pairs of nodes, its keys and values.
             inner = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
             waiting.extend((item, depth + 1) for item in inner)
 
         count += 1
-        num_characters += len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+        if isinstance(node, yaml.ScalarNode):
+            num_characters += len(node.value)
         if count > YAML_VALUES_MAX or depth > YAML_DEPTH_MAX or num_characters > YAML_CHARACTERS_MAX:
             raise ConfigError(TOO_MUCH)
 
@@ -277,8 +282,9 @@ def number(
 
     # NaN is in no range.
     limit = WHOLE_MAX if whole else sys.float_info.max
+    is_number = found is not None and -limit <= found <= limit
     kind = "a whole number below 2**63" if whole else "a finite number"
-    require(found is not None and -limit <= found <= limit, name, value, ", ".join(filter(None, (kind, bound))))
+    require(is_number, name, value, f"{kind}, {bound}" if bound else kind)
     assert found is not None
     require(least <= found <= most, name, value, bound)
     return found
@@ -295,6 +301,7 @@ def byte_count(name: str, value: Any) -> int:  # noqa: ANN401 - whatever somebod
             value = parse_bytes(value)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
+    # A whole float is a size: 1e9 is one in YAML.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     found: int = number(name, value, "bytes, at least 0", least=0, whole=True)
@@ -316,6 +323,7 @@ def check_setting(name: str, value: object, shown: str = "") -> None:
     """
     shown = shown or name
     if name == "betas":
+        # Text is a sequence as well, of letters.
         pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
         require(len(pair) == 2, shown, value, "two numbers")
         for beta in pair:
