@@ -156,10 +156,15 @@ def _refuse(words: str) -> int:
 
 def _refused(error: OSError) -> str:
     """Return a sentence about what the system refused, and what to do."""
-    place = "the system" if error.filename is None else shown(str(error.filename), 200)
+    # Python asks for the working directory without naming it.
     if error.errno == errno.ENOENT and error.filename is None:
         return "the working directory is gone. Change to one that is there."
-    remedy = REMEDIES.get(error.errno or 0) or SYSTEM.get(error.errno or 0, "--debug shows where.")
+
+    number = error.errno or 0
+    remedy = REMEDIES.get(number) or SYSTEM.get(number, "--debug shows where.")
+    place = "the system"
+    if error.filename is not None:
+        place = shown(str(error.filename), 200)
     return f"{place}: {error.strerror}. {remedy}"
 
 
@@ -183,7 +188,8 @@ def _run(words: Sequence[str]) -> int:
         return _refuse("transformers needs docstrings. Unset PYTHONOPTIMIZE, or run python without -OO.")
 
     # Imported here, so that --help is fast, and doctor runs even if another command cannot be imported.
-    return int(importlib.import_module(f"megatier.cli.{command}").run(rest))
+    module = importlib.import_module(f"megatier.cli.{command}")
+    return int(module.run(rest))
 
 
 Handlers = dict[signal.Signals, Any]
@@ -198,8 +204,12 @@ def _catch_signals() -> Handlers:
     # Python lets the main thread alone set handlers.
     if threading.current_thread() is not threading.main_thread():
         return {}
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    before: Handlers = {}
+    for number in SIGNALS:
+        # None: a handler that was not set from Python, which could not be put back.
+        handler = signal.getsignal(number)
+        if handler not in (signal.SIG_IGN, None):
+            before[number] = handler
     _handle(dict.fromkeys(before, _interrupt))
     return before
 

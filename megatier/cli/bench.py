@@ -117,7 +117,8 @@ def _end(
         say(console, "note: some mounts share a device, so a plan counts a share of its rates for each")
 
     # Figures that are not to be believed are printed, but no plan is made from them.
-    rates_file = _keep(console, dataclasses.replace(rates, drives=tuple(d.rates for d in drives if not d.flags)), links)
+    believed = tuple(drive.rates for drive in drives if not drive.flags)
+    rates_file = _keep(console, dataclasses.replace(rates, drives=believed), links)
     report = _report(machine_facts(device), rates, drives, links, between)
     _write(console, options, report, partial(draw, drives, links))
     if options.json:
@@ -132,7 +133,10 @@ def _write(console: Console, options: argparse.Namespace, report: dict[str, Any]
         say(console, f"figures written to {options.output}")
     if options.picture is not None:
         facts = report["machine"]
-        machine = ", ".join([facts["processor"], f"{facts['cores']} cores", *facts["gpus"]])
+        cores = f"{facts['cores']} cores"
+        machine = ", ".join([facts["processor"], cores, *facts["gpus"]])
+
+        # A picture is looked at elsewhere, so it says which machine was measured, and when.
         picture = draw(f"megatier bench, {datetime.now(UTC):%Y-%m-%d}: {machine}")
         write_text(options.picture, picture, "--picture FILE.svg")
         say(console, f"picture written to {options.picture}")
@@ -215,10 +219,12 @@ def _threads(text: str) -> list[int]:
 def _mounts(texts: Sequence[str], num_bytes: int) -> list[MountBudget]:
     """Return the mounts that are named, each with a size: its own, or so many bytes."""
     words = [word for text in texts for word in text.split(",") if word]
-    given = [parse_mount(word, "--nvme") for word in words]
-    mounts = [
-        MountBudget(mount.directory, num_bytes if mount.num_bytes is None else mount.num_bytes) for mount in given
-    ]
+    mounts: list[MountBudget] = []
+    for word in words:
+        mount = parse_mount(word, "--nvme")
+        if mount.num_bytes is None:
+            mount = MountBudget(mount.directory, num_bytes)
+        mounts.append(mount)
 
     if len({mount.directory.resolve() for mount in mounts}) < len(mounts):
         raise ConfigError(f"--nvme names a directory twice: {', '.join(words)}. Name each drive once.")
@@ -239,18 +245,19 @@ def _print_drive(console: Console, drive: DriveFigures) -> None:
     for name, flow in drive.flows.items():
         table.add_row(name, _rate(flow.bytes_per_s), f"{flow.p50_ms:.1f} ms", f"{flow.p99_ms:.1f} ms")
     if windows := drive.mixed.windows:
-        table.add_row("mixed, as it wavers", f"{_rate(min(windows))} to {_rate(max(windows))}", "", "")
+        table.add_row("mixed, as it wavers", _range(windows), "", "")
     if drive.first_write_bytes_per_s is not None:
         table.add_row("first write", _rate(drive.first_write_bytes_per_s), "", "")
     if steps := drive.sustained_bytes_per_s:
-        table.add_row("sustained write", f"{_rate(min(steps))} to {_rate(max(steps))}", "", "")
+        table.add_row("sustained write", _range(steps), "", "")
         found = "no knee" if drive.knee_bytes is None else f"after {mib(drive.knee_bytes)}"
         table.add_row("write cache ends", found, "", "")
     if drive.io_threads is not None:
-        tried = "; ".join(
-            f"{n}: {_rate(mixed)} mixed, {_rate(write)} write" for n, (mixed, write) in drive.trials.items()
-        )
-        table.caption = f"with {drive.io_threads} I/O threads each way" + (f" (short trials: {tried})" if tried else "")
+        trials = []
+        for count, (mixed, write) in drive.trials.items():
+            trials.append(f"{count}: {_rate(mixed)} mixed, {_rate(write)} write")
+        tried = f" (short trials: {'; '.join(trials)})" if trials else ""
+        table.caption = f"with {drive.io_threads} I/O threads each way{tried}"
     _print(console, table, drive.notes, drive.flags)
 
 
@@ -260,25 +267,35 @@ def _print_links(console: Console, links: LinkFigures) -> None:
         table.add_row(escape(name), _rate(alone), _rate(both))
     table.add_section()
     for update in links.updates:
-        words = f"AdamW, {update.threads} thread{'s' if update.threads > 1 else ''}"
-        table.add_row(words, _parameters(update.parameters_per_s), _parameters(update.shared_parameters_per_s))
+        plural = "s" if update.threads > 1 else ""
+        by_itself = _parameters(update.parameters_per_s)
+        beside_others = _parameters(update.shared_parameters_per_s)
+        table.add_row(f"AdamW, {update.threads} thread{plural}", by_itself, beside_others)
         table.add_row("  of RAM", _rate(update.memory_bytes_per_s), _rate(update.shared_memory_bytes_per_s))
     table.add_section()
+
+    dtype = "fp32"
     if links.device == "cuda":
+        dtype = "bf16"
         table.add_row("AdamW on the GPU", _parameters(links.gpu_update_parameters_per_s), "")
-    dtype = "bf16" if links.device == "cuda" else "fp32"
     table.add_row(f"{dtype} product", f"{links.matmul_flops_per_s / 1e9:,.0f} GFLOP/s", "")
     _print(console, table, links.notes, links.flags)
 
 
 def _print_ranks(console: Console, between: RankFigures) -> None:
     hosts = f" on {between.hosts} hosts" if between.hosts > 1 else ""
+    title = f"links between {between.ranks} ranks{hosts}"
+    table = Table(title, "a rank receives", title_justify="left")
+
+    # Its own shard a rank has already.
     moved = between.layer_bytes * (between.ranks - 1) / between.ranks
-    table = Table(f"links between {between.ranks} ranks{hosts}", "a rank receives", title_justify="left")
-    table.add_row("gather", _rate(moved / between.gather_seconds))
-    table.add_row("scatter", _rate(moved / between.scatter_seconds))
+    gathered = moved / between.gather_seconds
+    scattered = moved / between.scatter_seconds
+    table.add_row("gather", _rate(gathered))
+    table.add_row("scatter", _rate(scattered))
     table.add_row("compute loses, of their time", f"{between.slowdown:.0%}")
-    table.caption = f"by {between.way}" + (f" ({escape(between.why)})" if between.why else "")
+    why = f" ({escape(between.why)})" if between.why else ""
+    table.caption = f"by {between.way}{why}"
     console.print(table)
 
 
@@ -292,6 +309,10 @@ def _print(console: Console, table: Table, notes: Sequence[str], flags: Sequence
 
 def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
+def _range(bytes_per_s: Sequence[float]) -> str:
+    return f"{_rate(min(bytes_per_s))} to {_rate(max(bytes_per_s))}"
 
 
 def _parameters(per_s: float) -> str:
@@ -323,11 +344,19 @@ def _report(
     between: RankFigures | None,
 ) -> dict[str, Any]:
     """Return all that was measured, and on which machine."""
-    software = {name: _version(name) for name in ("megatier", "torch")} | {"python": platform.python_version()}
-    memory = {"ram_available_bytes": hardware.ram_available_bytes(), "huge_pages": hardware.transparent_huge_pages()}
+    # What figures of two days may differ by, besides the machine itself.
+    machine = {
+        **facts,
+        "ram_available_bytes": hardware.ram_available_bytes(),
+        "huge_pages": hardware.transparent_huge_pages(),
+        "kernel": platform.release(),
+        "megatier": _version("megatier"),
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+    }
     return {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": facts | memory | {"kernel": platform.release()} | software,
+        "machine": machine,
         "rates": as_dict(rates),
         "drives": [
             dataclasses.asdict(drive)

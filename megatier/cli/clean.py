@@ -51,10 +51,13 @@ def _line(leftover: Leftover, *, removed: bool) -> str:
 
     age = format_seconds(leftover.age_s)
     size = mib(leftover.num_bytes)
+
+    # The note is a file, in which anything may stand.
     note = leftover.note
     owner = f", of {shown(note.owner)}, begun {shown(note.began)}" if note is not None else ""
     savepoint = ", with a run's savepoint" if leftover.has_savepoint else ""
-    return f"{leftover.path}: {size}, last written {age} ago{owner}{savepoint}{', removed' if removed else ''}"
+    end = ", removed" if removed else ""
+    return f"{leftover.path}: {size}, last written {age} ago{owner}{savepoint}{end}"
 
 
 def _summary(directories: Sequence[Path], found: Sequence[Leftover], *, removed: bool) -> str:

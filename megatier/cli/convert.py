@@ -45,6 +45,7 @@ def run(argv: Sequence[str]) -> int:
     add_config_output(parser)
 
     options, overrides = parser.parse_known_args(argv)
+    # With --overwrite the only copy of what was converted would be gone.
     exist = options.output.exists() and options.file.exists()
     if options.overwrite and exist and options.output.samefile(options.file):
         raise ConfigError(f"{options.output} is the file that is converted. Name another --output CONFIG.yaml.")
@@ -92,17 +93,24 @@ def _summary(made: Conversion, output: Path) -> Iterator[str]:
     said = ", ".join(f"{counts[outcome]} {title}" for outcome, title in TITLES.items() if counts[outcome])
     yield f"{output} is written, from {made.trainer}'s {made.source}. Keys: {said or 'none'}."
 
-    if differing := [finding for finding in made.findings if finding.differs]:
+    # A file of another trainer has dozens of keys, of which these alone ask for a decision.
+    differing = [finding for finding in made.findings if finding.differs]
+    if differing:
         yield f"By these the numbers may differ from those of a run of {made.trainer}:"
-        yield from (f"  {finding}" for finding in differing)
-    if others := len(made.findings) - len(differing):
-        yield f"{others} {'other stands' if others == 1 else 'others stand'} in the file, as comments at its end."
+    for finding in differing:
+        yield f"  {finding}"
+
+    num_others = len(made.findings) - len(differing)
+    if num_others:
+        stand = "other stands" if num_others == 1 else "others stand"
+        yield f"{num_others} {stand} in the file, as comments at its end."
 
 
 def _account(findings: Sequence[Finding]) -> Iterator[str]:
     """What became of every key."""
     for outcome, title in TITLES.items():
-        if lines := [f"  {finding}" for finding in findings if finding.outcome == outcome]:
+        lines = [f"  {finding}" for finding in findings if finding.outcome == outcome]
+        if lines:
             yield f"{title.capitalize()}:"
             yield from lines
 

@@ -151,11 +151,15 @@ def _extra(name: str, wanted: str) -> Check:
     except importlib.metadata.PackageNotFoundError:
         return _ok(what, f"not installed: pip install 'megatier[{name}]'")
 
-    # Numbers alone: whatever a version has behind them does not matter to a least one.
-    numbers, needed = (tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (found, least))
-    if numbers < needed:
+    if _numbers(found) < _numbers(least):
         return _warn(what, f"{found}, and {least} is the least", f"pip install 'megatier[{name}]'")
     return _ok(what, found)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the first three numbers of a version, by which a least one is decided."""
+    # What stands behind them does not matter, such as rc1 or +cu130.
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def _package(name: str) -> Check:
@@ -286,6 +290,7 @@ def _ram() -> Check:
 
 
 def _memlock() -> Check:
+
     limit = hardware.memlock_limit_bytes()
     if limit is None:
         return _ok("memlock", "no limit")

@@ -73,6 +73,7 @@ def run(argv: Sequence[str]) -> int:
     if find_local(options.model) is not None:
         _check_model(made.model)
     else:
+        # Nothing is downloaded to write a file.
         print(f"{options.model} is no folder here, so it is taken for a model on the hub, which is not looked at now")
     sections = config_file.to_dict(made)
     text = HEAD.format(path=options.output) + config_text.write(sections, settings, _remarks(settings))
@@ -100,7 +101,9 @@ def _data(given: str) -> dict[str, Any]:
     Raises:
         DataError: there is no such file, its first record cannot be read, or a run would refuse it.
     """
-    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not Path(given).exists() and DATASET_INFO not in given
+    # A path that is there wins, as it does with transformers and datasets.
+    is_like_an_id = re.fullmatch(r"[\w.-]+/[\w.-]+", given) is not None
+    is_hub_id = is_like_an_id and not Path(given).exists() and DATASET_INFO not in given
     if is_hub_id and given != PYTHON_STDLIB:
         return {"data.dataset": given}
 
@@ -126,8 +129,13 @@ def _length(model: str) -> int:
     if folder is None:
         return LENGTH
     found = read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, ConfigError)
-    most = [found.get(name) for name in ("max_position_embeddings", "n_positions")]
-    return min([LENGTH, *(count for count in most if isinstance(count, int) and count >= 2)])
+    length = LENGTH
+    # GPT-2 and its like have the second name.
+    for name in ("max_position_embeddings", "n_positions"):
+        count = found.get(name)
+        if isinstance(count, int) and count >= 2:
+            length = min(length, count)
+    return length
 
 
 def _tiers(nvme: str) -> dict[str, Any]:

@@ -57,8 +57,10 @@ def write_config(path: Path, text: str, *, overwrites: bool) -> None:
     Raises:
         ConfigError: there is a file of this name that is to stay, or it cannot be written.
     """
+    # Opened only if it is new, rather than looked for first: another command may write it meanwhile.
+    mode = "w" if overwrites else "x"
     try:
-        with path.open("w" if overwrites else "x", encoding="utf-8") as file:
+        with path.open(mode, encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         raise ConfigError(

@@ -46,6 +46,7 @@ def run(argv: Sequence[str]) -> int:
         loaded = replace(loaded, train=replace(loaded.train, groups=world.ranks))
     here = options.machine is None
     elsewhere = None if here else _elsewhere(loaded, options.machine, searches=options.search)
+    # Remarks go past stdout, which may be read as JSON.
     console = Console(stderr=True)
     if here:
         # A run with such texts would be refused, whatever fits.
@@ -243,7 +244,9 @@ def _bytes_table(plan: Plan) -> Table:
     table = figure_table("what lies where", "bytes", *budgets)
 
     other = {tier: plan.placement.other_bytes.get(tier, 0) for tier in budgets}
-    rows = {str(kind): {tier: plan.state_bytes.get((tier, kind), 0) for tier in budgets} for kind in STATE_KINDS}
+    rows: dict[str, Mapping[Tier, int]] = {}
+    for kind in STATE_KINDS:
+        rows[str(kind)] = {tier: plan.state_bytes.get((tier, kind), 0) for tier in budgets}
     rows["slots, gradients"] = other
     rows["in all"] = {tier: plan.placement.state_bytes.get(tier, 0) + other[tier] for tier in budgets}
     rows["budget"] = budgets
@@ -261,10 +264,11 @@ def _time_table(plan: Plan) -> Table:
     for lane, alone in made.alone_seconds.items():
         if not alone:
             continue
+        # Compute and updates move nothing.
         moved = made.moved_bytes.get(lane, 0)
+        moves = mib(round(moved)) if moved else "-"
         busy = made.busy_seconds[lane]
-        figures = format_seconds(alone), format_seconds(busy), format_share(busy, made.seconds)
-        table.add_row(lane, mib(round(moved)) if moved else "-", *figures)
+        table.add_row(lane, moves, format_seconds(alone), format_seconds(busy), format_share(busy, made.seconds))
     return table
 
 
@@ -343,7 +347,11 @@ def _saves(plan: Plan, taken: str) -> Iterator[str]:
     if plan.generation_bytes:
         sizes = [f"{mib(size)} ({use})" for use, size in plan.generation_bytes.items()]
         yield f"With tiers.generations NVMe also holds {', '.join(sizes)}."
-        words = "" if plan.savepoint_seconds is None else f" and takes {format_seconds(plan.savepoint_seconds)}"
+
+        # No drive is known to say how long.
+        words = ""
+        if plan.savepoint_seconds is not None:
+            words = f" and takes {format_seconds(plan.savepoint_seconds)}"
         yield f"A savepoint writes {mib(plan.savepoint_bytes)}{words}; the rest stays where it lies on NVMe."
 
 
@@ -351,7 +359,9 @@ def _bound(plan: Plan) -> str:
     """Return what a step takes longest for: a lane, or the host, if even that lane works for less time."""
     alone = plan.forecast.alone_seconds
     bound = plan.forecast.bound_by
-    by_host = bound in alone and alone.get("host", 0.0) > alone[bound]  # drives stand under one name, for all queues
+
+    # Drives stand under one name, for all queues, and have no time of their own here.
+    by_host = bound in alone and alone.get("host", 0.0) > alone[bound]
     return "the host, which prepares and ends each step" if by_host else bound
 
 

@@ -69,8 +69,10 @@ def settings() -> Iterator[str]:
 
         for key, hint in hints(section).items():
             default = section.__dataclass_fields__[key].default
-            default = (",".join(default) or "none") if isinstance(default, tuple) else default
             said = "null" if default is None else str(default).lower()
+            # A list is written with commas on the command line.
+            if isinstance(default, tuple):
+                said = ",".join(default).lower() or "none"
             yield f"  --{name}.{key}  {in_help(hint)}  ({said})"
             yield textwrap.fill(docs[key], 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
 

@@ -50,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.train.verify import verify
 
+    # Past /tmp, which is RAM on many systems: the drive is a part of what is tried.
     choices = {"is_quick": options.quick, "optimizer": options.optimizer}
     if options.directory is not None:
         return 0 if verify(options.device, options.directory, Console(), **choices) else 1

@@ -34,6 +34,7 @@ class AxolotlTraining(ProgramTraining):
 
         Axolotl would save the model in the signal's handler, wherever its threads are then.
         """
+        # Axolotl has set its handler by now, and Python lets no other thread set one.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return super().train(*args, **kwargs)
@@ -74,7 +75,8 @@ class MegatierPlugin(BasePlugin):
         """Return Axolotl's trainer over a streamed model."""
         from axolotl.core.trainers import AxolotlTrainer
 
-        dtype = torch.bfloat16 if cfg.torch_dtype is torch.bfloat16 else torch.float32
+        is_bf16 = cfg.torch_dtype is torch.bfloat16
+        dtype = torch.bfloat16 if is_bf16 else torch.float32
         section = read_section(cfg.get(SECTION))
         opening = Opening(section, dtype, self._opened)
         return over(AxolotlTrainer, opening, AxolotlTraining)

@@ -39,16 +39,22 @@ def run(arguments: Mapping[str, Any] | None = None, callbacks: Sequence[Any] = (
     given = tuner.read_args(dict(arguments) if arguments is not None else None)
     if not isinstance(given, dict):
         raise ConfigError("name a file of arguments first: python -m megatier.plugins.llama_factory config.yaml")
+    # Taken out, since LLaMA-Factory refuses keys that it does not know.
     section = read_section(given.pop(SECTION, None))
     check_llama_factory(given)
 
-    dtype = torch.bfloat16 if given.get("bf16") or given.get("pure_bf16") else torch.float32
+    is_bf16 = given.get("bf16") or given.get("pure_bf16")
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
     with ExitStack() as opened:
         opening = Opening(section, dtype, opened)
-        opened.enter_context(exchanged(vars(tuner), get_train_args=on_meta(tuner.get_train_args)))
+        reader = on_meta(tuner.get_train_args)
+        opened.enter_context(exchanged(vars(tuner), get_train_args=reader))
+
+        # In the workflow, which has imported the trainer by its name.
         for stage, name in TRAINERS.items():
             workflow = _load(f"llamafactory.train.{stage}.workflow")
-            opened.enter_context(exchanged(vars(workflow), **{name: over(getattr(workflow, name), opening)}))
+            streamed = over(getattr(workflow, name), opening)
+            opened.enter_context(exchanged(vars(workflow), **{name: streamed}))
         tuner.run_exp(given, list(callbacks))
 
 
@@ -58,7 +64,9 @@ def on_meta(read: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(read)
     def reading(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - LLaMA-Factory's
         found = read(*args, **kwargs)
-        found[0].device_map = {"": "meta"}
+        # The arguments of the model come first. LLaMA-Factory sets their device as it reads them, so it is set after.
+        model_args = found[0]
+        model_args.device_map = {"": "meta"}
         return found
 
     return reading

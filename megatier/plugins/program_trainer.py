@@ -74,12 +74,18 @@ class ProgramTraining(StreamedTraining):
         settings = self.given(model, *args, **kwargs)["args"]
         base: Any = loaded
         folder = resolve(base.name_or_path)
+
+        # transformers opens the file past us, so it is noted here, and compared when the weights are read.
         note(folder / CONFIG_FILE)
         check_config(base.config, AutoConfig.from_pretrained(folder))
         # With adapters all of the base is frozen anyway.
-        frozen = [] if adapters else [name for name, one in loaded.named_parameters() if not one.requires_grad]
+        frozen: list[str] = []
+        if not adapters:
+            frozen = [name for name, parameter in loaded.named_parameters() if not parameter.requires_grad]
+
         # Programs ask for it on the model, by the arguments, or by both.
-        runs_again = any(getattr(module, "gradient_checkpointing", False) for module in loaded.modules())
+        is_asked_of_modules = any(getattr(module, "gradient_checkpointing", False) for module in loaded.modules())
+        recomputes = is_asked_of_modules or settings.gradient_checkpointing
 
         chosen = {"seed": settings.seed, **self.opening.section}
         tiers = read_tiers(chosen.pop("tiers", None))
@@ -87,7 +93,7 @@ class ProgramTraining(StreamedTraining):
         chosen |= {
             "compute_dtype": self.opening.compute_dtype,
             "attention": base.config._attn_implementation,
-            "activations": "recompute" if runs_again or settings.gradient_checkpointing else "keep",
+            "activations": "recompute" if recomputes else "keep",
             "frozen": frozen,
             "peft_config": adapters,
         }
@@ -119,9 +125,11 @@ def check_config(used: PretrainedConfig, stored: PretrainedConfig) -> None:
     Raises:
         ConfigError: names the first entry that differs.
     """
-    entries = _entries(used.to_dict()), _entries(stored.to_dict())
-    for name in sorted(entries[0].keys() | entries[1].keys()):
-        mine, theirs = (found.get(name) for found in entries)
+    of_used = _entries(used.to_dict())
+    of_stored = _entries(stored.to_dict())
+    for name in sorted(of_used.keys() | of_stored.keys()):
+        mine = of_used.get(name)
+        theirs = of_stored.get(name)
         if mine != theirs:
             raise ConfigError(
                 f"the model's {name} is {shown(str(mine))} here and {shown(str(theirs))} in its folder, from which its "
@@ -134,8 +142,12 @@ def _entries(config: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
     """Return the entries of a config, and of those inside it, by their paths, but for those that are neutral."""
     found: dict[str, Any] = {}
     for name, value in config.items():
+        # Names with an underscore are transformers' own notes, such as the path that a model was loaded from.
         if str(name).startswith("_") or name in NEUTRAL:
             continue
-        inner = _entries(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
-        found |= inner
+        path = f"{above}{name}"
+        if isinstance(value, Mapping):
+            found |= _entries(value, f"{path}.")
+        else:
+            found[path] = value
     return found

@@ -91,12 +91,18 @@ def check_axolotl(given: Mapping[str, Any]) -> None:
         ConfigError: names the first one, and what to do instead.
     """
     _check_one_process()
-    refuse_any(*((given.get(name), f"{name}: {why}") for name, why in AXOLOTL.items()))
+    _refuse_given(given, AXOLOTL)
+
+    # Keys of Axolotl's may be there without a value.
     optimizer = given.get("optimizer") or "adamw_torch"
-    parallel = [name for name in ("tensor_parallel_size", "context_parallel_size") if (given.get(name) or 1) > 1]
+    adapter = given.get("adapter")
+    parallel = []
+    for name in ("tensor_parallel_size", "context_parallel_size"):
+        if (given.get(name) or 1) > 1:
+            parallel.append(name)
     others = [name for name in given.get("plugins") or () if not name.startswith("megatier.")]
     refuse_any(
-        (given.get("adapter") not in (None, "lora"), f"adapter is {given.get('adapter')}: use lora, or none."),
+        (adapter not in (None, "lora"), f"adapter is {adapter}: use lora, or none."),
         (optimizer not in ADAMW, f"optimizer: {optimizer} {OPTIMISES}"),
         (parallel, f"{''.join(parallel[:1])}: {PLACES}"),
         (others, f"plugins: {''.join(others[:1])} may change the model or its trainer: leave it out."),
@@ -113,11 +119,14 @@ def check_llama_factory(given: Mapping[str, Any]) -> None:
         ConfigError: names the first one, and what to do instead.
     """
     _check_one_process()
-    refuse_any(*((given.get(name), f"{name}: {why}") for name, why in LLAMA_FACTORY.items()))
+    _refuse_given(given, LLAMA_FACTORY)
+
+    # What is not given is what LLaMA-Factory takes then.
+    stage = given.get("stage", "sft")
     method = given.get("finetuning_type", "lora")
     optimizer = given.get("optim", "adamw_torch")
     refuse_any(
-        (given.get("stage", "sft") not in STAGES, f"stage is {given.get('stage')}: {OBJECTIVE}"),
+        (stage not in STAGES, f"stage is {stage}: {OBJECTIVE}"),
         (method not in ("full", "freeze", "lora"), f"finetuning_type is {method}: use full, freeze or lora."),
         (optimizer not in ADAMW, f"optim: {optimizer} {OPTIMISES}"),
         (not given.get("do_train"), "do_train is not true, and only training is streamed."),
@@ -137,16 +146,28 @@ def read_section(given: object) -> dict[str, Any]:
             f"{SECTION} is {shown(repr(given))}; it must be keys with values, such as tiers: {{ram: 96GiB}}."
         )
     section = {str(name): value for name, value in given.items()}
-    refuse_any(
-        *(
-            (name in section, f"{SECTION}.{name} follows from the program's own settings: leave it out.")
-            for name in FROM_THE_PROGRAM
-        )
-    )
+    for name in FROM_THE_PROGRAM:
+        if name in section:
+            raise ConfigError(f"{SECTION}.{name} follows from the program's own settings: leave it out.")
+
+    # All of it is checked before the program prepares its data, which takes long.
     refuse_unknown(section)
-    check_stream_kwargs({name: value for name, value in section.items() if name != "tiers"})
-    read_tiers(section.get("tiers"))
+    others = dict(section)
+    tiers = others.pop("tiers", None)
+    check_stream_kwargs(others)
+    read_tiers(tiers)
     return section
+
+
+def _refuse_given(given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+    """Refuse settings of a program's that are given and not switched off, each for its reason.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    for name, why in refused.items():
+        if given.get(name):
+            raise ConfigError(f"{name}: {why}")
 
 
 def _check_one_process() -> None:
@@ -155,6 +176,7 @@ def _check_one_process() -> None:
     Raises:
         ConfigError: there are several.
     """
+    # Launchers set it for each process. In a notebook, or without one, it is missing.
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count > 1:
         raise ConfigError(f"{count} processes were started, and one trains here: let the program see one GPU alone.")
