@@ -41,7 +41,8 @@ class Finding:
 
     def __str__(self) -> str:
         """Return the finding as one line."""
-        return f"{_written(self.key)}: {self.value} {'->' if self.outcome == 'carried' else '-'} {self.words}"
+        arrow = "->" if self.outcome == "carried" else "-"
+        return f"{_written(self.key)}: {self.value} {arrow} {self.words}"
 
 
 class Conversion:
@@ -129,6 +130,7 @@ class Conversion:
             ConfigError: it does not; the message says what it is bound to be.
         """
         if value is not None and not fits(value):
+            # As the file has it, and not as it was read.
             found = _written(self._waiting.get(key))
             raise ConfigError(f"{self.source}: {key} is {found}; it must be {bound}. Change it there, or remove it.")
         return value
@@ -142,10 +144,9 @@ class Conversion:
         """
         # A later carry overrides an earlier one, as keys of the source override each other.
         self.settings |= settings
-        words = ", ".join(f"{name}: {_written(value)}" for name, value in settings.items())
-        if words and remark:
-            words += "; "
-        self._found(key, "carried", words + remark, differs=differs)
+        carried = ", ".join(f"{name}: {_written(value)}" for name, value in settings.items())
+        words = "; ".join(filter(None, (carried, remark)))
+        self._found(key, "carried", words, differs=differs)
 
     def default(self, key: str, *settings: str) -> None:
         """Leave the settings at their defaults, because the key says `auto` or null, unless there is no such key."""
@@ -215,7 +216,10 @@ class Conversion:
             self.leave(key, why, differs=name not in reasons)
 
     def _found(self, key: str, outcome: Outcome, words: str, *, differs: bool) -> None:
-        value = _written(self._waiting.pop(key)) if key in self._waiting else "(not given)"
+        # No longer waiting, so that each key has one finding.
+        value = "(not given)"
+        if key in self._waiting:
+            value = _written(self._waiting.pop(key))
         self.findings.append(Finding(key=key, value=value, outcome=outcome, words=words, differs=differs))
 
 
@@ -257,7 +261,8 @@ def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterat
         raise RecursionError
     for name, value in tree.items():
         key = f"{before}{name}"
-        if isinstance(value, Mapping) and value:
+        is_section = isinstance(value, Mapping) and bool(value)
+        if is_section:
             yield from _leaves(value, f"{key}.", depth + 1)
         else:
             yield key, value

@@ -49,8 +49,11 @@ def _batch(made: Conversion, key: str) -> None:
     train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * GPUs, and two of the three are
     enough. Any of them may be `auto`.
     """
-    of_micro, of_passes = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-    whole, micro, passes = (made.count(name) for name in (key, of_micro, of_passes))
+    of_micro = "train_micro_batch_size_per_gpu"
+    of_passes = "gradient_accumulation_steps"
+    whole = made.count(key)
+    micro = made.count(of_micro)
+    passes = made.count(of_passes)
     if whole and whole % ((micro or 1) * (passes or 1)):
         raise ConfigError(
             f"{made.source}: train_batch_size is {whole}, no multiple of train_micro_batch_size_per_gpu ({micro or 1}) "
@@ -79,6 +82,7 @@ def _batch(made: Conversion, key: str) -> None:
 
 def _precision(made: Conversion, key: str) -> None:
     """Convert bf16 and fp16. A key that says `auto` leaves open which of them is on, so nothing follows from it."""
+    # The name of older versions, which DeepSpeed still reads.
     bf16 = "bfloat16.enabled" if made.has("bfloat16.enabled") else key
     fp16 = "fp16.enabled"
     given = {name: made.flag(name) for name in (bf16, fp16) if made.has(name)}

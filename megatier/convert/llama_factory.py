@@ -87,6 +87,7 @@ def _names(made: Conversion, key: str) -> list[str]:
 
 
 def _computing(made: Conversion, key: str) -> None:
+    # For its check alone.
     made.flag(key)
 
     # There fp16 is mixed precision as well, and bf16 is what stands for it here.
@@ -108,15 +109,19 @@ def _data(made: Conversion, key: str) -> None:
     if isinstance(names, list):
         names = ",".join(map(str, names))
     if names is not None:
-        files = [f"{folder}/dataset_info.json#{name.strip()}" for name in str(names).split(",") if name.strip()]
+        words = [name.strip() for name in str(names).split(",")]
+        files = [f"{folder}/dataset_info.json#{name}" for name in words if name]
         made.carry(key, {"data.files": files})
         made.agree("dataset_dir", "see dataset")
 
 
 def _holdout(made: Conversion, key: str) -> None:
-    # A val_size of 1 and more is a number of documents there.
+    # Without the key nothing is held out there.
     share = made.number(key) if made.has(key) else 0.0
-    if share is not None and 0 <= share < 1:
+
+    # A val_size of 1 and more is a number of documents there.
+    is_share = share is not None and 0 <= share < 1
+    if is_share:
         made.carry(key, {"data.holdout_fraction": share})
     made.leave(key, "data.holdout_fraction is a share of the documents, below 1", differs=True)
 

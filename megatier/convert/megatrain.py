@@ -112,7 +112,12 @@ def _activations(made: Conversion, key: str) -> None:
 
 def _rate(made: Conversion, key: str) -> None:
     rate = made.number(key)
-    made.carry(key, {"train.learning_rate": 1e-5 if rate is None else rate, "train.schedule": "constant"})
+    # MegaTrain has no schedule, and ours has one by default.
+    settings = {
+        "train.learning_rate": 1e-5 if rate is None else rate,
+        "train.schedule": "constant",
+    }
+    made.carry(key, settings)
 
 
 def _optimizer(made: Conversion, key: str) -> None:

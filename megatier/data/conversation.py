@@ -109,8 +109,10 @@ class Turns:
                 f"{place}: no list of turns under {self.turns!r}. Choose another data.chat, or correct the record."
             )
         messages = [self._message(turn, place) for turn in turns]
+        # Before the turns, where chat templates look for it.
         system = _system(_value(record, self.system), place)
-        return _conversation(system + messages, _value(record, self.tools), place)
+        tools = _value(record, self.tools)
+        return _conversation(system + messages, tools, place)
 
     def _message(self, turn: object, place: str) -> dict[str, Any]:
         """Return a turn as a message, with everything else that the record says of it."""
@@ -169,22 +171,26 @@ class Alpaca:
         if query:
             # Joined by a line's end, as LLaMA-Factory joins them.
             prompt = f"{prompt}\n{_text(query, str(self.query), place)}"
-        earlier = [*self._rounds(record, place)]
+        rounds = list(self._earlier_rounds(record, place))
         response = _text(record.get(self.response), self.response, place)
+        rounds.append((prompt, response))
 
         messages = _system(_value(record, self.system), place)
-        for question, answer in (*earlier, (prompt, response)):
+        for question, answer in rounds:
             messages.append({"role": "user", "content": question})
             messages.append({"role": ASSISTANT, "content": answer})
         return _conversation(messages, None, place)
 
-    def _rounds(self, record: dict[str, Any], place: str) -> Iterator[tuple[str, str]]:
+    def _earlier_rounds(self, record: dict[str, Any], place: str) -> Iterator[tuple[str, str]]:
         """Yield the earlier rounds, as prompt and answer."""
         name = str(self.history)
+        # Tables have an empty value in each row without a history.
         rounds = _value(record, self.history) or []
 
         # What is no list is shown as a round that is none, by the error below.
-        for pair in rounds if isinstance(rounds, list) else [rounds]:
+        if not isinstance(rounds, list):
+            rounds = [rounds]
+        for pair in rounds:
             if not isinstance(pair, list) or len(pair) != 2:
                 raise DataError(f"{place}: {self.history!r} is no list of pairs of prompt and answer.")
             prompt, answer = pair

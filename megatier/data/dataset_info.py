@@ -64,7 +64,9 @@ def _check(place: str, dataset: dict[str, Any], columns: object, tags: object) -
 
     # Passing over such a key would train on something else than LLaMA-Factory does.
     asked = {key for key, value in dataset.items() if value}
-    others = sorted(asked - KEYS) + sorted(columns.keys() - COLUMNS)
+    unknown_keys = sorted(asked - KEYS)
+    unknown_columns = sorted(columns.keys() - COLUMNS)
+    others = [*unknown_keys, *unknown_columns]
     if others:
         raise DataError(f"{place}: {', '.join(others)} cannot be used here. Remove it, or name another dataset.")
 

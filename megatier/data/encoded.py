@@ -73,6 +73,8 @@ def read_lines(path: Path, found: Format) -> Iterator[tuple[bytes, int]]:
             offset += len(line)
             start = stop
             rest.clear()
+
+        # What is behind the last end of a line may go on in the next piece.
         rest += piece[start:]
         _check_size(path, len(rest))
     if rest:
@@ -152,6 +154,7 @@ def _recoded(path: Path, pieces: Iterator[bytes], encoding: str) -> Iterator[byt
     """Yield the text of an encoding in UTF-8."""
     decoder: Any = codecs.getincrementaldecoder(encoding)("strict")
     offset = 0
+    # The empty piece at the end says that nothing follows, so that half a character there is an error.
     for piece in itertools.chain(pieces, [b""]):
         waiting = len(decoder.getstate()[0])
         try:

@@ -53,8 +53,10 @@ def local_files(config: DataConfig, split: str) -> list[str]:
         return []
     with _opening(config) as datasets:
         builder = datasets.load_dataset_builder(_name(config), config.subset, revision=config.revision)
-    files = builder.config.data_files or {}
-    return [str(file) for file in files.get(split, ()) if Path(file).is_file()]
+
+    by_split = builder.config.data_files or {}
+    files = by_split.get(split, ())
+    return [str(file) for file in files if Path(file).is_file()]
 
 
 def rows(config: DataConfig, split: str, dataset: Any) -> Iterator[tuple[str, dict[str, Any]]]:  # noqa: ANN401
@@ -63,10 +65,12 @@ def rows(config: DataConfig, split: str, dataset: Any) -> Iterator[tuple[str, di
     Raises:
         DataError: a file is damaged, or the network failed for good.
     """
-    with _named(config, "cannot be read any further", _library(config).exceptions.DatasetsError):
+    kind = _library(config).exceptions.DatasetsError
+    with _named(config, "cannot be read any further", kind):
         # Errors of whoever takes the rows do not pass through here: a generator sees its own alone.
         for number, row in enumerate(dataset, start=1):
-            yield f"{config.dataset} ({split}), row {number}", row
+            place = f"{config.dataset} ({split}), row {number}"
+            yield place, row
 
 
 def _name(config: DataConfig) -> str:

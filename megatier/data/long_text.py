@@ -37,12 +37,18 @@ class _TokenRun:
     def of(text: str, start: int, size: int, tokenizer: PreTrainedTokenizerBase) -> _TokenRun:
         """Tokenise so many characters of a text, as far as there are."""
         piece = text[start : start + size]
-        found = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        found = tokenizer(
+            piece,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
         ids = np.asarray(found["input_ids"], np.int64)
+        spans = np.asarray(found["offset_mapping"], np.int64)
 
         # A piece of no tokens has no spans, and still two columns.
-        spans = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)
-        return _TokenRun(start + len(piece), ids, spans + start)
+        in_whole_text = spans.reshape(-1, 2) + start
+        return _TokenRun(start + len(piece), ids, in_whole_text)
 
 
 def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray[np.int64]]:
@@ -100,7 +106,9 @@ def _agreement(piece: _TokenRun, after: _TokenRun) -> tuple[int, int] | None:
             continue
 
         # Of the same characters too: equal tokens of a text that repeats itself may be of another place.
-        same_ids = np.array_equal(piece.ids[here:last], after.ids[there : there + length])
-        if same_ids and np.array_equal(piece.spans[here:last], after.spans[there : there + length]):
+        in_piece = slice(here, last)
+        in_after = slice(there, there + length)
+        has_same_ids = np.array_equal(piece.ids[in_piece], after.ids[in_after])
+        if has_same_ids and np.array_equal(piece.spans[in_piece], after.spans[in_after]):
             return here + length // 2, there + length // 2
     return None

@@ -117,8 +117,9 @@ class Packer:
         if not (self._window or self._handed_on):
             return
         yield from self._end_row()
-        made = self._tokenise_chats(self._window)
-        pieces = [*self._handed_on, *(piece for tokens in made for piece in _cut(tokens, self._row))]
+        pieces = list(self._handed_on)
+        for tokens in self._tokenise_chats(self._window):
+            pieces += _cut(tokens, self._row)
         self._window = []
         self._window_bytes = 0
         self._handed_on = []
@@ -138,8 +139,9 @@ class Packer:
 
     def _end_row(self) -> Iterator[NDArray[np.int64]]:
         """Yield the fill of a row that was begun, if documents are apart."""
+        is_begun = 0 < self._left < self._row
         # Each token of the fill is a document of its own, so that none of them is learnt from another one.
-        if self._config.is_apart and 0 < self._left < self._row:
+        if self._config.is_apart and is_begun:
             fill = self._tokenizer.eos_token_id << MARK_BITS | FIRST
             yield np.full(self._left, fill)
         self._left = self._row
@@ -231,13 +233,14 @@ def columns_of(rows: NDArray[np.integer], *, is_apart: bool) -> dict[str, torch.
     if is_apart:
         begins = rows & FIRST != 0
 
-        # A first token has nothing before it from which it could be told.
+        # A first token has nothing before it from which it could be told. Labels are not shifted yet.
         labels[begins] = IGNORED
 
         # A position counts from the last token at or before it that begins a document. A row's first token has position
         # 0 whether or not it begins one.
         order = np.arange(rows.shape[1])
-        last_begin = np.maximum.accumulate(np.where(begins, order, 0), axis=1)
+        begin_or_0 = np.where(begins, order, 0)
+        last_begin = np.maximum.accumulate(begin_or_0, axis=1)
         columns["position_ids"] = order - last_begin
     return {name: torch.from_numpy(column) for name, column in columns.items()}
 

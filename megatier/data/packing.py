@@ -71,7 +71,8 @@ class TokenRange:
         try:
             with os.fdopen(open_regular(self.path), "rb") as file:
                 for row, number in zip(rows, numbers, strict=True):
-                    file.seek((self.start + number * length) * self.dtype.itemsize)
+                    first = self.start + number * length
+                    file.seek(first * self.dtype.itemsize)
                     # Without the count numpy would spread the last token of a file that was cut over the whole row.
                     row[:] = np.frombuffer(file.read(row.nbytes), self.dtype, count=length)
         except (OSError, ValueError) as error:
@@ -86,7 +87,8 @@ class TokenRange:
         """Yield all whole sequences in order, so many at a time."""
         numbers = range(self.num_tokens // length)
         for start in range(0, len(numbers), batch):
-            yield self.read(numbers[start : start + batch], length)
+            some = numbers[start : start + batch]
+            yield self.read(some, length)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +147,7 @@ class PackedText:
     @property
     def state(self) -> dict[str, Any]:
         """The note of a checkpoint that tells this text from another: numbers of tokens and their CRC32."""
+        # Held-out text too: another one would give other losses of evaluations, with the same weights.
         held_out = {"num_tokens": self.held_out.num_tokens, "crc32": self.held_out.crc32}
         return {"num_tokens": self.num_tokens, "crc32": self.train.crc32, "held_out": held_out}
 
@@ -234,8 +237,9 @@ def num_real_tokens(batch: Mapping[str, torch.Tensor]) -> int:
 
     # A token is fill if a document begins with it and another one with the next token, or the row ends.
     begins = torch.nn.functional.pad(batch["position_ids"], (0, 1)) == 0
-    fill = begins[:, :-1] & begins[:, 1:]
-    return count - int(fill.sum())
+    is_fill = begins[:, :-1] & begins[:, 1:]
+    num_fill = int(is_fill.sum())
+    return count - num_fill
 
 
 def settings_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -265,13 +269,16 @@ def _write_tokens(
     directory.mkdir(parents=True, exist_ok=True)
     partial = [directory / f"{name}.partial" for name in FILES]
     with create_file(partial[0]) as to_train, create_file(partial[1]) as to_held_out:
-        writers = [
-            _TokenWriter(file, dtype, Packer(config, tokenizer, bad), config.is_apart)
-            for file in (to_train, to_held_out)
-        ]
+        # A packer each, since a row is of one of the two files.
+        writers = []
+        for file in (to_train, to_held_out):
+            packer = Packer(config, tokenizer, bad)
+            writers.append(_TokenWriter(file, dtype, packer, config.is_apart))
+
         for is_for_evaluation, document in _sorted_out(config, bad):
             writer = writers[is_for_evaluation]
-            progress(writer.write(writer.packer.lay(document)))
+            num_tokens = writer.write(writer.packer.lay(document))
+            progress(num_tokens)
         for writer in writers:
             writer.write(writer.packer.end())
             writer.file.flush()
@@ -304,7 +311,8 @@ class _TokenWriter:
 
             # The first token of a document that is apart has nothing before it from which it could be told.
             unlearnt_marks = FIRST if self.is_apart else 0
-            self.num_learnt += int(np.count_nonzero(piece & (LEARNT | unlearnt_marks) == LEARNT))
+            is_learnt = piece & (LEARNT | unlearnt_marks) == LEARNT
+            self.num_learnt += int(np.count_nonzero(is_learnt))
             raw = piece.astype(self.dtype).tobytes()
             self.file.write(raw)
             self.num_bytes += len(raw)
@@ -353,7 +361,8 @@ def shuffled(position: int, count: int, key: tuple[int, ...]) -> int:
     """
     # The network permutes a range of 4^half_bits numbers, at most four times `count`. So a walk from a number past
     # `count` takes few turns, and as it follows a permutation it comes back inside.
-    half_bits = max(1, -(-(count - 1).bit_length() // 2))
+    num_bits = (count - 1).bit_length()
+    half_bits = max(1, -(-num_bits // 2))
     mask = (1 << half_bits) - 1
     while True:
         left = position >> half_bits

@@ -75,13 +75,17 @@ class BadRecords:
     @property
     def _named(self) -> str:
         """The first ones: their places, and what is wrong with them, which often is the same of all in a file."""
-        lines: dict[tuple[str, str], list[str]] = {}
+        # Each with the file first, and then its lines.
+        places_by_reason: dict[tuple[str, str], list[str]] = {}
         for said in self.first:
             place, _, reason = said.partition(": ")
             file, _, line = place.rpartition(", ")
-            lines.setdefault((file, reason), [file]).append(line)
+            places = places_by_reason.setdefault((file, reason), [file])
+            places.append(line)
 
-        named = [f"{', '.join(places)}: {reason}" for (_, reason), places in lines.items()]
+        named = []
+        for (_, reason), places in places_by_reason.items():
+            named.append(f"{', '.join(places)}: {reason}")
         return " ".join(named)
 
     @property
@@ -146,7 +150,8 @@ def saved_files(folder: Path) -> list[Path] | None:
             raise DataError(f"data.files: {folder} holds the splits {names}. Name one: {folder}/<split>.")
         if not state.is_file():
             return None
-        return [folder / file["filename"] for file in json.loads(state.read_text("utf-8"))["_data_files"]]
+        files = json.loads(state.read_text("utf-8"))["_data_files"]
+        return [folder / file["filename"] for file in files]
     except (LookupError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"data.files: {folder} is damaged: no list of files in its JSON. Save it again.") from error
 
@@ -184,7 +189,11 @@ def _read_lines(path: Path, found: Format) -> Iterator[tuple[str, Any]]:
             except DataError as error:
                 yield place, error
                 continue
-            yield place, _parsed(text.removeprefix(BOM) if number == 1 else text, place)
+
+            # Elsewhere than at the beginning it is a character of a text.
+            if number == 1:
+                text = text.removeprefix(BOM)
+            yield place, _parsed(text, place)
 
 
 def _parsed(line: str, place: str) -> Any:  # noqa: ANN401 - JSON holds anything

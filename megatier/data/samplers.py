@@ -20,6 +20,7 @@ class WholeRounds:
         self._ranks = ranks
 
     def __len__(self) -> int:
+        # Rounded up: a last round that is not whole takes its missing batches from the beginning.
         return -(-len(self._sampler) // self._ranks) * self._ranks
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -49,6 +49,7 @@ class SharedBatches:
 def sharing(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Let a loader put batches into shared memory where a failure ends it."""
     # accelerate's loader goes through the one that it was made of.
+    # Without workers the batch stays in this process, and needs no shared memory.
     real = getattr(loader, "base_dataloader", loader)
     if real.num_workers and not isinstance(real.collate_fn, SharedBatches):
         real.collate_fn = SharedBatches(real.collate_fn)

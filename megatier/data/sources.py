@@ -101,7 +101,9 @@ class Source:
     def _unreadable(self, error: OSError) -> DataError:
         """Return the error about a file that the system does not give."""
         path = self.path
-        if path.is_symlink() and not path.exists():
+        # The system says the same of a missing file, which this is not.
+        is_dangling = path.is_symlink() and not path.exists()
+        if is_dangling:
             return DataError(f"{path} is a link to {path.readlink()}, which is not there.")
         return DataError(f"cannot read {path}: {error.strerror or error}.")
 
@@ -219,19 +221,20 @@ def _sources(entry: str, config: DataConfig, say: Say) -> Iterator[Source]:
 def _begins_with_record(text: str, shape: Shape) -> bool:
     """Return whether JSON begins with an object that holds a text or a conversation as records do."""
     start = text.lstrip().removeprefix("[").lstrip()
+    if not start.startswith("{"):
+        return False
+
+    # Of a large file the first record alone is parsed.
     try:
-        record, _ = json.JSONDecoder().raw_decode(start) if start.startswith("{") else (None, 0)
+        record, _ = json.JSONDecoder().raw_decode(start)
     except (ValueError, RecursionError):
         return False
-    if not isinstance(record, dict):
-        return False
-    key = shape.key if isinstance(shape, Text) else None
-    return (
-        isinstance(record.get(key), str)
-        or any(isinstance(record.get(name), list) for name in (CHAT_KEYS["messages"], CHAT_KEYS["sharegpt"]))
-        or record.keys() >= {CHAT_KEYS["alpaca"], "output"}
-        or record.keys() >= PAIR
-    )
+    if isinstance(shape, Text) and isinstance(record.get(shape.key), str):
+        return True
+    if record.keys() >= {CHAT_KEYS["alpaca"], "output"} or record.keys() >= PAIR:
+        return True
+    turns = [record.get(CHAT_KEYS["messages"]), record.get(CHAT_KEYS["sharegpt"])]
+    return any(isinstance(value, list) for value in turns)
 
 
 def _expand(entry: str, suffixes: tuple[str, ...], say: Say) -> list[Path]:
@@ -279,9 +282,12 @@ def _in_folder(folder: Path, suffixes: tuple[str, ...], say: Say) -> list[Path]:
         if linked:
             say(f"{folder}: links to folders are not followed: {_some(linked)}")
 
-        paths = [below / name for name in names if not name.startswith(".")]
-        found += [path for path in paths if _suffix_of(path) in suffixes]
-        others += [path for path in paths if _suffix_of(path) not in suffixes]
+        for name in names:
+            if name.startswith("."):
+                continue
+            path = below / name
+            is_asked_for = _suffix_of(path) in suffixes
+            (found if is_asked_for else others).append(path)
 
     if hidden:
         say(f"{folder}: hidden files and folders are passed over, {len(hidden)} in all: {_some(hidden)}")
@@ -305,12 +311,14 @@ def _suffix_of(path: Path) -> str:
 def _matches(pattern: Path, say: Say) -> list[Path]:
     """Return the files that a glob matches; hidden ones only if the pattern names a hidden file or folder."""
     # pathlib takes no absolute pattern, so it is taken relative to its root.
-    relative = pattern.relative_to(pattern.anchor)
-    matches = list(Path(pattern.anchor).glob(str(relative)))
+    root = Path(pattern.anchor)
+    relative = pattern.relative_to(root)
+    matches = list(root.glob(str(relative)))
     folders = [path for path in matches if path.is_dir()]
     files = [path for path in matches if not path.is_dir()]
     hidden = list[Path]()
-    if not any(map(_is_hidden, pattern.parts)):
+    names_hidden = any(map(_is_hidden, pattern.parts))
+    if not names_hidden:
         hidden = [path for path in files if any(map(_is_hidden, path.parts))]
 
     if hidden:

@@ -72,8 +72,9 @@ class Position:
 
         # By type: True is an int for Python.
         counts = [stored[name] for name in names]
-        is_whole = all(type(count) is int and count >= 0 for count in counts)
-        if not is_whole or not isinstance(stored["dataset"], dict | None):
+        are_counts = all(type(count) is int and count >= 0 for count in counts)
+        has_state = isinstance(stored["dataset"], dict | None)
+        if not (are_counts and has_state):
             raise CheckpointError(f"the checkpoint is damaged: its position in the stream is {str(stored)[:200]}.")
         return cls(**stored)
 
@@ -112,14 +113,16 @@ class TextStream:
         self._config = config
         self._tokenizer = tokenizer
         self.bad = BadRecords(skips=config.skip_bad)
-        self._settings = hashlib.blake2b(settings_of(config, tokenizer).encode(), digest_size=16).hexdigest()
+        settings = settings_of(config, tokenizer).encode()
+        self._settings = hashlib.blake2b(settings, digest_size=16).hexdigest()
         self._position, commit = self._start(state, accepts_changes=accepts_changes)
         self._checks = not accepts_changes
 
         # The commit of the beginning, so that rows do not change when somebody pushes to the dataset.
         pinned = replace(config, revision=commit or config.revision)
         self._dataset, self._commit = hub.stream(pinned, config.split)
-        self._shards = shards_of(config.dataset or "", hub.local_files(config, config.split))
+        files = hub.local_files(config, config.split)
+        self._shards = shards_of(config.dataset or "", files)
         self._check_shards(state)
         pinned = replace(pinned, revision=self._commit)
         _, self._held_out, self.damaged = tokenise(pinned, tokenizer, directory, self.bad)
@@ -139,14 +142,20 @@ class TextStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # The thread first: a generator that runs in it cannot be closed.
         self._worker.close()
         self._sequences.close()
 
     @property
     def state(self) -> dict[str, Any]:
         """The note of a checkpoint: the stream, and the position in it where the last batch ended."""
-        found = {"settings": self._settings, "commit": self._commit, "position": asdict(self._position)}
-        return {**found, "held_out": self._held_out.crc32, "shards": self._shards}
+        return {
+            "settings": self._settings,
+            "commit": self._commit,
+            "position": asdict(self._position),
+            "held_out": self._held_out.crc32,
+            "shards": self._shards,
+        }
 
     def batch(self, step: int, batch: int) -> dict[str, torch.Tensor]:
         """Return the next sequences, as `columns_of` gives them.
@@ -215,7 +224,11 @@ class TextStream:
 
     def _check_held_out(self, state: Mapping[str, Any] | None) -> None:
         """Refuse held-out text that is not that of the state."""
-        if state is not None and self._checks and state.get("held_out", self._held_out.crc32) != self._held_out.crc32:
+        if state is None or not self._checks:
+            return
+        # An older version noted none.
+        found = self._held_out.crc32
+        if state.get("held_out", found) != found:
             raise DataError(
                 f"the rows of {self._config.dataset} that are held out are not those of the checkpoint. Bring the old "
                 "ones back, or add --accept-changes to evaluate on these."
@@ -303,8 +316,10 @@ class TextStream:
         num_bytes = 0
         for document in rows:
             window.append(document)
-            stays_whole = self._config.is_apart and isinstance(document, Conversation)
-            num_bytes += document.num_bytes if isinstance(document, Conversation) else 0
+            stays_whole = False
+            if isinstance(document, Conversation):
+                num_bytes += document.num_bytes
+                stays_whole = self._config.is_apart
             if is_window(self._config, len(window), num_bytes if stays_whole else None):
                 break
 
@@ -317,7 +332,8 @@ class TextStream:
         packer = Packer(config, self._tokenizer, self.bad)
         key = (config.seed, position.epoch, position.window)
         for number in range(count):
-            yield from packer.lay(documents[shuffled(number, count, key)])
+            document = documents[shuffled(number, count, key)]
+            yield from packer.lay(document)
 
         # Texts go on in the next window. Conversations may wait to be packed, and belong to this one.
         if config.chat is not None:

@@ -100,8 +100,12 @@ def _tokenised(
 
     # The template writes special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    for rendered, ids, characters in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        begins, ends = np.asarray(characters, np.int64).reshape(-1, 2).T
+    all_ids = encoded["input_ids"]
+    all_spans = encoded["offset_mapping"]
+    for rendered, ids, spans in zip(batch, all_ids, all_spans, strict=True):
+        # A conversation of no tokens has no spans, and still two columns.
+        pairs = np.asarray(spans, np.int64).reshape(-1, 2)
+        begins, ends = pairs.T
         learnt = np.zeros(len(begins), np.bool_)
         for start, stop in rendered.ranges:
             # A token that reaches over the border of a turn has characters that the assistant did not write.

@@ -59,8 +59,11 @@ def numbered_documents(
                 return
 
     if not found:
-        sought = "text" if config.chat is None else "conversation"
-        key = "data.text_field" if config.chat is None else "data.chat"
+        sought = "text"
+        key = "data.text_field"
+        if config.chat is not None:
+            sought = "conversation"
+            key = "data.chat"
         where = f"{', '.join(config.files)}. Check data.files, data.suffixes"
         if config.dataset is not None:
             where = f"{config.dataset}. Check data.dataset, data.split"

@@ -51,11 +51,15 @@ def write_note(directory: Path, settings: str, names: Sequence[str], contents: S
     Raises:
         OSError: it cannot be written.
     """
-    rows = map(astuple, contents)
-    files = dict(zip(names, rows, strict=True))
+    files = {}
+    for name, content in zip(names, contents, strict=True):
+        files[name] = astuple(content)
+
+    # The digest is of all the rest.
     note: dict[str, Any] = {"settings": settings, "files": files}
     note["digest"] = _digest(note)
-    replace_file(directory / NOTE_FILE, json.dumps(note).encode())
+    text = json.dumps(note).encode()
+    replace_file(directory / NOTE_FILE, text)
 
 
 def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple[list[Content] | None, str | None]:
@@ -124,6 +128,7 @@ def _read(path: Path) -> bytes:
 def _parsed(text: bytes) -> dict[str, Any] | None:
     """Return the note; None if it is damaged."""
     try:
+        # Taken out, since it is of all the rest.
         note = json.loads(text)
         digest = note.pop("digest")
         is_whole = type(note["settings"]) is str and type(note["files"]) is dict and digest == _digest(note)

@@ -101,6 +101,7 @@ def tokenizer_files(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> li
         return []
 
     names = {*OBJECTS, *TABLES, *TEXTS, *tokenizer.vocab_files_names.values()}
+    # A folder may have a tokenizer for each range of versions of transformers, and several templates.
     for pattern in ("tokenizer*.json", "additional_chat_templates/*.jinja"):
         names |= {str(path.relative_to(folder)) for path in folder.glob(pattern)}
     return [folder / name for name in sorted(names)]
@@ -143,11 +144,12 @@ def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
     empty = set(special_tokens(tokenizer))
 
     # A vocabulary need not have letters at all, so tokens of its own are tried as well.
-    numbers = range(min(len(tokenizer), SAMPLE_TOKENS))
-    own = [number for number in numbers if number not in empty]
+    most = min(len(tokenizer), SAMPLE_TOKENS)
+    own = [number for number in range(most) if number not in empty]
     sample = f"{SAMPLE} {tokenizer.decode(own)}"
     encoded = tokenizer([sample], add_special_tokens=False, verbose=False)
-    return set(encoded["input_ids"][0]) <= empty
+    (ids,) = encoded["input_ids"]
+    return empty.issuperset(ids)
 
 
 def _folder_of(name: str) -> Path | None:
@@ -181,7 +183,9 @@ def _check_files(folder: Path | None) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             path = folder / name
             most = SETTINGS_BYTES_MAX if name in SMALL else TABLE_BYTES_MAX
-            read_object(path, most, DataError) if name in OBJECTS else read_input(path, most, DataError)
+
+            read = read_object if name in OBJECTS else read_input
+            read(path, most, DataError)
             found.append(name)
 
     return found
