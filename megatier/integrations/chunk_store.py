@@ -83,22 +83,25 @@ class ChunkStore:
 
         Close the generator if you do not exhaust it, because it holds the lease of the chunk that it gave last.
         """
+        tiers = self.tiers
         for number, chunk in enumerate(chunks):
             for ahead in chunks[number : number + AHEAD + 1]:
-                self.tiers.prefetch(ahead.key, Tier.RAM, wait=True)
+                tiers.prefetch(ahead.key, Tier.RAM, wait=True)
 
             # What the caller raises meets a chunk that is only read, so that nothing is half done then.
-            tear = self.tiers.tear
-            with tear.call, self.tiers.lease(chunk.key, Tier.RAM, wait=True) as lease, tear.waiting():
+            lent = tiers.lease(chunk.key, Tier.RAM, wait=True)
+            with tiers.tear.call, lent as lease, tiers.tear.waiting():
                 yield chunk, lease.bytes
             self._leave(chunk, Tier.RAM)
 
     @contextmanager
     def overwrite(self, chunk: StateChunk) -> Iterator[Tensor]:
         """Yield the bytes of a chunk in RAM, uint8, every one of which the caller overwrites."""
-        with self.tiers.lease(chunk.key, Tier.RAM, fresh=True, wait=True) as lease:
+        tiers = self.tiers
+        with tiers.lease(chunk.key, Tier.RAM, fresh=True, wait=True) as lease:
             yield lease.bytes
-            self.tiers.mark_dirty(chunk.key, Tier.RAM)
+            # Before the lease ends, as in `give_back`.
+            tiers.mark_dirty(chunk.key, Tier.RAM)
         self._leave(chunk, Tier.RAM)
 
     def _leave(self, chunk: StateChunk, tier: Tier) -> None:

@@ -123,8 +123,11 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
 
     # Slots have the size of the largest chunk and come out of the RAM budget, so with little RAM chunks are smaller.
     per_element = max(sum(_widths(size.schema).values()) for size in sizes)
-    fits = ram // (SLOTS_SHARE * SLOTS * per_element) // CHUNK_ELEMENTS_MIN * CHUNK_ELEMENTS_MIN
-    chunks = _cut(sizes, min(max(fits, CHUNK_ELEMENTS_MIN), CHUNK_ELEMENTS_MAX))
+    most = ram // (SLOTS_SHARE * SLOTS * per_element)
+    # A multiple of the alignment, on which `_cut` counts.
+    aligned = most // CHUNK_ELEMENTS_MIN * CHUNK_ELEMENTS_MIN
+    chunk_elements = min(max(aligned, CHUNK_ELEMENTS_MIN), CHUNK_ELEMENTS_MAX)
+    chunks = _cut(sizes, chunk_elements)
     slots = SLOTS * round_up(max(chunk.num_bytes for chunk in chunks))
     if slots > ram:
         raise PlanError("RAM slots for state on NVMe", slots, ram, f"Raise ram to at least {at_least(slots)}.")
@@ -152,10 +155,14 @@ def _cut(sizes: Iterable[ParameterSize], chunk_elements: int) -> list[StateChunk
     for size in sizes:
         start = 0
         while start < size.num_elements:
+            # A matrix is updated as a whole, so it may be larger than other chunks.
+            stop = size.num_elements
+            if not size.schema.by_matrix:
+                stop = min(stop, start + room)
             run = ElementRun(
                 parameter=size.index,
                 start=start,
-                stop=size.num_elements if size.schema.by_matrix else min(size.num_elements, start + room),
+                stop=stop,
                 schema=size.schema,
                 offset=offset,
             )

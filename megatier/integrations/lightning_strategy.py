@@ -248,8 +248,10 @@ class MegatierStrategy(SingleDeviceStrategy):
     def _without_model(self) -> Iterator[None]:
         """Take the streamed model out of the LightningModule inside: it moves nowhere and has no state dict."""
         module: LightningModule = self.lightning_module
+        children = module._modules
 
         # A module may hold it under several names. All of them come back, also after an error.
-        names = [name for name, child in module._modules.items() if child is self.streamed.model]
-        with exchanged(module._modules, **dict.fromkeys(names)):
+        names = [name for name, child in children.items() if child is self.streamed.model]
+        nothing = dict.fromkeys(names)
+        with exchanged(children, **nothing):
             yield

@@ -150,17 +150,21 @@ def loop_config(
         ConfigError: names the argument or field that cannot be taken.
     """
     refuse_unknown(given)
-    short = {name: _checked(name, given.get(name, argument.default)) for name, argument in SHORT.items()}
-    short["attention"] = short["attention"] or attention
     settings: dict[str, Any] = {}
     for name, argument in SHORT.items():
-        values = short[name] if len(argument.settings) > 1 else (short[name],)
+        value = _checked(name, given.get(name, argument.default))
+        # Betas stand for two settings, and what is of the model alone for none.
+        values = value if len(argument.settings) > 1 else (value,)
         settings |= zip(argument.settings, values, strict=False)
+    settings["model.attention"] = settings["model.attention"] or attention
 
     if train is not None:
         train = read_section(TrainConfig, train)
         check_train(train, given)
-        settings |= {f"train.{field.name}": getattr(train, field.name) for field in fields(train)}
+        for field in fields(train):
+            settings[f"train.{field.name}"] = getattr(train, field.name)
+
+    # The loop makes its batches. A config needs as many rows as groups at least.
     settings["train.batch"] = settings["train.groups"]
 
     # The guard is on by default: updates wait for the norm, because `optimizer.step` comes after the last backward.
@@ -178,7 +182,8 @@ def check_train(train: TrainConfig, given: Iterable[str]) -> None:
         ConfigError: names the field, and what to do instead.
     """
     for name in given:
-        if of_train := [setting for setting in SHORT[name].settings if setting.startswith("train.")]:
+        of_train = [setting for setting in SHORT[name].settings if setting.startswith("train.")]
+        if of_train:
             raise ConfigError(f"{name} and train are given, and both say {' and '.join(of_train)}. Leave out {name}.")
 
     # A copy with other values was given all fields: which of them somebody wrote is not known.
@@ -188,7 +193,9 @@ def check_train(train: TrainConfig, given: Iterable[str]) -> None:
     for name, instead in NOT_OF_LOOPS.items():
         value = getattr(train, name)
         is_given = name in written or value != fields_of[name].default
-        if is_given and not (name in meets and value == meets[name]):
+        # A value that the loop has anyway is followed.
+        is_met = name in meets and value == meets[name]
+        if is_given and not is_met:
             raise ConfigError(f"train.{name} is {value!r}, which a loop does not follow: {instead}. Leave it out.")
     _checked("activations", train.activations, "train.activations")
 

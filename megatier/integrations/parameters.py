@@ -90,6 +90,14 @@ def in_order(parameter: Tensor, tensor: Tensor) -> Tensor:
     """
     # A gradient may come in another memory format than its parameter, such as channels last.
     if tensor.stride() != parameter.stride():
-        size, stride = parameter.size(), parameter.stride()
-        tensor = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
+        copy = torch.empty_strided(
+            parameter.size(),
+            parameter.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+        )
+        tensor = copy.copy_(tensor)
+
+    # Elements fill one piece of memory without gaps (`check_parameters`), so its order is that of a flat view.
+    num_elements = tensor.numel()
+    return tensor.detach().as_strided((num_elements,), (1,))

@@ -108,9 +108,13 @@ class PlacedState:
 
     def _start_threads(self) -> None:
         """Start the threads of AdamW and of the checks, with what ends them and frees the chunks."""
-        self._pool = adamw_threads(cores_usable())
-        self._workers = Workers(cores_usable(), "megatier-gradient")
-        self._finalizer = weakref.finalize(self, _release, self.owner, self._pool, self._workers, self.store)
+        num_threads = cores_usable()
+        self._pool = adamw_threads(num_threads)
+        self._workers = Workers(num_threads, "megatier-gradient")
+
+        # The finalizer is given what it ends, and not this object, which it would keep alive.
+        ended = (self._pool, self._workers, self.store)
+        self._finalizer = weakref.finalize(self, _release, self.owner, *ended)
 
     # ------------------------------------------------------------------ a step
 
@@ -139,9 +143,13 @@ class PlacedState:
 
     def _check_finite(self, gradients: Mapping[int, Tensor]) -> None:
         """Refuse gradients that are not finite, by sums of squares: those of bf16 and fp32 cannot overflow fp64."""
-        pieces = [piece for grad in gradients.values() if grad.numel() for piece in grad.split(PIECE_ELEMENTS)]
+        pieces: list[Tensor] = []
+        for grad in gradients.values():
+            if grad.numel():
+                pieces += grad.split(PIECE_ELEMENTS)
         sums = [sum_squares(piece) for piece in pieces if piece.is_cuda]
-        sums += self._workers.map(sum_squares, (piece for piece in pieces if not piece.is_cuda))
+        on_cpu = [piece for piece in pieces if not piece.is_cuda]
+        sums += self._workers.map(sum_squares, on_cpu)
 
         # One look at all sums: on a GPU each look would make the host wait.
         if sums and not torch.cat(sums).isfinite().all():
@@ -161,20 +169,27 @@ class PlacedState:
             gradients: those that `gradients` returned.
             settings: gives the settings of the group that a parameter is in, by the parameter's number.
         """
-        runs = ((chunk, [run for run in chunk.runs if run.parameter in gradients]) for chunk in self.store.chunks)
-        due = [(chunk, its_runs) for chunk, its_runs in runs if its_runs]
+        due: list[tuple[StateChunk, list[ElementRun]]] = []
+        for chunk in self.store.chunks:
+            runs = [run for run in chunk.runs if run.parameter in gradients]
+            if runs:
+                due.append((chunk, runs))
+
         flying: deque[tuple[StateChunk, Lease, list[_native.Batch | None]]] = deque()
         try:
-            for number, (chunk, its_runs) in enumerate(due):
+            for number, (chunk, runs) in enumerate(due):
                 # Towards the end this brings the first chunks again, for the next step.
-                self.store.prefetch(due[(number + AHEAD) % len(due)][0])
+                ahead, _ = due[(number + AHEAD) % len(due)]
+                self.store.prefetch(ahead)
 
                 # Noted before its updates begin: if one of them fails, those before it are still waited for below.
-                flying.append((chunk, self.store.lease(chunk), []))
-                _, lease, batches = flying[-1]
-                for run in its_runs:
+                lease = self.store.lease(chunk)
+                batches: list[_native.Batch | None] = []
+                flying.append((chunk, lease, batches))
+                for run in runs:
                     gradient = gradients[run.parameter][run.start : run.stop]
-                    batches.append(self._apply(run, lease.bytes, gradient, settings(run.parameter)))
+                    batch = self._apply(run, lease.bytes, gradient, settings(run.parameter))
+                    batches.append(batch)
 
                 # The one before is given back only now, so that the threads had this one's work when they ended it.
                 if len(flying) > 1:
@@ -195,20 +210,26 @@ class PlacedState:
     ) -> _native.Batch | None:
         """Begin the update of a run, whose state lies in a chunk's bytes; return what to wait for."""
         index = run.parameter
+        parameter = self._parameters[index]
         learning_rate = group["lr"]
         step = self.steps.get(index, 0) + 1
         decay = 1 - learning_rate * group["weight_decay"]
 
         # The parameter is the weight plane, a view of its memory: the kernel takes elements in the order of memory.
         planes = {kind: chunk[start:stop] for kind, (start, stop) in run.planes.items()}
-        planes[Kind.WEIGHT] = in_order(self._parameters[index], self._parameters[index])[run.start : run.stop]
+        weights = in_order(parameter, parameter)
+        planes[Kind.WEIGHT] = weights[run.start : run.stop]
+
+        # The last of the kernels' numbers is the factor of clipping: gradients come here clipped, if at all.
         if run.schema.by_matrix:
-            scalars = Scalars(decay, step, learning_rate, group["momentum"], (0.0,) * 7 + (1.0,))
-            update_matrix(Matrix(0, tuple(self._parameters[index].shape)), planes, gradient, scalars, 0)
+            of_kernels = (0.0,) * 7 + (1.0,)
+            scalars = Scalars(decay, step, learning_rate, group["momentum"], of_kernels)
+            matrix = Matrix(0, tuple(parameter.shape))
+            update_matrix(matrix, planes, gradient, scalars, 0)
             return None
 
-        of_kernels = step_scalars(step, learning_rate, group["betas"], group["eps"])
-        scalars = Scalars(decay, step, learning_rate, 0.0, (*of_kernels, 1.0))
+        of_adamw = step_scalars(step, learning_rate, group["betas"], group["eps"])
+        scalars = Scalars(decay, step, learning_rate, 0.0, (*of_adamw, 1.0))
         rounding = rounding_of(run.schema, self._seed, step, str(index), run.start)
         segment = (0, run.stop - run.start, decay)
         return begin_adamw(self._pool, planes, gradient, [segment], scalars, {}, rounding)
@@ -227,8 +248,9 @@ class PlacedState:
             shapes = [tuple(entry[kind].shape) for kind in kinds if kind in entry]
 
             # torch has no remainder. All else belongs to this optimizer, and to no other.
-            lacks = "step" not in entry or any(kind not in entry for kind in kinds if kind is not Kind.REMAINDER)
-            if form is None or lacks or any(shape != form.shape for shape in shapes):
+            needed = ["step", *(kind for kind in kinds if kind is not Kind.REMAINDER)]
+            is_whole = all(name in entry for name in needed)
+            if form is None or not is_whole or any(shape != form.shape for shape in shapes):
                 had = "none here" if form is None else f"{tuple(form.shape)} here"
                 raise OptimizerError(
                     f"the state of parameter {index} has shapes {shapes}, {had}. Load the state of the same model."
@@ -239,7 +261,9 @@ class PlacedState:
         for chunk in self.store.chunks:
             with self.store.overwrite(chunk) as block:
                 for run in chunk.runs:
-                    self._fill(run, block, state.get(run.parameter, {}))
+                    entry = state.get(run.parameter, {})
+                    self._fill(run, block, entry)
+
         self.steps = {index: int(entry["step"]) for index, entry in state.items()}
 
     @torch.no_grad()
@@ -264,10 +288,11 @@ class PlacedState:
         found = {}
         for index in numbers:
             parameter = self._parameters[index]
-            found[index] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")} | {
-                str(kind): torch.empty_strided(parameter.size(), parameter.stride(), dtype=dtype, device="cpu")
-                for kind, dtype in self._types(index).items()
-            }
+            entry = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")}
+            for kind, dtype in self._types(index).items():
+                # Strided as the parameter, as the state of torch's own optimizers is.
+                entry[str(kind)] = torch.empty_strided(parameter.size(), parameter.stride(), dtype=dtype, device="cpu")
+            found[index] = entry
         return found
 
     @torch.no_grad()
@@ -276,15 +301,14 @@ class PlacedState:
         for index, entry in state.items():
             entry["step"].fill_(self.steps[index])
 
-        # Closed whatever happens, because the generator holds the lease of a chunk.
         wanted = [chunk for chunk in self.store.chunks if any(run.parameter in state for run in chunk.runs)]
+
+        # Closed whatever happens, because the generator holds the lease of a chunk.
         with contextlib.closing(self.store.read(wanted)) as chunks:
             for chunk, block in chunks:
                 for run in chunk.runs:
                     entry = state.get(run.parameter, {})
-                    for kind, plane in _planes(run, block):
-                        if kind in entry:
-                            in_order(entry[kind], entry[kind])[run.start : run.stop] = plane
+                    _copy_run(run, block, entry)
 
     def _types(self, index: int) -> dict[Kind, torch.dtype]:
         """Return the kinds of a parameter's state with their types; fp32 is its own master and has no remainder."""
@@ -296,6 +320,14 @@ def _planes(run: ElementRun, chunk: Tensor) -> Iterator[tuple[Kind, Tensor]]:
     """Yield each kind of a run's state, as a flat view of a chunk in RAM."""
     for kind, (start, stop) in run.planes.items():
         yield kind, chunk[start:stop].view(plane_dtype(run.schema, kind))
+
+
+def _copy_run(run: ElementRun, chunk: Tensor, entry: Entry) -> None:
+    """Write the planes of a run into a parameter's entry, as far as that has their kinds."""
+    for kind, plane in _planes(run, chunk):
+        tensor = entry.get(kind)
+        if tensor is not None:
+            in_order(tensor, tensor)[run.start : run.stop] = plane
 
 
 def _finish(store: ChunkStore, chunk: StateChunk, lease: Lease, batches: Iterable[_native.Batch | None]) -> None:

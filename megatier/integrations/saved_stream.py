@@ -33,6 +33,7 @@ class SavedStream:
         Raises:
             CheckpointError: there is none, or it is of a run of `megatier train`, or damaged.
         """
+        # Before the search: a process that was killed while it replaced a checkpoint has left it under another name.
         settle_replaced(folder)
         if (path := last_checkpoint(folder)) is None:
             raise CheckpointError(f"{folder} holds no checkpoint of a streamed model; Streamed.save writes them.")
@@ -64,6 +65,7 @@ class SavedStream:
                     f"{self.path} has {name} {shown(before)}, and this model has {now}. Open the model by "
                     f"megatier.stream(..., {name}={shown(before)!r}) to go on from it."
                 )
+        # A base from RAM has no identity, so there is nothing to compare.
         of_base = self.state.get("base") or {}
         if base and of_base and of_base != base:
             raise CheckpointError(f"{self.path} is of adapters over another base. Stream the base that they belong to.")

@@ -139,6 +139,7 @@ class StateView(MutableMapping[Tensor, "EntryCopy"]):
         return iter(self._parameters())
 
     def __contains__(self, parameter: object) -> bool:
+        # By identity: tensors compare element by element.
         return any(each is parameter for each in self._parameters())
 
     def __getitem__(self, parameter: Tensor) -> EntryCopy:
@@ -166,7 +167,8 @@ class EntryCopy(dict[str, Tensor]):
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         # Trainers that move the state of an optimizer to another device set what was there.
-        if name in self and torch.equal(self[name], value.to(self[name].device)):
+        present = self.get(name)
+        if present is not None and torch.equal(present, value.to(present.device)):
             return
         raise OptimizerError(f"this is a copy of {name}, and to set it changes nothing. {self._remedy}")
 

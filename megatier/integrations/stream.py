@@ -113,10 +113,14 @@ def stream(
             found before weights are read.
     """
     config = loop_config(short, tiers, train, _own_attention(model))
-    for words in remarks(config, "train.learning_rate" if train else "lr"):
+    rate_name = "train.learning_rate" if train else "lr"
+    for words in remarks(config, rate_name):
         warn(words)
+
+    # An empty path would be the current directory.
     is_named = isinstance(model, str | os.PathLike) and os.fspath(model) != ""
-    require(is_named or isinstance(model, nn.Module), "model", model, "a folder, a hub id, or a model of transformers")
+    is_given = is_named or isinstance(model, nn.Module)
+    require(is_given, "model", model, "a folder, a hub id, or a model of transformers")
     return _open(model, config, short)
 
 
@@ -136,6 +140,7 @@ def _open(model: Given, config: RunConfig, short: ShortArguments) -> Streamed:
     with ExitStack() as opened:
         device = choose_device(config.tiers.device)
         ranks = opened.enter_context(joined(device.type, is_guest=True))
+        # The caller says what each rank makes, and a config what all of them make together.
         groups = config.train.groups * (1 if ranks is None else ranks.size)
         config = config.changed({"train.batch": groups, "train.groups": groups})
         setup = Setup.of(config, skeleton, Machine.here(config.tiers, device, ranks))
@@ -233,6 +238,7 @@ def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[
             f"{type(inside).__name__} is no model of transformers. Give the model itself, and name what is not trained "
             "in frozen."
         )
+    # Hooks on parameters would never be called: no gradient comes to these.
     check_gradient_hooks(inside)
     if is_new and config is not None:
         raise UnsupportedModelError("the model has adapters already: leave out peft_config, or give the model itself.")
@@ -246,5 +252,10 @@ def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[
 
 def _own_attention(model: object) -> str:
     """Return the attention implementation that a model in RAM says, or sdpa."""
-    config = getattr(unwrapped(model)[0], "config", None) if isinstance(model, nn.Module) else None
+    if not isinstance(model, nn.Module):
+        return "sdpa"
+    inside, _ = unwrapped(model)
+    config = getattr(inside, "config", None)
+
+    # A module of another library has no such setting. It is refused later, with a message of its own.
     return getattr(config, "_attn_implementation", None) or "sdpa"

@@ -85,6 +85,7 @@ class StreamedOptimizer(StateElsewhere):
         Raises:
             StreamedModelError: the groups differ in a setting that they have to share.
         """
+        # torch would update what the groups hold by now, so a user who has changed them expects that.
         if self._parameters_now() != self._own:
             raise StreamedModelError(
                 "the groups of a streamed model's optimizer are those that it was opened with, in their order: name "
@@ -144,8 +145,9 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a group has
     """Return a number of another library, such as a schedule in numpy gives, as JSON takes it."""
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    is_foreign = isinstance(value, numbers.Real) and not isinstance(value, int | float)
-    return float(value) if is_foreign else value
+    is_number = isinstance(value, numbers.Real)
+    is_pythons = isinstance(value, int | float)
+    return float(value) if is_number and not is_pythons else value
 
 
 class _OnTiers(dict[Any, Any]):

@@ -210,9 +210,11 @@ class StreamedState(ABC):
 
         # Checked before the first copy: a process that runs out of RAM half way is killed, and says nothing.
         with self._crew.together():
-            needed = 4 * sum(tensor.num_elements for parts in places.values() for _, tensor in parts)
-            needed *= self._crew.local_size
-            if needed > (free := ram_available_bytes()):
+            num_elements = sum(tensor.num_elements for parts in places.values() for _, tensor in parts)
+            # In fp32, for each rank of this host.
+            needed = 4 * num_elements * self._crew.local_size
+            free = ram_available_bytes()
+            if needed > free:
                 raise CapacityError(
                     "ram", needed, free, "Write the weights to files with export(folder): that streams."
                 )
@@ -244,8 +246,17 @@ class StreamedState(ABC):
         session = self._session
         written = session.engine.options.dtype if dtype is None else COMPUTE_DTYPES[dtype]
         with self._crew.together(), session.reading_masters() as read:
+            # The first rank alone has what reads: the others send it their shards inside.
             if read is not None:
-                export(Path(folder), self.model, session.wholes, read, written, SHARD_BYTES, tokenizer)
+                export(
+                    Path(folder),
+                    self.model,
+                    session.wholes,
+                    read,
+                    written,
+                    SHARD_BYTES,
+                    tokenizer,
+                )
 
     def save(self, folder: StrPath) -> Path:
         """Write a checkpoint, `step-...` in the folder: weights and moments in fp32, settings, the number of the step.
@@ -262,11 +273,19 @@ class StreamedState(ABC):
         self._settle("A checkpoint", "save()")
         path = Path(folder)
         self._crew.first(lambda: _make_ready(path))
-        settings = self.optimizer.saved_settings()
-        tiles = {path: asdict(found) for path, found in self._session.engine.model.tiles.items()}
-        told = {"groups": self.groups, "tiles": tiles, "base": noted(self.model), "compiled": self._compiled}
-        state = {"streamed": settings, "environment": environment(self.device), **told, **self._kept}
-        return CheckpointWriter(self._session, path, self.steps, state).wait()
+        tiles = self._session.engine.model.tiles
+        state = {
+            # By this key `restore` tells such a checkpoint from one of `megatier train`.
+            "streamed": self.optimizer.saved_settings(),
+            "environment": environment(self.device),
+            "groups": self.groups,
+            "tiles": {module: asdict(decision) for module, decision in tiles.items()},
+            "base": noted(self.model),
+            "compiled": self._compiled,
+            **self._kept,
+        }
+        writer = CheckpointWriter(self._session, path, self.steps, state)
+        return writer.wait()
 
     def saved_groups(self, folder: StrPath) -> int | None:
         """Return how many groups the steps of the last checkpoint of a folder had. All ranks call it alike.
@@ -366,6 +385,7 @@ class StreamedState(ABC):
         Raises:
             StreamedModelError: another rank has come to another call.
         """
+        # A rank that makes another call meets the others here as well, so that all of them name it, and none hangs.
         told = self._crew.agree((call, dropped))
         for rank, (other, _) in enumerate(told):
             if other != call:
@@ -377,15 +397,16 @@ class StreamedState(ABC):
 
     def _read(self, parts: Sequence[tuple[Unit, TensorSlice]]) -> Tensor:
         """Read a whole parameter, whose parts may lie in several units (experts that were cut)."""
-        found = torch.empty(sum(tensor.num_elements for _, tensor in parts), dtype=torch.float32, device="cpu")
+        num_elements = sum(tensor.num_elements for _, tensor in parts)
+        master = torch.empty(num_elements, dtype=torch.float32, device="cpu")
         first = 0
         for unit, tensor in parts:
             for start, stop in chunks(tensor.num_elements):
-                found[first + start : first + stop] = self._session.read_whole(
-                    unit, tensor.start + start, tensor.start + stop
-                )
+                elements = self._session.read_whole(unit, tensor.start + start, tensor.start + stop)
+                master[first + start : first + stop] = elements
             first += tensor.num_elements
-        return found.view(parts[0][1].parameter_shape)
+        _, first_tensor = parts[0]
+        return master.view(first_tensor.parameter_shape)
 
 
 def _make_ready(folder: Path) -> None:

@@ -106,6 +106,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
         """Norm of the open step's gradients, once it was measured."""
         self._events: list[tuple[int, list[TraceEvent]]] = []
         """The last steps by number, with what happened in them."""
+
         self._is_closed = False
         self._has_parted = False
         """Whether this rank has left a step half-way, in which the others are still."""
@@ -136,6 +137,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
         if error is None or not self._session.owner.is_here:
             self.close()
         else:
+            # Past `close`, for which all ranks would have to meet: they are told of the error instead.
             self._is_closed = True
             self._disown()
             self._opened.__exit__(kind, error, trace)
@@ -233,8 +235,11 @@ class Streamed(ClosedWhenDropped, StreamedState):
 
             # The loop may compute losses itself, so the guard gets one that is finite and judges by the norm.
             result = self._engine.finish_step(step, rate, norm, 0.0)
-        has_all = len(losses) == self.accumulation_steps
-        self.last = replace(result, loss=float(torch.stack(losses).sum()) if has_all else float("nan"))
+        # The engine has read the norm, so the device is through with the losses.
+        loss = math.nan
+        if len(losses) == self.accumulation_steps:
+            loss = float(torch.stack(losses).sum())
+        self.last = replace(result, loss=loss)
         self._events = [*self._events[1 - TRACED_STEPS :], (step, self._session.player.take_events())]
         return self.last
 
@@ -361,7 +366,8 @@ class Streamed(ClosedWhenDropped, StreamedState):
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run the model's own forward as a part of a step, or as an evaluation."""
-        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
+        given = dict(zip(self._arguments, args, strict=False))
+        given.update(kwargs)
         if torch.is_grad_enabled():
             refuse_given(given)
         if not self.has_logits and given.get("labels") is None and given.get("shift_labels") is None:
@@ -384,9 +390,13 @@ class Streamed(ClosedWhenDropped, StreamedState):
 
     def _note_loss(self, outputs: Any, *, is_sum: bool) -> None:  # noqa: ANN401
         """Keep what a forward adds to the loss of its step."""
-        loss = outputs.get("loss") if isinstance(outputs, ModelOutput) else None
+        if not isinstance(outputs, ModelOutput):
+            return
+        loss = outputs.get("loss")
         if torch.is_tensor(loss):
-            self._losses.append(loss.detach() if is_sum else loss.detach() / self.accumulation_steps)
+            # Detached, so that it holds no graph. It is not read here: the host would wait for the device.
+            loss = loss.detach()
+            self._losses.append(loss if is_sum else loss / self.accumulation_steps)
 
     def _begin_forward(self) -> contextlib.AbstractContextManager[None]:
         """Begin a forward with gradients, inside: a further one of the open group, or the first of a new one."""

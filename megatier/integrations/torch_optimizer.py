@@ -72,13 +72,15 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
             kept: the state, as `schema_of` names it.
             seed: of the random numbers by which moments in bf16 are rounded, at least 0.
         """
+        # Torch's vector maths errs now and then if its first call of the process is a parallel one.
         warm()
         self._kept = kept
         self._settings = tuple(settings)
         self._seed = seed
         self._ram = byte_count("ram", ram)
         self._nvme = parse_list(nvme)
-        self._nvme_bytes = sum(budget_bytes(parse_mount(text, "nvme")) for text in self._nvme)
+        mounts = [parse_mount(text, "nvme") for text in self._nvme]
+        self._nvme_bytes = sum(map(budget_bytes, mounts))
 
         self._placed: PlacedState | None = None
         """The state; None before the first step or load."""
@@ -175,13 +177,20 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
             TransferError: the file cannot be written, or a drive failed. A file that was at `path` is still there.
             OptimizerError: a step or a load failed half way, so there is no whole state.
         """
-        numbers = list(self._groups_now() if self._placed is not None else ())
+        placed = self._placed
+        numbers = [] if placed is None else list(self._groups_now())
+
+        def describe() -> StateDict:
+            return self._describe(self._empty())
 
         def fill(written: StateDict) -> None:
-            if self._placed is not None:
-                self._placed.copy_to({numbers[number]: entry for number, entry in written["state"].items()})
+            if placed is None:
+                return
+            # torch numbers parameters by their place in the groups now, and the state by that of its first step.
+            entries = {numbers[position]: entry for position, entry in written["state"].items()}
+            placed.copy_to(entries)
 
-        write_state_file(path, lambda: self._describe(self._empty()), fill)
+        write_state_file(path, describe, fill)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take the state of such an optimizer, wherever its parts lay, or of a torch.optim.AdamW, chunk by chunk.
@@ -221,6 +230,8 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
                 placed = self._start()
                 saved = [number for group in groups for number in group["params"]]
                 own = dict(zip(saved, self._groups_now(), strict=False))
+
+                # A number that no group has stays, so that `check` names it.
                 self._incoming = {own.get(number, number): entry for number, entry in given["state"].items()}
                 placed.check(self._incoming)
         return {**given, "state": {}, "param_groups": groups}
@@ -279,7 +290,10 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
         """Return the place of every piece of state, for the parameters as they are now."""
         trained = {index: parameter for index, parameter in enumerate(self._all()) if parameter.requires_grad}
         check_parameters(trained.values(), self._kept)
-        sizes = [ParameterSize(i, p.numel(), schema_of(p.dtype, self._kept)) for i, p in trained.items()]
+        sizes = []
+        for index, parameter in trained.items():
+            schema = schema_of(parameter.dtype, self._kept)
+            sizes.append(ParameterSize(index, parameter.numel(), schema))
         return plan_chunks(sizes, self._ram, self._nvme_bytes)
 
     def _all(self) -> list[Tensor]:
@@ -379,9 +393,20 @@ class TieredAdamW(TieredOptimizer):
             OptimizerError: a parameter cannot be taken.
         """
         require(moments in ("fp32", "bf16"), "moments", moments, "fp32 or bf16")
-        seed = number("seed", seed, "at least 0", least=0, whole=True)
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, settings, ram=ram, nvme=nvme, kept=moments, seed=seed)
+        settings = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(
+            params,
+            settings,
+            ram=ram,
+            nvme=nvme,
+            kept=moments,
+            seed=number("seed", seed, "at least 0", least=0, whole=True),
+        )
 
 
 class TieredMuon(TieredOptimizer):
@@ -404,7 +429,11 @@ class TieredMuon(TieredOptimizer):
 
         A matrix is updated whole, on the device where it lies, and its state is a chunk.
         """
-        settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        settings = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+        }
         super().__init__(params, settings, ram=ram, nvme=nvme, kept="muon")
 
 

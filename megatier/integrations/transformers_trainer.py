@@ -123,6 +123,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
             ConfigError: it does.
         """
         super().__init_subclass__(**kwargs)
+        # Found when the class is made. Its objects would train a plain model, without an error.
         order = cls.__mro__
         mixin = next(base for base in order[1:] if issubclass(base, StreamedTraining))
         for base in order[1 : order.index(mixin)]:
@@ -136,9 +137,11 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         """Return the names of the arguments of the trainer's own constructor, after self."""
         # A subclass may hand all of them on by *args.
         order = cls.__mro__
-        trainers = order[order.index(StreamedTraining) + 1 :]
-        found = (list(inspect.signature(base.__init__).parameters) for base in trainers)  # type: ignore[misc]
-        return next(names for names in found if "model" in names)[1:]
+        for base in order[order.index(StreamedTraining) + 1 :]:
+            names = list(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
+            if "model" in names:
+                return names[1:]
+        raise AssertionError("the mixin comes before a Trainer")
 
     @classmethod
     def given(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - the Trainer's
