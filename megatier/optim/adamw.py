@@ -57,7 +57,15 @@ def step_scalars(step: int, learning_rate: float, betas: tuple[float, float], ep
     beta1, beta2 = betas
     step_size = learning_rate / (1 - beta1**step)
     bias2_root = math.sqrt(1 - beta2**step)
-    return beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size, bias2_root
+    return (
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        eps,
+        step_size,
+        bias2_root,
+    )
 
 
 def lion_scalars(learning_rate: float, betas: tuple[float, float]) -> OfStep:
@@ -117,8 +125,13 @@ def begin_adamw(
         from megatier.optim import kernels  # Triton comes with torch's CUDA builds alone
 
         assert not before, "on the GPU AdamW is in place"
-        moment = planes[_first_moment(planes)]
-        of_kernel = planes[Kind.WEIGHT], remainder, moment, planes.get(Kind.EXP_AVG_SQ), grad
+        of_kernel = (
+            planes[Kind.WEIGHT],
+            remainder,
+            planes[_first_moment(planes)],
+            planes.get(Kind.EXP_AVG_SQ),
+            grad,
+        )
         kernels.adamw(of_kernel, segments, scalars.of_kernels, rounding)
         return None
 
@@ -129,10 +142,11 @@ def begin_adamw(
         width, _, _ = rounding
         moments = MOMENTS[width]
 
-    weight = torch.float32 if remainder is None else torch.bfloat16
+    # A kind that is not updated in place has two planes: it is read from one and written to the other.
+    is_split = remainder is not None
+    weight = torch.bfloat16 if is_split else torch.float32
     sources = _addresses({**planes, **before}, count, moments)
     targets = (*_addresses(planes, count, moments), address_of(grad, weight, count))
-    is_split = remainder is not None
     return pool.submit_adamw(targets, is_split, segments, scalars.of_kernels, before=sources, rounding=rounding)
 
 

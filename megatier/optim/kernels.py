@@ -301,8 +301,12 @@ def _sum_tiles(values: tl.tensor, skipped: tl.int32, count: tl.int64, partials: 
     """Sum the squares of what a piece has of one tile. The first tile lacks the elements that are skipped."""
     tile = tl.program_id(0).to(tl.int64)
     start = tl.maximum(tile * TILE_ELEMENTS - skipped, 0)
-    left = (tl.minimum((tile + 1) * TILE_ELEMENTS - skipped, count) - start).to(tl.int32)
-    tl.store(partials + tile + tl.arange(0, 1), _sum_of(values + start, left))
+    stop = tl.minimum((tile + 1) * TILE_ELEMENTS - skipped, count)
+    left = (stop - start).to(tl.int32)
+
+    # A sum is a block of one element, and so is the place that it is stored to.
+    place = partials + tile + tl.arange(0, 1)
+    tl.store(place, _sum_of(values + start, left))
 
 
 @_jit

@@ -18,11 +18,13 @@ def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, steps: 
     """
     if step <= warmup:
         return peak * step / warmup
-
-    # The first step after the warm-up has the peak.
-    share = (step - warmup - 1) / max(1, steps - warmup)
     if schedule == "constant":
         return peak
+
+    # The first step after the warm-up has the peak.
+    steps_since = step - warmup - 1
+    share = steps_since / max(1, steps - warmup)
+
     # From 0 at the peak to 1 one step after the last.
     fall = share if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * share))
     return peak * (1 - (1 - minimum_ratio) * fall)

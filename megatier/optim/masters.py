@@ -14,9 +14,9 @@ from megatier.tier import Kind
 def plane_dtype(schema: StateSchema, kind: Kind) -> torch.dtype:
     """Return the dtype of a plane's elements."""
     # Schemas have names of dtypes, since plans are made without torch.
-    found = getattr(torch, schema.dtype(kind))
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, schema.dtype(kind))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def weight_dtype(schema: StateSchema) -> torch.dtype:
@@ -67,9 +67,11 @@ def write_rounded(values: Tensor, plane: Tensor) -> None:
     if rounded.dtype is not values.dtype:
         # torch may make one NaN of all. The high half of such an fp32 number is the bf16 that it was.
         bits = values.view(torch.int32)
-        exact = values.isnan() & (bits & 0xFFFF == 0)
-        if exact.any():
-            rounded.view(torch.int16)[exact] = (bits[exact] >> 16).to(torch.int16)
+        is_bf16 = bits & 0xFFFF == 0
+        is_lost = values.isnan() & is_bf16
+        if is_lost.any():
+            high = bits[is_lost] >> 16
+            rounded.view(torch.int16)[is_lost] = high.to(torch.int16)
     plane.copy_(rounded)
 
 
@@ -81,8 +83,10 @@ def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
         bits = high.add_(remainder)
         master.copy_(bits.view(torch.float32))
         return
+
     count = weight.numel()
-    _native.join(*_addresses(weight, remainder, count), address_of(master, torch.float32, count), count)
+    target = address_of(master, torch.float32, count)
+    _native.join(*_addresses(weight, remainder, count), target, count)
 
 
 def _addresses(weight: Tensor, remainder: Tensor, count: int) -> tuple[int, int]:

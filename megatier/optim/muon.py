@@ -66,11 +66,15 @@ class Matrix:
     @property
     def flops(self) -> int:
         """Floating-point operations of the products of its update."""
-        *count, rows, columns = self.shape
-        short, long = sorted((rows, columns))
+        *stack, rows, columns = self.shape
+        short = min(rows, columns)
+        long = max(rows, columns)
         outer, inner = FLOPS_OF_ITERATION
-        iteration = outer * short * short * long + inner * short**3
-        return math.prod(count) * NUM_ITERATIONS * iteration
+        of_iteration = outer * short * short * long + inner * short**3
+
+        # A stack of experts has a product for each.
+        num_experts = math.prod(stack)
+        return num_experts * NUM_ITERATIONS * of_iteration
 
 
 class Muon:
@@ -93,8 +97,10 @@ class Muon:
             return []
 
         # Padding belongs to the matrix before it. A rank's shard may have no matrix, and be padding alone.
-        starts = [matrix.start for matrix in self._matrices[unit][1:]]
-        return list(pairwise([0, *starts, self._stops[unit]]))
+        later = self._matrices[unit][1:]
+        starts = [0, *(matrix.start for matrix in later)]
+        bounds = [*starts, self._stops[unit]]
+        return list(pairwise(bounds))
 
     def apply(self, unit: str, elements: tuple[int, int], planes: Planes, grad: Tensor, scalars: Scalars) -> None:
         """Update those matrices of a unit that lie in a run of its elements, in place; see `RunOptimizer.apply`."""
@@ -108,18 +114,18 @@ class Muon:
 def matrices_of(layout: Layout) -> Iterator[Matrix]:
     """Yield the matrices of a unit's trained parameters, which have two dimensions, or three if of experts."""
     for tensor in layout.trained.tensors:
-        *count, rows, columns = tensor.shape
-        if not count:
+        *stack, rows, columns = tensor.shape
+        if not stack:
             yield Matrix(tensor.start, (rows, columns))
             continue
 
-        (num_experts,) = count
-        size = rows * columns
         # By the stack alone, so that batches, and with them bits, are the same on every tier.
-        most = max(1, BATCH_ELEMENTS // size)
-        for first in range(0, num_experts, most):
-            taken = min(most, num_experts - first)
-            yield Matrix(tensor.start + first * size, (taken, rows, columns))
+        (num_experts,) = stack
+        expert_elements = rows * columns
+        batch = max(1, BATCH_ELEMENTS // expert_elements)
+        for first in range(0, num_experts, batch):
+            num_taken = min(batch, num_experts - first)
+            yield Matrix(tensor.start + first * expert_elements, (num_taken, rows, columns))
 
 
 @torch.no_grad()
@@ -143,24 +149,28 @@ def update_matrix(matrix: Matrix, planes: Planes, grad: Tensor, scalars: Scalars
     *_, grad_scale = scalars.of_kernels
     change = grad.view(dtype)[run].to(torch.float32, copy=True)
     change.mul_(grad_scale)
+
+    # Nesterov's momentum, as in torch.optim.Muon.
     momentum.lerp_(change, 1 - scalars.momentum)
     change.lerp_(momentum, scalars.momentum)
 
     # Each of these is as large as the matrix, in memory that no budget counts. So it is freed as soon as it was used.
-    factor = orthogonal(change.view(matrix.shape)).reshape(-1)
+    direction = orthogonal(change.view(matrix.shape)).reshape(-1)
     del change
 
     longer = max(matrix.shape[-2:])
     rate = scalars.learning_rate * (RMS * math.sqrt(longer))
     if not is_split:
-        weight.mul_(scalars.decay).add_(factor, alpha=-rate)
+        weight.mul_(scalars.decay)
+        weight.add_(direction, alpha=-rate)
         return
 
     remainder = planes[Kind.REMAINDER].view(torch.int16)[run]
     master = torch.empty(weight.numel(), dtype=torch.float32, device=weight.device)
     join_master(weight, remainder, master)
-    master.mul_(scalars.decay).add_(factor, alpha=-rate)
-    del factor
+    master.mul_(scalars.decay)
+    master.add_(direction, alpha=-rate)
+    del direction
     split_master(master, weight, remainder)
 
 
@@ -174,19 +184,23 @@ def orthogonal(matrix: Tensor) -> Tensor:
         bf16 of the same shape; it may be a transposed view.
     """
     a, b, c = COEFFICIENTS
-    found = matrix.bfloat16()
-    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.bfloat16()
+
+    # Transposed, so that the products below are of the shorter side.
+    rows, columns = matrix.shape[-2:]
+    is_tall = rows > columns
     if is_tall:
-        found = found.mT
+        x = x.mT
 
     # A matrix alone takes the functions of torch's Muon, whose bits those for batches need not have.
-    several = found.ndim > 2
-    norm = found.norm(dim=(-2, -1), keepdim=True) if several else found.norm()
-    found.div_(norm.clamp(min=EPS))
+    is_stack = x.ndim > 2
+    norm = x.norm(dim=(-2, -1), keepdim=True) if is_stack else x.norm()
+    x.div_(norm.clamp(min=EPS))
 
-    add = torch.baddbmm if several else torch.addmm
+    # Newton and Schulz's iteration.
+    add = torch.baddbmm if is_stack else torch.addmm
     for _ in range(NUM_ITERATIONS):
-        gram = found @ found.mT
-        step = add(gram, gram, gram, beta=b, alpha=c)
-        found = add(found, step, found, beta=a)
-    return found.mT if is_tall else found
+        gram = x @ x.mT
+        polynomial = add(gram, gram, gram, beta=b, alpha=c)
+        x = add(x, polynomial, x, beta=a)
+    return x.mT if is_tall else x

@@ -68,7 +68,7 @@ class Hyperparameters:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ElementwiseRule:
     """The arithmetic of an optimizer that updates each element by itself."""
 
     scalars: Callable[[int, float, Hyperparameters], OfStep]
@@ -77,9 +77,17 @@ class Rule:
     """Updates a run of elements; see `begin_adamw`, which does AdamW and Lion."""
 
 
+def _adamw_scalars(step: int, learning_rate: float, hyper: Hyperparameters) -> OfStep:
+    return step_scalars(step, learning_rate, (hyper.beta1, hyper.beta2), hyper.eps)
+
+
+def _lion_scalars(_: int, learning_rate: float, hyper: Hyperparameters) -> OfStep:
+    return lion_scalars(learning_rate, (hyper.beta1, hyper.beta2))
+
+
 RULES = {
-    "adamw": Rule(lambda step, rate, hyper: step_scalars(step, rate, (hyper.beta1, hyper.beta2), hyper.eps)),
-    "lion": Rule(lambda _, rate, hyper: lion_scalars(rate, (hyper.beta1, hyper.beta2))),
+    "adamw": ElementwiseRule(_adamw_scalars),
+    "lion": ElementwiseRule(_lion_scalars),
 }
 """The rules by the names that schemas of state have for them."""
 
@@ -155,8 +163,9 @@ class RunOptimizer:
 
     def clip(self, norm: float) -> float:
         """Return the coefficient for this norm. From now on updates read it, and the scalars of the step begun."""
-        limit = self.hyper.clip
-        coefficient = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+        coefficient = 1.0
+        if self.hyper.clip is not None:
+            coefficient = min(1.0, self.hyper.clip / (norm + 1e-6))
 
         # The coefficient is the last of them; that of the step begun is 1. `_begun` stays as it is: what runs ahead of
         # the norm goes by it, and `revise` compares with it.
@@ -167,27 +176,37 @@ class RunOptimizer:
     def _scalars_of(self, step: int, learning_rate: float) -> Scalars:
         """The scalars of a step in which nothing is clipped."""
         hyper = self.hyper
-        scalars = self._rule.scalars(step, learning_rate, hyper)
-        decay = 1 - learning_rate * hyper.weight_decay
-        return Scalars(decay, step, learning_rate, hyper.momentum, (*scalars, 1.0))
+        of_step = self._rule.scalars(step, learning_rate, hyper)
+        return Scalars(
+            decay=1 - learning_rate * hyper.weight_decay,
+            step=step,
+            learning_rate=learning_rate,
+            momentum=hyper.momentum,
+            of_kernels=(*of_step, 1.0),
+        )
 
     def norm(self) -> float:
         """The global norm of the measured gradients: the root of the exact sum of the partial sums."""
-        parts = [part for sums in self._sums.values() for part in sums]
-        of_gpu = [part for part in parts if part.is_cuda]
-        found = [torch.empty(0, dtype=torch.float64, device="cpu")]
-        found += [part for part in parts if not part.is_cuda]
+        of_gpu = list[Tensor]()
+        of_cpu = [torch.empty(0, dtype=torch.float64, device="cpu")]
+        for partials in self._sums.values():
+            for partial_sums in partials:
+                if partial_sums.is_cuda:
+                    of_gpu.append(partial_sums)
+                else:
+                    of_cpu.append(partial_sums)
 
         # Put together on the GPU first, since each read of it makes the host wait.
         if of_gpu:
-            found.append(on_host(torch.cat(of_gpu)))
-        sums = torch.cat(found)
+            of_cpu.append(on_host(torch.cat(of_gpu)))
+        sums = torch.cat(of_cpu)
         if self._ranks is not None:
             sums = self._ranks.total(sums)
 
         # The order is that of units and ranks, which an exact sum does not depend on.
-        address = address_of(sums, torch.float64, sums.numel())
-        return math.sqrt(_native.sum_exactly(address, sums.numel()))
+        count = sums.numel()
+        address = address_of(sums, torch.float64, count)
+        return math.sqrt(_native.sum_exactly(address, count))
 
     def first_non_finite(self) -> str | None:
         """A parameter whose measured gradient is not finite, of the first such unit that the backward came to.
@@ -213,13 +232,16 @@ class RunOptimizer:
 
     def _non_finite_in(self, unit: str) -> str | None:
         """The first parameter of a unit, in its layout, whose measured gradient is not finite."""
+        # A rank's shard that is padding alone has none.
         if not self._sums[unit]:
-            return None  # a rank's shard that is padding alone
+            return None
+
+        # A sum of squares of finite bf16 or fp32 numbers is finite in fp64, so the sums tell it as well.
         sums = on_host(torch.cat(self._sums[unit]))
         tensors = self.layouts[unit].tensors
         counts = [num_tiles(tensor, self._origin(unit, tensor)) for tensor in tensors]
-        for tensor, part in zip(tensors, sums.split(counts), strict=True):
-            if not part.isfinite().all():
+        for tensor, of_tensor in zip(tensors, sums.split(counts), strict=True):
+            if not of_tensor.isfinite().all():
                 return tensor.name
         return None
 
@@ -247,13 +269,22 @@ class RunOptimizer:
 
     def _tile_runs(self, unit: str, device: torch.device) -> tuple[Tensor, bool]:
         """What a unit's parameters have of each tile, and whether it begins where `sum_runs` is fast."""
-        if unit not in self._runs:
-            runs = []
-            for tensor in self.layouts[unit].tensors:
-                pieces = cut_at_tiles(tensor, self._origin(unit, tensor), TILE_ELEMENTS)
-                runs += [(start, stop - start) for start, stop in pieces if stop > start]
-            aligned = all(start % 16 == 0 for start, _ in runs)
-            self._runs[unit] = torch.tensor(runs, dtype=torch.int64, device=device).view(-1, 2), aligned
+        if unit in self._runs:
+            return self._runs[unit]
+
+        runs = list[tuple[int, int]]()
+        for tensor in self.layouts[unit].tensors:
+            origin = self._origin(unit, tensor)
+            for start, stop in cut_at_tiles(tensor, origin, TILE_ELEMENTS):
+                # The head is empty if a tensor begins at a border of tiles.
+                if stop > start:
+                    runs.append((start, stop - start))
+
+        is_aligned = all(start % 16 == 0 for start, _ in runs)
+        on_device = torch.tensor(runs, dtype=torch.int64, device=device)
+
+        # With a shape also if there are no runs.
+        self._runs[unit] = on_device.view(-1, 2), is_aligned
         return self._runs[unit]
 
     def _origin(self, unit: str, tensor: TensorSlice) -> int:
@@ -273,15 +304,11 @@ class RunOptimizer:
             group: 0, 1, ...
         """
         count = self.layouts[unit].num_elements
-        sums, grads = (memory.view(torch.float32)[:count] for memory in (total, part))
-
-        def add(sums: Tensor, grads: Tensor) -> None:
-            count = sums.numel()
-            target, source = (address_of(tensor, torch.float32, count) for tensor in (sums, grads))
-            _native.accumulate(target, source, count, group == 0)
+        sums = total.view(torch.float32)[:count]
+        grads = part.view(torch.float32)[:count]
 
         # Each element is added by itself, so the pieces that threads share change no bit.
-        self._in_pieces(add, sums, grads)
+        self._in_pieces(partial(_add, is_first=group == 0), sums, grads)
         if group < self._groups - 1:
             return
 
@@ -311,29 +338,32 @@ class RunOptimizer:
         dtype = self._dtype(unit)
         is_fp32 = pieces.shape[1] == 4 * count
         grads = pieces.view(torch.float32 if is_fp32 else dtype)
-        summed = self._room_for_sum(total, grads, spare)
+        sums = self._memory_of_sums(total, grads, spare)
         if adds:
-            summed.add_(grads[0])
+            sums.add_(grads[0])
         else:
-            summed.copy_(grads[0])
+            sums.copy_(grads[0])
 
         # One after the other, as one rank alone adds them: fp32 sums depend on their order.
         for grad in grads[1:]:
-            summed.add_(grad)
+            sums.add_(grad)
 
         if is_last:
             # Where both lie in one place, rounded numbers would overwrite sums that were not read yet.
             final = total.view(dtype)[:count]
-            overlaps = summed.data_ptr() == final.data_ptr()
-            final.copy_(summed.to(dtype) if overlaps else summed)
+            overlaps = sums.data_ptr() == final.data_ptr()
+            final.copy_(sums.to(dtype) if overlaps else sums)
             self.measure(unit, final)
 
-    def _room_for_sum(self, total: Tensor, grads: Tensor, spare: Tensor) -> Tensor:
+    def _memory_of_sums(self, total: Tensor, grads: Tensor, spare: Tensor) -> Tensor:
         """Where the fp32 sum of groups is taken, flat: it stays in `total` if there are groups that come later."""
-        if self._groups == 1 and grads.dtype is torch.float32:
+        has_one_group = self._groups == 1
+        if has_one_group and grads.dtype is torch.float32:
             return grads[0]
-        room = total if self._groups > 1 else spare
-        return room.view(torch.float32)[: grads.shape[1]]
+
+        memory = spare if has_one_group else total
+        num_elements = grads.shape[1]
+        return memory.view(torch.float32)[:num_elements]
 
     def _dtype(self, unit: str) -> torch.dtype:
         """The dtype of a unit's weights and of its final gradient."""
@@ -354,8 +384,10 @@ class RunOptimizer:
         """
         # Once refused, all later units of the step are: each update more would leave more of the weights a step ahead.
         # Lanes look at units at once, so one that finds nothing writes nothing over what another one has found.
-        if self._refused is None and (found := self._non_finite_in(unit)) is not None:
-            self._refused = found
+        if self._refused is None:
+            name = self._non_finite_in(unit)
+            if name is not None:
+                self._refused = name
         if self._refused is not None:
             raise NonFiniteError(f"the gradient of {self._refused} is not finite")
 
@@ -425,27 +457,43 @@ class RunOptimizer:
         starts: list[int] = []
         decays: list[float] = []
         for tensor in layout.tensors:
-            if tensor.start >= stop or tensor.stop <= start:
+            is_outside = tensor.start >= stop or tensor.stop <= start
+            if is_outside:
                 continue
             decay = factor if tensor.name in self._decayed else 1.0
             if not decays or decays[-1] != decay:
+                # The first run begins with the elements, also if its tensor began before them.
                 starts.append(tensor.start - start if starts else 0)
                 decays.append(decay)
 
+        # Nothing but padding.
         if not starts:
-            return [(0, stop - start, 1.0)]  # nothing but padding
+            return [(0, stop - start, 1.0)]
+
         stops = [*starts[1:], stop - start]
         return list(zip(starts, stops, decays, strict=True))
+
+
+def _add(sums: Tensor, grads: Tensor, *, is_first: bool) -> None:
+    """Add fp32 numbers to sums, which have none yet if these are the first."""
+    count = sums.numel()
+    target = address_of(sums, torch.float32, count)
+    source = address_of(grads, torch.float32, count)
+    _native.accumulate(target, source, count, is_first)
 
 
 def _round(values: Tensor, rounded: Tensor) -> None:
     """Write fp32 numbers as bf16."""
     count = values.numel()
-    _native.round_bf16(address_of(values, torch.float32, count), address_of(rounded, torch.bfloat16, count), count)
+    source = address_of(values, torch.float32, count)
+    target = address_of(rounded, torch.bfloat16, count)
+    _native.round_bf16(source, target, count)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
     """Copy a flat tensor to another one of its dtype."""
-    memory = target.view(torch.uint8), source.view(torch.uint8)
-    to, by = (address_of(tensor, torch.uint8, source.nbytes) for tensor in memory)
-    _native.copy(to, by, source.nbytes)
+    # As bytes, whatever the dtype is.
+    num_bytes = source.nbytes
+    to_address = address_of(target.view(torch.uint8), torch.uint8, num_bytes)
+    from_address = address_of(source.view(torch.uint8), torch.uint8, num_bytes)
+    _native.copy(to_address, from_address, num_bytes)

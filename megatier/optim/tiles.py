@@ -27,10 +27,14 @@ def sum_squares(piece: Tensor) -> Tensor:
         from megatier.optim import kernels  # Triton comes with torch's CUDA builds alone
 
         return kernels.sum_squares(piece)
-    sums = torch.empty(-(-piece.numel() // TILE_ELEMENTS), dtype=torch.float64, device="cpu")
+
+    count = piece.numel()
     is_bf16 = piece.dtype is torch.bfloat16
-    source = address_of(piece, torch.bfloat16 if is_bf16 else torch.float32, piece.numel())
-    _native.sum_squares(source, piece.numel(), is_bf16, address_of(sums, torch.float64, sums.numel()))
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    source = address_of(piece, dtype, count)
+    sums = torch.empty(-(-count // TILE_ELEMENTS), dtype=torch.float64, device="cpu")
+    target = address_of(sums, torch.float64, sums.numel())
+    _native.sum_squares(source, count, is_bf16, target)
     return sums
 
 
@@ -43,10 +47,14 @@ def num_tiles(tensor: TensorSlice, origin: int) -> int:
     return end - first
 
 
-def cut_at_tiles(tensor: TensorSlice, origin: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut a tensor into a head, up to the first border of tiles, and runs of whole tiles with so many elements."""
-    # The first border of tiles at or behind the tensor's start.
+def cut_at_tiles(tensor: TensorSlice, origin: int, max_elements: int) -> Iterator[tuple[int, int]]:
+    """Cut a tensor into a head, up to the first border of tiles, and runs of whole tiles with so many elements.
+
+    The head may be empty, and the last run may end inside of a tile.
+    """
+    # The first border of tiles at or behind the tensor's start: minus a quotient that is rounded down is rounded up.
     tiles_before = -((origin - tensor.start) // TILE_ELEMENTS)
     border = origin + tiles_before * TILE_ELEMENTS
-    borders = range(border, tensor.stop, most)
-    return pairwise([tensor.start, *borders, tensor.stop])
+    borders = range(border, tensor.stop, max_elements)
+    bounds = [tensor.start, *borders, tensor.stop]
+    return pairwise(bounds)
