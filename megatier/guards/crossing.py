@@ -102,17 +102,17 @@ def refused(module_name: str) -> UnsupportedModelError:
 
 def _steps(outputs: Iterable[Tensor | None]) -> set[Step]:
     """Return all steps of the graphs that tensors come from."""
-    found: set[Step] = set()
+    seen: set[Step] = set()
     waiting = [x.grad_fn for x in outputs if x is not None and x.grad_fn is not None]
 
     while waiting:
         # A list and no recursion, since a graph is deeper than Python's stack.
         step = waiting.pop()
-        if step not in found:
-            found.add(step)
+        if step not in seen:
+            seen.add(step)
             waiting.extend(before for before, _ in step.next_functions if before is not None)
 
-    return found
+    return seen
 
 
 def _ends(steps: Iterable[Step]) -> Iterator[Tensor]:
@@ -128,7 +128,8 @@ def _name(model: nn.Module, steps: set[Step]) -> str:
             if attribute in OF_TORCH or not isinstance(value, list | tuple | dict | Tensor):
                 continue
             for tensor in tree_leaves(value):
-                if torch.is_tensor(tensor) and tensor.grad_fn in steps:
+                is_source = torch.is_tensor(tensor) and tensor.grad_fn in steps
+                if is_source:
                     return f"{module_name}.{attribute} {tuple(tensor.shape)}".lstrip(".")
 
     return "it comes by no attribute of a module, so by a closure, a global or a context variable"

@@ -62,12 +62,18 @@ class HeldParts:
         self.shared: dict[int, object] = {}
         self._model = model
         self._seen: set[tuple[int, bool]] = set()
-        self._parts = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
+        self._parts: dict[int, str] = {}
+        """The names of all modules, parameters and buffers, by their ids."""
         self._memory: list[tuple[int, int, str]] = []
+        """Where each weight begins and ends, and its name."""
+
+        for name, module in model.named_modules():
+            self._parts[id(module)] = name or type(module).__name__
         for name, parameter in model.named_parameters():
             self._parts[id(parameter)] = name
             if parameter.numel() and not parameter.is_meta:
-                self._memory.append((*_span(parameter), name))
+                start, stop = _span(parameter)
+                self._memory.append((start, stop, name))
         for name, buffer in model.named_buffers():
             self._parts[id(buffer)] = name
 
@@ -89,7 +95,9 @@ class HeldParts:
         # Classes are not copied, and a method or property of one may have the model in a closure as well.
         for kind in kinds:
             for leaf, value in vars(kind).items():
-                function = getattr(value, "__func__", getattr(value, "fget", value))
+                # A static or class method has its function as __func__, and a property as fget.
+                getter = getattr(value, "fget", value)
+                function = getattr(value, "__func__", getter)
                 if isinstance(function, types.FunctionType) and not _is_of_library(function):
                     self._check(function, f"{leaf} of the class {kind.__name__}", is_copied=False)
 
@@ -106,7 +114,9 @@ class HeldParts:
         """Look at the buffers, attributes and hooks of a module."""
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
-                self._check_tensor(buffer, f"the buffer {leaf} of {path}", is_copied=True)
+                where = f"the buffer {leaf} of {path}"
+                self._check_tensor(buffer, where, is_copied=True)
+
         for leaf, value in vars(module).items():
             if leaf in FORWARD_HOOKS:
                 for hook in value.values():
@@ -116,13 +126,19 @@ class HeldParts:
 
     def _check_attribute(self, value: object, where: str) -> None:
         """Look at an attribute or a hook."""
-        owner = value.__self__ if isinstance(value, types.MethodType) else value
+        owner: object = value
+        if isinstance(value, types.MethodType):
+            owner = value.__self__
 
         # An object that can be called is the user's, who may read there what it notes: it is shared, and not copied.
-        if callable(value) and not isinstance(owner, OF_PYTHON):
+        is_users = callable(value) and not isinstance(owner, OF_PYTHON)
+        if is_users:
             self.shared[id(owner)] = owner
             self._check(owner, where, is_copied=False)
-        self._check(value, where, is_copied=id(owner) not in self.shared)
+
+        # A hook may be a method of the same object, which is shared by then.
+        is_shared = id(owner) in self.shared
+        self._check(value, where, is_copied=not is_shared)
 
     def _check(self, value: object, where: str, *, is_copied: bool) -> None:
         """Look at a value and at all that it holds.
@@ -221,12 +237,16 @@ def _globals_of(code: types.CodeType) -> Iterator[str]:
 def slots_of(kind: type) -> Iterator[str]:
     """Yield the names of the fields of a class that do not lie in `__dict__`."""
     for owner in kind.__mro__:
-        names = owner.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__"):
-                # Python mangles private names with that of their class.
-                is_private = name.startswith("__") and not name.endswith("__")
-                yield f"_{owner.__name__.lstrip('_')}{name}" if is_private else name
+        # A class with a single field may name it without a tuple.
+        slots = owner.__dict__.get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        for name in names:
+            if name in ("__dict__", "__weakref__"):
+                continue
+
+            # Python mangles private names with that of their class.
+            is_private = name.startswith("__") and not name.endswith("__")
+            yield f"_{owner.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def _is_of_library(function: types.FunctionType) -> bool:
@@ -242,5 +262,10 @@ def _called(hook: object) -> str:
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and behind its last one."""
     # A view may skip elements, so its last one lies further on than there are elements.
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+
+    num_bytes = (last + 1) * tensor.element_size()
+    start = tensor.data_ptr()
+    return start, start + num_bytes

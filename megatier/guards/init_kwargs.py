@@ -39,15 +39,15 @@ def read_init_kwargs(given: Mapping[str, Any], stream_kwargs: Mapping[str, Any])
     Raises:
         ConfigError: names the first one that cannot be taken, and what to do instead.
     """
-    found: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
     for name, value in given.items():
         dtype = DTYPES.get(str(value).removeprefix("torch.")) if name in ("dtype", "torch_dtype") else None
         if value is None or any(value is one or value == one for one in ASKS_NOTHING.get(name, ())):
             continue
         if dtype is not None:
-            found["compute_dtype"] = dtype
+            asked["compute_dtype"] = dtype
         elif name == "attn_implementation":
-            found["attention"] = value
+            asked["attention"] = value
         else:
             raise ConfigError(
                 f"model_init_kwargs has {name} {shown(repr(value))}: megatier opens the model, and cannot follow it. "
@@ -55,10 +55,10 @@ def read_init_kwargs(given: Mapping[str, Any], stream_kwargs: Mapping[str, Any])
             )
 
     # The same value in both places is no contradiction.
-    for name, value in found.items():
+    for name, value in asked.items():
         if stream_kwargs.get(name, value) not in (value, None):
             raise ConfigError(
                 f"stream_kwargs has {name} {shown(repr(stream_kwargs[name]))}, and model_init_kwargs "
                 f"{shown(repr(value))}. Give it once."
             )
-    return found
+    return asked

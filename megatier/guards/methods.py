@@ -39,14 +39,16 @@ def guard_methods(model: PreTrainedModel, device: torch.device, dtype: torch.dty
     """
     model.register_state_dict_pre_hook(_refuse_state_dict)
     model.register_load_state_dict_pre_hook(_refuse_load)
+
     # On the instance, since its class is transformers' own, of which other models are not streamed.
-    vars(model)["to"] = functools.partial(_stay, model, device, dtype)
+    methods = vars(model)
+    methods["to"] = functools.partial(_stay, model, device, dtype)
     for name in PLACES:
-        vars(model)[name] = functools.partial(_stay_here, model, device, dtype, name)
+        methods[name] = functools.partial(_stay_here, model, device, dtype, name)
     for name in CHECKPOINTING:
-        vars(model)[name] = _ignore_checkpointing
-    vars(model)["push_to_hub"] = _refuse_push
-    vars(model)["save_pretrained"] = functools.partial(_save, model)
+        methods[name] = _ignore_checkpointing
+    methods["push_to_hub"] = _refuse_push
+    methods["save_pretrained"] = functools.partial(_save, model)
 
 
 def entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +79,8 @@ def _stay_here(model: nn.Module, here: torch.device, computes: torch.dtype, name
     asked = PLACES[name]
     if isinstance(asked, torch.dtype):
         return _stay_at(model, here, computes, name, None, asked)
-    return _stay_at(model, here, computes, name, torch.device(asked.type, *where) if where else asked, None)
+    device = torch.device(asked.type, *where) if where else asked
+    return _stay_at(model, here, computes, name, device, None)
 
 
 def _stay_at(

@@ -158,10 +158,14 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
 
 def _generators() -> Iterator[tuple[str, Any]]:
     """Yield the states of random generators that are not torch's."""
-    # Not imported for this: a numpy that nobody has imported draws nothing.
     yield "Python's random", random.getstate()
-    if (numpy := sys.modules.get("numpy")) is not None:
+
+    # Not imported for this: a numpy that nobody has imported draws nothing.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         _, key, *rest = numpy.random.get_state()
+
+        # As bytes, because arrays are not compared as a whole.
         yield "numpy", (key.tobytes(), *rest)
 
 
@@ -170,7 +174,8 @@ def _some(result: Tensor | None) -> Tensor | None:
     if result is None or not result.is_floating_point() or not result.numel():
         return None
     flat = result.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLES)].clone()
+    step = max(1, flat.numel() // SAMPLES)
+    return flat[::step].clone()
 
 
 def _differ(before: Tensor | None, after: Tensor | None, *, is_plain: bool) -> bool:
@@ -180,8 +185,12 @@ def _differ(before: Tensor | None, after: Tensor | None, *, is_plain: bool) -> b
     """
     if before is None or after is None or before.shape != after.shape:
         return before is not after
-    bound = 0.0 if is_plain and not before.is_cuda else ROUNDING.get(before.dtype, COARSE)
+
+    is_exact = is_plain and not before.is_cuda
+    tolerance = 0.0 if is_exact else ROUNDING.get(before.dtype, COARSE)
 
     # Not finite is no difference: the step is left out for that.
-    one, other = before.double(), after.double()
-    return bool((other - one).norm() > bound * one.norm())
+    one = before.double()
+    other = after.double()
+    change = (other - one).norm()
+    return bool(change > tolerance * one.norm())

@@ -42,9 +42,13 @@ def few_tokens(arguments: Sequence[Any]) -> list[Any]:
     def has_rows(argument: object) -> bool:
         return isinstance(argument, Tensor) and argument.numel() > 1
 
+    def are_alike_in(num_dims: int) -> bool:
+        return len({shape[:num_dims] for shape in shapes}) <= 1
+
+    # Rows and tokens are the first two dimensions. What tensors do not all have alike is not cut.
     shapes = [argument.shape for argument in arguments if has_rows(argument)]
     cut: tuple[slice, ...] = (slice(1), slice(FEW_TOKENS))
-    while cut and len({shape[: len(cut)] for shape in shapes}) > 1:
+    while cut and not are_alike_in(len(cut)):
         cut = cut[:-1]
     return [argument[cut] if has_rows(argument) else argument for argument in arguments]
 
@@ -75,11 +79,12 @@ def _may_have_rows(module: nn.Module) -> bool:
     if next(module.parameters(), None) is None:
         return False
 
+    # The first is self.
     _, *taken = inspect.signature(type(module).forward).parameters.values()
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [parameter for parameter in taken if parameter.kind not in starred]
-    optional = [parameter for parameter in named if parameter.default is not inspect.Parameter.empty]
-    return bool(named) and not optional
+    has_optional = any(parameter.default is not inspect.Parameter.empty for parameter in named)
+    return bool(named) and not has_optional
 
 
 def why_joined(module: nn.Module, run: Callable[..., Any], rows: Sequence[Tensor]) -> str | None:
@@ -99,7 +104,7 @@ def why_joined(module: nn.Module, run: Callable[..., Any], rows: Sequence[Tensor
         before = _random_state(device)
         module.train()
         try:
-            found = _found(run, some)
+            joined = _what_joins(run, some)
             draws = not torch.equal(_random_state(device), before)
             writes = any(not torch.equal(buffer, copy) for buffer, copy in buffers)
             changes = any(x._version for x in some)
@@ -115,14 +120,14 @@ def why_joined(module: nn.Module, run: Callable[..., Any], rows: Sequence[Tensor
         "it changes a buffer of its own": writes,
         "it changes its arguments": changes,
     }
-    return next((reason for reason, holds in reasons.items() if holds), found)
+    return next((reason for reason, holds in reasons.items() if holds), joined)
 
 
-def _found(run: Callable[..., Any], rows: Sequence[Tensor]) -> str | None:
+def _what_joins(run: Callable[..., Any], rows: Sequence[Tensor]) -> str | None:
     """Try the module; returns what is wrong."""
     result = run(*rows)
     first = rows[0]
-    if not isinstance(result, Tensor) or (result.shape, result.dtype) != (first.shape, first.dtype):
+    if not isinstance(result, Tensor) or result.shape != first.shape or result.dtype != first.dtype:
         return "it gives something else than one tensor like its first argument"
 
     count = first.shape[-2]
@@ -130,26 +135,36 @@ def _found(run: Callable[..., Any], rows: Sequence[Tensor]) -> str | None:
     for kept in (0, 1):
         # All others become the token beside the first that stays. A mere exchange would hide means over all tokens.
         is_kept = numbers % 2 == kept
-        mixed = [x.index_select(-2, torch.where(is_kept, numbers, min(1 - kept, count - 1))) for x in rows]
-        if (is_kept & ~are_alike(result, run(*mixed))).any():
+        beside = min(1 - kept, count - 1)
+        places = torch.where(is_kept, numbers, beside)
+        mixed = run(*_taken(rows, places))
+        has_changed = ~are_alike(result, mixed)
+        if (is_kept & has_changed).any():
             return "what it makes of a token depends on other tokens"
 
     last = numbers[count // 3 :]
-    fewer = run(*[x.index_select(-2, last) for x in rows])
-    if (~are_alike(result.index_select(-2, last), fewer)).sum() > FEW * len(last):
+    fewer = run(*_taken(rows, last))
+    has_changed = ~are_alike(result.index_select(-2, last), fewer)
+    if has_changed.sum() > FEW * len(last):
         return "what it makes of a token depends on the place of the token, or on how many there are"
 
     return None
 
 
+def _taken(rows: Sequence[Tensor], places: Tensor) -> list[Tensor]:
+    """Return the tokens at some places of each argument."""
+    return [argument.index_select(-2, places) for argument in rows]
+
+
 def are_alike(before: Tensor, after: Tensor, *, is_exact: bool = False) -> Tensor:
     """Which tokens have changed by no more than roundings, or not at all, bool [tokens]; [..., tokens, W] each."""
-    bound = 0.0 if is_exact else ROUNDING.get(before.dtype, COARSE)
+    tolerance = 0.0 if is_exact else ROUNDING.get(before.dtype, COARSE)
     old = before.flatten(0, -2).double()
     new = after.flatten(0, -2).double()
+    change = (new - old).norm(dim=-1)
 
     # Not finite counts as changed.
-    alike: Tensor = (new - old).norm(dim=-1) <= bound * old.norm(dim=-1)
+    alike: Tensor = change <= tolerance * old.norm(dim=-1)
     return alike
 
 

@@ -28,10 +28,16 @@ def naming_tokens(given: Mapping[str, Any], model: PreTrainedModel) -> Iterator[
     try:
         yield
     except IndexError as error:
-        ids, size = given.get("input_ids"), getattr(model.get_input_embeddings(), "num_embeddings", None)
-        if torch.is_tensor(ids) and size is not None and (wrong := ids[(ids < 0) | (ids >= size)]).numel():
-            raise UnknownTokenError(
-                f"input_ids has the token {int(wrong[0])}, and the model has embeddings for 0 to {size - 1}. Use the "
-                "model's own tokenizer, or call resize_token_embeddings on the model in RAM before megatier.stream."
-            ) from error
-        raise
+        ids = given.get("input_ids")
+        size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+        if not torch.is_tensor(ids) or size is None:
+            raise
+
+        # The index may be out of another range, such as that of the positions.
+        wrong = ids[(ids < 0) | (ids >= size)]
+        if not wrong.numel():
+            raise
+        raise UnknownTokenError(
+            f"input_ids has the token {int(wrong[0])}, and the model has embeddings for 0 to {size - 1}. Use the "
+            "model's own tokenizer, or call resize_token_embeddings on the model in RAM before megatier.stream."
+        ) from error

@@ -94,16 +94,19 @@ def overriding(kind: type, mixin: type, names: Collection[str]) -> list[str]:
 
 def _overrides(kind: type, mixin: type) -> Iterator[tuple[type, str, bool]]:
     """Yield each class with a method of the Trainer that it overrides, and whether it comes before the mixin."""
-    order = kind.__mro__
     # Methods alone: attributes of the Trainer are for subclasses to set.
-    known = {name for name, value in vars(Trainer).items() if callable(getattr(Trainer, name, value))}
-    for place, owner in enumerate(order[: order.index(Trainer)]):
+    methods = {name for name, value in vars(Trainer).items() if callable(getattr(Trainer, name, value))}
+
+    order = kind.__mro__
+    below_trainer = order[: order.index(Trainer)]
+    for place, owner in enumerate(below_trainer):
         if owner.__module__.partition(".")[0] == "megatier":
             continue
 
         # Looked for in `vars`, since a class that only inherits a method overrides nothing.
-        for name in vars(owner).keys() & known:
-            yield owner, name, place < order.index(mixin)
+        for name in vars(owner).keys() & methods:
+            is_before = place < order.index(mixin)
+            yield owner, name, is_before
 
 
 def _calls(owner: type, name: str) -> bool:

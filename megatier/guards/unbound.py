@@ -262,11 +262,14 @@ def _targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
     """Yield the unbound parameters that a function of torch writes into."""
     # By torch's own convention, the name of a function that changes its first argument ends with one underscore.
     name = str(getattr(function, "__name__", ""))
-    is_in_place = name.endswith("_") and not name.endswith("__") and name not in KEEPING
+    has_underscore = name.endswith("_") and not name.endswith("__")
+    is_in_place = has_underscore and name not in KEEPING
     written: tuple[Any, ...] = ()
     if is_in_place or OPERATORS.fullmatch(name) or function in CHANGES:
         # The first argument may be given by its name, and then comes first among those.
-        written = (args or tuple(kwargs.values()))[:1]
+        given = args or tuple(kwargs.values())
+        written = given[:1]
+
     for leaf in tree_leaves((written, kwargs.get("out"))):
         if isinstance(leaf, Unbound):
             yield leaf

@@ -46,11 +46,15 @@ class Unchanged:
         Raises:
             UnsupportedModelError: it changed one of them.
         """
+        pairs = zip(self._leaves, self._versions, strict=True)
+        written = [leaf._version != version for leaf, version in pairs]
+
         # With sums, a weight that was written is forgiven if its bits are the same.
-        written = [leaf._version != before for leaf, before in zip(self._leaves, self._versions, strict=True)]
         changed = written
         if self._sums is not None:
-            changed = on_host(_sums(self._leaves) != self._sums).tolist()
+            differs = _sums(self._leaves) != self._sums
+            changed = on_host(differs).tolist()
+
         for name, is_changed in zip(self._names, changed, strict=True):
             if is_changed:
                 raise refused(module_name, name)
@@ -65,7 +69,8 @@ def check_evaluates(model: PreTrainedModel) -> None:
     """
     # RWKV halves the weights of its upper layers in an evaluation.
     for name, module in model.named_modules():
-        if hasattr(module, "layers_are_rescaled") and model.config.rescale_every > 0:
+        rescales = hasattr(module, "layers_are_rescaled") and model.config.rescale_every > 0
+        if rescales:
             raise UnsupportedModelError(f"{name} would change weights in place in an evaluation. {REMEDY}")
 
 
