@@ -25,25 +25,28 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def wrappers_in(module: nn.Module) -> dict[str, Any]:
     """Return PEFT's wrappers of parameters in a module, by the names that these parameters have in it."""
-    names = {id(part): name for name, part in module.named_modules()}
-    found: dict[str, Any] = {}
-    for part in module.modules():
-        if is_wrapper(part):
-            wrapper: Any = part
+    names = {id(child): name for name, child in module.named_modules()}
+    wrappers: dict[str, Any] = {}
+    for child in module.modules():
+        if is_wrapper(child):
+            wrapper: Any = child
             owner = names[id(wrapper.get_base_layer())]
-            found[f"{owner}.{wrapper.parameter_name}"] = wrapper
-    return found
+            wrappers[f"{owner}.{wrapper.parameter_name}"] = wrapper
+    return wrappers
 
 
 def matrices_in(module: nn.Module) -> frozenset[str]:
     """Return the names in a module of the matrices of such adapters. No token is multiplied with them."""
-    found: set[str] = set()
-    for name, part in module.named_modules():
-        if is_wrapper(part):
+    matrices: set[str] = set()
+    for name, child in module.named_modules():
+        if not is_wrapper(child):
+            continue
+        for key, _ in child.named_parameters():
             # Beside them a wrapper has the module that it is around.
-            keys = [key for key, _ in part.named_parameters() if key.startswith("lora_")]
-            found.update(f"{name}.{key}" for key in keys)
-    return frozenset(found)
+            if key.startswith("lora_"):
+                matrices.add(f"{name}.{key}")
+
+    return frozenset(matrices)
 
 
 def take_over(wrappers: Mapping[str, Any]) -> None:

@@ -44,11 +44,23 @@ class Fp32Products(TorchDispatchMode):
         if func not in PRODUCTS or args[0].dtype is not torch.bfloat16:
             return func(*args, **kwargs)
 
-        results = func(*map(_widen, args), **{name: _widen(value) for name, value in kwargs.items()})
+        results = _widely(func, args, kwargs)
         if torch.is_tensor(results):
             return results.to(torch.bfloat16)
-        return tuple(x.to(torch.bfloat16) if i in PRODUCTS[func] else x for i, x in enumerate(results))
+
+        rounded = list(results)
+        for place in PRODUCTS[func]:
+            rounded[place] = rounded[place].to(torch.bfloat16)
+        return tuple(rounded)
+
+
+def _widely(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Run an operator on fp32 copies, which are gone when this returns, before its results are copied in turn."""
+    wide_args = [_widen(value) for value in args]
+    wide_kwargs = {name: _widen(value) for name, value in kwargs.items()}
+    return func(*wide_args, **wide_kwargs)
 
 
 def _widen(value: Any) -> Any:  # noqa: ANN401
-    return value.float() if torch.is_tensor(value) and value.dtype is torch.bfloat16 else value
+    is_bf16 = torch.is_tensor(value) and value.dtype is torch.bfloat16
+    return value.float() if is_bf16 else value

@@ -91,10 +91,16 @@ def open_up(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """
     if holds_blocks(args) or holds_blocks(kwargs):
         return False
+
     for tensor in (*tensors_in(args), *tensors_in(kwargs)):
-        if tensor.dim() and not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
-            is_hidden = tensor.is_floating_point() and 1 < tensor.dim() < 4
-            torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.dim() - is_hidden)))
+        # Masks and positions go to every unit, so they may be marked already.
+        is_marked = hasattr(tensor, "_dynamo_weak_dynamic_indices")
+        if is_marked or not tensor.dim():
+            continue
+
+        is_hidden = tensor.is_floating_point() and 1 < tensor.dim() < 4
+        num_open = tensor.dim() - is_hidden
+        torch._dynamo.maybe_mark_dynamic(tensor, list(range(num_open)))
     return True
 
 
@@ -111,29 +117,43 @@ def planning() -> Iterator[None]:
 
 def planned(sizes: ShapeEnv, expression: Any) -> Any:  # noqa: ANN401 - of sympy, which has no types
     """Put the sizes of the rule in place of all open ones, if these are planned by it."""
-    if not (getattr(_thread, "plans", False) or hasattr(sizes, _OURS)):
+    # A backward is compiled later, and perhaps by another thread: its sizes are known by the attribute.
+    is_by_rule = getattr(_thread, "plans", False) or hasattr(sizes, _OURS)
+    if not is_by_rule:
         return expression
 
     # Sizes that are found to be equal become one. What is planned for them is looked up for each of many questions.
-    stand = len(sizes.replacements), len(sizes.backed_var_to_val)
-    if getattr(sizes, _OURS, (None, {}))[0] != stand:
-        setattr(sizes, _OURS, (stand, _sizes(sizes)))
-    return sizes.replace(expression).xreplace(getattr(sizes, _OURS)[1])
+    version = len(sizes.replacements), len(sizes.backed_var_to_val)
+    planned_version, _ = getattr(sizes, _OURS, (None, {}))
+    if planned_version != version:
+        setattr(sizes, _OURS, (version, _sizes(sizes)))
+
+    resolved = sizes.replace(expression)
+    _, plans = getattr(sizes, _OURS)
+    return resolved.xreplace(plans)
 
 
 def _sizes(sizes: ShapeEnv) -> dict[sympy.Symbol, sympy.Integer]:
     """What is planned for each open size."""
     known = sizes.backed_var_to_val
-    roots = {root for symbol in known for root in sizes.replace(symbol).free_symbols if root in known}
-    return {symbol: _size(sizes, symbol, alone=len(roots) == 1) for symbol in known}
+    roots = set[sympy.Symbol]()
+    for symbol in known:
+        roots |= sizes.replace(symbol).free_symbols & known.keys()
+
+    is_alone = len(roots) == 1
+    return {symbol: _size(sizes, symbol, alone=is_alone) for symbol in known}
 
 
 def _size(sizes: ShapeEnv, symbol: sympy.Symbol, *, alone: bool) -> sympy.Integer:
     """The size that is planned for a symbol."""
-    size = TOKENS if alone else LENGTH
+    # The first dimension of an argument is its rows, if the length is open too.
     source = next(iter(sizes.var_to_sources.get(symbol, ())), None)
-    if not alone and getattr(source, "idx", None) == 0:
+    if alone:
+        size = TOKENS
+    elif getattr(source, "idx", None) == 0:
         size = ROWS
+    else:
+        size = LENGTH
 
     # What a guard has ruled out would mislead the compiler.
     bounds = sizes.var_to_range.get(symbol)
@@ -157,34 +177,39 @@ _PARTITION = ("size_hint", "optimization_hint", "hint_int")
 @functools.cache
 def install() -> None:
     """Let torch's compiler plan by the rule, where it is asked for."""
-    for name in _HINTS:
-        if hasattr(SizeVarAllocator, name):
-            setattr(SizeVarAllocator, name, _planning(getattr(SizeVarAllocator, name)))
-    for name in _TRUTHS:
-        if hasattr(SizeVarAllocator, name):
-            setattr(SizeVarAllocator, name, _telling(getattr(SizeVarAllocator, name)))
-    for name in _PARTITION:
-        if hasattr(partitioners, name):
-            setattr(partitioners, name, _cutting(getattr(partitioners, name)))
+    _wrap(SizeVarAllocator, _HINTS, _planning)
+    _wrap(SizeVarAllocator, _TRUTHS, _telling)
+    _wrap(partitioners, _PARTITION, _cutting)
+
+
+def _wrap(owner: object, names: Sequence[str], wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put wrapped functions in the place of those of torch's that this version has."""
+    for name in names:
+        function = getattr(owner, name, None)
+        if function is not None:
+            setattr(owner, name, wrapper(function))
 
 
 def _planning(hint: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of Inductor that gives a hint."""
 
     @functools.wraps(hint)
-    def found(self: Any, expression: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        if not getattr(_thread, "tells", False) and isinstance(expression, sympy.Basic):
-            expression = planned(self.shape_env, self.remove_precomputed_replacements(expression))
+    def by_rule(self: Any, expression: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        # A question for the truth may ask for a hint in between, which has to be the true one then.
+        has_to_be_true = getattr(_thread, "tells", False)
+        if not has_to_be_true and isinstance(expression, sympy.Basic):
+            resolved = self.remove_precomputed_replacements(expression)
+            expression = planned(self.shape_env, resolved)
         return hint(self, expression, *args, **kwargs)
 
-    return found
+    return by_rule
 
 
 def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of Inductor that has to have the true sizes."""
 
     @functools.wraps(method)
-    def found(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def telling(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         before = getattr(_thread, "tells", False)
         _thread.tells = True
         try:
@@ -192,17 +217,21 @@ def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _thread.tells = before
 
-    return found
+    return telling
 
 
 def _cutting(hint: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function that gives a hint of a size of torch."""
 
     @functools.wraps(hint)
-    def found(size: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def by_rule(size: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if not isinstance(size, torch.SymInt):
             return hint(size, *args, **kwargs)
-        number = planned(size.node.shape_env, size.node.expr)
-        return int(number) if number.is_number else hint(size, *args, **kwargs)
 
-    return found
+        # A size that is not planned by the rule has symbols left.
+        number = planned(size.node.shape_env, size.node.expr)
+        if number.is_number:
+            return int(number)
+        return hint(size, *args, **kwargs)
+
+    return by_rule

@@ -136,13 +136,15 @@ class Nf4:
         """The codes, the magnitudes and the tables."""
         numbers = math.prod(self.shape)
         blocks = -(-numbers // self.block)
+        is_nested = self.nested_block is not None
         parts = {
             CODES: Part(torch.uint8, (-(-numbers // 2),)),
-            "absmax": Part(torch.float32 if self.nested_block is None else torch.uint8, (blocks,)),
+            "absmax": Part(torch.uint8 if is_nested else torch.float32, (blocks,)),
             "quant_map": Part(torch.float32, (1 << NF4_BITS,)),
         }
         if self.nested_block is not None:
-            parts["nested_absmax"] = Part(torch.float32, (-(-blocks // self.nested_block),))
+            nested_blocks = -(-blocks // self.nested_block)
+            parts["nested_absmax"] = Part(torch.float32, (nested_blocks,))
             parts["nested_quant_map"] = Part(torch.float32, (256,))
             parts["nested_offset"] = Part(torch.float32, (1,))
         return parts
@@ -154,24 +156,31 @@ class Nf4:
 
     def values(self, parts: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
         """Return numbers [start, stop), row by row: flat, fp32."""
-        # The first number of a pair is in the upper half of the byte.
+        count = stop - start
+
+        # The first number of a pair is in the upper half of the byte. An odd matrix has a half too many at its end.
         pairs = parts[CODES][start // 2 : -(-stop // 2)]
         low = (1 << NF4_BITS) - 1
         places = torch.stack((pairs >> NF4_BITS, pairs & low), dim=-1).flatten()
-        values = parts["quant_map"][places[: stop - start].int()]
+        values = parts["quant_map"][places[:count].int()]
 
-        magnitudes = self._magnitudes(parts, start // self.block, -(-stop // self.block))
-        scale = _repeated(magnitudes, 0, self.block, stop - start)
+        first_block = start // self.block
+        end_block = -(-stop // self.block)
+        magnitudes = self._magnitudes(parts, first_block, end_block)
+        scale = _repeated(magnitudes, 0, self.block, count)
         return values * scale
 
     def _magnitudes(self, parts: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
         """Return magnitudes [start, stop), in fp32."""
-        found = parts["absmax"][start:stop]
+        stored = parts["absmax"][start:stop]
         if self.nested_block is None:
-            return found
-        scales = parts["nested_absmax"][start // self.nested_block : -(-stop // self.nested_block)]
+            return stored
+
+        first_block = start // self.nested_block
+        end_block = -(-stop // self.nested_block)
+        scales = parts["nested_absmax"][first_block:end_block]
         scale = _repeated(scales, 0, self.nested_block, stop - start)
-        values = parts["nested_quant_map"][found.int()] * scale
+        values = parts["nested_quant_map"][stored.int()] * scale
         return values + parts["nested_offset"]
 
 
@@ -187,7 +196,9 @@ def decode(scheme: Scheme, carriers: Sequence[Tensor], dtype: torch.dtype) -> Te
     parts = {}
     for (name, part), carrier in zip(scheme.parts.items(), carriers, strict=True):
         parts[name] = part.seen_in(carrier)
-    decoded = torch.empty(math.prod(scheme.shape), dtype=dtype, device=carriers[0].device)
+
+    num_elements = math.prod(scheme.shape)
+    decoded = torch.empty(num_elements, dtype=dtype, device=carriers[0].device)
     for start, stop in _pieces(scheme):
         decoded[start:stop] = scheme.values(parts, start, stop)
     return decoded.view(scheme.shape)
@@ -344,11 +355,14 @@ def _(grad: Sequence[int], carriers: object, scheme: str, **_: object) -> int:
 
 def _pieces(scheme: Scheme) -> Iterator[tuple[int, int]]:
     """Yield runs [start, stop) of a matrix's numbers that are decoded at once."""
-    numbers = math.prod(scheme.shape)
+    num_elements = math.prod(scheme.shape)
+
+    # Whole steps, at whose borders decoding may begin.
     num_steps = max(1, PIECE_ELEMENTS // scheme.step)
-    size = num_steps * scheme.step
-    for start in range(0, numbers, size):
-        yield start, min(start + size, numbers)
+    piece = num_steps * scheme.step
+    for start in range(0, num_elements, piece):
+        stop = min(start + piece, num_elements)
+        yield start, stop
 
 
 def _repeated(scale: Tensor, dim: int, times: int, size: int) -> Tensor:
@@ -358,7 +372,10 @@ def _repeated(scale: Tensor, dim: int, times: int, size: int) -> Tensor:
     """
     if scale.shape[dim] == 1 or times == 1:
         return scale
-    repeated = scale.unsqueeze(dim + 1)
-    shape = list(repeated.shape)
+    unsqueezed = scale.unsqueeze(dim + 1)
+    shape = list(unsqueezed.shape)
     shape[dim + 1] = times
-    return repeated.expand(shape).flatten(dim, dim + 1).narrow(dim, 0, size)
+    repeated = unsqueezed.expand(shape).flatten(dim, dim + 1)
+
+    # The last block may be smaller than the others.
+    return repeated.narrow(dim, 0, size)

@@ -109,12 +109,12 @@ class TiledModule:
         is_known = self.is_cut or self.why_whole is not None
         return Decision(self.why_whole, self._keywords) if is_known else None
 
-    def decide(self, found: Decision) -> None:
+    def decide(self, decision: Decision) -> None:
         """Go by what was found out elsewhere: by another rank, or before the run was resumed."""
         self._trial = None
-        self.why_whole = found.why_whole
-        self.is_cut = found.why_whole is None
-        self._keywords = found.keywords
+        self.why_whole = decision.why_whole
+        self.is_cut = decision.why_whole is None
+        self._keywords = decision.keywords
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
         """Run the module's forward. In tiles, its arguments and its result are all that exists whole."""
@@ -141,8 +141,10 @@ class TiledModule:
 
     def fill(self, rows: Sequence[Tensor]) -> Tensor:
         """Run the tiles of an uncompiled layer with the weights that are bound now; zeros if nobody needs it."""
-        if self.last is not None and self.last.is_needless():
-            return rows[0].new_zeros(rows[0].shape)
+        is_needless = self.last is not None and self.last.is_needless()
+        if is_needless:
+            first = rows[0]
+            return first.new_zeros(first.shape)
         return self._fill(rows, self._run_plain)
 
     def forward(self, rows: Sequence[Tensor], weights: Sequence[Tensor], wanted: Sequence[bool]) -> Tensor:
@@ -153,12 +155,13 @@ class TiledModule:
             weights: the module's weights.
             wanted: for each of both, whether a gradient is wanted.
         """
+        count = len(rows)
 
-        def run(*pieces: Tensor) -> Tensor:
+        def run(*tile: Tensor) -> Tensor:
             # The graph is dropped. Without it, the forward would be a compilation of its own, with other bits.
-            leaves = _leaves([*pieces, *weights], wanted)
-            with torch.enable_grad(), self._bound(leaves[len(pieces) :]):
-                result: Tensor = self._run(self._compiled, leaves[: len(pieces)])
+            leaves = _leaves([*tile, *weights], wanted)
+            with torch.enable_grad(), self._bound(leaves[count:]):
+                result: Tensor = self._run(self._compiled, leaves[:count])
             return result.detach()
 
         with _outside_of_operators():
@@ -184,14 +187,18 @@ class TiledModule:
         """
         count = len(rows)
         forward = self._compiled if is_compiled else self._forward
-        of_rows = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in _chosen(rows, wanted)]
         trained = _chosen(weights, wanted[count:])
-        sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in trained]
-        pieces = self._cut(rows)
-        places = self._cut(of_rows)
+        row_grads = list[Tensor]()
+        for x in _chosen(rows, wanted):
+            row_grads.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        sums = list[Tensor]()
+        for weight in trained:
+            sums.append(torch.zeros(weight.shape, dtype=torch.float32, device=weight.device))
 
-        for index, [slope] in enumerate(self._cut([grad])):
-            leaves = _leaves([*pieces[index], *weights], wanted)
+        tiles = self._cut(rows)
+        grad_tiles = self._cut(row_grads)
+        for index, [tile_grad] in enumerate(self._cut([grad])):
+            leaves = _leaves([*tiles[index], *weights], wanted)
             with torch.enable_grad(), self._bound(leaves[count:]):
                 result: Tensor = self._run(forward, leaves[:count])
             if self._looks:
@@ -199,17 +206,22 @@ class TiledModule:
                 self._look_at(result, leaves)
 
             asked = _chosen(leaves, wanted)
-            found: Sequence[Tensor | None] = torch.autograd.grad(result, asked, slope, allow_unused=True)
-            here = places[index] if of_rows else ()
-            for place, part in zip(here, found, strict=False):
+            grads: Sequence[Tensor | None] = torch.autograd.grad(result, asked, tile_grad, allow_unused=True)
+            of_rows = grads[: len(row_grads)]
+            of_weights = grads[len(row_grads) :]
+
+            # What the module does not use has no gradient, and the memory holds anything before.
+            for place, part in zip(grad_tiles[index] if row_grads else (), of_rows, strict=True):
                 place.zero_() if part is None else place.copy_(part)
 
             # In the order of the tiles, always: a sum in another order has other bits.
-            for total, part in zip(sums, found[len(here) :], strict=True):
+            for total, part in zip(sums, of_weights, strict=True):
                 if part is not None:
                     total.add_(part)
 
-        return [*of_rows, *(total.to(x.dtype) for total, x in zip(sums, trained, strict=True))]
+        # Rounded once, when all tiles are in.
+        weight_grads = [total.to(weight.dtype) for total, weight in zip(sums, trained, strict=True)]
+        return [*row_grads, *weight_grads]
 
     def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find out whether the module can run in tiles."""
@@ -231,24 +243,29 @@ class TiledModule:
 
     def _fill(self, rows: Sequence[Tensor], run: Run) -> Tensor:
         """Run all tiles, and lay their results end to end."""
-        result = torch.empty(rows[0].shape, dtype=rows[0].dtype, device=rows[0].device)
-        for pieces, [place] in zip(self._cut(rows), self._cut([result]), strict=True):
-            place.copy_(run(*pieces))
+        first = rows[0]
+        result = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+        places = self._cut([result])
+        for tile, [place] in zip(self._cut(rows), places, strict=True):
+            place.copy_(run(*tile))
         return result
 
     def _cut(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """The rows of tensors, tile by tile."""
-        return list(zip(*(_flat(x).split(self._tokens, dim=-2) for x in tensors), strict=True))
+        by_tensor = [_flat(x).split(self._tokens, dim=-2) for x in tensors]
+        return list(zip(*by_tensor, strict=True))
 
-    def _run_plain(self, *pieces: Tensor) -> Any:  # noqa: ANN401
+    def _run_plain(self, *tile: Tensor) -> Any:  # noqa: ANN401
         """Run the module on one tile, uncompiled."""
-        return self._run(self._forward, pieces)
+        return self._run(self._forward, tile)
 
-    def _run(self, forward: Run, pieces: Sequence[Tensor]) -> Any:  # noqa: ANN401 - before the trial: whatever it gives
+    def _run(self, forward: Run, tile: Sequence[Tensor]) -> Any:  # noqa: ANN401 - before the trial: whatever it gives
         """Run the module on one tile."""
-        count = len(pieces) - len(self._keywords)
+        # Arguments with a name come last.
+        count = len(tile) - len(self._keywords)
+        by_name = dict(zip(self._keywords, tile[count:], strict=True))
         with self._apart():
-            return forward(*pieces[:count], **dict(zip(self._keywords, pieces[count:], strict=True)))
+            return forward(*tile[:count], **by_name)
 
     @contextlib.contextmanager
     def _bound(self, weights: Sequence[Tensor]) -> Iterator[None]:
@@ -292,8 +309,10 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         inputs = ctx.saved_tensors
-        found = ctx.tiled.backward(inputs[: ctx.count], inputs[ctx.count :], ctx.wanted, grad)
-        return None, None, None, *_spread(found, ctx.wanted)
+        rows = inputs[: ctx.count]
+        weights = inputs[ctx.count :]
+        grads = ctx.tiled.backward(rows, weights, ctx.wanted, grad)
+        return None, None, None, *_spread(grads, ctx.wanted)
 
 
 # ---------------------------------------------------------------------- operators of compiled layers
@@ -333,10 +352,16 @@ def _note(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: A
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
     """The gradients of the operator's arguments."""
+    # Lists, as the operator's schema says.
     inputs = list(ctx.saved_tensors)
-    arguments = ctx.name, inputs[: ctx.count], inputs[ctx.count :], list(ctx.wanted), grad
-    found = _spread(torch.ops.megatier.tiles_backward(*arguments), ctx.wanted)
-    return None, found[: ctx.count], found[ctx.count :], None
+    rows = inputs[: ctx.count]
+    weights = inputs[ctx.count :]
+    wanted = list(ctx.wanted)
+    wanted_grads = torch.ops.megatier.tiles_backward(ctx.name, rows, weights, wanted, grad)
+
+    # Neither the name nor the list of what is wanted has a gradient.
+    grads = _spread(wanted_grads, wanted)
+    return None, grads[: ctx.count], grads[ctx.count :], None
 
 
 TILES = torch.library.custom_op(
@@ -370,8 +395,9 @@ def _are_rows(values: Sequence[Any]) -> bool:
     """Whether values are tensors, each [tokens, W] or each [B, T, W], with the same tokens."""
     if not values or not all(torch.is_tensor(x) for x in values):
         return False
-    first = values[0].shape[:-1]
-    return len(first) in (1, 2) and all(x.shape[:-1] == first for x in values)
+    tokens = values[0].shape[:-1]
+    has_tokens = len(tokens) in (1, 2)
+    return has_tokens and all(x.shape[:-1] == tokens for x in values)
 
 
 def _flat(tensor: Tensor) -> Tensor:

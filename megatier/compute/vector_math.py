@@ -26,7 +26,9 @@ def warm() -> None:
 
     Call it before anything that computes. Later calls in the same process return at once.
     """
+    # torch gives one element to no other thread.
     for dtype in (torch.float32, torch.float64):
         element = torch.full((1,), 0.5, dtype=dtype, device="cpu")
         for name in FUNCTIONS:
-            getattr(torch, name)(element)
+            function = getattr(torch, name)
+            function(element)
