@@ -36,7 +36,7 @@ from megatier.config.file import load, to_dict
 from megatier.config.schema import TiersConfig
 from megatier.config.text import dump
 from megatier.errors import MegatierError
-from megatier.models.shards import read_header, write_header
+from megatier.models.safetensors_format import read_header, write_header
 from megatier.report.metrics import MetricsLog
 from megatier.report.report_page import build
 from megatier.schedule.rates import as_dict, read_rates

@@ -16,7 +16,7 @@ from megatier.config.lora import ADAPTER_FILE
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.foreign import opened, shown
 from megatier.models.folder import read_headers
-from megatier.models.shards import StoredTensor
+from megatier.models.safetensors_format import StoredTensor
 
 ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Names of models on the hub. A relative path may look so as well, and then names nothing else."""
@@ -42,8 +42,15 @@ def identity_of(folder: Path, stored: Mapping[str, StoredTensor] | None = None) 
         UnsupportedModelError: a file is missing or damaged.
         FileChangedError: a file is another one now than that whose header was read, or was written since.
     """
-    tensors = (read_headers(folder) if stored is None else stored).values()
-    return {path.name: _described(tensor) for path, tensor in sorted({t.path: t for t in tensors}.items())}
+    if stored is None:
+        stored = read_headers(folder)
+
+    # One tensor of each file will do, because all of a file's tensors know the version whose header was read.
+    tensor_of = {tensor.path: tensor for tensor in stored.values()}
+    identity = dict[str, str]()
+    for path in sorted(tensor_of):
+        identity[path.name] = _size_and_checksum(tensor_of[path])
+    return identity
 
 
 def check_beside(folder: Path, adapter: str | None) -> None:
@@ -58,7 +65,11 @@ def check_beside(folder: Path, adapter: str | None) -> None:
     Raises:
         ConfigError: it does.
     """
-    if not (folder / ADAPTER_FILE).exists() or (adapter and Path(adapter).expanduser().resolve() == folder.resolve()):
+    if not (folder / ADAPTER_FILE).exists():
+        return
+
+    # A run may name the folder in another way, such as by a link.
+    if adapter and Path(adapter).expanduser().resolve() == folder.resolve():
         return
     raise ConfigError(
         f"{folder} holds adapters beside the model ({ADAPTER_FILE}), which from_pretrained would put into it. Set "
@@ -82,79 +93,96 @@ def check_base(adapter: Path, folder: Path, identity: Mapping[str, str], base: s
     before = noted_base(adapter) or {}
     if before and before != identity:
         name = next(name for name in (*before, *identity) if before.get(name) != identity.get(name))
+        was = before.get(name, "missing")
+        now = identity.get(name, "missing")
         raise ConfigError(
             f"model.lora.adapter: {adapter} was trained over another base than {base}: {name} was "
-            f"{before.get(name, 'missing')} and is {identity.get(name, 'missing')}. Give it its own base."
+            f"{was} and is {now}. Give it its own base."
         )
+
+    named = read_config(adapter).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        return
 
     # A folder may have been moved, and a name on the hub says little of it. Two names are of two models.
-    other = read_config(adapter).get("base_model_name_or_path")
-    if isinstance(other, str) and ON_HUB.fullmatch(other) and ON_HUB.fullmatch(base) and other != base:
+    are_on_hub = ON_HUB.fullmatch(named) and ON_HUB.fullmatch(base)
+    if are_on_hub and named != base:
         raise ConfigError(
-            f"model.lora.adapter: {adapter} is for {shown(other)}, and model.path is {base}. Set model.path to it, or "
+            f"model.lora.adapter: {adapter} is for {shown(named)}, and model.path is {base}. Set model.path to it, or "
             f"write {base} into its {ADAPTER_FILE} if both are the same."
         )
-    if not before and isinstance(other, str) and other:
-        _check_named(adapter, Path(other).expanduser(), folder, identity)
+    if not before:
+        _check_named(adapter, Path(named).expanduser(), folder, identity)
 
 
-def _numbers_of(folder: Path) -> set[tuple[str, str, tuple[int, ...]]]:
+def _contents_of(folder: Path) -> set[tuple[str, str, tuple[int, ...]]]:
     """Return the name, dtype and shape of each tensor that a model's folder stores."""
     return {(tensor.name, tensor.dtype, tensor.shape) for tensor in read_headers(folder).values()}
 
 
-def _check_named(adapter: Path, other: Path, folder: Path, identity: Mapping[str, str]) -> None:
+def _check_named(adapter: Path, named: Path, folder: Path, identity: Mapping[str, str]) -> None:
     """Compare the base that an adapter of another program names with the one that it is given.
+
+    Args:
+        adapter: the folder of the adapter.
+        named: the base that it names.
+        folder: the base that it is given.
+        identity: of the latter.
 
     Raises:
         ConfigError: they are others.
     """
-    if any(other.glob("*.safetensors")):
-        if identity_of(other) == identity:
+    if any(named.glob("*.safetensors")):
+        if identity_of(named) == identity:
             return
-        if _numbers_of(other) == _numbers_of(folder):
+        if _contents_of(named) == _contents_of(folder):
             raise ConfigError(
-                f"model.lora.adapter: {adapter} is for {shown(str(other))}, whose weights are others than those of "
+                f"model.lora.adapter: {adapter} is for {shown(str(named))}, whose weights are others than those of "
                 f"{folder}. Set model.path to its own base."
             )
 
         # A quantised copy, or one in another dtype, may well be of the same model.
         warnings.warn(
-            f"the adapter {adapter} is for {shown(str(other))}, which stores its weights in other numbers than "
+            f"the adapter {adapter} is for {shown(str(named))}, which stores its weights in other numbers than "
             f"{folder} does. So they cannot be compared; whether both are the same model nobody can tell.",
             stacklevel=2,
         )
         return
 
-    # The folder of a snapshot has the name of the hub in the one above.
-    parts = (*folder.parts, *folder.resolve().parts)
-    names = {name for part in parts for name in (part, *part.split("--"))}
-    if other.name not in names:
+    # The folder of a snapshot has the name of the hub in the one above: models--OWNER--NAME/snapshots/COMMIT.
+    names = set[str]()
+    for part in (*folder.parts, *folder.resolve().parts):
+        names.add(part)
+        names.update(part.split("--"))
+    if named.name not in names:
         warnings.warn(
-            f"the adapter {adapter} names {shown(str(other))} as its base, which is not here to be compared with "
+            f"the adapter {adapter} names {shown(str(named))} as its base, which is not here to be compared with "
             f"{folder}. Their shapes fit; whether it is the same model nobody can tell.",
             stacklevel=2,
         )
 
 
-def note(model: PreTrainedModel, identity: dict[str, str]) -> None:
+def note_identity(model: PreTrainedModel, identity: dict[str, str]) -> None:
     """Note the identity of a model's base with the model, for the folder of its adapters."""
     setattr(model, NOTED, identity)
 
 
-def noted(model: PreTrainedModel) -> dict[str, str]:
+def noted_identity(model: PreTrainedModel) -> dict[str, str]:
     """Return the identity that was noted; empty: there is none."""
-    found: dict[str, str] = getattr(model, NOTED, {})
-    return found
+    identity: dict[str, str] = getattr(model, NOTED, {})
+    return identity
 
 
-def _described(tensor: StoredTensor) -> str:
+def _size_and_checksum(tensor: StoredTensor) -> str:
     """Return size and checksum of a tensor's file, in words."""
     digest = hashlib.blake2b(digest_size=8)
     with opened(tensor.path, UnsupportedModelError) as file:
         size = os.fstat(file.fileno()).st_size
+        last_place = max(0, size - PLACE_BYTES)
         for place in range(PLACES):
-            file.seek(max(0, size - PLACE_BYTES) * place // (PLACES - 1))
+            file.seek(last_place * place // (PLACES - 1))
             digest.update(file.read(PLACE_BYTES))
+
+        # Asked afterwards, so that a file that was written meanwhile is found too.
         tensor.check(file.fileno())
     return f"{size:,} bytes, checksum {digest.hexdigest()}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from megatier.adapters.base import noted
+from megatier.adapters.base import noted_identity
 from megatier.adapters.lora import adapter_config, stored_names
 from megatier.adapters.stored import BASE, WEIGHTS_FILE
 from megatier.config.lora import ADAPTER_FILE
@@ -23,7 +23,7 @@ from megatier.layout import TensorSlice
 from megatier.models import export as models
 from megatier.models.decoder import Unit
 from megatier.models.export import Read
-from megatier.models.shards import write_header
+from megatier.models.safetensors_format import write_header
 from megatier.models.weights import chunks
 
 if TYPE_CHECKING:
@@ -45,9 +45,11 @@ def export(
         return
 
     models.check_new(folder)
-    with models.new_folder(folder, export_bytes(model, units, dtype)) as partial:
-        _write_weights(partial / WEIGHTS_FILE, _places(model, units), read, noted(model))
-        (partial / ADAPTER_FILE).write_text(json.dumps(_settings(model), indent=2, sort_keys=True) + "\n")
+    places = _places(model, units)
+    with models.new_folder(folder, _num_bytes(places)) as partial:
+        _write_weights(partial / WEIGHTS_FILE, places, read, noted_identity(model))
+        settings = json.dumps(_settings(model), indent=2, sort_keys=True)
+        (partial / ADAPTER_FILE).write_text(f"{settings}\n")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
 
@@ -60,7 +62,12 @@ def export_bytes(model: PreTrainedModel, units: Sequence[Unit], dtype: torch.dty
     """
     if adapter_config(model) is None:
         return models.export_bytes(model, units, dtype)
-    return 4 * sum(math.prod(tensor.shape) for _, tensor in _places(model, units).values())
+    return _num_bytes(_places(model, units))
+
+
+def _num_bytes(places: Mapping[str, tuple[Unit, TensorSlice]]) -> int:
+    """Return the bytes of the weights of adapters, which are written in fp32."""
+    return sum(math.prod(tensor.shape) * torch.float32.itemsize for _, tensor in places.values())
 
 
 def _places(model: PreTrainedModel, units: Sequence[Unit]) -> dict[str, tuple[Unit, TensorSlice]]:
@@ -70,24 +77,29 @@ def _places(model: PreTrainedModel, units: Sequence[Unit]) -> dict[str, tuple[Un
 
 
 def _write_weights(
-    path: Path, stored: Mapping[str, tuple[Unit, TensorSlice]], read: Read, base: Mapping[str, str]
+    path: Path, places: Mapping[str, tuple[Unit, TensorSlice]], read: Read, base: Mapping[str, str]
 ) -> None:
     """Write the tensors of a folder of adapters, piece by piece. They are on disk when this returns.
 
     Args:
         path: the file.
-        stored: where each tensor lies.
+        places: where each tensor lies.
         read: reads elements of a unit.
         base: the identity of the base, which is noted.
     """
+    shapes = ((name, torch.float32, tensor.shape) for name, (_, tensor) in places.items())
+    metadata = {BASE: json.dumps(base)} if base else {}
+    header = write_header(shapes, metadata)
+
     with path.open("wb") as file:
-        shapes = ((name, torch.float32, tensor.shape) for name, (_, tensor) in stored.items())
-        file.write(write_header(shapes, {BASE: json.dumps(base)} if base else {}))
-        for unit, tensor in stored.values():
+        file.write(header)
+        for unit, tensor in places.values():
             for start, stop in chunks(tensor.num_elements):
                 values = read(unit, tensor.start + start, tensor.start + stop)
-                file.write(values.contiguous().view(torch.uint8).numpy().data)
+                in_bytes = values.contiguous().view(torch.uint8)
+                file.write(in_bytes.numpy().data)
 
+        # The folder gets its name next, which must not outlive bytes that power loss takes.
         file.flush()
         os.fsync(file.fileno())
 
@@ -97,6 +109,9 @@ def _settings(model: PreTrainedModel) -> dict[str, Any]:
     config = adapter_config(model)
     assert config is not None
     settings = {**config.to_dict(), "inference_mode": True}
+    for key, value in settings.items():
+        # In an order of their own, so that the same run writes the same bytes.
+        if isinstance(value, set):
+            settings[key] = sorted(value)
 
-    # In an order of their own, so that the same run writes the same bytes.
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
+    return settings

@@ -40,6 +40,8 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Any | None]:
     inside: Any = model
     if is_adapter(model) and hasattr(model, "get_base_model"):
         inside = inside.get_base_model()
+
+    # Prompts that are trained stand in no module, so the model inside knows nothing of them.
     configs = getattr(inside, "peft_config", None) or getattr(model, "peft_config", None)
     if not configs:
         return inside, None
@@ -49,10 +51,14 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Any | None]:
             f"the model has adapters with the names {shown(', '.join(map(str, configs)))}; only one is streamed, with "
             f"the name {ADAPTER!r}."
         )
+
+    # A merged base has in its weights what the adapters would add once more.
     if any(getattr(module, "merged_adapters", None) for module in inside.modules()):
         raise UnsupportedModelError("the model's adapters are merged into its base. Call unmerge_adapter() first.")
+
     if not any(parameter.requires_grad for parameter in inside.parameters()):
-        checked_settings(_settings_of(configs[ADAPTER]), "peft_config")  # of another kind, it is refused for that
+        # Adapters of another kind are refused for that, whether they are trained or not.
+        checked_settings(_settings_of(configs[ADAPTER]), "peft_config")
         raise UnsupportedModelError(
             "no parameter of the model and of its adapters requires a gradient. Load them with "
             "PeftModel.from_pretrained(..., is_trainable=True)."
@@ -71,17 +77,19 @@ def add_given(model: PreTrainedModel, config: Any, base: str) -> None:  # noqa: 
     Raises:
         ConfigError: it is none, of a kind that is not trained here, or for another task; see also `add_adapters`.
     """
-    found = _settings_of(config)
-    if found.get("init_lora_weights") not in (None, True):
+    given = _settings_of(config)
+
+    # Other ways to begin go by the weights of the base, which PEFT does not find in a skeleton.
+    if given.get("init_lora_weights") not in (None, True):
         raise ConfigError(
-            f"peft_config sets init_lora_weights to {shown(repr(found['init_lora_weights']))}; new adapters begin with "
+            f"peft_config sets init_lora_weights to {shown(repr(given['init_lora_weights']))}; new adapters begin with "
             "PEFT's default values. Leave it out, or give a PeftModel."
         )
-    if found.get("inference_mode"):
+    if given.get("inference_mode"):
         raise ConfigError("peft_config sets inference_mode, by which PEFT trains no adapter: leave it out.")
-    settings = checked_settings(found, "peft_config")
+    settings = checked_settings(given, "peft_config")
     if is_classifier(model.config):
-        settings |= _of_classifier(model, found)
+        settings |= _of_classifier(model, given)
     inject(model, settings, base)
 
 
@@ -96,7 +104,8 @@ def check_adapters(model: PreTrainedModel, config: Any) -> None:  # noqa: ANN401
         ConfigError: they are of a kind that is not trained here, or would not do what they say.
     """
     checked_settings(_settings_of(config), "peft_config")
-    check_made(model, decoder_layers(model), tied_modules(model))
+    layers = decoder_layers(model)
+    check_made(model, layers, tied_modules(model))
     if not hasattr(model, "peft_config"):
         model.peft_config = {ADAPTER: copy.deepcopy(config)}
 
@@ -107,30 +116,37 @@ def _settings_of(config: Any) -> dict[str, Any]:  # noqa: ANN401 - PEFT's
     Raises:
         ConfigError: it is none.
     """
-    found = config.to_dict() if hasattr(config, "to_dict") else None
-    if not isinstance(found, Mapping) or "peft_type" not in found:
+    settings = config.to_dict() if hasattr(config, "to_dict") else None
+    if not isinstance(settings, Mapping) or "peft_type" not in settings:
         raise ConfigError(f"peft_config is a {type(config).__name__}; it must be a LoraConfig of PEFT.")
-    kind = found["peft_type"]
-    return {**found, "peft_type": getattr(kind, "value", kind)}
+    kind = _text_of(settings["peft_type"])
+    return {**settings, "peft_type": kind}
 
 
-def _of_classifier(model: PreTrainedModel, found: Mapping[str, Any]) -> dict[str, Any]:
+def _text_of(value: Any) -> Any:  # noqa: ANN401 - PEFT's
+    """Return what a setting is in a file: PEFT's objects have members of enums for what is text there."""
+    return getattr(value, "value", value)
+
+
+def _of_classifier(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings by which PEFT trains the score of a classifier beside its adapters.
 
     Args:
         model: the skeleton of the base.
-        found: the config of the adapters.
+        given: the config of the adapters.
 
     Raises:
         ConfigError: it is for another task.
     """
-    task = getattr(found.get("task_type"), "value", found.get("task_type"))
+    task = _text_of(given.get("task_type"))
     if task not in (None, *CLASSIFYING):
         raise ConfigError(
             f"peft_config has the task_type {shown(str(task))}, and {type(model).__name__} is a classifier. Set it to "
             f"{' or '.join(CLASSIFYING)}."
         )
-    saved = list(found.get("modules_to_save") or ())
+
+    # PEFT adds these names in its `PeftModelForSequenceClassification` alone, and here it wraps no model.
+    saved = list(given.get("modules_to_save") or ())
     if task is not None:
         saved += [name for name in SCORES if name not in saved]
     return {"task_type": task, "modules_to_save": saved or None}
@@ -161,8 +177,9 @@ def check_trained(model: PreTrainedModel) -> None:
         ConfigError: names the first parameter.
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    adapters = set(stored_names(model).values())
-    if odd := sorted(trained ^ adapters):
+    in_folder = set(stored_names(model).values())
+    odd = sorted(trained ^ in_folder)
+    if odd:
         what = "is trained, but no part of" if odd[0] in trained else "is not trained, but a part of"
         raise ConfigError(
             f"{odd[0]} {what} the adapters. Leave frozen out, and name what is trained beside them in modules_to_save."

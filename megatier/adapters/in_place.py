@@ -17,10 +17,10 @@ from megatier.config.schema import TiersConfig
 from megatier.drives.extent import FilePart
 from megatier.foreign import shown
 from megatier.layout import TensorSlice
-from megatier.models.conversion import Assembly, assemble, holding
+from megatier.models.conversion import Assembly, TensorRun, assemble, runs_holding
 from megatier.models.decoder import Unit
 from megatier.models.folder import read_headers
-from megatier.models.shards import DTYPE_NAMES, DTYPES, StoredTensor
+from megatier.models.safetensors_format import DTYPE_NAMES, DTYPES, StoredTensor
 from megatier.optim.masters import weight_dtype
 
 NOTED = "tensors_of_base"
@@ -55,8 +55,12 @@ def note_tensors(model: PreTrainedModel, folder: Path, stored: Mapping[str, Stor
     Raises:
         UnsupportedModelError: a file is missing or damaged.
     """
-    stored = read_headers(folder) if stored is None else stored
-    assemblies = assemble(model, {name: tensor.shape for name, tensor in stored.items()})
+    if stored is None:
+        stored = read_headers(folder)
+
+    # Now, because the conversion goes by the names of a plain model, which adapters change.
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    assemblies = assemble(model, shapes)
     setattr(model, NOTED, BaseTensors(stored, assemblies))
 
 
@@ -72,24 +76,25 @@ def in_place(model: PreTrainedModel, units: Sequence[Unit], tiers: TiersConfig, 
     frozen = [unit for unit in units if unit.layout.has_base and unit.layout.num_trained < unit.layout.num_elements]
     if not frozen or not tiers.nvme:
         return InPlace()
+
     base: BaseTensors | None = getattr(model, NOTED, None)
     if base is None:
         return InPlace(why_not="it is quantised, was given in RAM, or has no files yet")
-    if why := _refused(base, tiers, ranks):
+    if why := _why_refused(base, tiers, ranks):
         return InPlace(why_not=why)
 
-    found: dict[str, tuple[FilePart, ...]] = {}
-    refused: list[str] = []
+    parts: dict[str, tuple[FilePart, ...]] = {}
+    reasons: list[str] = []
     for unit in frozen:
-        parts = _parts(unit, base)
-        if isinstance(parts, str):
-            refused.append(parts)
+        of_unit = _parts(unit, base)
+        if isinstance(of_unit, str):
+            reasons.append(of_unit)
         else:
-            found[unit.name] = parts
-    return InPlace(parts=found, why_not=refused[0] if refused else "")
+            parts[unit.name] = of_unit
+    return InPlace(parts=parts, why_not=reasons[0] if reasons else "")
 
 
-def _refused(base: BaseTensors, tiers: TiersConfig, ranks: int) -> str:
+def _why_refused(base: BaseTensors, tiers: TiersConfig, ranks: int) -> str:
     """Return why nothing of a base is read in place; empty: it may be."""
     if tiers.gpu_direct:
         return "tiers.gpu_direct reads block files alone"
@@ -99,23 +104,24 @@ def _refused(base: BaseTensors, tiers: TiersConfig, ranks: int) -> str:
         return "several ranks have shards of it"
 
     # A step is planned with the speed of the mounts, which other drives need not have.
-    folders = sorted({tensor.path.parent for tensor in base.stored.values()})
-    drives = _drives(tensor.path for tensor in base.stored.values())
+    paths = [tensor.path for tensor in base.stored.values()]
+    drives = _drives(paths)
     for mount in tiers.mounts:
         if _drives([mount.directory]) != drives:
-            return f"{folders[0]} and {mount.directory} (tiers.nvme) are on different file systems"
+            folder = min(path.parent for path in paths)
+            return f"{folder} and {mount.directory} (tiers.nvme) are on different file systems"
     return ""
 
 
 def _drives(paths: Iterable[Path]) -> set[int | None]:
     """Return the file systems on which paths lie; None: a path is not there."""
-    found: set[int | None] = set()
+    drives: set[int | None] = set()
     for path in set(paths):
         try:
-            found.add(path.stat().st_dev)
+            drives.add(path.stat().st_dev)
         except OSError:
-            found.add(None)
-    return found
+            drives.add(None)
+    return drives
 
 
 def _parts(unit: Unit, base: BaseTensors) -> tuple[FilePart, ...] | str:
@@ -123,39 +129,43 @@ def _parts(unit: Unit, base: BaseTensors) -> tuple[FilePart, ...] | str:
     dtype = weight_dtype(unit.layout.schema)
     parts: list[FilePart] = []
     for tensor in unit.layout.tensors:
-        if tensor.start < unit.layout.num_trained or not tensor.num_elements:
+        # Frozen elements lie behind the trained ones.
+        is_trained = tensor.start < unit.layout.num_trained
+        if is_trained or not tensor.num_elements:
             continue
         runs = _runs(tensor, base)
         if isinstance(runs, str):
             return runs
 
         position = tensor.start * dtype.itemsize
-        for stored, start, num_elements in runs:
+        for run in runs:
+            stored = base.stored[run.name]
             if DTYPES.get(stored.dtype) is not dtype:
                 return f"{shown(stored.name)} is {shown(stored.dtype)} in its file and {DTYPE_NAMES[dtype]} in the run"
-            num_bytes = num_elements * dtype.itemsize
+
+            # Whole pages are read around each run, so many short ones would read far more than they need.
+            num_bytes = run.num_elements * dtype.itemsize
             if len(runs) > 1 and num_bytes < RUN_BYTES_MIN:
                 return f"{shown(tensor.name)} is put together from short pieces of its file"
-            offset = stored.offset + start * dtype.itemsize
-            parts.append(
-                FilePart(
-                    path=stored.path,
-                    file_offset=offset,
-                    start=position,
-                    num_bytes=num_bytes,
-                    version=stored.version,
-                )
+
+            part = FilePart(
+                path=stored.path,
+                file_offset=stored.offset + run.start * dtype.itemsize,
+                start=position,
+                num_bytes=num_bytes,
+                version=stored.version,
             )
+            parts.append(part)
             position += num_bytes
     return tuple(parts)
 
 
-def _runs(tensor: TensorSlice, base: BaseTensors) -> list[tuple[StoredTensor, int, int]] | str:
-    """Return the runs of elements that make up a tensor, each with its first element in a stored one and its length."""
+def _runs(tensor: TensorSlice, base: BaseTensors) -> tuple[TensorRun, ...] | str:
+    """Return the runs of stored elements that make up a tensor, or why they cannot be read in place."""
     assembly = base.assemblies.get(base_name(tensor.name))
     if assembly is None:
         return f"{shown(tensor.name)} is stored under another name"
-    _, runs = holding(assembly, *tensor.elements)
+    _, runs = runs_holding(assembly, *tensor.elements)
     if any(run.num_columns for run in runs):
         return f"{shown(tensor.name)} is stored transposed"
-    return [(base.stored[run.name], run.start, run.num_elements) for run in runs]
+    return runs

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -68,8 +68,13 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, base: str) -> Non
     Raises:
         ConfigError: peft is missing, a target or a module to save names nothing, is tied, or cannot have an adapter.
     """
-    given = _chosen(model, settings) if settings.adapter is None else read_settings(Path(settings.adapter).expanduser())
-    inject(model, given, base, is_by_name=settings.adapter is not None or settings.targets != (ALL_LINEAR,))
+    if settings.adapter is not None:
+        given = read_settings(Path(settings.adapter).expanduser())
+        is_by_name = True
+    else:
+        given = _chosen(model, settings)
+        is_by_name = settings.targets != (ALL_LINEAR,)
+    inject(model, given, base, is_by_name=is_by_name)
 
 
 def inject(model: PreTrainedModel, given: Mapping[str, Any], base: str, *, is_by_name: bool = True) -> None:
@@ -85,6 +90,8 @@ def inject(model: PreTrainedModel, given: Mapping[str, Any], base: str, *, is_by
         ConfigError: see `add_adapters`.
     """
     peft = load_peft()
+
+    # Found before PEFT changes the modules: a module that it trains whole may hold the layers, or be a tied one.
     layers = decoder_layers(model)
     tied = tied_modules(model)
 
@@ -92,9 +99,12 @@ def inject(model: PreTrainedModel, given: Mapping[str, Any], base: str, *, is_by
     for name in given.get("target_parameters") or ():
         _named_parameters(model, name, is_pattern=False)
 
+    settings = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, **given}
     with reading(f"model.lora: PEFT {peft.__version__} makes no such adapters", ConfigError), _quiet():
-        config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "base_model_name_or_path": base, **given})
+        config = peft.LoraConfig(**settings)
         _leave_experts(config, model, is_by_name=is_by_name)
+
+        # Its "low memory" is meta, where the skeleton's own parameters lie.
         peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     check_made(model, layers, tied)
 
@@ -108,11 +118,17 @@ def adapter_config(model: PreTrainedModel) -> Any | None:  # noqa: ANN401 - PEFT
 def stored_names(model: PreTrainedModel) -> dict[str, str]:
     """Return the parameters of a model's adapters, by the names that PEFT gives them in a folder."""
     # PEFT picks and renames tensors by their names alone, so a stand-in without bytes for each will do.
-    standing = {name: torch.empty(0, dtype=torch.float32, device="cpu") for name, _ in model.named_parameters()}
-    name_of = {id(tensor): name for name, tensor in standing.items()}
+    stand_ins = dict[str, Tensor]()
+    for name, _ in model.named_parameters():
+        stand_ins[name] = torch.empty(0, dtype=torch.float32, device="cpu")
+
     stored = load_peft().get_peft_model_state_dict(
-        model, state_dict=standing, adapter_name=ADAPTER, save_embedding_layers=False
+        model,
+        state_dict=stand_ins,
+        adapter_name=ADAPTER,
+        save_embedding_layers=False,
     )
+    name_of = {id(tensor): name for name, tensor in stand_ins.items()}
     return {f"{PREFIX}{key}": name_of[id(tensor)] for key, tensor in stored.items()}
 
 
@@ -123,9 +139,11 @@ def _chosen(model: PreTrainedModel, settings: LoraConfig) -> dict[str, Any]:
         ConfigError: a target or a module to save names nothing.
     """
     saved = [module for name in settings.modules_to_save for module in _named(model, name, "modules_to_save")]
-    parameters = _as_asked(
-        settings.target_parameters, lambda name: _named_parameters(model, name, is_pattern=_is_pattern(name))
-    )
+
+    def named_parameters(name: str) -> list[str]:
+        return _named_parameters(model, name, is_pattern=_is_pattern(name))
+
+    parameters = _as_asked(settings.target_parameters, named_parameters)
     return {
         "r": settings.rank,
         "lora_alpha": settings.scaled_alpha,
@@ -144,21 +162,28 @@ def _targets(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: one names nothing.
     """
-    if wanted == (ALL_LINEAR,):
-        head = model.get_output_embeddings()
-        return [n for n, module in model.named_modules() if isinstance(module, LINEAR) and module is not head]
+    if wanted != (ALL_LINEAR,):
+        return _as_asked(wanted, lambda name: _named(model, name, "targets"))
 
-    return _as_asked(wanted, lambda name: _named(model, name, "targets"))
+    head = model.get_output_embeddings()
+    names = list[str]()
+    for name, module in model.named_modules():
+        # As in PEFT, all layers of this kind do not include the head.
+        if isinstance(module, LINEAR) and module is not head:
+            names.append(name)
+    return names
 
 
 def _as_asked(wanted: Sequence[str], named: Callable[[str], Sequence[str]]) -> list[str]:
     """Return what is asked for as PEFT takes it: patterns become the names that they stand for."""
-    # PEFT takes ends of names as they are, so its config stays as short as what was asked for.
-    found: dict[str, None] = {}
-    for name in wanted:
-        standing = named(name)
-        found |= dict.fromkeys(standing if _is_pattern(name) else [name])
-    return list(found)
+    names: dict[str, None] = {}
+    for asked in wanted:
+        # Asked also for a name, which has to name something.
+        named_by_it = named(asked)
+
+        # PEFT takes ends of names as they are, so its config stays as short as what was asked for.
+        names |= dict.fromkeys(named_by_it if _is_pattern(asked) else [asked])
+    return list(names)
 
 
 def _is_pattern(name: str) -> bool:
@@ -173,15 +198,22 @@ def _named_parameters(model: PreTrainedModel, name: str, *, is_pattern: bool) ->
     """
     stacks = [path for path, parameter in model.named_parameters() if parameter.dim() == STACKED]
     if is_pattern:
-        found = [path for path in stacks if is_named(path, name)]
+        named = [path for path in stacks if is_named(path, name)]
     else:
-        found = [path for path, _ in model.named_parameters() if f".{path}".endswith(f".{name}")]
-    if not found:
-        ends = ", ".join(sorted({NUMBERED.split(path)[-1] for path in stacks})) or "no stacked ones"
+        named = [path for path, _ in model.named_parameters() if _ends_with(path, name)]
+
+    if not named:
+        ends = {NUMBERED.split(path)[-1] for path in stacks}
+        has = ", ".join(sorted(ends)) or "no stacked ones"
         raise ConfigError(
-            f"model.lora.target_parameters: {name!r} names no parameter of {type(model).__name__}, which has {ends}."
+            f"model.lora.target_parameters: {name!r} names no parameter of {type(model).__name__}, which has {has}."
         )
-    return found
+    return named
+
+
+def _ends_with(path: str, name: str) -> bool:
+    """Return whether a name is the end of a path, in whole parts."""
+    return f".{path}".endswith(f".{name}")
 
 
 def _leave_experts(config: Any, model: PreTrainedModel, *, is_by_name: bool) -> None:  # noqa: ANN401 - PEFT's
@@ -197,13 +229,17 @@ def _leave_experts(config: Any, model: PreTrainedModel, *, is_by_name: bool) -> 
     Raises:
         ConfigError: somebody has, or nothing is left.
     """
-    tried = copy.deepcopy(config)
     try:
         conversion = importlib.import_module("peft.utils.transformers_weight_conversion")
     except ModuleNotFoundError:  # PEFT before 0.19 takes names for modules alone
         return
+
+    # PEFT moves such targets to the parameters. That is tried on a copy, to see which they are.
+    tried = copy.deepcopy(config)
     conversion.convert_peft_config_for_transformers(tried, model=model, conversions=None)
-    if set(tried.target_parameters or ()) == set(config.target_parameters or ()):
+    before = set(config.target_parameters or ())
+    after = set(tried.target_parameters or ())
+    if after == before:
         return
 
     if is_by_name or not tried.target_modules:
@@ -223,17 +259,17 @@ def _named(model: PreTrainedModel, name: str, setting: str) -> list[str]:
     Raises:
         ConfigError: there is none.
     """
-    is_pattern = _is_pattern(name)
-    found = [
-        path
-        for path, module in model.named_modules()
-        if (isinstance(module, ADAPTED) and is_named(path, name) if is_pattern else f".{path}".endswith(f".{name}"))
-    ]
-    if not found:
-        ends = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, ADAPTED)}
-        near = get_close_matches(name, sorted(ends), n=3, cutoff=0.5) or sorted(ends)
+    adaptable = [path for path, module in model.named_modules() if isinstance(module, ADAPTED)]
+    if _is_pattern(name):
+        named = [path for path in adaptable if is_named(path, name)]
+    else:
+        named = [path for path, _ in model.named_modules() if _ends_with(path, name)]
+
+    if not named:
+        ends = sorted({path.rpartition(".")[2] for path in adaptable})
+        near = get_close_matches(name, ends, n=3, cutoff=0.5) or ends
         raise ConfigError(f"model.lora.{setting}: {name!r} names no module of this model. It has {', '.join(near)}.")
-    return found
+    return named
 
 
 def check_made(model: PreTrainedModel, layers: nn.ModuleList, tied: frozenset[str]) -> None:
@@ -254,15 +290,15 @@ def check_made(model: PreTrainedModel, layers: nn.ModuleList, tied: frozenset[st
                 "of them alone. Leave it out of targets and modules_to_save."
             )
 
-    is_quantised = any(isinstance(module, QuantisedLinear) for module in model.modules())
-    if is_quantised and (adapted := next(iter(wrappers_in(model)), None)):
+    quantised = {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+    if quantised and (adapted_parameter := next(iter(wrappers_in(model)), None)):
         raise ConfigError(
-            f"model.lora.target_parameters: {base_name(adapted)} is of a quantised base, over which modules alone get "
-            "adapters. Leave it out, or take a base in full precision."
+            f"model.lora.target_parameters: {base_name(adapted_parameter)} is of a quantised base, over which modules "
+            "alone get adapters. Leave it out, or take a base in full precision."
         )
 
-    for name, module in model.named_modules():
-        if isinstance(module, QuantisedLinear) and any(p.requires_grad for p in module.parameters()):
+    for name, module in quantised.items():
+        if any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError(
                 f"model.lora.modules_to_save: the weight of {name} is quantised, so it cannot be trained whole. Leave "
                 "it out, or take a base in full precision."

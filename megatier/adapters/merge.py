@@ -42,10 +42,14 @@ class MergedWeights:
         self._base = base
         self._model = model
         self._trained = trained
-        names = [name for name, _ in model.named_parameters()]
-        self._copies = {base_name(name): name for name in names if COPY in name}
         self._adapted = _adapted(model)
-        self._last: tuple[str, Tensor] | None = None
+        self._last_merged: tuple[str, Tensor] | None = None
+
+        self._copies = dict[str, str]()
+        """The parameters that were trained whole, by their names in the plain model."""
+        for name, _ in model.named_parameters():
+            if COPY in name:
+                self._copies[base_name(name)] = name
 
     def read(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a unit of the plain model: flat, fp32, with 0 for padding.
@@ -60,18 +64,24 @@ class MergedWeights:
             lower = max(start, tensor.start)
             upper = min(stop, tensor.stop)
             if lower < upper:
-                first, last = (tensor.offset + bound - tensor.start for bound in (lower, upper))
-                values[lower - start : upper - start] = self._elements(unit, tensor, first, last)
+                # The unit may hold only a part of the parameter.
+                shift = tensor.offset - tensor.start
+                elements = self._elements(unit, tensor, lower + shift, upper + shift)
+                values[lower - start : upper - start] = elements
         return values
 
-    def _elements(self, unit: Unit, tensor: TensorSlice, first: int, last: int) -> Tensor:
-        """Return elements [first, last) of a parameter of the plain model."""
-        if tensor.name not in self._copies and tensor.name not in self._adapted:
-            return self._of_base(unit, tensor.name, tensor.parameter_shape, first, last)
+    def _elements(self, unit: Unit, tensor: TensorSlice, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of a parameter of the plain model."""
+        name = tensor.name
+        is_of_base = name not in self._copies and name not in self._adapted
+        if is_of_base:
+            return self._of_base(unit, name, tensor.parameter_shape, start, stop)
 
-        if self._last is None or self._last[0] != tensor.name:
-            self._last = tensor.name, self._whole(unit, tensor)
-        return self._last[1][first:last]
+        # The last one stays, because a large parameter is asked for in several pieces.
+        if self._last_merged is None or self._last_merged[0] != name:
+            self._last_merged = name, self._whole(unit, tensor)
+        _, merged = self._last_merged
+        return merged[start:stop]
 
     def _whole(self, unit: Unit, tensor: TensorSlice) -> Tensor:
         """Return a parameter of the plain model that was trained, or has an adapter."""
@@ -79,37 +89,51 @@ class MergedWeights:
             return self._trained(self._copies[tensor.name])
 
         # PEFT merges in place, so it gets a copy of its layer, whose parameters lie on meta.
-        name, base_key = self._adapted[tensor.name]
-        layer: Any = copy.deepcopy(self._model.get_submodule(name))
+        module_name, base_key = self._adapted[tensor.name]
+        layer: Any = copy.deepcopy(self._model.get_submodule(module_name))
         if isinstance(layer.base_layer, QuantisedLinear):
+            # It has codes alone, and PEFT merges into a weight.
             layer.base_layer = layer.base_layer.plain()
+
         shape = tensor.parameter_shape
-        base = self._of_base(unit, tensor.name, shape, 0, math.prod(shape)).view(shape)
-        values = {
-            key: self._trained(f"{name}.{key}").view(parameter.shape)
-            for key, parameter in layer.named_parameters()
-            if is_of_adapter(f"{name}.{key}") and adapter_module(f"{name}.{key}") == name
-        }
-        layer.load_state_dict({**values, base_key: base}, strict=False, assign=True)
+        base = self._of_base(unit, tensor.name, shape, 0, math.prod(shape))
+        values = {base_key: base.view(shape)}
+        for key, parameter in layer.named_parameters():
+            # A wrapper of one parameter may hold another one's wrapper, whose adapter is merged by itself.
+            name = f"{module_name}.{key}"
+            if is_of_adapter(name) and adapter_module(name) == module_name:
+                values[key] = self._trained(name).view(parameter.shape)
+
+        # Not strict, because other parameters of the layer stay on meta. Assigned, because nothing can be copied to
+        # meta.
+        layer.load_state_dict(values, strict=False, assign=True)
         with torch.no_grad():
             layer.merge(adapter_names=[ADAPTER])
-        merged: Tensor = layer.get_parameter(base_key).detach().flatten()
-        return merged
+        merged: Tensor = layer.get_parameter(base_key).detach()
+        return merged.flatten()
 
-    def _of_base(self, unit: Unit, name: str, shape: tuple[int, ...], first: int, last: int) -> Tensor:
-        """Return elements [first, last) of a parameter as the base has it."""
-        values = torch.empty(last - first, dtype=torch.float32, device="cpu")
-        run = TensorSlice(name, (last - first,), 0, whole=shape, offset=first)
-        for start, piece in self._base.pieces(unit, run):
-            values[start : start + piece.numel()] = piece
+    def _of_base(self, unit: Unit, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of a parameter as the base has it."""
+        num_elements = stop - start
+        values = torch.empty(num_elements, dtype=torch.float32, device="cpu")
+        run = TensorSlice(name, (num_elements,), 0, whole=shape, offset=start)
+        for first, piece in self._base.read_tensor(unit, run):
+            end = first + piece.numel()
+            values[first:end] = piece
         return values
 
 
 def _adapted(model: PreTrainedModel) -> dict[str, tuple[str, str]]:
     """Return each parameter of the plain model that has an adapter, with the adapter's module and its name in there."""
-    wrapped = {id(wrapper): path for path, wrapper in wrappers_in(model).items()}
-    found: dict[str, tuple[str, str]] = {}
-    for name in {adapter_module(name) for name, _ in model.named_parameters() if is_of_adapter(name)}:
-        path = wrapped.get(id(model.get_submodule(name)), f"{name}.base_layer.weight")
-        found[base_name(path)] = name, path.removeprefix(f"{name}.")
-    return found
+    wrapped = {id(wrapper): name for name, wrapper in wrappers_in(model).items()}
+    adapted: dict[str, tuple[str, str]] = {}
+    for parameter, _ in model.named_parameters():
+        if not is_of_adapter(parameter):
+            continue
+
+        # A wrapper adapts one parameter of any name, and other modules of PEFT adapt a weight.
+        module_name = adapter_module(parameter)
+        module = model.get_submodule(module_name)
+        name = wrapped.get(id(module), f"{module_name}.base_layer.weight")
+        adapted[base_name(name)] = module_name, name.removeprefix(f"{module_name}.")
+    return adapted

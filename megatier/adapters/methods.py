@@ -114,19 +114,25 @@ MODEL = (
 
 def refuse_unknown(kind: type[nn.Module]) -> type[nn.Module]:
     """Let a class over one of PEFT's refuse all public methods of that one which are not known to be right."""
-    known = {*dir(nn.Module), *vars(kind)}
+    kept = {*dir(nn.Module), *vars(kind)}
     for name in dir(kind):
+        is_public = not name.startswith("_")
+        if not is_public or name in kept or not callable(getattr(kind, name)):
+            continue
+
         remedy = METHODS.get(name, BEFORE)
-        is_method = not name.startswith("_") and name not in known and callable(getattr(kind, name))
-        if is_method and remedy is not RIGHT:
+        if remedy is not RIGHT:
             # A static method takes no instance, and so refuses also what is called on the class.
-            setattr(kind, name, staticmethod(functools.partial(refuse, name, remedy)))
+            refusing = functools.partial(refuse, name, remedy)
+            setattr(kind, name, staticmethod(refusing))
     return kind
 
 
 def guard_adapters(model: nn.Module) -> None:
     """Let a streamed model with adapters, and PEFT's layers in it, refuse what would change these or take them out."""
-    _guard(model, {name: METHODS[name] or BEFORE for name in MODEL})
+    # `set_adapter` is right at PEFT's models, where it does nothing here. That of transformers changes modules.
+    of_model = {name: METHODS[name] or BEFORE for name in MODEL}
+    _guard(model, of_model)
     vars(model)["active_adapters"] = functools.partial(list, [ADAPTER])
     for module in model.modules():
         if is_adapter(module):
@@ -134,8 +140,10 @@ def guard_adapters(model: nn.Module) -> None:
 
 
 def _guard(module: nn.Module, refused: dict[str, str]) -> None:
+    kind = type(module)
     for name, remedy in refused.items():
-        if callable(getattr(type(module), name, None)):
+        # On the instance alone, because the class is PEFT's, and other models have it too.
+        if callable(getattr(kind, name, None)):
             vars(module)[name] = functools.partial(refuse, name, remedy)
 
 

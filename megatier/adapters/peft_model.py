@@ -70,12 +70,15 @@ class StreamedLoraModel(_AroundStreamed, LoraModel):  # type: ignore[misc]
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Take a streamed model; nothing is put into it."""
+        # Not PEFT's own constructor, which puts adapters into a model.
         nn.Module.__init__(self)
         self.model = model
         self.active_adapter = ADAPTER
-        layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-        self.targeted_module_names = [name for name, module in layers if not is_wrapper(module)]
         self.targeted_parameter_names = [base_name(name) for name in wrappers_in(model)]
+        self.targeted_module_names = list[str]()
+        for name, module in model.named_modules():
+            if isinstance(module, LoraLayer) and not is_wrapper(module):
+                self.targeted_module_names.append(name)
 
     def get_base_model(self) -> PreTrainedModel:
         """Return the model itself, with its adapters."""
@@ -96,6 +99,7 @@ class StreamedPeftModel(_AroundStreamed, PeftModel):  # type: ignore[misc]
 
     def __init__(self, model: PreTrainedModel, *_: object, **__: object) -> None:
         """Take a streamed model, and nothing of what else PEFT gives to those who put adapters into one."""
+        # Not PEFT's own constructor, which puts adapters into a model.
         nn.Module.__init__(self)
         self.base_model = StreamedLoraModel(model)
         self.active_adapter = ADAPTER
@@ -144,6 +148,7 @@ def _refuse_second(name: object) -> NoReturn:
     )
 
 
+# PEFT's own table: `get_peft_model` makes what it has for the task that a config names.
 MODEL_TYPE_TO_PEFT_MODEL_MAPPING[KIND] = StreamedPeftModel
 
 
@@ -151,5 +156,7 @@ def wrapping_config(model: PreTrainedModel) -> Any:  # noqa: ANN401 - PEFT's, wh
     """Return the config of a model's adapters, with which `get_peft_model` wraps it in a `StreamedPeftModel`."""
     config: Any = copy.copy(adapter_config(model))
     config.task_type = KIND
-    config.base_model_name_or_path = None  # else PEFT says that it changes it
+
+    # Else PEFT warns that it changes the name.
+    config.base_model_name_or_path = None
     return config

@@ -28,7 +28,7 @@ from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.dtypes import names_in_fp32
 from megatier.models.folder import read_headers
-from megatier.models.shards import DTYPES, StoredTensor
+from megatier.models.safetensors_format import DTYPES, StoredTensor
 from megatier.models.weights import SafetensorsFolder, TensorReader, chunks, read_exactly
 
 SETTINGS = "quantization_config"
@@ -66,8 +66,13 @@ class StoredMatrix:
         Raises:
             TransferError: a file has become shorter or unreadable meanwhile.
         """
-        raw = [_read(self.parts[name], 0, part.num_bytes) for name, part in self.scheme.parts.items()]
-        return decode(self.scheme, raw, torch.float32).flatten()
+        raw = list[Tensor]()
+        for name, part in self.scheme.parts.items():
+            stored = self.parts[name]
+            raw.append(_read(stored, 0, part.num_bytes))
+
+        matrix = decode(self.scheme, raw, torch.float32)
+        return matrix.flatten()
 
 
 class CodesReader(TensorReader):
@@ -92,21 +97,27 @@ class CodesReader(TensorReader):
         self.stored = stored
         self._plain = plain
         self._held = held
-        self._item = dtype.itemsize
+        self._item_bytes = dtype.itemsize
 
-    def pieces(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
+    def read_tensor(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
         """Yield the pieces of a parameter; see `WeightReader`.
 
         Elements that carry bytes may be any numbers, and also such that are none: their bits are what counts.
         """
         stored = self._held.get(tensor.name)
         if stored is None:
-            yield from self._plain.pieces(unit, tensor)
+            yield from self._plain.read_tensor(unit, tensor)
             return
-        first, last = tensor.elements
-        for start, stop in chunks(last - first):
-            raw = _read(stored, (first + start) * self._item, (first + stop) * self._item)
-            yield tensor.start + start, raw.view(torch.float32) if self._item > 2 else _widened(raw)
+
+        first, _ = tensor.elements
+        for start, stop in chunks(tensor.num_elements):
+            first_byte = (first + start) * self._item_bytes
+            end_byte = (first + stop) * self._item_bytes
+            raw = _read(stored, first_byte, end_byte)
+
+            # All readers give fp32, of which a unit in bf16 keeps the upper halves.
+            values = raw.view(torch.float32) if self._item_bytes > 2 else _widened(raw)
+            yield tensor.start + start, values
 
 
 def is_quantised(config: PretrainedConfig) -> bool:
@@ -128,23 +139,43 @@ def open_quantised(
     Raises:
         UnsupportedModelError: it is quantised in another way, or the files do not fit the config.
     """
+    # The skeleton is that of a plain model, so its config must not say that weights are quantised.
     config = copy.deepcopy(config)
     settings = getattr(config, SETTINGS)
     delattr(config, SETTINGS)
+    if not isinstance(settings, dict):
+        settings = settings.to_dict()
+
     model = build_skeleton(config, attention)
     stored = read_headers(folder)
-    matrices = find_matrices(folder, settings if isinstance(settings, dict) else settings.to_dict(), stored)
-
-    # As they are when they are decoded, so that names and shapes are compared as those of any model.
-    parts = [part for matrix in matrices.values() for part in matrix.parts.values()]
-    sides = {part.name for part in parts if isinstance(part, StoredTensor)} - matrices.keys()
-    sides |= {f"{name}{IN_NF4}" for name in matrices}
-    plain = {name: tensor for name, tensor in stored.items() if name not in sides and not _is_of_activations(name)}
-    plain |= {name: replace(stored[name], dtype="F32", shape=m.scheme.shape) for name, m in matrices.items()}
-    reader = SafetensorsFolder(folder, model, plain, {name: matrix.decode for name, matrix in matrices.items()})
+    matrices = find_matrices(folder, settings, stored)
+    decoding = {name: matrix.decode for name, matrix in matrices.items()}
+    reader = SafetensorsFolder(folder, model, _as_decoded(stored, matrices), decoding)
     if dtype is None:
         return model, reader
-    return model, CodesReader(stored, reader, _holding_codes(model, reader, matrices, dtype), dtype)
+
+    held = _holding_codes(model, reader, matrices, dtype)
+    return model, CodesReader(stored, reader, held, dtype)
+
+
+def _as_decoded(stored: Mapping[str, StoredTensor], matrices: Mapping[str, StoredMatrix]) -> dict[str, StoredTensor]:
+    """Return a folder's tensors with quantised ones as they are when they are decoded, and without their scales.
+
+    So names and shapes are compared as those of any model.
+    """
+    scales = {f"{name}{IN_NF4}" for name in matrices}
+    for matrix in matrices.values():
+        for part_name, part in matrix.parts.items():
+            if part_name != CODES and isinstance(part, StoredTensor):
+                scales.add(part.name)
+
+    decoded = dict[str, StoredTensor]()
+    for name, tensor in stored.items():
+        if name in matrices:
+            decoded[name] = replace(tensor, dtype="F32", shape=matrices[name].scheme.shape)
+        elif name not in scales and not _is_of_activations(name):
+            decoded[name] = tensor
+    return decoded
 
 
 def find_matrices(
@@ -160,25 +191,27 @@ def find_matrices(
     Raises:
         UnsupportedModelError: they are quantised in another way, or a scale is missing. Names it.
     """
+    weights = [tensor for name, tensor in stored.items() if name.endswith(".weight")]
+    in_fp8 = [tensor for tensor in weights if tensor.dtype == "F8_E4M3"]
     method = settings.get("quant_method")
-    block = None
     if method == "compressed-tensors":
         block = _checked_groups(folder, settings)
+        matrices = {tensor.name: _fp8(tensor, stored, block) for tensor in in_fp8}
     elif method == "fp8":
         block = _pair(settings.get("weight_block_size"))
-    elif method != "bitsandbytes":
+        matrices = {tensor.name: _fp8(tensor, stored, block) for tensor in in_fp8}
+    elif method == "bitsandbytes":
+        # Its codes are plain bytes, so a matrix is known by the settings that are stored beside it.
+        in_nf4 = [tensor for tensor in weights if f"{tensor.name}{IN_NF4}" in stored]
+        matrices = {tensor.name: _nf4(tensor, stored) for tensor in in_nf4}
+    else:
         raise UnsupportedModelError(f"{folder}: its weights are quantised by {shown(str(method))}. {REMEDY}")
 
-    weights = [tensor for name, tensor in stored.items() if name.endswith(".weight")]
-    if method == "bitsandbytes":
-        found = {tensor.name: _nf4(tensor, stored) for tensor in weights if f"{tensor.name}{IN_NF4}" in stored}
-    else:
-        found = {tensor.name: _fp8(tensor, stored, block) for tensor in weights if tensor.dtype == "F8_E4M3"}
-    if not found:
+    if not matrices:
         raise UnsupportedModelError(
             f"{folder}: its config says {shown(str(method))}, but no tensor is FP8 or NF4. {REMEDY}"
         )
-    return found
+    return matrices
 
 
 def _holding_codes(
@@ -192,11 +225,14 @@ def _holding_codes(
     # The loss computes with the head's weight itself. What stays in fp32 lies in units of another dtype.
     in_fp32 = names_in_fp32(model, [f"{name}.weight" for name in linear])
     for name, module in linear.items():
-        matrix = matrices.get(reader.stored_name(f"{name}.weight") or "")
-        if module is head or f"{name}.weight" in in_fp32 or matrix is None:
+        weight = f"{name}.weight"
+        matrix = matrices.get(reader.stored_name(weight) or "")
+        if module is head or weight in in_fp32 or matrix is None:
             continue
+
         model.set_submodule(name, QuantisedLinear(module, matrix.scheme, dtype.itemsize))
-        held |= {f"{name}.{part}": tensor for part, tensor in matrix.parts.items()}
+        for part_name, part in matrix.parts.items():
+            held[f"{name}.{part_name}"] = part
     return held
 
 
@@ -207,17 +243,27 @@ def _checked_groups(folder: Path, settings: Mapping[str, Any]) -> tuple[int, int
         UnsupportedModelError: a group of layers is quantised in another way.
     """
     groups = settings.get("config_groups")
-    found = None
+    block: tuple[int, int] | None = None
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             continue
-        kind = f"{weights.get('type')} of {weights.get('num_bits')} bits, {settings.get('format')}"
-        if (weights.get("type"), weights.get("num_bits")) != ("float", 8) or weights.get("symmetric") is False:
-            raise UnsupportedModelError(f"{folder}: its weights are quantised as {shown(kind)}. {REMEDY}")
-        size = weights.get("group_size")
-        found = _pair(weights.get("block_structure")) or ((1, size) if type(size) is int and size > 0 else found)
-    return found
+
+        kind = weights.get("type")
+        bits = weights.get("num_bits")
+        is_symmetric = weights.get("symmetric") is not False
+        if (kind, bits) != ("float", 8) or not is_symmetric:
+            what = f"{kind} of {bits} bits, {settings.get('format')}"
+            raise UnsupportedModelError(f"{folder}: its weights are quantised as {shown(what)}. {REMEDY}")
+
+        # Groups are runs of a row, and so blocks with one row.
+        structure = _pair(weights.get("block_structure"))
+        group_size = weights.get("group_size")
+        if structure is not None:
+            block = structure
+        elif type(group_size) is int and group_size > 0:
+            block = 1, group_size
+    return block
 
 
 def _fp8(tensor: StoredTensor, stored: Mapping[str, StoredTensor], block: tuple[int, int] | None) -> StoredMatrix:
@@ -226,20 +272,34 @@ def _fp8(tensor: StoredTensor, stored: Mapping[str, StoredTensor], block: tuple[
     Raises:
         UnsupportedModelError: its scale is missing, or does not fit.
     """
-    scale = next((stored[name] for end in SCALES if (name := f"{tensor.name}{end}") in stored), None)
-    if scale is None or scale.dtype not in STORED_SCALES or len(tensor.shape) != 2 or not math.prod(tensor.shape):
-        what = "has no scale" if scale is None else f"has the shape {tensor.shape}, and scales of {shown(scale.dtype)}"
-        raise _refused(tensor, f"is FP8 and {what}")
+    names = [f"{tensor.name}{end}" for end in SCALES]
+    scale = next((stored[name] for name in names if name in stored), None)
+    if scale is None:
+        raise _refused(tensor, "is FP8 and has no scale")
 
-    rows, columns = shape = tensor.shape
+    shape = tensor.shape
+    is_matrix = len(shape) == 2 and math.prod(shape) > 0
+    if not is_matrix or scale.dtype not in STORED_SCALES:
+        raise _refused(tensor, f"is FP8 and has the shape {shape}, and scales of {shown(scale.dtype)}")
+
+    # One number is of the whole matrix, and a column of them of its rows, whatever the config says of blocks.
+    rows, columns = shape
     if math.prod(scale.shape) == 1:
-        block = shape
+        block = rows, columns
     elif scale.shape in ((rows,), (rows, 1)):
         block = 1, columns
-    elif block is None or scale.shape != (-(-rows // block[0]), -(-columns // block[1])):
+    elif block is None or scale.shape != _num_blocks(rows, columns, block):
         raise _refused(tensor, f"is FP8 of shape {shape}, and has scales of shape {scale.shape}, in blocks of {block}")
-    scheme = Fp8((rows, columns), Part(DTYPES[scale.dtype], scale.shape), block)
+
+    scale_part = Part(DTYPES[scale.dtype], scale.shape)
+    scheme = Fp8((rows, columns), scale_part, block)
     return StoredMatrix(scheme, {CODES: tensor, "scale": scale})
+
+
+def _num_blocks(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
+    """Return how many blocks a matrix has downwards and across, the last of which may be cut off."""
+    height, width = block
+    return -(-rows // height), -(-columns // width)
 
 
 def _nf4(tensor: StoredTensor, stored: Mapping[str, StoredTensor]) -> StoredMatrix:
@@ -248,31 +308,52 @@ def _nf4(tensor: StoredTensor, stored: Mapping[str, StoredTensor]) -> StoredMatr
     Raises:
         UnsupportedModelError: a part of it is missing, or does not fit.
     """
-    noted = stored[f"{tensor.name}{IN_NF4}"]
-    if noted.num_bytes > SETTINGS_BYTES_MAX:
-        raise _refused(noted, "is too large for settings")
-    raw = bytes(_read(noted, 0, noted.num_bytes).numpy())
-    settings = parse_json(raw, f"{noted.path}: tensor {shown(noted.name)}", UnsupportedModelError)
-    match settings:
-        case {"quant_type": "nf4", "shape": [int(rows), int(columns)], "blocksize": int(block)} if (
-            min(rows, columns, block) > 0 and rows * columns % 2 == 0
-        ):
-            nested, offset = settings.get("nested_blocksize"), settings.get(OFFSET, 0.0)
-        case _:
-            raise _refused(noted, "has no settings of a matrix in NF4")
-    if not (nested is None or (type(nested) is int and nested > 0)) or not isinstance(offset, float):
-        raise _refused(noted, "has no settings of nested scales")
+    scheme, offset = _nf4_settings(stored[f"{tensor.name}{IN_NF4}"])
+    parts = {CODES: tensor}
+    for end in PARTS_OF_NF4:
+        name = f"{tensor.name}.{end}"
+        if name in stored:
+            parts[end] = stored[name]
 
-    scheme = Nf4((rows, columns), block, nested)
-    parts = {CODES: tensor, **{end: stored[n] for end in PARTS_OF_NF4 if (n := f"{tensor.name}.{end}") in stored}}
+    # The offset stands among the settings, and so is no stored tensor.
     wanted = {name: part for name, part in scheme.parts.items() if name != OFFSET}
     wrong = sorted(parts.keys() ^ wanted.keys())
     wrong += [name for name, part in wanted.items() if name in parts and parts[name].num_bytes != part.num_bytes]
     if wrong:
         raise _refused(tensor, f"is NF4 of shape {scheme.shape}, and does not fit its part {wrong[0]}")
-    return StoredMatrix(
-        scheme, {**parts, **({OFFSET: torch.tensor([offset], dtype=torch.float32, device="cpu")} if nested else {})}
-    )
+
+    if scheme.nested_block is None:
+        return StoredMatrix(scheme, parts)
+    offset_tensor = torch.tensor([offset], dtype=torch.float32, device="cpu")
+    return StoredMatrix(scheme, {**parts, OFFSET: offset_tensor})
+
+
+def _nf4_settings(stored: StoredTensor) -> tuple[Nf4, float]:
+    """Return how a matrix in NF4 is quantised, and the offset of its scales, from the settings stored beside it.
+
+    Raises:
+        UnsupportedModelError: they are none of a matrix in NF4.
+    """
+    if stored.num_bytes > SETTINGS_BYTES_MAX:
+        raise _refused(stored, "is too large for settings")
+
+    raw = bytes(_read(stored, 0, stored.num_bytes).numpy())
+    settings = parse_json(raw, f"{stored.path}: tensor {shown(stored.name)}", UnsupportedModelError)
+    match settings:
+        case {"quant_type": "nf4", "shape": [int(rows), int(columns)], "blocksize": int(block)} if (
+            # A byte has two codes.
+            min(rows, columns, block) > 0 and rows * columns % 2 == 0
+        ):
+            nested = settings.get("nested_blocksize")
+            offset = settings.get(OFFSET, 0.0)
+        case _:
+            raise _refused(stored, "has no settings of a matrix in NF4")
+
+    # Not isinstance, because JSON's true is an int to Python.
+    is_nested = type(nested) is int and nested > 0
+    if not (nested is None or is_nested) or not isinstance(offset, float):
+        raise _refused(stored, "has no settings of nested scales")
+    return Nf4((rows, columns), block, nested), offset
 
 
 def _is_of_activations(name: str) -> bool:
@@ -302,16 +383,20 @@ def _read(stored: StoredTensor | Tensor, start: int, stop: int) -> Tensor:
     """
     raw = torch.zeros(stop - start, dtype=torch.uint8, device="cpu")
     if isinstance(stored, Tensor):
-        found = stored.view(torch.uint8)[start:stop]
-        raw[: found.numel()] = found
+        present = stored.view(torch.uint8)[start:stop]
+        raw[: present.numel()] = present
         return raw
 
+    # Codes fill whole elements of their unit, so the last element may reach beyond them.
+    end = min(stop, stored.num_bytes)
+    num_present = max(0, end - start)
     with stored.path.open("rb", buffering=0) as file:
         file.seek(stored.offset + start)
-        read_exactly(file, raw[: max(0, min(stop, stored.num_bytes) - start)], stored)
+        read_exactly(file, raw[:num_present], stored)
     return raw
 
 
 def _widened(raw: Tensor) -> Tensor:
     """Return the fp32 numbers whose bits end with 0 and begin with two bytes each, which a bf16 has."""
-    return (raw.view(torch.int16).int() << 16).view(torch.float32)
+    bits = raw.view(torch.int16).int() << 16
+    return bits.view(torch.float32)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from megatier.config.lora import ADAPTER_FILE
 from megatier.errors import ConfigError
 from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, opened, parse_json, read_object, shown
-from megatier.models.shards import DTYPES, StoredTensor, read_header
+from megatier.models.safetensors_format import DTYPES, StoredTensor, read_header
 from megatier.models.weights import FULL_PRECISION, read_exactly
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -72,28 +72,35 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return checked_settings(read_config(folder), f"model.lora.adapter: {folder / ADAPTER_FILE}")
 
 
-def checked_settings(found: Mapping[str, Any], where: str) -> dict[str, Any]:
+def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the settings of a config of PEFT's that its `LoraConfig` is made of here.
 
     Args:
-        found: the config, with its kind.
+        config: the config, with its kind.
         where: begins messages.
 
     Raises:
         ConfigError: adapters of this kind are not trained here. Names the setting.
     """
-    kind = found.get("peft_type")
+    kind = config.get("peft_type")
     if kind != "LORA":
         raise ConfigError(f"{where} is of the kind {shown(str(kind))}; LORA alone is trained here.")
 
-    others = {"bias": found.get("bias", "none") != "none"}
-    others["init_lora_weights"] = found.get("init_lora_weights") not in FIRST_VALUES
-    others |= {key: bool(value) for key, value in found.items() if key not in (*TAKEN, *FREE, *others)}
-    if refused := next((key for key, is_set in others.items() if is_set), None):
-        raise ConfigError(
-            f"{where} sets {shown(refused)} to {shown(str(found[refused]))}, and such adapters are not trained here."
-        )
-    return {key: found[key] for key in TAKEN if found.get(key) is not None}
+    # A setting that is not known here may say anything of the layers, unless it is off.
+    is_refused = {
+        "bias": config.get("bias", "none") != "none",
+        "init_lora_weights": config.get("init_lora_weights") not in FIRST_VALUES,
+    }
+    for key, value in config.items():
+        if key not in (*TAKEN, *FREE, *is_refused):
+            is_refused[key] = bool(value)
+
+    for key, refused in is_refused.items():
+        if refused:
+            raise ConfigError(
+                f"{where} sets {shown(key)} to {shown(str(config[key]))}, and such adapters are not trained here."
+            )
+    return {key: config[key] for key in TAKEN if config.get(key) is not None}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -133,6 +140,8 @@ class StoredAdapter:
 
         stored = read_header(path)
         odd = sorted(stored.keys() ^ names.keys())
+
+        # PEFT also stores what an embedding's adapter is around, unless it is told not to.
         if odd and all(name in stored and ".base_layer." in name for name in odd):
             raise ConfigError(
                 f"model.lora.adapter: {path} holds weights of the base too, such as {shown(odd[0])}. Load it with "
@@ -160,11 +169,12 @@ class StoredAdapter:
             TransferError: the file has become shorter or unreadable meanwhile.
         """
         stored = self._stored[name]
+        dtype = DTYPES[stored.dtype]
         raw = torch.empty(stored.num_bytes, dtype=torch.uint8, device="cpu")
         with stored.path.open("rb", buffering=0) as file:
             file.seek(stored.offset)
             read_exactly(file, raw, stored)
-        return raw.view(DTYPES[stored.dtype]).float()
+        return raw.view(dtype).float()
 
 
 def noted_base(folder: Path) -> dict[str, str] | None:
@@ -176,15 +186,20 @@ def noted_base(folder: Path) -> dict[str, str] | None:
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         return None
+
+    # Not `read_header`, which leaves out the metadata.
     with opened(path, ConfigError) as file:
-        size = min(int.from_bytes(file.read(8), "little"), TABLE_BYTES_MAX)
-        header = parse_json(file.read(size), f"{path}: the safetensors header", ConfigError)
+        header_bytes = int.from_bytes(file.read(8), "little")
+        raw = file.read(min(header_bytes, TABLE_BYTES_MAX))
+        header = parse_json(raw, f"{path}: the safetensors header", ConfigError)
+
+    # Another program may have written anything there.
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     noted = metadata.get(BASE) if isinstance(metadata, dict) else None
-    if not isinstance(noted, str):
+    if not isinstance(noted, str) or not noted.startswith("{"):
         return None
-    found = json.loads(noted) if noted.startswith("{") else None
-    return found if isinstance(found, dict) else None
+    identity = json.loads(noted)
+    return identity if isinstance(identity, dict) else None
 
 
 def _check(path: Path, tensor: StoredTensor, shape: tuple[int, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 
@@ -34,9 +35,9 @@ def base_name(name: str) -> str:
 
 def adapter_module(name: str) -> str:
     """Return the module that has the adapter of which a parameter is."""
-    found = PART.fullmatch(name)
-    assert found is not None
-    return found["module"]
+    match = PART.fullmatch(name)
+    assert match is not None
+    return match["module"]
 
 
 def is_of_adapter(name: str) -> bool:
@@ -72,31 +73,38 @@ class AdaptedWeights(TensorReader):
         self.stored = stored
         """Gives the weights of adapters that are there; None: they begin anew."""
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        self._shapes |= {
-            f"{name}.weight": (module.out_features, module.in_features)
-            for name, module in model.named_modules()
-            if isinstance(module, QuantisedLinear)
-        }
-        self._transposed = {
-            name.partition(f".{MAGNITUDE}.")[0]
-            for name, module in model.named_modules()
-            if f".{MAGNITUDE}." in name and getattr(module, "fan_in_fan_out", False)
-        }
-        self._parts = _parts(self._shapes, last={name for name, part in model.named_modules() if is_wrapper(part)})
+        self._transposed = set[str]()
+        """The modules whose weight has a row for each input, as GPT-2's have."""
+        wrappers = set[str]()
+
+        for name, module in model.named_modules():
+            if isinstance(module, QuantisedLinear):
+                # Its parameters are codes and scales. DoRA goes by the weight that they stand for.
+                self._shapes[f"{name}.weight"] = module.out_features, module.in_features
+            if is_wrapper(module):
+                wrappers.add(name)
+            if f".{MAGNITUDE}." in name and getattr(module, "fan_in_fan_out", False):
+                self._transposed.add(name.partition(f".{MAGNITUDE}.")[0])
+
+        self._parts = _parts(self._shapes, last=wrappers)
         """The shapes of each adapter's parts, in the order in which PEFT makes them."""
         self._generators = {} if stored is not None else _draw_all(self._parts, seed, generator)
         """For each adapter the state of torch's generator with which PEFT begins to draw it."""
 
-    def pieces(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
+    def read_tensor(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
         """Yield the pieces of a parameter; see `WeightReader`."""
+        # A folder of adapters also holds modules that are trained whole, whose first values are those of the base.
         is_stored = self.stored is not None and tensor.name in self.stored
-        if not (is_stored or is_of_adapter(tensor.name)):
-            yield from self._base.pieces(unit, replace(tensor, name=base_name(tensor.name)))
+        if not is_stored and not is_of_adapter(tensor.name):
+            of_base = replace(tensor, name=base_name(tensor.name))
+            yield from self._base.read_tensor(unit, of_base)
             return
 
-        value = self._value(unit, tensor.name).flatten()[slice(*tensor.elements)]
-        for start, stop in chunks(value.numel()):
-            yield tensor.start + start, value[start:stop]
+        value = self._value(unit, tensor.name)
+        first, last = tensor.elements
+        flat = value.flatten()[first:last]
+        for start, stop in chunks(flat.numel()):
+            yield tensor.start + start, flat[start:stop]
 
     def _value(self, unit: Unit, name: str) -> Tensor:
         """Return the whole value of a parameter of an adapter: as it is stored, or as PEFT would set it at first."""
@@ -104,25 +112,32 @@ class AdaptedWeights(TensorReader):
             return self.stored.read(name)
 
         # As PEFT's `reset_lora_parameters` does.
-        found = PART.fullmatch(name)
-        assert found is not None
-        if found["part"] == MAGNITUDE:
-            return self._lengths(unit, found["module"])
+        match = PART.fullmatch(name)
+        assert match is not None
+        module = match["module"]
+        part = match["part"]
+        if part == MAGNITUDE:
+            return self._lengths(unit, module)
 
         with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self._generators[found["module"]])
-            return _draw(self._parts[found["module"]])[found["part"]]
+            torch.set_rng_state(self._generators[module])
+            drawn = _draw(self._parts[module])
+        return drawn[part]
 
     def _lengths(self, unit: Unit, module: str) -> Tensor:
         """Return the lengths of the rows of an adapted weight: its adapter adds nothing to them at first."""
-        stored = f"{module}.base_layer.weight"
-        shape = self._shapes[stored]
-        weight = torch.empty(math.prod(shape), dtype=torch.float32, device="cpu")
-        for start, values in self._base.pieces(unit, TensorSlice(base_name(stored), shape, 0)):
-            weight[start : start + values.numel()] = values
+        name = f"{module}.base_layer.weight"
+        shape = self._shapes[name]
+        whole = TensorSlice(base_name(name), shape, 0)
+        flat = torch.empty(math.prod(shape), dtype=torch.float32, device="cpu")
+        for start, values in self._base.read_tensor(unit, whole):
+            stop = start + values.numel()
+            flat[start:stop] = values
 
-        weight = weight.view(shape)
-        lengths: Tensor = torch.linalg.norm(weight.T if module in self._transposed else weight, dim=1)
+        weight = flat.view(shape)
+        if module in self._transposed:
+            weight = weight.T
+        lengths: Tensor = torch.linalg.norm(weight, dim=1)
         return lengths
 
 
@@ -133,11 +148,16 @@ def _parts(shapes: Mapping[str, tuple[int, ...]], last: Set[str]) -> dict[str, d
         shapes: those of all parameters, by name, in the order of the modules.
         last: the modules that wrap parameters, whose adapters PEFT makes when all others are there.
     """
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    parts = defaultdict[str, dict[str, tuple[int, ...]]](dict)
     for name, shape in shapes.items():
-        if match := PART.fullmatch(name):
-            found.setdefault(match["module"], {})[match["part"]] = shape
-    return {module: found[module] for module in sorted(found, key=lambda module: module in last)}
+        match = PART.fullmatch(name)
+        if match is not None:
+            module = match["module"]
+            parts[module][match["part"]] = shape
+
+    # The sort is stable, so adapters are in the order of the modules but for that.
+    in_order = sorted(parts.items(), key=lambda item: item[0] in last)
+    return dict(in_order)
 
 
 def _draw_all(
@@ -150,6 +170,8 @@ def _draw_all(
             torch.set_rng_state(generator)
         for module, parts in adapters.items():
             states[module] = torch.get_rng_state()
+
+            # For its effect on the generator alone: the values are drawn again when they are read.
             _draw(parts)
     return states
 
@@ -157,10 +179,18 @@ def _draw_all(
 def _draw(parts: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Draw both matrices of an adapter as PEFT's `update_layer` does, which does not use all that it draws."""
     if "lora_A" in parts:
-        shapes = [parts[part] for part in ("lora_A", "lora_B")]
-        into, out = (nn.Linear(columns, rows, bias=False).weight.detach() for rows, columns in shapes)
-        return {"lora_A": nn.init.kaiming_uniform_(into, a=math.sqrt(5)), "lora_B": out.zero_()}
-    into, out = (
-        torch.randn(parts[part], dtype=torch.float32, device="cpu") for part in ("lora_embedding_A", "lora_embedding_B")
-    )
+        # A new linear layer draws its weight, so B takes numbers from the generator too before it becomes 0.
+        into = _linear_weight(parts["lora_A"])
+        out = _linear_weight(parts["lora_B"])
+        nn.init.kaiming_uniform_(into, a=math.sqrt(5))
+        return {"lora_A": into, "lora_B": out.zero_()}
+
+    into = torch.randn(parts["lora_embedding_A"], dtype=torch.float32, device="cpu")
+    out = torch.randn(parts["lora_embedding_B"], dtype=torch.float32, device="cpu")
     return {"lora_embedding_A": into.zero_(), "lora_embedding_B": nn.init.normal_(out)}
+
+
+def _linear_weight(shape: tuple[int, ...]) -> Tensor:
+    """Return the weight of a new linear layer, as its constructor draws it."""
+    rows, columns = shape
+    return nn.Linear(columns, rows, bias=False).weight.detach()

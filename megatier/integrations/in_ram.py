@@ -18,7 +18,7 @@ class InRam(TensorReader):
         """Take a model, whose copy is the skeleton (`models.copied`). Its weights are read later, unit by unit."""
         self._parameters = dict(model.named_parameters())
 
-    def pieces(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
+    def read_tensor(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
         """Yield a parameter, or a run of its elements; see `WeightReader`."""
         # A unit may have only some rows of a parameter, such as those of a part of a layer's experts, and a shard any
         # run of its elements.

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from torch import nn
 from transformers import PreTrainedModel
 
-from megatier.adapters.base import identity_of, note
+from megatier.adapters.base import identity_of, note_identity
 from megatier.adapters.given import add_given, check_adapters, check_trained, unwrapped
 from megatier.adapters.in_place import note_tensors
 from megatier.adapters.quantised import CodesReader, is_quantised, open_quantised
@@ -174,7 +174,7 @@ def _source(model: Given, config: RunConfig, short: ShortArguments) -> tuple[Pre
         base = str(folder.resolve()) if Path(model).is_dir() else os.fspath(model)
         if is_adapted:
             stored = reader.stored if isinstance(reader, SafetensorsFolder | CodesReader) else None
-            note(skeleton, identity_of(folder, stored))
+            note_identity(skeleton, identity_of(folder, stored))
             if not is_quantised(skeleton.config):
                 note_tensors(skeleton, folder, stored)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from megatier.adapters.base import noted
+from megatier.adapters.base import noted_identity
 from megatier.adapters.folder import export
 from megatier.adapters.given import without_adapters
 from megatier.adapters.lora import adapter_config
@@ -280,7 +280,7 @@ class StreamedState(ABC):
             "environment": environment(self.device),
             "groups": self.groups,
             "tiles": {module: asdict(decision) for module, decision in tiles.items()},
-            "base": noted(self.model),
+            "base": noted_identity(self.model),
             "compiled": self._compiled,
             **self._kept,
         }
@@ -346,7 +346,7 @@ class StreamedState(ABC):
 
         def find() -> SavedStream:
             saved = SavedStream.find(folder)
-            saved.check(self._kept, noted(self.model))
+            saved.check(self._kept, noted_identity(self.model))
             for remark in saved.remarks(self._compiled, environment(self.device)):
                 warnings.warn(remark, stacklevel=5)  # the line that called `restore` or `restore_weights`
             return saved

@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from megatier.compute.seeds import drawing_from
 from megatier.errors import UnsupportedModelError
 
-MOST_ELEMENTS = 1 << 24
+REAL_ELEMENTS_MAX = 1 << 24
 """Elements of a tensor that a constructor makes for real, at most: 64 MiB in fp32. A larger one is a parameter, or a
 mask."""
 
-MOST_KEPT = 1 << 16
+KEPT_ELEMENTS_MAX = 1 << 16
 """Elements of a parameter whose value is kept, at most: of a gate, a scale, a norm."""
 
 NAMES = (
@@ -44,7 +44,7 @@ def parameters_on_meta() -> Iterator[None]:
 
     Random values are always the same, and the random state outside is left alone.
     """
-    with drawing_from(0), torch.device("meta"), _Filled():
+    with drawing_from(0), torch.device("meta"), _FilledOnCPU():
         hook = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
         try:
             yield
@@ -63,14 +63,14 @@ def initialise_buffers(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: a buffer has no value from its constructor, and the initialisation leaves it unset.
     """
-    # Filled with values that no initialisation leaves behind, so that a buffer that nothing sets shows.
     unset: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[leaf] = unset[f"{module_name}.{leaf}".lstrip(".")] = _unset(
-                    torch.empty_like(buffer, device="cpu")
-                )
+                # Filled with values that no initialisation leaves behind, so that a buffer that nothing sets shows.
+                marked = _unset(torch.empty_like(buffer, device="cpu"))
+                module._buffers[leaf] = marked
+                unset[f"{module_name}.{leaf}".lstrip(".")] = marked
 
     with drawing_from(0), _NothingDrawn():
         model.initialize_weights()
@@ -90,15 +90,17 @@ class _NothingDrawn(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+
         # It is torch's function, the method of tensors, or what Hugging Face puts in place of the first.
         if function.__name__ in DRAWING:
-            tensor = args[0] if args else (kwargs or {}).get("tensor")
+            tensor = args[0] if args else kwargs.get("tensor")
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 return tensor
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
 
-class _Filled(_NothingDrawn):
+class _FilledOnCPU(_NothingDrawn):
     """Makes tensors that are filled with values on the CPU, whatever the default device is."""
 
     def __torch_function__(
@@ -108,42 +110,50 @@ class _Filled(_NothingDrawn):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
         made = super().__torch_function__(function, types, args, kwargs)
-        if function not in FILLING or not made.is_meta or (kwargs or {}).get("device") is not None:
+        names_device = kwargs.get("device") is not None
+        if function not in FILLING or not made.is_meta or names_device:
             return made
 
         # Hugging Face finds out by `torch.tensor([])` that a model is built on meta.
-        if not 0 < made.numel() <= MOST_ELEMENTS:
+        if not 0 < made.numel() <= REAL_ELEMENTS_MAX:
             return made
 
-        return function(*args, **{**(kwargs or {}), "device": "cpu"})
+        return function(*args, **{**kwargs, "device": "cpu"})
 
 
 def _to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
     """Return what is registered in place of a parameter; a small one's value stays with it."""
     if parameter is None or parameter.is_meta:
         return parameter
-    placed = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    value = parameter.detach()
+    placed = nn.Parameter(value.to("meta"), requires_grad=parameter.requires_grad)
+
+    # Models mark parameters by attributes of their own, such as those that their initialisation passes over.
     placed.__dict__.update(parameter.__dict__)
-    if parameter.numel() <= MOST_KEPT:
-        placed.constructed = parameter.detach()  # type: ignore[attr-defined]
+    if value.numel() <= KEPT_ELEMENTS_MAX:
+        placed.constructed = value  # type: ignore[attr-defined]
 
     return placed
 
 
 def _unset(buffer: Tensor) -> Tensor:
     """Fill a buffer with values that no initialisation leaves behind."""
-    if buffer.is_floating_point() or buffer.is_complex():
-        return buffer.fill_(float("nan"))
     if buffer.dtype is torch.bool:
         # A byte of 2 is neither False nor True, and every write of a bool replaces it.
         buffer.view(torch.uint8).fill_(2)
         return buffer
-    return buffer.fill_(torch.iinfo(buffer.dtype).min)
+
+    has_nan = buffer.is_floating_point() or buffer.is_complex()
+    mark = float("nan") if has_nan else torch.iinfo(buffer.dtype).min
+    return buffer.fill_(mark)
 
 
 def _is_unset(buffer: Tensor) -> Tensor:
     """Return where a buffer still has such values."""
+    if buffer.dtype is torch.bool:
+        return buffer.view(torch.uint8) == 2
     if buffer.is_floating_point() or buffer.is_complex():
         return buffer.isnan()
-    return buffer.view(torch.uint8) == 2 if buffer.dtype is torch.bool else buffer == torch.iinfo(buffer.dtype).min
+    return buffer == torch.iinfo(buffer.dtype).min

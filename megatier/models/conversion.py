@@ -74,11 +74,11 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-
     state = model.state_dict(keep_vars=True)
     assemblies: dict[str, Assembly] = {}
-    parts: defaultdict[str, defaultdict[str, list[Assembly]]] = defaultdict(lambda: defaultdict(list))
+
+    # By the name that results, and below it by the pattern of a converter that the stored name matches.
+    to_convert: defaultdict[str, defaultdict[str, list[Assembly]]] = defaultdict(lambda: defaultdict(list))
 
     # In the order of numbers, because experts are joined in the order in which they come.
     for name in sorted(stored, key=dot_natural_key):
@@ -89,17 +89,21 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
             target = name
             pattern = None
 
-        whole = Assembly(stored[name], (TensorRun(name=name, start=0, num_elements=math.prod(stored[name])),))
+        run = TensorRun(name=name, start=0, num_elements=math.prod(stored[name]))
+        whole = Assembly(stored[name], (run,))
         if pattern is not None:
-            parts[target][pattern].append(whole)
+            to_convert[target][pattern].append(whole)
         elif target not in assemblies:
             assemblies[target] = whole
         else:
             raise UnsupportedModelError(f"{target}: two stored tensors claim to be it; one is {name}.")
 
-    for target, by_pattern in parts.items():
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    for target, by_pattern in to_convert.items():
+        # All of a target's patterns belong to one converter, so the first of them finds it.
+        converter = converter_of[next(iter(by_pattern))]
         expected = tuple(state[target].shape) if target in state else None
-        assemblies |= _converted(converter_of[next(iter(by_pattern))], target, by_pattern, expected)
+        assemblies |= _converted(converter, target, by_pattern, expected)
 
     return assemblies
 
@@ -119,22 +123,24 @@ def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
     """
     # On meta, because transformers reverts its conversions by computing with the tensors.
     own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    own_shapes = _shapes(own)
+
     for layout in (revert_weight_conversion(model, dict(own)), own):
-        shapes = {name: tuple(tensor.shape) for name, tensor in layout.items()}
+        stored_shapes = _shapes(layout)
         try:
-            assemblies = assemble(model, shapes)
+            assemblies = assemble(model, stored_shapes)
         except UnsupportedModelError:
             continue
 
         # Tried by reading it back: a layout that does not give the model's own tensors again would be of no use.
         made = {name: assembly.shape for name, assembly in assemblies.items()}
-        if made == {name: tuple(tensor.shape) for name, tensor in own.items()}:
-            return _inverted(assemblies, shapes)
+        if made == own_shapes:
+            return _inverted(assemblies, stored_shapes)
 
     raise UnsupportedModelError(f"{type(model).__name__}: no layout of its files is known that loads back unchanged.")
 
 
-def holding(assembly: Assembly, start: int, stop: int) -> tuple[int, tuple[TensorRun, ...]]:
+def runs_holding(assembly: Assembly, start: int, stop: int) -> tuple[int, tuple[TensorRun, ...]]:
     """Return the runs that hold elements [start, stop) of a tensor, and which of its elements is their first.
 
     They hold no other elements, but for a matrix that is read column by column: it stays whole.
@@ -147,13 +153,20 @@ def holding(assembly: Assembly, start: int, stop: int) -> tuple[int, tuple[Tenso
         lower = max(start, position)
         upper = min(stop, position + run.num_elements)
         if lower < upper and run.num_columns:
+            # Its elements are known only once all of it is read, so what is read begins before `start`.
             first = min(first, position)
             runs.append(run)
         elif lower < upper:
-            runs.append(replace(run, start=run.start + lower - position, num_elements=upper - lower))
+            wanted = replace(run, start=run.start + lower - position, num_elements=upper - lower)
+            runs.append(wanted)
         position += run.num_elements
 
     return first, tuple(runs)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    """Return the shapes of tensors by their names."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _converted(
@@ -170,18 +183,24 @@ def _converted(
     Raises:
         UnsupportedModelError: an operation is not known, or shapes do not fit.
     """
+    # As in transformers, each operation takes a list of tensors for each source pattern, and gives lists again.
     lists = [by_pattern[pattern] for pattern in converter.source_patterns if pattern in by_pattern]
+
     for operation in converter.operations:
+        single = lists[0][0] if len(lists) == len(lists[0]) == 1 else None
+
         if isinstance(operation, MergeModulelist):
             lists = [[_stack(target, tensors, operation.dim)] for tensors in lists]
         elif isinstance(operation, Concatenate):
-            lists = [[_concatenate(target, [tensor for tensors in lists for tensor in tensors], operation.dim)]]
-        elif isinstance(operation, Chunk) and len(lists) == len(lists[0]) == 1:
-            chunks = _chunk(target, lists[0][0], len(converter.target_patterns), operation.dim)
+            joined = [tensor for tensors in lists for tensor in tensors]
+            lists = [[_concatenate(target, joined, operation.dim)]]
+        elif isinstance(operation, Chunk) and single is not None:
+            chunks = _chunk(target, single, len(converter.target_patterns), operation.dim)
             lists = [[chunk] for chunk in chunks]
-        elif isinstance(operation, Transpose) and len(lists) == len(lists[0]) == 1:
-            if not (operation.check_dims and lists[0][0].shape == expected):
-                lists = [[_transpose(target, lists[0][0], operation.dim0, operation.dim1)]]
+        elif isinstance(operation, Transpose) and single is not None:
+            is_transposed_already = operation.check_dims and single.shape == expected
+            if not is_transposed_already:
+                lists = [[_transpose(target, single, operation.dim0, operation.dim1)]]
         else:
             raise UnsupportedModelError(
                 f"{target}: it is stored in a form that only transformers can convert ({operation}). "
@@ -191,9 +210,9 @@ def _converted(
     patterns = converter.target_patterns
     if len(lists) != len(patterns):
         raise UnsupportedModelError(f"{target}: parts of it are missing in the files.")
-    return {
-        target.replace(patterns[0], pattern, 1): tensors[0] for pattern, tensors in zip(patterns, lists, strict=True)
-    }
+
+    first = patterns[0]
+    return {target.replace(first, pattern, 1): tensors[0] for pattern, tensors in zip(patterns, lists, strict=True)}
 
 
 def _stack(target: str, tensors: Sequence[Assembly], dim: int) -> Assembly:
@@ -204,16 +223,24 @@ def _stack(target: str, tensors: Sequence[Assembly], dim: int) -> Assembly:
 
 def _concatenate(target: str, tensors: Sequence[Assembly], dim: int) -> Assembly:
     """Join tensors along a dimension that they have."""
-    shapes = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}
-    if len(shapes) != 1 or any(dim >= len(tensor.shape) for tensor in tensors):
-        raise UnsupportedModelError(f"{target}: its stored parts have different shapes, which do not fit together.")
-
     first = tensors[0].shape
+    outer = first[:dim]
+    inner = first[dim + 1 :]
+    for tensor in tensors:
+        shape = tensor.shape
+        fits = dim < len(shape) and shape[:dim] == outer and shape[dim + 1 :] == inner
+        if not fits:
+            raise UnsupportedModelError(f"{target}: its stored parts have different shapes, which do not fit together.")
 
     # Elements are taken from each tensor in turn, so many at a time as lie together below the dimension.
     feeds = [(deque(tensor.runs), math.prod(tensor.shape[dim:])) for tensor in tensors]
-    runs = [run for _ in range(math.prod(first[:dim])) for feed, count in feeds for run in _take(feed, count)]
-    return Assembly((*first[:dim], sum(tensor.shape[dim] for tensor in tensors), *first[dim + 1 :]), tuple(runs))
+    runs = list[TensorRun]()
+    for _ in range(math.prod(outer)):
+        for feed, num_together in feeds:
+            runs += _take(feed, num_together)
+
+    length = sum(tensor.shape[dim] for tensor in tensors)
+    return Assembly((*outer, length, *inner), tuple(runs))
 
 
 def _chunk(target: str, tensor: Assembly, num_chunks: int, dim: int) -> list[Assembly]:
@@ -221,29 +248,38 @@ def _chunk(target: str, tensor: Assembly, num_chunks: int, dim: int) -> list[Ass
     shape = tensor.shape
     if dim >= len(shape) or shape[dim] % num_chunks:
         raise UnsupportedModelError(f"{target}: shape {shape} cannot be cut into {num_chunks} equal parts.")
-    feed = deque(tensor.runs)
-    count = math.prod(shape[dim:]) // num_chunks
-    runs: list[list[TensorRun]] = [[] for _ in range(num_chunks)]
-    for _ in range(math.prod(shape[:dim])):
-        for chunk in runs:
-            chunk.extend(_take(feed, count))
 
-    part = (*shape[:dim], shape[dim] // num_chunks, *shape[dim + 1 :])
-    return [Assembly(part, tuple(chunk)) for chunk in runs]
+    # The inverse of `_concatenate`: each chunk in turn gets what lies together below the dimension.
+    outer = shape[:dim]
+    length = shape[dim] // num_chunks
+    chunk_shape = (*outer, length, *shape[dim + 1 :])
+    num_together = math.prod(chunk_shape[dim:])
+
+    feed = deque(tensor.runs)
+    chunks: list[list[TensorRun]] = [[] for _ in range(num_chunks)]
+    for _ in range(math.prod(outer)):
+        for chunk in chunks:
+            chunk.extend(_take(feed, num_together))
+
+    return [Assembly(chunk_shape, tuple(chunk)) for chunk in chunks]
 
 
 def _transpose(target: str, tensor: Assembly, dim0: int, dim1: int) -> Assembly:
     """Swap the last two dimensions of a tensor, by reading each matrix column by column."""
     *stack, rows, columns = tensor.shape
+    num_matrices = math.prod(stack)
+    num_dims = len(tensor.shape)
+    swapped = {dim0 % num_dims, dim1 % num_dims}
     feed = deque(tensor.runs)
     runs = list[TensorRun]()
 
     # Only the last two can be swapped so, and only if each matrix is one run that is not transposed yet.
-    if {dim0 % len(tensor.shape), dim1 % len(tensor.shape)} == {len(stack), len(stack) + 1}:
-        for _ in range(math.prod(stack)):
-            runs += [replace(run, num_columns=columns) for run in _take(feed, rows * columns) if not run.num_columns]
+    if swapped == {num_dims - 2, num_dims - 1}:
+        for _ in range(num_matrices):
+            matrix = _take(feed, rows * columns)
+            runs += [replace(run, num_columns=columns) for run in matrix if not run.num_columns]
 
-    if len(runs) != math.prod(stack):
+    if len(runs) != num_matrices:
         raise UnsupportedModelError(f"{target}: shape {tensor.shape} is stored transposed in a way that is not known.")
     return Assembly((*stack, columns, rows), tuple(runs))
 
@@ -253,10 +289,12 @@ def _take(feed: deque[TensorRun], num_elements: int) -> Iterable[TensorRun]:
     while num_elements:
         run = feed.popleft()
         taken = min(run.num_elements, num_elements)
-        if taken < run.num_elements:
+        left = run.num_elements - taken
+        if left:
+            # The first elements of such a run are spread over all its columns, and so are no run themselves.
             if run.num_columns:
                 raise UnsupportedModelError(f"{run.name} is stored transposed, and would have to be cut.")
-            feed.appendleft(TensorRun(name=run.name, start=run.start + taken, num_elements=run.num_elements - taken))
+            feed.appendleft(TensorRun(name=run.name, start=run.start + taken, num_elements=left))
 
         num_elements -= taken
         yield replace(run, num_elements=taken)
@@ -264,19 +302,25 @@ def _take(feed: deque[TensorRun], num_elements: int) -> Iterable[TensorRun]:
 
 def _inverted(assemblies: Mapping[str, Assembly], shapes: Mapping[str, Shape]) -> dict[str, Assembly]:
     """Return (stored tensor: own runs), given (own tensor: stored runs)."""
-    pieces: dict[str, list[tuple[int, TensorRun]]] = {name: [] for name in shapes}
+    # Each run comes with the number of its first element in the stored tensor.
+    placed: dict[str, list[tuple[int, TensorRun]]] = {name: [] for name in shapes}
     for own_name, assembly in assemblies.items():
         position = 0
         for run in assembly.runs:
             # A matrix of so many rows and columns that is read column by column becomes one of as many columns as it
             # had rows. So that is how it is read on the way back.
-            rows = run.num_elements // run.num_columns if run.num_columns else 0
-            pieces[run.name].append(
-                (run.start, TensorRun(name=own_name, start=position, num_elements=run.num_elements, num_columns=rows))
+            num_rows = run.num_elements // run.num_columns if run.num_columns else 0
+            own = TensorRun(
+                name=own_name,
+                start=position,
+                num_elements=run.num_elements,
+                num_columns=num_rows,
             )
+            placed[run.name].append((run.start, own))
             position += run.num_elements
 
-    return {
-        name: Assembly(shape, tuple(run for _, run in sorted(pieces[name], key=lambda piece: piece[0])))
-        for name, shape in shapes.items()
-    }
+    inverted = dict[str, Assembly]()
+    for name, shape in shapes.items():
+        in_order = sorted(placed[name], key=lambda pair: pair[0])
+        inverted[name] = Assembly(shape, tuple(run for _, run in in_order))
+    return inverted

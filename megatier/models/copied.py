@@ -43,6 +43,7 @@ def copied_skeleton(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     held = HeldParts(model)
     held.check()
 
+    # A copy takes what stands in the memo in place of an object's own copy. So no weight is ever copied.
     memo: dict[int, Any] = {id(parameter): _on_meta(parameter) for parameter in model.parameters()}
     skeleton = _copied(model, memo | held.shared)
     for module in skeleton.modules():
@@ -51,6 +52,7 @@ def copied_skeleton(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
     # A cache of keys and values serves generation alone, and would keep activations alive.
     skeleton.config.use_cache = False
+
     # A model may have been made of another one's config, as a classifier of a language model's is.
     skeleton.config.architectures = [known.__name__]
     _note_ties(skeleton)
@@ -66,17 +68,19 @@ def _copied(model: PreTrainedModel, memo: dict[int, Any]) -> PreTrainedModel:
     """
     try:
         with reading(type(model).__name__, UnsupportedModelError):
+            # With a copy of the memo, because an attempt that fails leaves half-made objects in it.
             return copy.deepcopy(model, dict(memo))
     except UnsupportedModelError:
         # One attribute after the other, to name that which fails. Modules are no part of each other then.
         apart = memo | {id(module): module for module in model.modules()}
         for name, module in model.named_modules():
             for leaf, value in vars(module).items():
+                if leaf in TREE:
+                    continue
                 what = f"{leaf} of {name or type(model).__name__} cannot be copied"
                 remedy = "Take it out of the model, or write __deepcopy__ for it."
-                if leaf not in TREE:
-                    with reading(what, UnsupportedModelError, remedy=remedy):
-                        copy.deepcopy(value, dict(apart))
+                with reading(what, UnsupportedModelError, remedy=remedy):
+                    copy.deepcopy(value, dict(apart))
         raise
 
 
@@ -84,6 +88,8 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     """Return what stands for a parameter in the skeleton."""
     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     placed = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+    # Attributes that the model's own code has set on a parameter stay with it.
     placed.__dict__.update(parameter.__dict__)
     return placed
 
@@ -96,17 +102,20 @@ def _check_dtypes(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: names a parameter.
     """
-    inside = tuple(f"{name}." for name, module in model.named_modules() if is_adapter(module))
-    names = dict(model.named_parameters())
-    in_fp32 = names_in_fp32(model, names)
-    first: tuple[str, torch.dtype] | None = None
-    for name, parameter in names.items():
-        if name in in_fp32 or (parameter.requires_grad and name.startswith(inside)):
+    parameters = dict(model.named_parameters())
+    in_fp32 = names_in_fp32(model, parameters)
+    in_adapters = tuple(f"{name}." for name, module in model.named_modules() if is_adapter(module))
+    first_name = ""
+    for name, parameter in parameters.items():
+        is_of_adapter = parameter.requires_grad and name.startswith(in_adapters)
+        if name in in_fp32 or is_of_adapter:
             continue
-        first = first or (name, parameter.dtype)
-        if parameter.dtype is not first[1]:
+
+        first_name = first_name or name
+        dtype = parameters[first_name].dtype
+        if parameter.dtype is not dtype:
             raise UnsupportedModelError(
-                f"the parameter {name} is {parameter.dtype}, and {first[0]} is {first[1]}; a streamed model computes "
+                f"the parameter {name} is {parameter.dtype}, and {first_name} is {dtype}; a streamed model computes "
                 "in one dtype. Call float() or bfloat16() of the model, and set compute_dtype of megatier.stream."
             )
 
@@ -117,23 +126,25 @@ def _check_layers(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: it has another number of layers than its config says.
     """
-    found = len(decoder_layers(model))
-    wanted = getattr(model.config.get_text_config(), "num_hidden_layers", found)
-    if found != wanted:
+    num_layers = len(decoder_layers(model))
+    wanted = getattr(model.config.get_text_config(), "num_hidden_layers", num_layers)
+    if num_layers != wanted:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {found} decoder layers, and its config says {wanted}. Set num_hidden_layers "
-            "of the config to the number of layers."
+            f"{type(model).__name__} has {num_layers} decoder layers, and its config says {wanted}. Set "
+            "num_hidden_layers of the config to the number of layers."
         )
 
 
 def _note_ties(skeleton: PreTrainedModel) -> None:
     """Let the config say whether embedding and head share a weight, as an export of the model has to."""
-    modules = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
-    if any(getattr(module, "weight", None) is None for module in modules):
-        return
+    for module in (skeleton.get_input_embeddings(), skeleton.get_output_embeddings()):
+        if getattr(module, "weight", None) is None:
+            return
+
     is_tied = bool(tied_modules(skeleton))
     configs: list[PretrainedConfig] = [skeleton.config, skeleton.config.get_text_config()]
-    if is_tied != any(getattr(config, "tie_word_embeddings", False) for config in configs):
+    says_tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
+    if is_tied != says_tied:
         for config in configs:
             config.tie_word_embeddings = is_tied
 

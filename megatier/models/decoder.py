@@ -9,17 +9,14 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
 from megatier.compute.quantised import STANDS_FOR
 from megatier.compute.vector_math import warm
@@ -41,9 +38,8 @@ JOINING = ("linear", "compressed", "heavily_compressed")
 INDEXER_MASKED = (5, 17)
 """The first release of transformers in which the indexer of GLM-MoE-DSA chooses no masked token."""
 
-MOST_ROUND = 1 << 22
+LENT_ELEMENTS_MAX = 1 << 22
 """Elements of a parameter of a module around the layers, at most: 8 MiB in bf16."""
-
 
 USUAL_ATTENTION = ("auto", "sdpa")
 """Names of the attention of PyTorch, or eager where a part of a model has none of it."""
@@ -112,12 +108,13 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 def _built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     """Return the model of a config, with its buffers."""
     config = copy.deepcopy(config)
+
+    # Named, sdpa is asked of every part. Where nothing is named, transformers takes it where a part has it.
+    implementation = None if attention in USUAL_ATTENTION else attention
     with reading(f"{config.model_type} cannot be built from this config", UnsupportedModelError):
-        # Named, sdpa is asked of every part. Where nothing is named, transformers takes it where a part has it.
-        is_usual = attention in USUAL_ATTENTION
-        if is_usual:
+        if implementation is None:
             config._attn_implementation = None
-        options = {"dtype": torch.float32, "attn_implementation": None if is_usual else attention}
+        options = {"dtype": torch.float32, "attn_implementation": implementation}
         with parameters_on_meta(), counted():
             model = auto_class(config).from_config(config, **options)  # type: ignore[no-untyped-call]
         assert isinstance(model, PreTrainedModel)
@@ -164,38 +161,64 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
     unit_of: dict[str, str] = {}
 
     for module_name, module in _unit_modules(model, layers):
-        holds_layers = id(module) not in layers and any(id(child) in layers for child in module.modules())
-        owned = module.parameters(recurse=not holds_layers)
-        shapes = {names[id(p)]: _checked_shape(model, names[id(p)], p) for p in owned}
-        if holds_layers:
+        is_around_layers = _is_around(module, layers)
+        shapes = dict[str, tuple[int, ...]]()
+        for parameter in module.parameters(recurse=not is_around_layers):
+            name = names[id(parameter)]
+            shapes[name] = _checked_shape(model, name, parameter)
+        if is_around_layers:
             _refuse_large(model, shapes)
-        shared = sorted({unit_of[name] for name in shapes if name in unit_of})
 
         # The first module that uses a parameter owns it. Only a head that is tied to the embedding may come second.
-        if not shared:
-            unit_of.update(dict.fromkeys(shapes, module_name))
-            units[module_name] = Unit(
-                name=module_name or type(model).__name__,
-                module_names=(module_name,),
-                layout=replace(Layout.of(shapes.items(), frozen, stands_for), has_base=has_base),
-                is_layer=id(module) in layers,
-                is_lent=holds_layers,
-            )
+        shared = [name for name in shapes if name in unit_of]
+        if shared:
+            first = units[min(unit_of[name] for name in shared)]
+            _check_tied(model, first, module_name, shapes, shared[0])
+            units[first.name] = replace(first, module_names=(first.name, module_name))
             continue
 
-        first = units[shared[0]]
-        whole = set(shapes) == {t.name for t in first.layout.tensors}
-        embedding = model.get_submodule(first.module_names[0]) is model.get_input_embeddings()
-        if not (whole and embedding and module is model.get_output_embeddings()):
-            raise _unsupported(
-                model,
-                next(name for name in shapes if name in unit_of),
-                f"is used by {first.name} and by {module_name}; only a head tied to the embedding may share",
-            )
-
-        units[first.name] = replace(first, module_names=(first.name, module_name))
+        unit_of.update(dict.fromkeys(shapes, module_name))
+        layout = Layout.of(shapes.items(), frozen, stands_for)
+        units[module_name] = Unit(
+            name=module_name or type(model).__name__,
+            module_names=(module_name,),
+            layout=replace(layout, has_base=has_base),
+            is_layer=id(module) in layers,
+            is_lent=is_around_layers,
+        )
 
     return tuple(units.values())
+
+
+def _is_around(module: nn.Module, layers: Set[int]) -> bool:
+    """Return whether a module, which is no layer, has layers below it."""
+    return id(module) not in layers and any(id(child) in layers for child in module.modules())
+
+
+def _check_tied(
+    model: PreTrainedModel, first: Unit, module_name: str, names: Collection[str], shared_name: str
+) -> None:
+    """Refuse a module that uses parameters of another unit, unless they are the embedding and a head tied to it.
+
+    Args:
+        model: the skeleton.
+        first: the unit of the module that used them first.
+        module_name: the module that uses them as well.
+        names: all parameters of this module.
+        shared_name: one that both use, for the message.
+
+    Raises:
+        UnsupportedModelError: they are not.
+    """
+    is_whole = set(names) == {tensor.name for tensor in first.layout.tensors}
+    is_embedding = model.get_submodule(first.module_names[0]) is model.get_input_embeddings()
+    is_head = model.get_submodule(module_name) is model.get_output_embeddings()
+    if not (is_whole and is_embedding and is_head):
+        raise _unsupported(
+            model,
+            shared_name,
+            f"is used by {first.name} and by {module_name}; only a head tied to the embedding may share",
+        )
 
 
 def bindings(model: PreTrainedModel, unit: Unit, module_name: str) -> list[Binding]:
@@ -213,12 +236,18 @@ def bindings(model: PreTrainedModel, unit: Unit, module_name: str) -> list[Bindi
     """
     names = _first_owners(model)
     slices = {tensor.name: tensor for tensor in unit.layout.tensors}
-    return [
-        (cast("dict[str, Tensor | None]", module._parameters), leaf, slices[names[id(parameter)]])
-        for module in model.get_submodule(module_name).modules()
-        for leaf, parameter in module._parameters.items()
-        if parameter is not None and names[id(parameter)] in slices
-    ]
+    places = list[Binding]()
+    for module in model.get_submodule(module_name).modules():
+        # The dictionary itself: torch's own setattr refuses what is no nn.Parameter, as views of a slot are not.
+        parameters = cast("dict[str, Tensor | None]", module._parameters)
+        for leaf, parameter in parameters.items():
+            if parameter is None:
+                continue
+            name = names[id(parameter)]
+            if name in slices:
+                places.append((parameters, leaf, slices[name]))
+
+    return places
 
 
 def tiled_names(unit: Unit, module: nn.Module) -> list[str]:
@@ -228,17 +257,23 @@ def tiled_names(unit: Unit, module: nn.Module) -> list[str]:
     """
     if not (unit.is_layer or unit.experts is not None):
         return []
-    is_layer = unit.is_layer and len(unit.module_names) == 1
-    return names_of_rows(module, is_layer=is_layer)
+
+    # A layer whose experts are units of their own is bound module by module, so the module is no whole layer then.
+    is_whole_layer = unit.is_layer and len(unit.module_names) == 1
+    return names_of_rows(module, is_layer=is_whole_layer)
 
 
 def decays(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of the parameters with weight decay, as Hugging Face's Trainer chooses them."""
-    # No biases and no norms, which it knows by their class or by their names.
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
-    return frozenset(
-        name for name, _ in model.named_parameters() if not name.startswith(norms) and not NO_DECAY.search(name.lower())
-    )
+    decayed = set[str]()
+    for name, _ in model.named_parameters():
+        # No biases and no norms, which it knows by their class or by their names.
+        is_bias_or_norm = NO_DECAY.search(name.lower()) is not None
+        if not is_bias_or_norm and not name.startswith(norms):
+            decayed.add(name)
+
+    return frozenset(decayed)
 
 
 def check_stops_at_borders(model: PreTrainedModel) -> None:
@@ -251,14 +286,18 @@ def check_stops_at_borders(model: PreTrainedModel) -> None:
         UnsupportedModelError: a layer is no attention over single tokens.
     """
     config = model.config.get_text_config()
+
+    # Hybrid models such as Jamba have the second name.
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    others = sorted({kind for kind in kinds if not kind.endswith("attention") or kind.startswith(JOINING)})
+    crossing = {kind for kind in kinds if not kind.endswith("attention") or kind.startswith(JOINING)}
+    others = sorted(crossing)
     if getattr(config, "indexer_compress_ratio", None):
         others.append("an indexer over blocks of tokens")
 
     # Their indexer adds a mask of booleans to its scores, so it also chooses tokens that are masked.
-    release = tuple(int(number) for number in transformers.__version__.split(".")[:2])
-    if config.model_type == "glm_moe_dsa" and release < INDEXER_MASKED:
+    major, minor = transformers.__version__.split(".")[:2]
+    is_old = (int(major), int(minor)) < INDEXER_MASKED
+    if config.model_type == "glm_moe_dsa" and is_old:
         others.append("an indexer that is right from transformers 5.17 on")
     if others:
         raise UnsupportedModelError(
@@ -308,11 +347,17 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def tied_modules(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of the embedding and the head if they share a weight."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    weights = [getattr(module, "weight", None) for module in (embedding, head)]
-    if weights[0] is None or weights[0] is not weights[1]:
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    weight = getattr(embedding, "weight", None)
+    if weight is None or weight is not getattr(head, "weight", None):
         return frozenset()
-    return frozenset(name for name, module in model.named_modules() if module is embedding or module is head)
+
+    names = set[str]()
+    for name, module in model.named_modules():
+        if module is embedding or module is head:
+            names.add(name)
+    return frozenset(names)
 
 
 def _first_owners(model: PreTrainedModel) -> dict[int, str]:
@@ -331,17 +376,18 @@ def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[st
     decoder = {id(module) for module in model.get_decoder().modules()}
 
     for name, module in model.named_modules():
-        owned = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
-        is_piece = is_adapter(module) or (id(module) not in decoder and _is_one_piece(module))
-        is_whole = id(module) in layers or owned or is_piece
-        if (inside is not None and name.startswith(inside)) or not is_whole:
-            continue
-        if id(module) not in layers and any(id(child) in layers for child in module.modules()):
-            # It runs the layers itself, so it comes with what it owns itself alone. What is below it follows.
-            yield name, module
+        if inside is not None and name.startswith(inside):
             continue
 
-        inside = f"{name}."
+        owns_parameters = any(parameter is not None for parameter in module._parameters.values())
+        is_outside = id(module) not in decoder
+        is_one_unit = id(module) in layers or is_adapter(module) or (is_outside and _has_no_list(module))
+        if not owns_parameters and not is_one_unit:
+            continue
+
+        # A module that runs the layers itself comes with what it owns itself alone. What is below it follows.
+        if not _is_around(module, layers):
+            inside = f"{name}."
         yield name, module
 
 
@@ -354,19 +400,21 @@ def _refuse_large(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]])
         UnsupportedModelError: names the first one.
     """
     for name, shape in shapes.items():
-        if math.prod(shape) > MOST_ROUND:
+        if math.prod(shape) > LENT_ELEMENTS_MAX:
             raise _unsupported(
                 model,
                 name,
                 f"belongs to a module around the decoder layers and has {math.prod(shape)} elements; there at most "
-                f"{MOST_ROUND} can be held while all layers run",
+                f"{LENT_ELEMENTS_MAX} can be held while all layers run",
             )
 
 
-def _is_one_piece(module: nn.Module) -> bool:
+def _has_no_list(module: nn.Module) -> bool:
     """Return whether a module has parameters, and no list of modules, which somebody else would call one by one."""
-    has_list = any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in _own_modules(module))
-    return not has_list and next(module.parameters(), None) is not None
+    for child in _own_modules(module):
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            return False
+    return next(module.parameters(), None) is not None
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -379,12 +427,15 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 def is_adapter(module: nn.Module) -> bool:
     """Return whether a module is PEFT's, with one of the model's own inside, and so calls its lists itself."""
+    # By its package's name, because PEFT is slow to import, and most runs do without it.
     return type(module).__module__.startswith("peft.")
 
 
 def _checked_shape(model: PreTrainedModel, name: str, parameter: Tensor) -> tuple[int, ...]:
     """Return the shape of a parameter, which must be one that can be trained."""
-    if not parameter.is_floating_point() or parameter.element_size() == 1:
+    # Codes of a quantised weight have one byte, also those that torch counts as floats (fp8).
+    is_code = parameter.element_size() == 1
+    if is_code or not parameter.is_floating_point():
         raise _unsupported(model, name, f"is {parameter.dtype}; only full-precision weights are trained")
     return tuple(parameter.shape)
 

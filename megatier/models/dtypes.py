@@ -39,10 +39,11 @@ VECTORS = "vectors of layers"
 def place_buffers(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
     """Move a skeleton's buffers to the device, in the dtypes that they compute in if the weights have this dtype."""
     dtypes = buffer_dtypes(model, dtype)
-    for name, module in model.named_modules():
+    for module_name, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[leaf] = buffer.to(device, dtypes[f"{name}.{leaf}".lstrip(".")])
+                name = f"{module_name}.{leaf}".lstrip(".")
+                module._buffers[leaf] = buffer.to(device, dtypes[name])
 
 
 def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -59,28 +60,47 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
     Raises:
         UnsupportedModelError: its config makes no model any more.
     """
-    now = {name: buffer.dtype for name, buffer in model.named_buffers(remove_duplicate=False)}
-    own = model.dtype
-    if own is dtype:
-        return now
+    present = _buffers_by_name(model)
+    if model.dtype is dtype:
+        return present
 
     # Built once more in either dtype, because only the constructor knows which buffers follow it.
-    with reading(f"{type(model).__name__} cannot be made of its config", UnsupportedModelError), torch.device("meta"):
-        made = [known_class(model)._from_config(copy.deepcopy(model.config), dtype=each) for each in (own, dtype)]
-    before, after = (dict(other.named_buffers(remove_duplicate=False)) for other in made)
-    follow = {
-        name: buffer.dtype
-        for name, buffer in after.items()
-        if name in now and now[name] is before[name].dtype and buffer.dtype is not now[name]
-    }
-    in_fp32 = names_in_fp32(model, follow.keys() & model.state_dict(keep_vars=True).keys())
-    return now | follow | dict.fromkeys(in_fp32, torch.float32)
+    before = _constructed_buffers(model, model.dtype)
+    after = _constructed_buffers(model, dtype)
+    following = dict[str, torch.dtype]()
+    for name, made in after.items():
+        # One whose dtype was changed since the model was made keeps what it was changed to.
+        is_as_made = name in present and present[name] is before[name]
+        if is_as_made and made is not present[name]:
+            following[name] = made
+
+    stored = following.keys() & model.state_dict(keep_vars=True).keys()
+    in_fp32 = names_in_fp32(model, stored)
+    return present | following | dict.fromkeys(in_fp32, torch.float32)
+
+
+def _buffers_by_name(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Return the dtype of each buffer by its name, a shared one's by each of its names."""
+    return {name: buffer.dtype for name, buffer in model.named_buffers(remove_duplicate=False)}
+
+
+def _constructed_buffers(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtype of each buffer by its name in a new model of the same config, whose weights have a dtype."""
+    what = f"{type(model).__name__} cannot be made of its config"
+    with reading(what, UnsupportedModelError), torch.device("meta"):
+        # A constructor may change its config.
+        config = copy.deepcopy(model.config)
+        made = known_class(model)._from_config(config, dtype=dtype)
+    return _buffers_by_name(made)
 
 
 def names_in_fp32(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
     """Return those of some stored tensors' names that the model's class keeps in fp32 if weights are in bf16."""
-    patterns = [pattern.replace("*", ".*") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
-    return frozenset(name for name in names if any(re.search(pattern, name) for pattern in patterns))
+    globs = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    if not globs:
+        return frozenset()
+    pattern = re.compile("|".join(glob.replace("*", ".*") for glob in globs))
+    return frozenset(name for name in names if pattern.search(name))
 
 
 def with_schemas(
@@ -105,35 +125,44 @@ def with_schemas(
         UnsupportedModelError: a part of a layer's experts has such parameters beside others.
     """
     kind = OPTIMIZERS[optimizer]
-    schema, wide = kind.schemas[compute_dtype, moments], kind.schemas["fp32", moments]
-    in_fp32 = names_in_fp32(model, (tensor.name for unit in units for tensor in unit.layout.tensors))
+    schema = kind.schemas[compute_dtype, moments]
+    fp32_schema = kind.schemas["fp32", moments]
+    all_names = (tensor.name for unit in units for tensor in unit.layout.tensors)
+    in_fp32 = names_in_fp32(model, all_names)
     matrices = matrices_of_layers(model, units) - in_fp32 if kind.matrices else frozenset[str]()
-    kept = in_fp32 if schema is not wide else frozenset[str]()
-    lent_schemas = {IN_FP32: wide, VECTORS: schema}
-    found: list[Unit] = []
-    mixed: dict[str, list[tuple[Unit, frozenset[str]]]] = {IN_FP32: [], VECTORS: []}
+
+    # If everything computes in fp32, these have the schema of all others, and stay where they are.
+    kept_in_fp32 = in_fp32 if schema is not fp32_schema else frozenset[str]()
+
+    schema_of_lent = {IN_FP32: fp32_schema, VECTORS: schema}
+    leaving: dict[str, list[tuple[Unit, frozenset[str]]]] = {IN_FP32: [], VECTORS: []}
+    changed: list[Unit] = []
 
     for unit in units:
         names = frozenset(tensor.name for tensor in unit.layout.tensors)
-        if names <= kept:
-            found.append(replace(unit, layout=replace(unit.layout, schema=wide)))
+        if names <= kept_in_fp32:
+            changed.append(replace(unit, layout=replace(unit.layout, schema=fp32_schema)))
             continue
 
-        own = kind.matrices[compute_dtype] if kind.matrices and names & matrices else schema
-        vectors = names - unit.layout.frozen - matrices - kept if own.by_matrix else frozenset[str]()
-        layout = unit.layout
-        for lent, leaving in ((IN_FP32, names & kept), (VECTORS, vectors)):
-            if leaving:
-                _check_whole(unit)
-                mixed[lent].append((unit, leaving))
-                layout = layout.without(leaving)
-        found.append(replace(unit, layout=replace(layout, schema=own)))
+        own_schema = kind.matrices[compute_dtype] if kind.matrices and names & matrices else schema
 
-    for name, parts in mixed.items():
-        if parts:
-            made = _lent(model, name, parts, lent_schemas[name])
-            found.insert(_first_inside(found, made), made)
-    return tuple(found)
+        # A frozen vector is trained by neither optimizer, so it stays where it is.
+        trained = names - unit.layout.frozen
+        vectors = trained - matrices - kept_in_fp32 if own_schema.by_matrix else frozenset[str]()
+
+        layout = unit.layout
+        for lent_name, leaving_names in ((IN_FP32, names & kept_in_fp32), (VECTORS, vectors)):
+            if leaving_names:
+                _check_whole(unit)
+                leaving[lent_name].append((unit, leaving_names))
+                layout = layout.without(leaving_names)
+        changed.append(replace(unit, layout=replace(layout, schema=own_schema)))
+
+    for lent_name, sources in leaving.items():
+        if sources:
+            lent = _lent(model, lent_name, sources, schema_of_lent[lent_name])
+            changed.insert(_first_inside(changed, lent), lent)
+    return tuple(changed)
 
 
 def matrices_of_layers(model: PreTrainedModel, units: Sequence[Unit]) -> frozenset[str]:
@@ -143,21 +172,23 @@ def matrices_of_layers(model: PreTrainedModel, units: Sequence[Unit]) -> frozens
     fused experts, which have three.
     """
     decayed = decays(model)
-    stacks = {f"{name}.{leaf}" for name, module in experts_in(model) for leaf in module._parameters}
-    found = set[str]()
+    of_experts = {f"{name}.{leaf}" for name, module in experts_in(model) for leaf in module._parameters}
+    matrices = set[str]()
     for unit in units:
         if not (unit.is_layer or unit.experts is not None):
             continue
 
         for tensor in unit.layout.trained.tensors:
             owner, _, leaf = tensor.name.rpartition(".")
-            is_stack = tensor.name in stacks and len(tensor.parameter_shape) == 3
-            is_weight = leaf == "weight" and len(tensor.parameter_shape) == 2
+            num_dims = len(tensor.parameter_shape)
+            is_stack = tensor.name in of_experts and num_dims == 3
+            is_weight = leaf == "weight" and num_dims == 2
             is_embedding = isinstance(model.get_submodule(owner), nn.Embedding)
-            if tensor.name in decayed and (is_stack or (is_weight and not is_embedding)):
-                found.add(tensor.name)
+            is_matrix = is_stack or (is_weight and not is_embedding)
+            if is_matrix and tensor.name in decayed:
+                matrices.add(tensor.name)
 
-    return frozenset(found)
+    return frozenset(matrices)
 
 
 def _check_whole(unit: Unit) -> None:
@@ -172,17 +203,20 @@ def _check_whole(unit: Unit) -> None:
         )
 
 
-def _lent(model: PreTrainedModel, name: str, parts: Sequence[tuple[Unit, frozenset[str]]], schema: StateSchema) -> Unit:
+def _lent(
+    model: PreTrainedModel, name: str, sources: Sequence[tuple[Unit, frozenset[str]]], schema: StateSchema
+) -> Unit:
     """Return the unit of those parameters of units that have some names. The module around all units lends it."""
-    units = [unit for unit, _ in parts]
-    tensors = [tensor for unit, names in parts for tensor in unit.layout.tensors if tensor.name in names]
+    units = [unit for unit, _ in sources]
+    tensors = [tensor for unit, names in sources for tensor in unit.layout.tensors if tensor.name in names]
     shapes = [(tensor.name, tensor.shape) for tensor in tensors]
     stands_for = {tensor.name: tensor.stands_for for tensor in tensors}
     frozen = frozenset[str]().union(*(unit.layout.frozen for unit in units))
+    layout = Layout.of(shapes, frozen, stands_for)
     return Unit(
         name=name,
         module_names=(_around(model, units),),
-        layout=replace(Layout.of(shapes, frozen, stands_for), schema=schema, has_base=units[0].layout.has_base),
+        layout=replace(layout, schema=schema, has_base=units[0].layout.has_base),
         is_layer=False,
         is_lent=True,
     )
@@ -190,9 +224,16 @@ def _lent(model: PreTrainedModel, name: str, parts: Sequence[tuple[Unit, frozens
 
 def _around(model: PreTrainedModel, units: Sequence[Unit]) -> str:
     """Return the innermost module around all modules of some units that has a forward, which a list has not."""
-    # What is lent already is owned by the module that lends it.
-    names = (name if unit.is_lent else name.rpartition(".")[0] for unit in units for name in unit.module_names)
-    around = commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
+    owners = list[str]()
+    for unit in units:
+        for name in unit.module_names:
+            # What is lent already is owned by the module that lends it.
+            owner = name if unit.is_lent else name.rpartition(".")[0]
+            owners.append(owner)
+
+    # Common beginnings are whole names of modules, as those of paths are whole names of folders.
+    as_paths = [owner.replace(".", "/") for owner in owners]
+    around = commonpath(as_paths).replace("/", ".")
     while isinstance(model.get_submodule(around), nn.ModuleList | nn.ModuleDict):
         around = around.rpartition(".")[0]
     return around
@@ -200,6 +241,10 @@ def _around(model: PreTrainedModel, units: Sequence[Unit]) -> str:
 
 def _first_inside(units: Sequence[Unit], lent: Unit) -> int:
     """Return the place of the first unit whose module lies in the one that lends: units are in module order."""
-    inside = f"{lent.module_names[0]}.".lstrip(".")
-    names = (tuple(f"{name}." for name in unit.module_names) for unit in units)
-    return next(i for i, found in enumerate(names) if any(name.startswith(inside) for name in found))
+    # With a dot behind each name, because `layers.10` is not inside of `layers.1`. The root, which is around all of
+    # them, has an empty name.
+    around = f"{lent.module_names[0]}.".lstrip(".")
+    inside = [
+        index for index, unit in enumerate(units) if any(f"{name}.".startswith(around) for name in unit.module_names)
+    ]
+    return inside[0]

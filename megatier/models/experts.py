@@ -8,6 +8,7 @@ other modules, each of which is bound when it runs. Units are not nested.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import pairwise
@@ -39,30 +40,37 @@ def cut_units(model: PreTrainedModel, parts: int) -> tuple[Unit, ...]:
     units = find_units(model)
     if parts == 1:
         return units
-    found = [unit for whole in units for unit in _cut(model, whole, parts)]
+    cut = [unit for whole in units for unit in _cut(model, whole, parts)]
 
     # Nothing was cut, so the setting would be without effect.
-    if len(found) == len(units):
+    if len(cut) == len(units):
         raise UnsupportedModelError(
             f"model.expert_parts is {parts}, but {type(model).__name__} has no fused experts. {WHOLE}"
         )
 
-    return tuple(found)
+    return tuple(cut)
 
 
-def most_parts(model: PreTrainedModel) -> int:
+def max_expert_parts(model: PreTrainedModel) -> int:
     """Return the number of parts that the experts of every layer can be cut into; 1 if there are none, or adapted."""
-    owners = _adapted_in(model)
-    return min((1 if module in owners else _count(module) for _, module in experts_in(model)), default=1)
+    adapted = _adapted_in(model)
+    counts = list[int]()
+    for _, module in experts_in(model):
+        # What adapts a stack of experts adds to the whole of it.
+        if module in adapted:
+            return 1
+        counts.append(_num_experts(module))
+    return min(counts, default=1)
 
 
 def places_of(units: Sequence[Unit]) -> dict[str, list[tuple[Unit, TensorSlice]]]:
     """Return where each parameter lies, in the order of its elements: in one unit, or a part in each of several."""
-    found: dict[str, list[tuple[Unit, TensorSlice]]] = {}
+    places = defaultdict[str, list[tuple[Unit, TensorSlice]]](list)
     for unit in units:
         for tensor in unit.layout.tensors:
-            found.setdefault(tensor.name, []).append((unit, tensor))
-    return found
+            places[tensor.name].append((unit, tensor))
+
+    return dict(places)
 
 
 def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
@@ -77,52 +85,62 @@ def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
         yield unit
         return
 
-    owners = _adapted_in(layer)
+    adapted = _adapted_in(layer)
     for name, module in fused.items():
-        if module in owners:
+        if module in adapted:
             raise ConfigError(
                 f"model.expert_parts is {parts}, but experts of {unit.name} have adapters (target_parameters), which "
                 f"are no rows of single experts. {WHOLE}"
             )
-        _check(name, module, parts)
+        _check_can_be_cut(name, module, parts)
 
     inside = tuple(f"{name}." for name in fused)
     of_experts = {tensor.name for tensor in unit.layout.tensors if tensor.name.startswith(inside)}
-    modules = tuple(_others(unit.name, layer, inside))
-    yield replace(unit, module_names=modules, layout=unit.layout.without(of_experts))
+    yield replace(
+        unit,
+        module_names=tuple(_modules_beside(unit.name, layer, inside)),
+        layout=unit.layout.without(of_experts),
+    )
 
     for name, module in fused.items():
         tensors = [tensor for tensor in unit.layout.tensors if tensor.name.startswith(f"{name}.")]
 
         # Parts differ by one expert at most.
-        bounds = [part * _count(module) // parts for part in range(parts + 1)]
+        bounds = [part * _num_experts(module) // parts for part in range(parts + 1)]
         for start, stop in pairwise(bounds):
-            layout = replace(_rows(tensors, start, stop, unit.layout.frozen), has_base=unit.layout.has_base)
+            layout = _layout_of_rows(tensors, start, stop, unit.layout.frozen)
             yield Unit(
                 name=f"{name}[{start}:{stop}]",
                 module_names=(name,),
-                layout=layout,
+                layout=replace(layout, has_base=unit.layout.has_base),
                 is_layer=False,
                 experts=(start, stop),
             )
 
 
-def _rows(tensors: Sequence[TensorSlice], start: int, stop: int, frozen: Set[str]) -> Layout:
+def _layout_of_rows(tensors: Sequence[TensorSlice], start: int, stop: int, frozen: Set[str]) -> Layout:
     """Return the layout of rows [start, stop) of parameters, the trained ones before the frozen ones."""
-    layout = Layout.of([(tensor.name, (stop - start, *tensor.shape[1:])) for tensor in tensors], frozen)
-    slices = [
-        replace(rows, whole=tensor.shape, offset=start * (tensor.num_elements // tensor.shape[0]))
-        for rows, tensor in zip(layout.tensors, tensors, strict=True)
-    ]
+    num_rows = stop - start
+    shapes = [(tensor.name, (num_rows, *tensor.shape[1:])) for tensor in tensors]
+    layout = Layout.of(shapes, frozen)
+
+    slices = list[TensorSlice]()
+    for rows, whole in zip(layout.tensors, tensors, strict=True):
+        # Each row is one expert, and so lies together.
+        row_elements = whole.num_elements // whole.shape[0]
+        offset = start * row_elements
+        slices.append(replace(rows, whole=whole.shape, offset=offset))
+
     return replace(layout, tensors=tuple(slices))
 
 
 def experts_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield modules that hold all experts in parameters of three dimensions, of which the first is the expert."""
     for name, child in module.named_modules():
-        owned = [parameter for parameter in child._parameters.values() if parameter is not None]
-        if any(parameter.dim() == 3 and parameter.shape[0] == _count(child) for parameter in owned):
-            yield name, child
+        for parameter in child.parameters(recurse=False):
+            if parameter.dim() == 3 and parameter.shape[0] == _num_experts(child):
+                yield name, child
+                break
 
 
 def _adapted_in(module: nn.Module) -> set[nn.Module]:
@@ -130,39 +148,48 @@ def _adapted_in(module: nn.Module) -> set[nn.Module]:
     return {wrapper.get_base_layer() for wrapper in wrappers_in(module).values()}
 
 
-def _count(module: nn.Module) -> int:
+def _num_experts(module: nn.Module) -> int:
     """Return the number of experts of a module; 0 if it says nothing of any."""
     count = getattr(module, "num_experts", 0)
     return count if isinstance(count, int) else 0
 
 
-def _others(name: str, layer: nn.Module, inside: tuple[str, ...]) -> Iterator[str]:
-    """Yield the outermost modules of a layer that have parameters and no experts."""
+def _modules_beside(name: str, layer: nn.Module, experts: tuple[str, ...]) -> Iterator[str]:
+    """Yield the outermost modules of a layer that have parameters and no experts.
+
+    Args:
+        name: the layer, or the module below it that is looked at.
+        layer: that module.
+        experts: beginnings of the names of what is inside of experts.
+    """
     for leaf, child in layer.named_children():
         child_name = f"{name}.{leaf}"
-        if f"{child_name}.".startswith(inside) or not any(True for _ in child.parameters()):
+        beginning = f"{child_name}."
+        has_parameters = any(True for _ in child.parameters())
+        if beginning.startswith(experts) or not has_parameters:
             continue
-        if not any(experts.startswith(f"{child_name}.") for experts in inside):
+
+        # A module with experts somewhere below it is no unit, but its other modules are.
+        if any(inside.startswith(beginning) for inside in experts):
+            yield from _modules_beside(child_name, child, experts)
+        else:
             yield child_name
-            continue
 
-        yield from _others(child_name, child, inside)
-
-    owned = [leaf for leaf, parameter in layer._parameters.items() if parameter is not None]
-    if owned:
-        raise UnsupportedModelError(
-            f"{name}.{owned[0]} belongs to a module around the experts, so that they cannot be cut. {WHOLE}"
-        )
+    for leaf, parameter in layer._parameters.items():
+        if parameter is not None:
+            raise UnsupportedModelError(
+                f"{name}.{leaf} belongs to a module around the experts, so that they cannot be cut. {WHOLE}"
+            )
 
 
-def _check(name: str, module: nn.Module, parts: int) -> None:
+def _check_can_be_cut(name: str, module: nn.Module, parts: int) -> None:
     """Refuse experts that cannot be cut.
 
     Raises:
         ConfigError, UnsupportedModelError: names the module, and says what to set.
     """
     kind = type(module).__name__
-    count = _count(module)
+    count = _num_experts(module)
     if parts > count:
         raise ConfigError(f"model.expert_parts is {parts}, but {name} has {count} experts: set it to at most {count}.")
 
@@ -171,6 +198,8 @@ def _check(name: str, module: nn.Module, parts: int) -> None:
         raise UnsupportedModelError(f"the experts of {name} ({kind}) take no indices, so they cannot be cut. {WHOLE}")
     if any(parameter.shape[0] != count for parameter in module.parameters()):
         raise UnsupportedModelError(f"{name} ({kind}) has parameters that are not of single experts. {WHOLE}")
-    implementation = getattr(module.config, "_experts_implementation", None)
-    if module.has_bias and implementation == "eager":
+
+    # Such experts (GPT-OSS) make one-hot vectors of the indices, which fail at an index beyond their own experts.
+    is_eager = getattr(module.config, "_experts_implementation", None) == "eager"
+    if is_eager and module.has_bias:
         raise UnsupportedModelError(f"the eager experts of {name} ({kind}) do not skip what is not theirs. {WHOLE}")

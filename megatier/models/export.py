@@ -26,7 +26,7 @@ from megatier.models.decoder import Unit
 from megatier.models.dtypes import names_in_fp32
 from megatier.models.experts import places_of
 from megatier.models.folder import INDEX_FILE, SINGLE_FILE
-from megatier.models.shards import write_header
+from megatier.models.safetensors_format import write_header
 from megatier.models.weights import by_columns, chunks
 
 if TYPE_CHECKING:
@@ -84,10 +84,11 @@ def check_new(folder: Path) -> None:
     Raises:
         ConfigError: it is not empty, or a file is in its place or above it.
     """
-    found = next((place for place in (folder, *folder.parents) if place.exists()), folder)
-    if found.exists() and not found.is_dir():
-        raise ConfigError(f"{found} is a file; export writes only to a new or empty folder. Choose another one.")
-    if folder.exists() and any(folder.iterdir()):
+    existing = (place for place in (folder, *folder.parents) if place.exists())
+    nearest = next(existing, None)
+    if nearest is not None and not nearest.is_dir():
+        raise ConfigError(f"{nearest} is a file; export writes only to a new or empty folder. Choose another one.")
+    if nearest == folder and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; export writes only to a new or empty folder. Choose another one.")
 
 
@@ -105,6 +106,9 @@ def new_folder(folder: Path, num_bytes: int) -> Iterator[Path]:
     """
     # A link stays, and what it leads to is written.
     folder = Path(os.path.realpath(folder))
+
+    # Beside the folder, so that a rename is all that is left to do, and with the number of the process, so that it is
+    # known later whether that still runs.
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     with becoming(partial, folder, "the export"):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -129,12 +133,16 @@ def export_bytes(model: PreTrainedModel, units: Sequence[Unit], dtype: torch.dty
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove what exports to this folder have left whose processes are gone."""
-    ours = re.compile(rf"\.{re.escape(folder.name)}\.(\d+)\.partial")
+    pattern = re.compile(rf"\.{re.escape(folder.name)}\.(\d+)\.partial")
     for path in folder.parent.iterdir():
-        found = ours.fullmatch(path.name)
+        partial = pattern.fullmatch(path.name)
+        if partial is None:
+            continue
 
         # One of this process's own number is of an earlier process that had it.
-        if found is not None and (found[1] == str(os.getpid()) or not Path("/proc", found[1]).exists()):
+        process = partial[1]
+        is_own = process == str(os.getpid())
+        if is_own or not Path("/proc", process).exists():
             discard(path)
 
 
@@ -149,32 +157,43 @@ class _Outgoing:
         self._dtype = dtype
         self._places = places_of(units)
         self._in_fp32 = names_in_fp32(model, self._places)
-        state = model.state_dict(keep_vars=True)
-        self._buffers: dict[str, Tensor] = {n: t for n, t in state.items() if not isinstance(t, nn.Parameter)}
 
         # In the order of whole layers, however these are cut into units.
-        own = [name for name in state if name in self._places]
-        self._ranks = {name: rank for rank, name in enumerate((*self._buffers, *own))}
-        layout = hub_layout(model, {name: state[name] for name in (*self._places, *self._buffers)})
+        state = model.state_dict(keep_vars=True)
+        self._buffers = dict[str, Tensor]()
+        parameters = list[str]()
+        for name, tensor in state.items():
+            if not isinstance(tensor, nn.Parameter):
+                self._buffers[name] = tensor
+            elif name in self._places:
+                parameters.append(name)
+        self._ranks = {name: rank for rank, name in enumerate((*self._buffers, *parameters))}
 
         # Wider dtypes first, so that every tensor of a file is aligned to its own element size. Among these, units come
         # from front to back, also if the hub's layout splits their tensors, so that a reader of chunks reads each once.
-        self._layout = dict(sorted(layout.items(), key=lambda item: self._order(item[1])))
-        self.num_bytes = {
-            name: math.prod(assembly.shape) * self._dtype_of(assembly).itemsize
-            for name, assembly in self._layout.items()
-        }
+        tensors = {name: state[name] for name in (*self._places, *self._buffers)}
+        layout = hub_layout(model, tensors)
+        in_order = sorted(layout.items(), key=lambda item: self._order(item[1]))
+        self._layout = dict(in_order)
+
+        self.num_bytes = dict[str, int]()
+        for name, assembly in in_order:
+            num_elements = math.prod(assembly.shape)
+            self.num_bytes[name] = num_elements * self._dtype_of(assembly).itemsize
 
     def write_shard(self, path: Path, names: Sequence[str], read: Read) -> None:
         """Write a file: its header, then the tensors in the order of `names`. It is on disk when this returns."""
-        with path.open("wb") as file:
-            tensors = {name: self._layout[name] for name in names}
-            file.write(write_header((name, self._dtype_of(tensor), tensor.shape) for name, tensor in tensors.items()))
+        tensors = {name: self._layout[name] for name in names}
+        header = write_header((name, self._dtype_of(tensor), tensor.shape) for name, tensor in tensors.items())
 
+        with path.open("wb") as file:
+            file.write(header)
             for tensor in tensors.values():
                 for run in tensor.runs:
-                    for piece in self._pieces(run, read):
-                        file.write(piece.contiguous().view(torch.uint8).numpy().data)
+                    for values in self._chunks(run, read):
+                        # As bytes, because numpy has no bf16.
+                        in_bytes = values.contiguous().view(torch.uint8)
+                        file.write(in_bytes.numpy().data)
 
             file.flush()
             os.fsync(file.fileno())
@@ -191,26 +210,28 @@ class _Outgoing:
             return self._buffers[source].dtype
         return torch.float32 if source in self._in_fp32 else self._dtype
 
-    def _pieces(self, run: TensorRun, read: Read) -> Iterator[Tensor]:
-        """Yield the elements of a run, in pieces."""
-        first = run.start
-        last = run.start + run.num_elements
+    def _chunks(self, run: TensorRun, read: Read) -> Iterator[Tensor]:
+        """Yield the elements of a run, in chunks."""
         if run.num_columns:
-            yield by_columns(torch.cat(list(self._elements(run.name, first, last, read))), run.num_columns)
+            parts = self._elements(run.name, run.start, run.start + run.num_elements, read)
+            matrix = torch.cat(list(parts))
+            yield by_columns(matrix, run.num_columns)
             return
 
         for start, stop in chunks(run.num_elements):
-            yield from self._elements(run.name, first + start, first + stop, read)
+            yield from self._elements(run.name, run.start + start, run.start + stop, read)
 
-    def _elements(self, name: str, first: int, last: int, read: Read) -> Iterator[Tensor]:
-        """Yield elements [first, last) of a tensor of the model, flat, from each unit that holds some."""
+    def _elements(self, name: str, start: int, stop: int, read: Read) -> Iterator[Tensor]:
+        """Yield elements [start, stop) of a tensor of the model, flat, from each unit that holds some."""
         if name in self._buffers:
-            yield self._buffers[name].flatten()[first:last]
+            yield self._buffers[name].flatten()[start:stop]
             return
 
         for unit, tensor in self._places[name]:
-            lower = max(first, tensor.elements[0])
-            upper = min(last, tensor.elements[1])
+            # Of experts that are cut into parts, each unit holds some.
+            first, end = tensor.elements
+            lower = max(start, first)
+            upper = min(stop, end)
             if lower < upper:
                 values = read(unit, tensor.place(lower), tensor.place(upper))
                 yield values if name in self._in_fp32 else values.to(self._dtype)
@@ -219,27 +240,33 @@ class _Outgoing:
 def _cut(num_bytes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
     """Return names by file: consecutive tensors up to `shard_bytes`, which only a larger single tensor exceeds."""
     shards: list[list[str]] = []
+    left_bytes = 0
 
     # A tensor is never cut. One that is larger than a file has a file of its own.
-    room = 0
-
     for name, size in num_bytes.items():
-        if size > room:
+        if size > left_bytes:
             shards.append([])
-            room = shard_bytes
+            left_bytes = shard_bytes
         shards[-1].append(name)
-        room -= size
+        left_bytes -= size
 
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
-    return {f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors": names for k, names in enumerate(shards)}
+
+    # The names that save_pretrained gives.
+    count = len(shards)
+    return {f"model-{number:05d}-of-{count:05d}.safetensors": names for number, names in enumerate(shards, start=1)}
 
 
 def _write_index(path: Path, shards: Mapping[str, Sequence[str]], total_bytes: int) -> None:
     """Write the index, which says in which file each tensor lies."""
     weight_map = {name: file_name for file_name, names in shards.items() for name in names}
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": weight_map,
+    }
+    text = json.dumps(index, indent=2, sort_keys=True)
+    path.write_text(f"{text}\n", encoding="utf-8")
 
 
 def _write_settings(

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_object, reading, shown
-from megatier.models.shards import StoredTensor, read_header
+from megatier.models.safetensors_format import StoredTensor, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -55,7 +55,8 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor, as an index says."""
-    weight_map = read_object(index, TABLE_BYTES_MAX, UnsupportedModelError).get("weight_map")
+    settings = read_object(index, TABLE_BYTES_MAX, UnsupportedModelError)
+    weight_map = settings.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UnsupportedModelError(f"{index}: weight_map must give a file name for each tensor.")
     return weight_map
@@ -82,10 +83,10 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     with contextlib.suppress(FileNotFoundError):
         read_object(path, SETTINGS_BYTES_MAX, UnsupportedModelError)
         with reading(f"{path}: transformers does not take these settings", UnsupportedModelError):
-            found = GenerationConfig.from_pretrained(folder)
+            settings = GenerationConfig.from_pretrained(folder)
 
             # What cannot be written is refused now, and not when the trained model is to be written.
-            found.to_json_string()
-            return found
+            settings.to_json_string()
+            return settings
 
     return None

@@ -35,17 +35,18 @@ def freeze(model: nn.Module, patterns: str | Sequence[str], setting: str = "mode
         ConfigError: a pattern names no parameter, or all parameters are frozen.
     """
     # By the parameter's id, because a tied parameter goes by any of its names.
-    names: dict[int, list[str]] = defaultdict(list)
+    names_of: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
+        names_of[id(parameter)].append(name)
+
     for pattern in parse_list(patterns):
         wanted = pattern.removeprefix("!")
-        found = [p for p in model.parameters() if any(is_named(name, wanted) for name in names[id(p)])]
-        if not found:
+        is_trained = pattern != wanted
+        named = [p for p in model.parameters() if any(is_named(name, wanted) for name in names_of[id(p)])]
+        if not named:
             raise ConfigError(f"{setting}: {pattern!r} names no parameter of this model. {_nearest(model, wanted)}")
-        for parameter in found:
-            # The two differ if the pattern begins with "!".
-            parameter.requires_grad_(pattern != wanted)
+        for parameter in named:
+            parameter.requires_grad_(is_trained)
 
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
@@ -62,6 +63,13 @@ def is_named(name: str, pattern: str) -> bool:
 def _nearest(model: nn.Module, pattern: str) -> str:
     """Return names of parameters, and of the modules that own them, that look like a pattern, in words."""
     parameters = [name for name, _ in model.named_parameters()]
-    owners = [name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None]
+    owners = list[str]()
+    for name, module in model.named_modules():
+        # The root has no name, and a pattern for a module without parameters would name nothing.
+        if name and next(module.parameters(), None) is not None:
+            owners.append(name)
+
     near = get_close_matches(pattern, [*owners, *parameters], n=3, cutoff=0.5)
-    return f"Near it are {', '.join(near)}." if near else f"Its parameters have names such as {parameters[0]}."
+    if not near:
+        return f"Its parameters have names such as {parameters[0]}."
+    return f"Near it are {', '.join(near)}."

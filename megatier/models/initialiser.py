@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -39,25 +40,30 @@ class Initialiser(TensorReader):
         """
         self._model = model
         self._seed = seed
-        self._pretrained = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
+        modules = model.named_modules()
+        self._pretrained = {name: module for name, module in modules if isinstance(module, PreTrainedModel)}
 
     def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield the pieces of a unit, which is drawn once; see `WeightReader` and `parts`."""
-        return self.parts(unit)(shard or unit.layout)
+        """Yield the pieces of a unit, which is drawn once; see `WeightReader` and `part_reader`."""
+        return self.part_reader(unit)(shard or unit.layout)
 
-    def pieces(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
+    def read_tensor(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
         """Yield the pieces of a parameter, for which the whole unit is drawn."""
-        return self.parts(unit)(replace(unit.layout, tensors=(tensor,)))
+        return self.part_reader(unit)(replace(unit.layout, tensors=(tensor,)))
 
-    def parts(self, unit: Unit) -> ReadPart:
+    def part_reader(self, unit: Unit) -> ReadPart:
         """Draw a unit, but for the parameters that have a law, and return what reads any part of it, in any thread.
 
         Raises:
             UnsupportedModelError: the model's own initialisation leaves a parameter unset.
         """
+        lawful = [tensor for tensor in unit.layout.tensors if has_law(tensor)]
+
         # The seed of a unit does not depend on other units or on their order.
         with drawing_from(seed_of(f"{self._seed}:{unit.name}")):
-            values = self._drawn(unit, [tensor for tensor in unit.layout.tensors if has_law(tensor)])
+            values = self._drawn(unit, lawful)
+
+        # NaN stands for what nothing has set.
         for name, value in values.items():
             if isinstance(value, Tensor) and value.isnan().any():
                 raise UnsupportedModelError(
@@ -69,8 +75,10 @@ class Initialiser(TensorReader):
 
         def read(part: Layout) -> Iterator[tuple[int, Tensor]]:
             for tensor in part.tensors:
+                # A rank's shard may begin inside of a parameter.
                 first = tensor.offset - offsets[tensor.name]
-                for start, piece in _pieces(values[tensor.name], first, first + tensor.num_elements):
+                stop = first + tensor.num_elements
+                for start, piece in _pieces(values[tensor.name], first, stop):
                     yield tensor.start + start - first, piece
 
         return read
@@ -82,42 +90,53 @@ class Initialiser(TensorReader):
     @torch.no_grad()
     def _drawn(self, unit: Unit, lawful: Sequence[TensorSlice] = ()) -> dict[str, Tensor | Law]:
         """Return the values of a unit, flat and in fp32, by name, and in place of some of them their laws."""
-        # Real tensors are in the unit's places while the initialisation runs. A head that is tied to the embedding has
-        # nothing of its own.
+        laws = [Law(tensor, self._seed) for tensor in lawful]
+        values = {law.name: law.parameter for law in laws}
+        for tensor in unit.layout.tensors:
+            if tensor.name not in values:
+                values[tensor.name] = nn.Parameter(self._constructed(tensor.name, tensor.shape))
+
+        # A head that is tied to the embedding has nothing of its own.
         modules = unit.module_names if unit.is_layer else unit.module_names[:1]
+
+        # Modules above the unit initialise what they own as well. That lies on meta, where writing changes nothing,
+        # and where a streamed model would refuse it.
+        noting = Noting(laws)
+        with self._bound(unit, modules, values), torch._C.DisableTorchFunctionSubclass(), noting:
+            for name in self._order(unit, modules):
+                self._init_weights(name)
+
+        drawn = dict[str, Tensor | Law]()
+        for name, parameter in values.items():
+            drawn[name] = parameter.detach().flatten()
+        for law in noting.noted:
+            # What no step sets is NaN then, which shows.
+            drawn[law.name] = law if law.is_complete else law.settle()
+        return drawn
+
+    @contextmanager
+    def _bound(self, unit: Unit, modules: Sequence[str], values: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Put real tensors into a unit's places inside some modules while the initialisation runs."""
         places = [place for module in modules for place in bindings(self._model, unit, module)]
         before = [parameters[leaf] for parameters, leaf, _ in places]
-        laws = {tensor.name: Law(tensor, self._seed) for tensor in lawful}
-        values = {name: law.parameter for name, law in laws.items()} | {
-            tensor.name: nn.Parameter(self._constructed(tensor.name, tensor.shape))
-            for tensor in unit.layout.tensors
-            if tensor.name not in laws
-        }
         for parameters, leaf, tensor in places:
             parameters[leaf] = values[tensor.name]
 
         try:
-            # Modules above the unit initialise what they own as well. That lies on meta, where writing changes nothing,
-            # and where a streamed model would refuse it.
-            with torch._C.DisableTorchFunctionSubclass(), Noting(laws.values()) as noting:
-                for name in self._order(unit, modules):
-                    self._init_weights(name)
+            yield
         finally:
             for (parameters, leaf, _), parameter in zip(places, before, strict=True):
                 parameters[leaf] = parameter
 
-        found: dict[str, Tensor | Law] = {name: value.detach().flatten() for name, value in values.items()}
-        for law in noting.noted:
-            # What no step sets is NaN then, which shows.
-            found[law.name] = law if law.is_complete else law.settle()
-        return found
-
     def _constructed(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the value that the model's constructor gave a parameter, else NaN, which shows if nothing sets it."""
-        # A part of a parameter, such as some of its experts, has no value from a constructor.
-        value = constructed_value(self._model.get_parameter(name))
         initial = torch.full(shape, math.nan, dtype=torch.float32, device="cpu")
-        return initial if value is None or value.shape != shape else initial.copy_(value)
+        value = constructed_value(self._model.get_parameter(name))
+
+        # A part of a parameter, such as some of its experts, has no value from a constructor.
+        if value is None or value.shape != shape:
+            return initial
+        return initial.copy_(value)
 
     def _order(self, unit: Unit, modules: Sequence[str]) -> Iterator[str]:
         """Yield the modules that initialise a unit, children before parents, which may set what lies below.
@@ -126,19 +145,20 @@ class Initialiser(TensorReader):
         """
         if unit.is_lent:
             # What is below the owners of its parameters belongs to other units.
-            owners = (name for tensor in unit.layout.tensors for name in list(_upwards(tensor.name))[1:])
-            yield from sorted(dict.fromkeys(owners), key=lambda name: len(list(_upwards(name))), reverse=True)
+            owners = dict.fromkeys(name for tensor in unit.layout.tensors for name in _above(tensor.name))
+            yield from sorted(owners, key=lambda name: len(_above(name)), reverse=True)
             return
 
         for module in modules:
-            below = (f"{module}.{child}".rstrip(".") for child, _ in self._model.get_submodule(module).named_modules())
-            yield from reversed(list(below))
-            yield from list(_upwards(module))[1:]
+            children = self._model.get_submodule(module).named_modules()
+            downwards = [f"{module}.{child}".rstrip(".") for child, _ in children]
+            yield from reversed(downwards)
+            yield from _above(module)
 
     def _init_weights(self, name: str) -> None:
         """Let a module be initialised by the nearest PreTrainedModel at or above it. What is on meta stays as it is."""
-        owner = next(self._pretrained[above] for above in _upwards(name) if above in self._pretrained)
-        owner._init_weights(self._model.get_submodule(name))
+        nearest = next(owner for owner in (name, *_above(name)) if owner in self._pretrained)
+        self._pretrained[nearest]._init_weights(self._model.get_submodule(name))
 
 
 class NewScore(TensorReader):
@@ -165,22 +185,26 @@ class NewScore(TensorReader):
         """
         new = [unit for unit in find_units(model) if not all(tensor.name in known for tensor in unit.layout.tensors)]
         if len(new) != 1:
+            names = ", ".join(unit.name for unit in new) or "nothing"
             raise UnsupportedModelError(
-                f"{type(model).__name__} has {', '.join(unit.name for unit in new) or 'nothing'} beside its language "
+                f"{type(model).__name__} has {names} beside its language "
                 "model, where one score is expected. Give the folder of a classifier, and leave num_labels out."
             )
 
         self._language = language
         with drawing_from(seed):
-            self._score = Initialiser(model, seed).draw(new[0])
+            (score,) = new
+            self._score = Initialiser(model, seed).draw(score)
             self.generator = torch.get_rng_state()
 
-    def pieces(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
+    def read_tensor(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
         """Yield the pieces of a parameter; see `WeightReader`."""
-        if tensor.name in self._score:
-            yield tensor.start, self._score[tensor.name][slice(*tensor.elements)]
-        else:
-            yield from self._language.pieces(unit, tensor)
+        if tensor.name not in self._score:
+            yield from self._language.read_tensor(unit, tensor)
+            return
+
+        first, stop = tensor.elements
+        yield tensor.start, self._score[tensor.name][first:stop]
 
 
 def named_as_classifier(config: PretrainedConfig, num_labels: int) -> PretrainedConfig:
@@ -201,15 +225,18 @@ def named_as_classifier(config: PretrainedConfig, num_labels: int) -> Pretrained
 def _pieces(value: Tensor | Law, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
     """Yield (first element, flat values) of elements [start, stop) of a parameter."""
     if isinstance(value, Law):
-        yield from value.pieces(start, stop)
+        yield from value.draw(start, stop)
         return
-    for first, last in chunks(stop - start):
-        yield start + first, value[start + first : start + last]
+
+    part = value[start:stop]
+    for first, last in chunks(len(part)):
+        yield start + first, part[first:last]
 
 
-def _upwards(name: str) -> Iterator[str]:
-    """Yield a module's name, its parent's, and so on to the root, which is the empty name."""
+def _above(name: str) -> list[str]:
+    """Return the names of all modules above one, the nearest first. The last is the root, which has no name."""
+    names = list[str]()
     while name:
-        yield name
         name = name.rpartition(".")[0]
-    yield ""
+        names.append(name)
+    return names

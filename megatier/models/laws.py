@@ -76,20 +76,29 @@ class Law:
     @property
     def is_complete(self) -> bool:
         """Whether the steps set every element, whatever was there before."""
-        return bool(self._steps) and self._steps[0].operation in SETTING and self._is_all(self._steps[0])
+        if not self._steps:
+            return False
+        first = self._steps[0]
+        return first.operation in SETTING and self._is_all(first)
 
     def note(self, operation: Callable[..., Tensor], target: Tensor, arguments: tuple[Any, ...]) -> bool:
         """Note an operation on the parameter or a view of it; returns False if it cannot be done chunk by chunk."""
-        start = int(target.storage_offset())
-        step = Operation(operation=operation, arguments=arguments, start=start, stop=start + int(target.numel()))
-        numbers = all(isinstance(argument, int | float | None) for argument in arguments)
-        if operation not in NOTED or not numbers or not target.is_contiguous() or target.dtype is not torch.float32:
+        has_numbers_alone = all(isinstance(argument, int | float | None) for argument in arguments)
+        is_run = target.is_contiguous() and target.dtype is torch.float32
+        if operation not in NOTED or not has_numbers_alone or not is_run:
             return False
-        if operation in DRAWING and not self._is_all(step):
+
+        start = int(target.storage_offset())
+        stop = start + int(target.numel())
+        step = Operation(operation=operation, arguments=arguments, start=start, stop=stop)
+        is_all = self._is_all(step)
+
+        # A chunk's generator draws for the chunk's elements, so what is drawn has to be all of the parameter.
+        if operation in DRAWING and not is_all:
             return False
 
         # What is set anew needs nothing that was done before.
-        if operation in SETTING and self._is_all(step):
+        if operation in SETTING and is_all:
             self._steps.clear()
         self._steps.append(step)
         return True
@@ -98,22 +107,29 @@ class Law:
     def settle(self) -> Tensor:
         """Fill the parameter's own memory, with NaN where no step sets it, and return it, flat."""
         flat = self.parameter.detach().flatten()
-        for start, values in self.pieces(0, self._size):
-            flat[start : start + values.numel()] = values
+        for start, values in self.draw(0, self._size):
+            stop = start + values.numel()
+            flat[start:stop] = values
         return flat
 
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    def draw(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (first element, flat fp32 values) of elements [start, stop) of the slice, in order."""
         # Chunks are counted from the parameter's first element, so that a run of it has the values of the whole.
-        for number in range((self._first + start) // LAW_ELEMENTS, -(-(self._first + stop) // LAW_ELEMENTS)):
-            first = number * LAW_ELEMENTS - self._first
-            values = self._draw(number, first, min(LAW_ELEMENTS, self._whole - number * LAW_ELEMENTS))
+        first_chunk = (self._first + start) // LAW_ELEMENTS
+        end_chunk = -(-(self._first + stop) // LAW_ELEMENTS)
+        for number in range(first_chunk, end_chunk):
+            begin = number * LAW_ELEMENTS
+            size = min(LAW_ELEMENTS, self._whole - begin)
+            first = begin - self._first
+            values = self._draw_chunk(number, first, size)
+
+            # The chunk is drawn whole even so, because a generator gives its numbers from the chunk's beginning on.
             lower = max(first, start)
-            upper = min(first + values.numel(), stop)
+            upper = min(first + size, stop)
             yield lower, values[lower - first : upper - first]
 
     @torch.no_grad()
-    def _draw(self, number: int, first: int, size: int) -> Tensor:
+    def _draw_chunk(self, number: int, first: int, size: int) -> Tensor:
         """Return the values of a chunk, the first of which is an element of the slice, or lies before it."""
         values = torch.empty(size, dtype=torch.float32, device="cpu")
         if not self.is_complete:
@@ -121,13 +137,15 @@ class Law:
 
         for index, step in enumerate(self._steps):
             if step.operation in DRAWING:
+                # One for each step and chunk, so that chunks may be drawn in any order.
                 generator = torch.Generator("cpu")
                 generator.manual_seed(seed_of(f"{self._key}:{index}:{number}"))
                 step.operation(values, *step.arguments, generator=generator)
                 continue
 
-            run = values[max(0, step.start - first) : max(0, step.stop - first)]
-            for part in run.split(SERIAL_ELEMENTS):
+            lower = max(0, step.start - first)
+            upper = max(0, step.stop - first)
+            for part in values[lower:upper].split(SERIAL_ELEMENTS):
                 step.operation(part, *step.arguments)
         return values
 
@@ -152,11 +170,15 @@ class Noting(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
-        found = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        touched = {_storage(tensor): tensor for tensor in found if _storage(tensor) in self._laws}
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        touched = {_storage(tensor) for tensor in tensors} & self._laws.keys()
+
+        # A view changes nothing, and whatever is done with it comes by here.
         if not touched or function.is_view:
             return function(*args, **kwargs)
-        if not kwargs and args[0] is found[0] and self._note(function, args):
+
+        # Only an operation in place on the parameter alone can be noted: it begins with what it changes.
+        if not kwargs and args[0] is tensors[0] and self._note(function, args):
             return args[0]
 
         # Settled, the parameter holds its values as any other tensor does.

@@ -54,11 +54,14 @@ def check_counts(settings: Mapping[str, Any], where: str) -> None:
     while waiting:
         key, value = waiting.pop()
         if isinstance(value, Mapping):
-            waiting.extend((str(inner), item) for inner, item in value.items())
+            inner = [(str(name), item) for name, item in value.items()]
+            waiting.extend(inner)
         elif isinstance(value, list | tuple):
             waiting.extend((key, item) for item in value)
-        elif isinstance(value, int | float) and value > LAYERS_MAX and COUNTS.search(str(key)):
-            raise UnsupportedModelError(f"{where}: {shown(str(key))} is above {LAYERS_MAX}, which no model has.")
+        elif isinstance(value, int | float):
+            is_count = COUNTS.search(str(key)) is not None
+            if is_count and value > LAYERS_MAX:
+                raise UnsupportedModelError(f"{where}: {shown(str(key))} is above {LAYERS_MAX}, which no model has.")
 
 
 @contextlib.contextmanager
@@ -70,7 +73,8 @@ def counted() -> Iterator[None]:
     """
     count = _Count()
 
-    # torch's hooks see the modules of all threads, and other threads may build models of their own.
+    # torch's hooks see the modules of all threads, and other threads may build models of their own. What a hook returns
+    # would take the place of what is registered, and None leaves it as it is.
     thread = threading.get_ident()
 
     def here(add: Any) -> Any:  # noqa: ANN401  torch's hooks have three types
@@ -90,8 +94,9 @@ def counted() -> Iterator[None]:
 
 def max_positions(config: PretrainedConfig) -> int | None:
     """Return the number of positions that the model of a config was made for; None if it names none."""
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
+    # A stranger's config may have anything there.
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
 
 
 def has_position_table(model: PreTrainedModel) -> bool:
@@ -99,36 +104,43 @@ def has_position_table(model: PreTrainedModel) -> bool:
 
     Rotary and sinusoid positions go on beyond that.
     """
-    most = max_positions(model.config)
-    if most is None:
+    num_positions = max_positions(model.config)
+    if num_positions is None:
         return False
-    tables = itertools.chain(model.named_parameters(), model.named_buffers())
-    return any(POSITIONS.search(name) and _has_rows(table, most) for name, table in tables)
+
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    tables = (tensor for name, tensor in tensors if POSITIONS.search(name))
+    return any(_has_rows(table, num_positions) for table in tables)
 
 
-def _has_rows(table: Tensor, most: int) -> bool:
+def _has_rows(table: Tensor, num_positions: int) -> bool:
     """Return whether a table has a row for each position, and perhaps a few in front of them, as OPT has."""
-    return table.ndim == 2 and most <= table.shape[0] <= most + ROWS_IN_FRONT_MAX
+    return table.ndim == 2 and num_positions <= table.shape[0] <= num_positions + ROWS_IN_FRONT_MAX
 
 
 class _Count:
     """The number of everything that was registered so far. A tied parameter counts twice, for which there is room."""
 
     def __init__(self) -> None:
-        self._modules = self._elements = self._buffer_bytes = 0
+        self._modules = 0
+        self._elements = 0
+        self._buffer_bytes = 0
 
     def add_module(self, module: nn.Module | None) -> None:
-        self._modules += module is not None
+        if module is not None:
+            self._modules += 1
         if self._modules > MODULES_MAX:
             raise UnsupportedModelError(f"the model has more than {MODULES_MAX:,} modules, which none needs.")
 
     def add_parameter(self, parameter: Tensor | None) -> None:
-        self._elements += 0 if parameter is None else parameter.numel()
+        if parameter is not None:
+            self._elements += parameter.numel()
         if self._elements > ELEMENTS_MAX:
             raise UnsupportedModelError(f"the model has more than {ELEMENTS_MAX:,} parameters, which no drives hold.")
 
     def add_buffer(self, buffer: Tensor | None) -> None:
-        self._buffer_bytes += 0 if buffer is None else buffer.numel() * buffer.element_size()
+        if buffer is not None:
+            self._buffer_bytes += buffer.nbytes
         if self._buffer_bytes > BUFFER_BYTES_MAX:
             raise UnsupportedModelError(
                 f"the model's buffers take more than {mib(BUFFER_BYTES_MAX)} of RAM. Lower max_position_embeddings, or "

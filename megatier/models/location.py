@@ -29,6 +29,7 @@ def resolve(path_or_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    # Many repositories hold the same weights in other formats too, which nobody needs here.
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
         return at_one_commit(snapshot_download(path_or_id, allow_patterns=patterns))
@@ -62,6 +63,7 @@ def find_local(path_or_id: str) -> Path | None:
     except OSError:
         pass
 
+    # A relative path such as ./model looks like a hub id too.
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id) or path_or_id.startswith("."):
         raise ModelNotFoundError(f"no such model folder: {shown(path_or_id)}. Give a folder that exists, or a hub id.")
     return None
@@ -85,7 +87,8 @@ def _check_folder(folder: Path) -> None:
     if (folder / CONFIG_FILE).exists():
         return
     files = sorted(folder.iterdir())
-    raise ConfigError(_refusal(folder, files, f"has no {CONFIG_FILE}" if files else "is empty"))
+    what = f"has no {CONFIG_FILE}" if files else "is empty"
+    raise ConfigError(_refusal(folder, files, what))
 
 
 def _refusal(path: Path, files: list[Path], what: str) -> str:

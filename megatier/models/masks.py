@@ -63,25 +63,38 @@ class BlockMasks:
         others.pop("_compile", None)
         constants = _constants(mask_mod)
         if constants is None:
+            # It reads a tensor, which may hold other values in the next forward.
             return self._make(mask_mod, B, H, Q_LEN, KV_LEN, device, **others)
 
         key = (constants, H, Q_LEN, KV_LEN, str(device), tuple(sorted(others.items())))
         if key not in self._made:
             if len(self._made) >= MASKS_MAX:
-                del self._made[next(iter(self._made))]
-            made = self._made[key] = self._make(mask_mod, None, H, Q_LEN, KV_LEN, device, **others)
+                oldest = next(iter(self._made))
+                del self._made[oldest]
+            made = self._make(mask_mod, None, H, Q_LEN, KV_LEN, device, **others)
+            self._made[key] = made
 
             # This reads the mask, so the host waits for it, once for each length.
             if is_causal(made):
                 made.mask_mod = causal
         return self._made[key]
 
-    def _make(self, mask_mod: Callable[..., Any], *sizes: Any, **others: Any) -> BlockMask:  # noqa: ANN401
+    def _make(
+        self,
+        mask_mod: Callable[..., Any],
+        rows: int | None,
+        heads: int | None,
+        queries: int,
+        keys: int,
+        device: torch.device | str | None,
+        **others: Any,  # noqa: ANN401
+    ) -> BlockMask:
         """Make a mask. On a GPU this is compiled, so that the pairs of all tokens never lie in memory."""
-        if torch.device(sizes[-1] or "cpu").type == "cpu":
-            return create_block_mask(mask_mod, *sizes, **others)
-        self._compiled = self._compiled or torch.compile(create_block_mask)
-        return self._compiled(mask_mod, *sizes, **others)
+        make: Callable[..., BlockMask] = create_block_mask
+        if torch.device(device or "cpu").type != "cpu":
+            self._compiled = self._compiled or torch.compile(create_block_mask)
+            make = self._compiled
+        return make(mask_mod, rows, heads, queries, keys, device, **others)
 
 
 def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -99,21 +112,26 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Run flex attention as transformers does, and let the kernel take for granted what a mask of ours guarantees."""
     if isinstance(attention_mask, BlockMask) and attention_mask.mask_mod is causal:
-        others["kernel_options"] = TAKEN_FOR_GRANTED | (others.get("kernel_options") or {})
-    found: tuple[Tensor, Tensor | None] = flex_attention_forward(module, query, key, value, attention_mask, **others)
-    return found
+        # What the caller gives for itself has precedence.
+        given = others.get("kernel_options") or {}
+        others["kernel_options"] = TAKEN_FOR_GRANTED | given
+    output: tuple[Tensor, Tensor | None] = flex_attention_forward(module, query, key, value, attention_mask, **others)
+    return output
 
 
 def is_causal(mask: BlockMask) -> bool:
     """Whether a mask is that of causal attention over as many queries as keys, in whole blocks, for all rows alike."""
     block, width = mask.BLOCK_SIZE
     queries, keys = mask.seq_lengths
-    if mask.kv_num_blocks.shape[:2].numel() != 1 or block != width or queries != keys or queries % block:
+    num_masks = mask.kv_num_blocks.shape[:2].numel()
+    is_square = block == width and queries == keys
+    if num_masks != 1 or not is_square or queries % block:
         return False
 
     # Queries of a block see their own block in part, and wholly all before it. Keys are seen wholly by all after it.
     order = torch.arange(queries // block, dtype=torch.int64, device=mask.kv_num_blocks.device)
-    one, none = torch.ones_like(order), torch.zeros_like(order)
+    one = torch.ones_like(order)
+    none = torch.zeros_like(order)
     return (
         _are_blocks(mask.kv_num_blocks, mask.kv_indices, order, one)
         and _are_blocks(mask.q_num_blocks, mask.q_indices, order, one)
@@ -125,10 +143,17 @@ def is_causal(mask: BlockMask) -> bool:
 
 def _are_blocks(counts: Tensor | None, indices: Tensor | None, first: Tensor, number: Tensor) -> bool:
     """Whether each list holds so many blocks, one after the other, from the first one on."""
-    if counts is None or indices is None or not torch.equal(counts[0, 0].long(), number):
+    # A mask without any whole block has no such lists.
+    if counts is None or indices is None:
         return False
+    if not torch.equal(counts[0, 0].long(), number):
+        return False
+
+    # A list is as long as there are blocks. What stands behind the blocks that count is nothing.
     order = torch.arange(len(first), dtype=torch.int64, device=first.device)
-    return bool(((indices == first[:, None] + order) | (order >= number[:, None])).all())
+    is_behind = order >= number[:, None]
+    is_expected = indices == first[:, None] + order
+    return bool((is_expected | is_behind).all())
 
 
 def _is_diagonal_causal(mask: BlockMask, order: Tensor, block: int) -> bool:
@@ -137,24 +162,31 @@ def _is_diagonal_causal(mask: BlockMask, order: Tensor, block: int) -> bool:
     zero = within.new_zeros(())
 
     def sees(number: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen: Tensor = mask.mask_mod(zero, zero, number * block + query, number * block + key)
+        first = number * block
+        seen: Tensor = mask.mask_mod(zero, zero, first + query, first + key)
         return seen
 
-    of_keys = torch.vmap(sees, (None, None, 0))
-    of_queries = torch.vmap(of_keys, (None, 0, None))
-    found = torch.vmap(of_queries, (0, None, None))(order, within, within)
-    return bool((found == (within[:, None] >= within)).all())
+    # A mask's function takes one number each, so it is mapped over keys, queries and blocks, from the inside out.
+    over_keys = torch.vmap(sees, (None, None, 0))
+    over_queries = torch.vmap(over_keys, (None, 0, None))
+    over_blocks = torch.vmap(over_queries, (0, None, None))
+    seen = over_blocks(order, within, within)
+    expected = within[:, None] >= within
+    return bool((seen == expected).all())
 
 
 def _constants(value: object) -> Hashable | None:
     """All that a mask's function is made of, if that is code and constants alone; None: it reads a tensor, say."""
     if isinstance(value, bool | int | float | str):
         return value
+
     if isinstance(value, tuple):
-        parts = tuple(_constants(part) for part in value)
+        parts = tuple(_constants(item) for item in value)
     elif isinstance(value, FunctionType):
-        held = tuple(cell.cell_contents for cell in value.__closure__ or ())
-        parts = (value.__code__, *(_constants(part) for part in (*held, value.__defaults__ or ())))
+        # Two masks of one code differ in what it closes over, such as the width of a window, and in its defaults.
+        captured = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        defaults = value.__defaults__ or ()
+        parts = (value.__code__, *(_constants(item) for item in (*captured, defaults)))
     else:
         return None
 

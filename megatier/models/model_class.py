@@ -35,18 +35,23 @@ def auto_class(config: PretrainedConfig) -> AutoClass:
     """
     made = _classes(config)
     named = _architectures(config)
-    if (found := next((auto for auto, kind in made.items() if kind.__name__ in named), None)) is not None:
-        return found
-    if other := next((name for name in named if name in vars(transformers)["__all__"]), None):
-        raise _not_streamed(other, config)
+    for auto, kind in made.items():
+        if kind.__name__ in named:
+            return auto
+
+    # A class of transformers that is not streamed is named on purpose. Another name is that of somebody's own class.
+    for name in named:
+        if name in vars(transformers)["__all__"]:
+            raise _not_streamed(name, config)
 
     # The causal class of some models that see would leave the vision tower out.
     sees = config.get_text_config() is not config
-    order: tuple[AutoClass, ...] = (AutoModelForImageTextToText, AutoModelForCausalLM)
-    found = next((auto for auto in (order if sees else order[::-1]) if auto in made), None)
-    if found is None:
-        raise _not_streamed(f"The model of type {config.model_type}", config)
-    return found
+    order: tuple[AutoClass, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    for auto in reversed(order) if sees else order:
+        if auto in made:
+            return auto
+
+    raise _not_streamed(f"The model of type {config.model_type}", config)
 
 
 def known_class(model: PreTrainedModel) -> type[PreTrainedModel]:
@@ -65,11 +70,12 @@ def known_class(model: PreTrainedModel) -> type[PreTrainedModel]:
 
 def _not_streamed(name: str, config: PretrainedConfig) -> UnsupportedModelError:
     """Return the error about a model of a class that is not streamed."""
-    made = _classes(config)
-    known = dict.fromkeys(kind.__name__ for auto, kind in made.items() if auto not in CLASSIFIERS)
+    # Each name once: some configs have one class for both kinds of language model.
+    known = dict.fromkeys(kind.__name__ for auto, kind in _classes(config).items() if auto not in CLASSIFIERS)
+    loaded = " or ".join(known) or type(config).__name__
     return UnsupportedModelError(
         f"{name} is neither a classifier nor the language model, with or without vision, that transformers loads for "
-        f"its config ({' or '.join(known) or type(config).__name__}); only these are streamed."
+        f"its config ({loaded}); only these are streamed."
     )
 
 
@@ -87,18 +93,26 @@ def is_classifier(config: PretrainedConfig) -> bool:
 
 def supports_flex(config: PretrainedConfig) -> bool:
     """Return whether transformers has flex attention for the model of a config."""
-    return bool(getattr(_model_class(auto_class(config), config), "_supports_flex_attn", False))
+    model_class = _model_class(auto_class(config), config)
+    return bool(getattr(model_class, "_supports_flex_attn", False))
 
 
 def _classes(config: PretrainedConfig) -> dict[AutoClass, type[PreTrainedModel]]:
     """Return the classes of models that are streamed and that transformers makes of a config, by their auto classes."""
     autos: tuple[AutoClass, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText, *CLASSIFIERS)
-    made = {auto: _model_class(auto, config) for auto in autos}
-    return {auto: kind for auto, kind in made.items() if isinstance(kind, type)}
+    classes = dict[AutoClass, type[PreTrainedModel]]()
+    for auto in autos:
+        # transformers' tables may have no class for a config, or a list of several.
+        model_class = _model_class(auto, config)
+        if isinstance(model_class, type):
+            classes[auto] = model_class
+
+    return classes
 
 
 def _architectures(config: PretrainedConfig) -> list[str]:
     """Return the names of classes in a config."""
+    # A stranger's config may have anything there.
     named = config.architectures
     return list(map(str, named)) if isinstance(named, list) else []
 

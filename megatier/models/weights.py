@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 from megatier.errors import TransferError, UnsupportedModelError
 from megatier.foreign import shown
 from megatier.layout import Layout, TensorSlice
-from megatier.models.conversion import Assembly, TensorRun, assemble, holding
+from megatier.models.conversion import Assembly, TensorRun, assemble, runs_holding
 from megatier.models.decoder import Unit
 from megatier.models.folder import read_generation_config, read_headers
-from megatier.models.shards import DTYPES, StoredTensor
+from megatier.models.safetensors_format import DTYPES, StoredTensor
 
 CHUNK_ELEMENTS = 4 << 20
 """Elements that are read, converted or written at once: 16 MiB in fp32."""
@@ -61,7 +61,7 @@ class WeightReader(Protocol):
 class PartReader(WeightReader, Protocol):
     """A source of weights of which several threads may read different parts at once."""
 
-    def parts(self, unit: Unit) -> ReadPart:
+    def part_reader(self, unit: Unit) -> ReadPart:
         """Return what reads any part of a unit, in any thread, as `read` does. One thread asks for it, unit by unit."""
 
 
@@ -71,9 +71,9 @@ class TensorReader:
     def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield the pieces of a unit, or of a rank's shard of it; see `WeightReader`."""
         for tensor in (shard or unit.layout).tensors:
-            yield from self.pieces(unit, tensor)
+            yield from self.read_tensor(unit, tensor)
 
-    def pieces(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
+    def read_tensor(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
         """Yield the pieces of a parameter of a unit, or of a run of its elements; see `WeightReader`."""
         raise NotImplementedError
 
@@ -104,26 +104,32 @@ class SafetensorsFolder(TensorReader):
             UnsupportedModelError: a file is damaged or hostile, or a tensor is missing, superfluous, of another shape,
                 or not in full precision. The message names file and tensor.
         """
-        self._stored = self.stored = read_headers(folder) if stored is None else stored
+        self.stored = read_headers(folder) if stored is None else stored
         self._decoding = decoding
-        self._last: tuple[str, Tensor] | None = None
-        self._assemblies = assemble(model, {name: stored.shape for name, stored in self._stored.items()})
+        self._last_decoded: tuple[str, Tensor] | None = None
+        shapes = {name: tensor.shape for name, tensor in self.stored.items()}
+        self._assemblies = assemble(model, shapes)
         self._folder = folder
         self._check(model)
         self._read_buffers(model)
-        if (found := read_generation_config(folder)) is not None:
-            model.generation_config = found
 
-    def pieces(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
+        settings = read_generation_config(folder)
+        if settings is not None:
+            model.generation_config = settings
+
+    def read_tensor(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
         """Yield the pieces of a parameter, or of a run of its elements; see `WeightReader.read`.
 
         Of the files, the bytes of these elements are read and no others. A matrix that is stored transposed is read
         whole if one of its elements is wanted.
         """
-        first, runs = holding(self._assemblies[tensor.name], *tensor.elements)
+        first, runs = runs_holding(self._assemblies[tensor.name], *tensor.elements)
         position = tensor.place(first)
         for piece in self._read(runs):
-            wanted = piece[max(tensor.start - position, 0) : max(tensor.stop - position, 0)]
+            # A transposed matrix may begin before the wanted elements, and end behind them.
+            lower = max(tensor.start - position, 0)
+            upper = max(tensor.stop - position, 0)
+            wanted = piece[lower:upper]
             if wanted.numel():
                 yield max(position, tensor.start), wanted
             position += piece.numel()
@@ -131,55 +137,81 @@ class SafetensorsFolder(TensorReader):
     def stored_name(self, name: str) -> str | None:
         """Return the name of the stored tensor that a parameter of the skeleton is as a whole; None: it is no such."""
         match self._assemblies.get(name):
-            case Assembly(shape, (run,)) if not run.num_columns and self._stored[run.name].shape == shape:
+            case Assembly(shape, (run,)) if not run.num_columns and self.stored[run.name].shape == shape:
                 return run.name
             case _:
                 return None
 
-    def _read(self, runs: Sequence[TensorRun], wanted: torch.dtype = torch.float32) -> Iterator[Tensor]:
-        """Yield the elements of runs in the wanted dtype. Buffers are reused: a piece is valid until the next one.
+    def _read(self, runs: Sequence[TensorRun], dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+        """Yield the elements of runs in a dtype. Buffers are reused: a piece is valid until the next one.
 
         Raises:
             TransferError: see `read`.
         """
         # As large as the largest piece, and no larger: a tiny tensor needs no buffer of megabytes.
-        most = min(CHUNK_ELEMENTS, max((run.num_elements for run in runs), default=0))
-        widest = max((DTYPES[self._stored[run.name].dtype].itemsize for run in runs), default=0)
-        raw = torch.empty(most * widest, dtype=torch.uint8, device="cpu")
-        values = torch.empty(most, dtype=wanted, device="cpu")
+        longest = max((run.num_elements for run in runs), default=0)
+        widest_bytes = max((self._stored_dtype(run).itemsize for run in runs), default=0)
+        num_elements = min(CHUNK_ELEMENTS, longest)
+        raw = torch.empty(num_elements * widest_bytes, dtype=torch.uint8, device="cpu")
+        values = torch.empty(num_elements, dtype=dtype, device="cpu")
 
         for run in runs:
             if run.name in self._decoding:
-                numbers = self._decoded(run.name)[run.start : run.start + run.num_elements]
-                whole = by_columns(numbers, run.num_columns) if run.num_columns else numbers
-                yield from whole.to(wanted).split(CHUNK_ELEMENTS)
-                continue
+                decoded = self._decoded(run)
+                yield from decoded.to(dtype).split(CHUNK_ELEMENTS)
+            elif run.num_columns:
+                matrix = self._transposed(run)
+                yield from matrix.to(dtype).split(CHUNK_ELEMENTS)
+            else:
+                yield from self._as_they_lie(run, raw, values)
 
-            stored = self._stored[run.name]
-            dtype = DTYPES[stored.dtype]
+    def _as_they_lie(self, run: TensorRun, raw: Tensor, values: Tensor) -> Iterator[Tensor]:
+        """Yield the elements of a run, converted piece by piece from one buffer into another."""
+        dtype = self._stored_dtype(run)
+        with self._open_at(run) as file:
+            for start, stop in chunks(run.num_elements):
+                count = stop - start
+                piece = raw[: count * dtype.itemsize]
+                read_exactly(file, piece, self.stored[run.name])
+                yield values[:count].copy_(piece.view(dtype))
 
-            # Without Python's own buffer, through which all bytes would be copied once more.
-            with stored.path.open("rb", buffering=0) as file:
-                file.seek(stored.offset + run.start * dtype.itemsize)
-                if run.num_columns:
-                    # Columns lie across the whole matrix, so it has to be read before its first column is known.
-                    matrix = torch.empty(run.num_elements * dtype.itemsize, dtype=torch.uint8, device="cpu")
-                    read_exactly(file, matrix, stored)
-                    yield from by_columns(matrix.view(dtype), run.num_columns).to(wanted).split(CHUNK_ELEMENTS)
-                    continue
+    def _transposed(self, run: TensorRun) -> Tensor:
+        """Return the elements of a run that is a matrix read column by column."""
+        # Columns lie across the whole matrix, so it has to be read before its first column is known.
+        dtype = self._stored_dtype(run)
+        num_bytes = run.num_elements * dtype.itemsize
+        raw = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        with self._open_at(run) as file:
+            read_exactly(file, raw, self.stored[run.name])
+        return by_columns(raw.view(dtype), run.num_columns)
 
-                for start, stop in chunks(run.num_elements):
-                    piece = raw[: (stop - start) * dtype.itemsize]
-                    read_exactly(file, piece, stored)
-                    yield values[: stop - start].copy_(piece.view(dtype))
-
-    def _decoded(self, name: str) -> Tensor:
-        """Return a quantised tensor, decoded. The last one stays, since it may be read in several runs."""
-        if self._last is None or self._last[0] != name:
+    def _decoded(self, run: TensorRun) -> Tensor:
+        """Return the elements of a run of a quantised tensor, decoded."""
+        # The last tensor stays, since it may be read in several runs.
+        if self._last_decoded is None or self._last_decoded[0] != run.name:
             # The one before goes first, so that no two of them are in memory.
-            self._last = None
-            self._last = name, self._decoding[name]()
-        return self._last[1]
+            self._last_decoded = None
+            decode = self._decoding[run.name]
+            self._last_decoded = run.name, decode()
+
+        _, tensor = self._last_decoded
+        stop = run.start + run.num_elements
+        numbers = tensor[run.start : stop]
+        return by_columns(numbers, run.num_columns) if run.num_columns else numbers
+
+    def _stored_dtype(self, run: TensorRun) -> torch.dtype:
+        """Return the dtype that a run has in its file."""
+        return DTYPES[self.stored[run.name].dtype]
+
+    def _open_at(self, run: TensorRun) -> RawIOBase:
+        """Open the file of a run where its elements begin."""
+        stored = self.stored[run.name]
+        offset = stored.offset + run.start * self._stored_dtype(run).itemsize
+
+        # Without Python's own buffer, through which all bytes would be copied once more.
+        file = stored.path.open("rb", buffering=0)
+        file.seek(offset)
+        return file
 
     def _check(self, model: PreTrainedModel) -> None:
         """Compare names, shapes and dtypes with the skeleton, and find tied weights under all their names.
@@ -187,19 +219,20 @@ class SafetensorsFolder(TensorReader):
         Raises:
             UnsupportedModelError: names file and tensor.
         """
-        # A tied tensor has one object and several names, any of which may be stored.
+        # A tied tensor has one object and several names, any of which may be stored. Without `keep_vars` there would be
+        # an object for each name.
         aliases: defaultdict[int, list[str]] = defaultdict(list)
         for name, tensor in model.state_dict(keep_vars=True).items():
             aliases[id(tensor)].append(name)
 
-        known = {name for names in aliases.values() for name in names}
-        if unknown := sorted(name for name in self._assemblies.keys() - known if not _ignored(model, name)):
+        state = model.state_dict()
+        unknown = [name for name in self._assemblies.keys() - state.keys() if not _is_ignored(model, name)]
+        if unknown:
             raise UnsupportedModelError(
-                f"{self._where(unknown[0])} is not part of {type(model).__name__} "
+                f"{self._where(min(unknown))} is not part of {type(model).__name__} "
                 f"({len(unknown)} such tensors). Does config.json belong to these files?"
             )
 
-        state = model.state_dict()
         for names in aliases.values():
             found = [name for name in names if name in self._assemblies]
             if not found:
@@ -212,6 +245,8 @@ class SafetensorsFolder(TensorReader):
             # Stored under several names, it has to hold the same values under all of them.
             for name in found[1:]:
                 self._refuse_unequal(found[0], name)
+
+            # Units know a parameter by the first of its names alone.
             self._assemblies[names[0]] = self._assemblies[found[0]]
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
@@ -226,16 +261,17 @@ class SafetensorsFolder(TensorReader):
                 f"{self._where(name)} has shape {assembly.shape}; the config asks for {tuple(tensor.shape)}."
             )
 
-        for stored in (self._stored[run.name].dtype for run in assembly.runs):
-            if tensor.is_floating_point() and stored not in FULL_PRECISION:
+        is_float = tensor.is_floating_point()
+        for run in assembly.runs:
+            dtype = self.stored[run.name].dtype
+            if is_float and dtype not in FULL_PRECISION:
                 raise UnsupportedModelError(
-                    f"{self._where(name)} is {shown(stored)}; full-precision training starts from "
+                    f"{self._where(name)} is {shown(dtype)}; full-precision training starts from "
                     f"{', '.join(FULL_PRECISION)}."
                 )
-
-            if not tensor.is_floating_point() and not _is_held_by(stored, tensor.dtype):
+            if not is_float and not _is_held_by(dtype, tensor.dtype):
                 raise UnsupportedModelError(
-                    f"{self._where(name)} is {shown(stored)}; the model takes {tensor.dtype} there."
+                    f"{self._where(name)} is {shown(dtype)}; the model takes {tensor.dtype} there."
                 )
 
     def _refuse_unequal(self, first: str, second: str) -> None:
@@ -244,10 +280,11 @@ class SafetensorsFolder(TensorReader):
         Raises:
             UnsupportedModelError: names file and tensor.
         """
-        one = self._assemblies[first].runs
-        other = self._assemblies[second].runs
-        pairs = zip(self._read(one), self._read(other), strict=True)
-        if not all(torch.equal(*pair) for pair in pairs):
+        # Piece by piece side by side, because neither may be whole in memory.
+        one = self._read(self._assemblies[first].runs)
+        other = self._read(self._assemblies[second].runs)
+        is_equal = all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+        if not is_equal:
             raise UnsupportedModelError(
                 f"{self._where(second)} differs from {first}, but the config ties them. Set tie_word_embeddings: false."
             )
@@ -256,28 +293,37 @@ class SafetensorsFolder(TensorReader):
         """Read the skeleton's persistent buffers, in their own dtypes unless they are floats."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, buffer in model.state_dict().items():
-            if name not in parameters:
-                wanted = torch.float32 if buffer.is_floating_point() else buffer.dtype
-                flat = buffer.view(-1)
-                position = 0
-                for piece in self._read(self._assemblies[name].runs, wanted):
-                    flat[position : position + piece.numel()] = piece
-                    position += piece.numel()
+            if name in parameters:
+                continue
+
+            dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
+            flat = buffer.view(-1)
+            position = 0
+            for piece in self._read(self._assemblies[name].runs, dtype):
+                stop = position + piece.numel()
+                flat[position:stop] = piece
+                position = stop
 
     def _where(self, name: str) -> str:
         """Return file and stored name of a tensor, for messages."""
-        stored = self._stored[self._assemblies[name].runs[0].name]
+        run = self._assemblies[name].runs[0]
+        stored = self.stored[run.name]
         return f"{stored.path}: tensor {shown(stored.name)}"
 
 
 def _is_held_by(stored: str, dtype: torch.dtype) -> bool:
     """Return whether every value of a stored dtype is one of a dtype that is no float."""
+    # Where none is a float, two dtypes are promoted to the narrowest that has all values of both.
     return stored in DTYPES and torch.promote_types(DTYPES[stored], dtype) is dtype
 
 
-def _ignored(model: PreTrainedModel, name: str) -> bool:
+def _is_ignored(model: PreTrainedModel, name: str) -> bool:
     """Return whether a tensor is one that authors left in old files, or a buffer that is computed from the config."""
-    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    patterns = [
+        *(model._keys_to_ignore_on_load_unexpected or ()),
+        r"rotary_emb\.inv_freq$",
+        r"(^|\.)position_ids$",
+    ]
     return any(re.search(pattern, name) for pattern in patterns)
 
 

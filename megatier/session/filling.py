@@ -101,7 +101,7 @@ class Filling:
 
         def tasks_of(unit: Unit) -> Iterator[Callable[[], None]]:
             kinds = unit.layout.schema.master_kinds
-            read = source.parts(whole_of[unit.name])
+            read = source.part_reader(whole_of[unit.name])
             for elements in self._runs(unit, kinds, base=True):
                 yield partial(self._fill_run, unit, kinds, elements, read)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from megatier.config.schema import RunConfig
 from megatier.errors import PlanError, UnsupportedModelError
 from megatier.models.decoder import Unit
-from megatier.models.experts import cut_units, most_parts
+from megatier.models.experts import cut_units, max_expert_parts
 from megatier.ranks.ranks import Ranks, check_groups
 from megatier.schedule.sizes import Budgets
 from megatier.schedule.slots import GPU_SLOTS
@@ -122,7 +122,7 @@ def advised(short: PlanError, setup: Setup, place: Callable[[Setup], object]) ->
         place: tries a run, and raises PlanError if something is short.
     """
     # Powers of two are few, and one of them is at most twice the fewest parts that would do.
-    most = most_parts(setup.model) if short.what.startswith(GPU_SLOTS) else 1
+    most = max_expert_parts(setup.model) if short.what.startswith(GPU_SLOTS) else 1
     for parts in sorted({most, *(2**power for power in range(most.bit_length()))}):
         if parts > setup.config.model.expert_parts and _fits_slots(setup, parts, place):
             remedy = f"{short.remedy} Or set model.expert_parts to {parts}: then slots take part of a layer's experts."

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
-from megatier.adapters.base import check_base, check_beside, identity_of, note
+from megatier.adapters.base import check_base, check_beside, identity_of, note_identity
 from megatier.adapters.in_place import note_tensors
 from megatier.adapters.lora import add_adapters, stored_names
 from megatier.adapters.quantised import CodesReader, is_quantised, open_quantised
@@ -26,7 +26,7 @@ from megatier.models.initialiser import Initialiser
 from megatier.models.limits import check_counts
 from megatier.models.location import CONFIG_FILE, find_local, resolve
 from megatier.models.model_class import is_classifier
-from megatier.models.shards import StoredTensor
+from megatier.models.safetensors_format import StoredTensor
 from megatier.models.weights import SafetensorsFolder, TensorReader
 from megatier.setup.workload import COMPUTE_DTYPES
 
@@ -74,7 +74,7 @@ def open_model(config: RunConfig, model_config: PretrainedConfig | None = None) 
         return model, reader
 
     identity = identity_of(folder, stored)
-    note(model, identity)
+    note_identity(model, identity)
     if (given := config.model.adapters.adapter) is None:
         return model, AdaptedWeights(reader, model, seed)
     adapter = Path(given).expanduser()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from megatier.adapters.base import noted
+from megatier.adapters.base import noted_identity
 from megatier.adapters.stored import read_settings
 from megatier.config.schema import RunConfig
 from megatier.data.tokenizer import tokenizer_files
@@ -116,7 +116,7 @@ def _settings(config: RunConfig) -> Origin:
 
 def _base(config: RunConfig, model: PreTrainedModel) -> Origin:
     """Return the files of the base of adapters, and the settings of a given adapter: no checkpoint has them."""
-    found = {f"{name} of the base": file for name, file in noted(model).items()}
+    found = {f"{name} of the base": file for name, file in noted_identity(model).items()}
     adapters = config.model.adapters
     if adapters is None or adapters.adapter is None:
         return found

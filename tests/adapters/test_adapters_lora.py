@@ -15,7 +15,7 @@ from megatier.compute.adapted import wrappers_in
 from megatier.config.lora import LoraConfig
 from megatier.errors import ConfigError
 from megatier.models.decoder import build_skeleton, find_units
-from megatier.models.experts import cut_units, most_parts
+from megatier.models.experts import cut_units, max_expert_parts
 
 pytest.importorskip("peft")
 
@@ -79,7 +79,7 @@ def test_add_adapters_gives_them_to_modules_beside_parameters(targets: tuple[str
 
 def test_experts_with_adapters_are_not_cut_into_parts() -> None:
     model = adapted("qwen3_moe", targets=("q_proj",), target_parameters=("mlp.experts.down_proj",))
-    assert most_parts(model) == 1
+    assert max_expert_parts(model) == 1
     with pytest.raises(ConfigError, match=r"model\.expert_parts is 2, but experts of model\.layers\.0 have adapters"):
         cut_units(model, 2)
 

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from megatier.config.schema import TrainConfig
 from megatier.errors import UnsupportedModelError
-from megatier.models.decoder import MOST_ROUND, build_skeleton, find_units
+from megatier.models.decoder import LENT_ELEMENTS_MAX, build_skeleton, find_units
 from megatier.models.initialiser import Initialiser
 
 NUM_IMAGE_TOKENS = 10
@@ -143,8 +143,12 @@ def test_what_the_model_itself_owns_is_a_unit_with_the_name_of_its_class() -> No
 
 def test_large_parameter_round_the_layers_is_refused_by_name() -> None:
     model = build_skeleton(tiny_config("llama"), "sdpa")
-    model.get_submodule("model").register_parameter("table", nn.Parameter(torch.ones(MOST_ROUND + 1, device="meta")))
-    with pytest.raises(UnsupportedModelError, match=rf"model\.table belongs to .* has {MOST_ROUND + 1} elements"):
+    model.get_submodule("model").register_parameter(
+        "table", nn.Parameter(torch.ones(LENT_ELEMENTS_MAX + 1, device="meta"))
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=rf"model\.table belongs to .* has {LENT_ELEMENTS_MAX + 1} elements"
+    ):
         find_units(model)
 
 

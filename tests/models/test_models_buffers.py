@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatier.errors import UnsupportedModelError
-from megatier.models.buffers import MOST_ELEMENTS, initialise_buffers, parameters_on_meta
+from megatier.models.buffers import REAL_ELEMENTS_MAX, initialise_buffers, parameters_on_meta
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.models.initialiser import Initialiser
 
@@ -52,11 +52,11 @@ class Made(nn.Module):
         self.linear = nn.Linear(3, 2)
         self.drawn = nn.Parameter(torch.randn(4), requires_grad=False)
         self.drawn.is_marked = True  # type: ignore[attr-defined]
-        self.large = nn.Parameter(torch.zeros(MOST_ELEMENTS + 1))
+        self.large = nn.Parameter(torch.zeros(REAL_ELEMENTS_MAX + 1))
         self.scale = 2.0 * torch.tensor(1.5)
         self.register_buffer("table", torch.arange(6.0).view(2, 3).cos(), persistent=False)
         self.register_buffer("random", torch.randn(4))
-        self.register_buffer("mask", torch.ones(MOST_ELEMENTS + 1, dtype=torch.bool))
+        self.register_buffer("mask", torch.ones(REAL_ELEMENTS_MAX + 1, dtype=torch.bool))
 
 
 def test_parameters_are_on_meta_and_what_else_a_constructor_makes_is_real() -> None:

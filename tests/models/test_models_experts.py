@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.models.decoder import bindings, build_skeleton, find_units
-from megatier.models.experts import cut_units, most_parts, places_of
+from megatier.models.experts import cut_units, max_expert_parts, places_of
 
 
 def skeleton(family: str) -> PreTrainedModel:
@@ -72,7 +72,7 @@ def test_cut_units_in_one_part_are_the_models_own() -> None:
 
 
 def test_most_parts_are_the_experts_of_a_layer() -> None:
-    assert [most_parts(skeleton(family)) for family in ("qwen3_moe", "mixtral", "llama")] == [8, 4, 1]
+    assert [max_expert_parts(skeleton(family)) for family in ("qwen3_moe", "mixtral", "llama")] == [8, 4, 1]
 
 
 @pytest.mark.parametrize(

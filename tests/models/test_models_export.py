@@ -20,7 +20,7 @@ from megatier.errors import ConfigError, TransferError
 from megatier.models import weights
 from megatier.models.decoder import Unit
 from megatier.models.export import export, export_bytes
-from megatier.models.shards import read_header
+from megatier.models.safetensors_format import read_header
 
 
 @pytest.fixture(autouse=True)

@@ -85,7 +85,7 @@ def test_initialiser_any_part_of_a_unit_is_that_part_of_the_whole_in_any_thread(
         whole = flat_blocks(source, (unit,))[unit.name]
         cuts = [*range(0, unit.layout.num_elements, 997), unit.layout.num_elements]
         runs = list(itertools.pairwise(cuts))[::-1]
-        read = source.parts(unit)
+        read = source.part_reader(unit)
         parts = [partial(read, unit.layout.part(*run)) for run in runs]
         with closing(Workers(3, "test")) as workers:
             found = workers.map(lambda part: list(part()), parts)

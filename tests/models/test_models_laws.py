@@ -16,7 +16,7 @@ def drawn(name: str, seed: int) -> Tensor:
     law = Law(TensorSlice(name, (45, 20), 0), seed)
     with torch.no_grad(), Noting([law]):
         law.parameter.normal_(0.0, 0.02)
-    return torch.cat([values for _, values in law.pieces(0, 900)])
+    return torch.cat([values for _, values in law.draw(0, 900)])
 
 
 def test_law_draws_other_values_for_each_seed_parameter_and_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from megatier.models.experts import cut_units, places_of
 from megatier.models.export import export
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
-from megatier.models.shards import StoredTensor
+from megatier.models.safetensors_format import StoredTensor
 from megatier.models.weights import SafetensorsFolder
 
 SHARD_BYTES = 60_000

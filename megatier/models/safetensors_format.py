@@ -76,9 +76,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         UnsupportedModelError: the file is no whole and consistent safetensors file. The message names file and tensor.
     """
     with opened(path, UnsupportedModelError) as file:
+        # Noted before the header is read, so that a write in between shows when a tensor is read.
         version = FileVersion.of(file.fileno())
         file_bytes = version.num_bytes
         header_bytes = int.from_bytes(file.read(8), "little")
+
+        # Bounded before it is read: the file of a stranger may say any number.
         if file_bytes < 8 or header_bytes > min(file_bytes - 8, TABLE_BYTES_MAX):
             raise UnsupportedModelError(
                 f"{path} is no safetensors file, or is cut off: its header does not fit. Download it again."
@@ -113,45 +116,72 @@ def write_header(
 
     for name, dtype, shape in tensors:
         stop = offset + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, stop],
+        }
         offset = stop
 
     raw = json.dumps(header, separators=(",", ":")).encode()
 
     # JSON may end with spaces, so they fill the header up.
-    raw += b" " * (-len(raw) % 8)
+    padding = -len(raw) % 8
+    raw += b" " * padding
     return len(raw).to_bytes(8, "little") + raw
 
 
 def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) -> StoredTensor:
-    """Return the tensor of a header's entry; `type(x) is int` because True is an int too."""
+    """Return the tensor of a header's entry, whose bytes are counted from the header's end.
+
+    Args:
+        path: the file.
+        name: the tensor's name.
+        entry: what the header says of it.
+        start: the header's end.
+        file_bytes: the size of the file.
+
+    Raises:
+        UnsupportedModelError: the entry is malformed, or does not fit the file.
+    """
+    tensor = f"{path}: tensor {shown(name)}"
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
-            numbers = (*shape, begin, end)
-            tensor = f"{path}: tensor {shown(name)}"
-
-            # Bounded before they are multiplied: the product of many large numbers would take hours.
-            whole = len(shape) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
-            if whole and begin <= end <= file_bytes - start:
-                stored = StoredTensor(
-                    path=path, name=name, dtype=dtype, shape=tuple(shape), offset=start + begin, num_bytes=end - begin
-                )
-                if dtype not in DTYPES or stored.num_bytes == math.prod(shape) * DTYPES[dtype].itemsize:
-                    return stored
-                raise UnsupportedModelError(
-                    f"{tensor} has {end - begin} bytes, which is not {dtype} of shape {tuple(shape)}."
-                )
-            raise UnsupportedModelError(
-                f"{tensor} lies outside the file ({file_bytes} bytes). Copy or download it again."
-            )
+            pass
         case _:
             raise UnsupportedModelError(f"{path}: the header's entry for tensor {shown(name)} is malformed.")
+
+    # Bounded before they are multiplied: the product of many large numbers would take hours.
+    is_bounded = len(shape) <= MAX_DIMENSIONS and all(_is_count(number) for number in (*shape, begin, end))
+    if not is_bounded or not begin <= end <= file_bytes - start:
+        raise UnsupportedModelError(f"{tensor} lies outside the file ({file_bytes} bytes). Copy or download it again.")
+
+    stored = StoredTensor(
+        path=path,
+        name=name,
+        dtype=dtype,
+        shape=tuple(shape),
+        offset=start + begin,
+        num_bytes=end - begin,
+    )
+    # A dtype that torch has not is refused by whoever needs the tensor.
+    if dtype in DTYPES and stored.num_bytes != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise UnsupportedModelError(f"{tensor} has {end - begin} bytes, which is not {dtype} of shape {tuple(shape)}.")
+    return stored
+
+
+def _is_count(number: object) -> bool:
+    """Return whether a number of a header is a whole one of 63 bits that is not negative."""
+    # Not isinstance, because True is an int too.
+    return type(number) is int and 0 <= number < 1 << 63
 
 
 def _refuse_overlap(tensors: list[StoredTensor]) -> None:
     """Refuse tensors that share bytes."""
-    # Sorted by where they begin, only neighbours can overlap.
-    placed = sorted((t for t in tensors if t.num_bytes), key=lambda tensor: tensor.offset)
+    # Sorted by where they begin, only neighbours can overlap. A tensor without bytes shares none.
+    placed = [tensor for tensor in tensors if tensor.num_bytes]
+    placed.sort(key=lambda tensor: tensor.offset)
     for one, other in pairwise(placed):
-        if other.offset < one.offset + one.num_bytes:
+        end = one.offset + one.num_bytes
+        if other.offset < end:
             raise UnsupportedModelError(f"{one.path}: tensors {shown(one.name)} and {shown(other.name)} overlap.")

@@ -14,7 +14,7 @@ from megatier.errors import TransferError, UnsupportedModelError
 from megatier.models import weights
 from megatier.models.decoder import find_units
 from megatier.models.export import export
-from megatier.models.shards import read_header
+from megatier.models.safetensors_format import read_header
 from megatier.models.weights import SafetensorsFolder
 
 
@@ -122,7 +122,7 @@ from pathlib import Path
 from typing import Any
 from transformers import AutoConfig
 from megatier.models.decoder import build_skeleton, find_units
-from megatier.models.shards import write_header
+from megatier.models.safetensors_format import write_header
 from megatier.models.weights import SafetensorsFolder
 import torch
 
