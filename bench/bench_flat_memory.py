@@ -75,7 +75,8 @@ def measure(shape: str, steps: int, tokens: int, tiers: dict[str, Any]) -> dict[
             loss.backward()
             streamed.optimizer.step()
             streamed.optimizer.zero_grad()
-            return loss.item()
+            value: float = loss.item()
+            return value
 
         for step, (rows, length) in enumerate(sizes_of(steps, tokens)):
             if step % OOM == OOM // 4 and torch.cuda.is_available():

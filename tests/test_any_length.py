@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import megatier
 
 SCRIPT = """
 import json, sys
@@ -89,3 +93,22 @@ def test_loop_over_any_lengths_goes_on_bit_for_bit_in_another_process(tmp_path: 
 
     parts = [json.loads((tmp_path / name).read_text()) for name in ("first part", "second part")]
     assert json.loads((tmp_path / "whole").read_text()) == parts[0] | parts[1]
+
+
+@pytest.mark.gpu
+def test_layer_of_a_loop_takes_no_kernel_of_attention_that_plans_for_each_size() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 320}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    seen: list[bool] = []
+    options: dict[str, Any] = {"activations": "recompute", "compile": False, "fused_loss": False}
+    with megatier.stream(model, tiers=ON_GPU["tiers"], **options) as streamed:
+        streamed.model.get_submodule("model.layers.1.self_attn").register_forward_pre_hook(
+            lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        )
+        ids = torch.randint(320, (2, 77), device=streamed.device)
+        streamed.model(input_ids=ids, labels=ids).loss.backward()
+        streamed.optimizer.step()
+        with torch.no_grad():
+            streamed.model(input_ids=ids)
+    assert seen == [False] * 3  # forward, the same again in the backward, evaluation
+    assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -23,9 +23,11 @@ from queue import SimpleQueue
 import torch
 
 ROOT = Path(__file__).parents[1]
-PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist")
-TOGETHER = 8
+PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--no-header", "-p", "no:cacheprovider", "-n", "0")
+TOGETHER = 24
 """Tests of one process, which takes about ten seconds to start."""
+COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"
+"""Says how many processes of the compiler each process of tests may have. By default they are as many as cores."""
 
 
 def collected() -> list[str]:
@@ -41,15 +43,15 @@ def file_of(test: str) -> str:
 
 def processes(tests: list[str]) -> Iterator[tuple[str, ...]]:
     """Cut the tests into those of one process, so that no process has tests of two files."""
-    for _, grouped in groupby(tests, file_of):
-        of_file = tuple(grouped)
+    # Files with few tests have the long ones, which had better not begin last.
+    for of_file in sorted((tuple(group) for _, group in groupby(tests, file_of)), key=len):
         for first in range(0, len(of_file), TOGETHER):
             yield of_file[first : first + TOGETHER]
 
 
 def run(number: int, tests: tuple[str, ...], gpus: list[str], log: Path) -> tuple[int, float, str]:
     """Run some tests, which see these GPUs. Return pytest's exit status, the seconds, and the last line of output."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), COMPILERS: "2"}
     began = time.monotonic()
     output = log / f"{number:03}.txt"
     with output.open("w", encoding="utf-8") as file:

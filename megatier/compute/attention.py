@@ -67,6 +67,25 @@ def allowed_kernels() -> tuple[bool, ...]:
     )
 
 
+@contextlib.contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Inside, attention does not choose cuDNN's kernel, if other fused ones may take its place.
+
+    cuDNN makes a plan for each size of a batch, in about 0.13 s, and never drops it: a loop whose batches all have
+    other sizes would plan at each step, and its memory would grow.
+    """
+    cuda = torch.backends.cuda
+    has_others = cuda.flash_sdp_enabled() and cuda.mem_efficient_sdp_enabled()
+    if not (has_others and cuda.cudnn_sdp_enabled()):
+        yield
+        return
+    cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(True)
+
+
 class KeptAttention:
     """What the attention of one forward gave, to run the same forward again without it.
 

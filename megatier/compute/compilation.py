@@ -108,6 +108,7 @@ class Compilation:
         if found != wanted:
             # Code that was compiled under other settings would be used again.
             torch.compiler.reset()
+            _forget_kernels()
 
         torch._functorch.config.activation_memory_budget = share
         torch._inductor.config.deterministic = deterministic
@@ -268,6 +269,12 @@ def _heed_kernels() -> None:
         )
         warnings.warn(text, stacklevel=4)
     _kernels = allowed
+
+
+def _forget_kernels() -> None:
+    """Let the next compiled call take any kernels that are allowed then, since nothing is compiled."""
+    global _kernels
+    _kernels = ()
 
 
 def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Size, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.modules import module as hooks_of_all
 from transformers import PreTrainedModel, masking_utils
 
+from megatier.compute.attention import without_cudnn
 from megatier.compute.compilation import Compilation
 from megatier.compute.matmul import Fp32Products
 from megatier.compute.tiles import Decision, TiledModule
@@ -73,6 +74,8 @@ class EngineOptions:
     """Take that off the GPU too, with inputs that are offloaded."""
     fp32_products: bool = False
     """Take bf16 products in fp32, for a CPU without bf16 instructions."""
+    any_shape: bool = False
+    """Whether each batch may have another size."""
     seed: int | None = None
     """Seed of the random numbers that a forward draws, for each step and group its own; None: torch's generators go on
     as they are, as loops of others expect."""
@@ -126,7 +129,7 @@ class UnitModel:
             tile_tokens=options.tile_tokens,
             keeps_attention=options.keeps_attention,
             offloads_attention=options.offloads_attention,
-            arithmetic=Fp32Products if options.fp32_products else nullcontext,
+            arithmetic=_arithmetic(options),
             model=skeleton,
             is_running=False,
         )
@@ -411,6 +414,15 @@ class UnitModel:
             guard(node)
 
         return node
+
+
+def _arithmetic(options: EngineOptions) -> Callable[[], AbstractContextManager[object]]:
+    """Return what stands around each forward and backward of a unit."""
+    if options.fp32_products:
+        return Fp32Products
+    if options.any_shape and options.device.type == "cuda":
+        return without_cudnn
+    return nullcontext
 
 
 def _lent(skeleton: PreTrainedModel, units: Sequence[Unit], user: Unit, name: str) -> list[Binding]:

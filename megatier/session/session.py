@@ -352,6 +352,7 @@ def _engine_options(setup: Setup, seed: int | None, *, any_shape: bool) -> Engin
         keeps_attention=work.keeps_attention,
         offloads_attention=work.offloads_attention,
         fp32_products=machine.takes_fp32_products(model),
+        any_shape=any_shape,
         seed=seed,
         # Without the guard the first step that is not finite ends the run.
         max_skips=config.numerics.max_skips if config.numerics.guard else 0,

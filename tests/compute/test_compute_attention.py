@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatier.compute.attention import KERNELS, KeptAttention, is_attention
+from megatier.compute.attention import KERNELS, KeptAttention, is_attention, without_cudnn
 from megatier.engine.activation import dropping
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -75,3 +76,31 @@ def test_kernels_of_attention_are_known() -> None:
     assert is_attention(FLASH)
     assert is_attention(torch.ops.higher_order.flex_attention)
     assert not is_attention(torch.ops.aten.mm.default)
+
+
+@pytest.fixture
+def _kernels() -> Iterator[None]:
+    cuda = torch.backends.cuda
+    before = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    yield
+    for enable, value in zip(
+        (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_cudnn_sdp), before, strict=True
+    ):
+        enable(value)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_attention_without_cudnn_leaves_the_setting_as_it_was() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    with pytest.raises(KeyError), without_cudnn(), without_cudnn():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        raise KeyError
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_attention_of_which_cudnn_is_the_only_fused_kernel_keeps_it() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cuda.enable_flash_sdp(False)
+    with without_cudnn():
+        assert torch.backends.cuda.cudnn_sdp_enabled()
