@@ -112,8 +112,8 @@ def draw(
         scales: rows of numbers below those of the steps.
         from_zero: whether the axis begins at 0; False: at the least value.
     """
-    drawn = {line: _buckets(line.points) for line in _distinct(lines)}
-    buckets = [bucket for runs in drawn.values() for run in runs for bucket in run]
+    runs_of = {line: _buckets(line.points) for line in _distinct(lines)}
+    buckets = [bucket for runs in runs_of.values() for run in runs for bucket in run]
     if not buckets:
         return ""
 
@@ -123,7 +123,7 @@ def draw(
     tone = -1
 
     # A dashed line keeps the colour of the line before it, so the tone goes on with the others alone.
-    for line, runs in drawn.items():
+    for line, runs in runs_of.items():
         if not runs:
             continue
         tone += not line.is_dashed
@@ -145,7 +145,8 @@ def draw(
     name = plain(title)
     svg = f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{name}">'
     head = f"<div><p><b>{name}</b></p>"
-    return "\n".join([head, legend(entries), f'<div class="wide">{svg}', *parts, "</svg></div></div>"])
+    rows = [head, legend(entries), f'<div class="wide">{svg}', *parts, "</svg></div></div>"]
+    return "\n".join(rows)
 
 
 def _marked(mark: Mark, axes: _Axes, style: str) -> str:
@@ -157,14 +158,16 @@ def _marked(mark: Mark, axes: _Axes, style: str) -> str:
             places.add(round(axes.x(step)))
 
     lines = [f"M{x} {TOP}V{BOTTOM}" for x in sorted(places)]
-    return f'<path class="{style}" d="{"".join(lines)}"/>'
+    path = "".join(lines)
+    return f'<path class="{style}" d="{path}"/>'
 
 
 def draw_bytes(title: str, lines: Sequence[Line]) -> str:
     """Return a chart of bytes, in the unit that fits; empty if no line has a finite point."""
+    # A step that lacks a size has NaN, which is not less than anything.
     sizes = [size for line in lines for _, size in line.points]
-    most = max((size for size in sizes if size < math.inf), default=0.0)
-    unit, scale = byte_unit(most)
+    finite = [size for size in sizes if size < math.inf]
+    unit, scale = byte_unit(max(finite, default=0.0))
 
     scaled = []
     for line in lines:
@@ -194,7 +197,8 @@ class _Axes:
         if high <= low and from_zero:
             high = low + 1
         elif high <= low:
-            low, high = low - 0.5, low + 0.5
+            high = low + 0.5
+            low -= 0.5
         high += HEADROOM * (high - low)
 
         steps = [bucket.x for bucket in buckets]
@@ -202,9 +206,10 @@ class _Axes:
 
     def x(self, step: float) -> float:
         """Return the pixels of a step; the middle if there is but one step."""
-        if self.last == self.first:
+        num_steps = self.last - self.first
+        if not num_steps:
             return (LEFT + RIGHT) / 2
-        share = (step - self.first) / (self.last - self.first)
+        share = (step - self.first) / num_steps
         return LEFT + share * (RIGHT - LEFT)
 
     def y(self, value: float) -> float:
@@ -217,8 +222,11 @@ class _Axes:
         for tick in _ticks(self.low, self.high):
             y = self.y(tick)
             yield f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/>'
+
+            # Letters stand on their y, so a number beside a line goes 4 pixels down to have its middle there.
             yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:,.10g}</text>'
 
+        # There is nothing between two steps, so their numbers are whole.
         steps = [*_ticks(self.first, self.last, least=1.0)]
         y = BOTTOM + 18
         for step in steps:
@@ -252,11 +260,13 @@ def _pointers(lines: Sequence[Line], axes: _Axes) -> Iterator[str]:
     shown = sorted(chosen)
     places = [axes.x(step) for step in shown]
     middles = [(one + two) / 2 for one, two in pairwise(places)]
-    columns = pairwise([LEFT, *middles, RIGHT])
-    for step, (left, right) in zip(shown, columns, strict=True):
+    borders = [LEFT, *middles, RIGHT]
+    for step, (left, right) in zip(shown, pairwise(borders), strict=True):
         width = max(right - left, 0.1)
-        words = plain(_said(step, figures), CELL_MAX)
         size = f'x="{left:.1f}" y="{TOP}" width="{width:.1f}" height="{BOTTOM - TOP}"'
+
+        # A browser shows the title of a shape under the pointer, without any script.
+        words = plain(_said(step, figures), CELL_MAX)
         yield f'<rect class="pointer" {size}><title>{words}</title></rect>'
 
 
@@ -290,6 +300,8 @@ def _ticks(low: float, high: float, least: float = 0.0) -> Iterator[float]:
     if high <= low:
         yield low
         return
+
+    # The second tick of an axis that begins at 0 is a round step.
     step = max(ticks(high - low)[1], least)
     while (high - low) / step > TICKS_MAX:
         step *= 2
@@ -311,39 +323,42 @@ def _buckets(points: Sequence[Point]) -> list[list[_Bucket]]:
 
         # A point that is not finite is left out of its bucket. A bucket of such points alone is a gap.
         finite = [point for point in group if abs(point[1]) < VALUE_MAX]
-        if finite and not run:
-            runs.append(run)
-        if finite:
-            xs, ys = zip(*finite, strict=True)
-            run.append(
-                _Bucket(
-                    x=fmean(xs),
-                    low=min(ys),
-                    mean=fmean(ys),
-                    high=max(ys),
-                )
-            )
-        else:
+        if not finite:
             run = []
+            continue
+        if not run:
+            runs.append(run)
+        xs, ys = zip(*finite, strict=True)
+        bucket = _Bucket(
+            x=fmean(xs),
+            low=min(ys),
+            mean=fmean(ys),
+            high=max(ys),
+        )
+        run.append(bucket)
     return runs
 
 
 def _run(run: Sequence[_Bucket], axes: _Axes, tone: str, *, is_dashed: bool) -> Iterator[str]:
     """Yield a line without a gap, its band if there is one, and dots if there are few points."""
+    # Buckets of one point each have no spread to show.
     if any(bucket.low < bucket.high for bucket in run):
         # The edge of the band goes along the greatest figures and back along the least.
-        over = [(bucket.x, bucket.high) for bucket in run]
-        back = [(bucket.x, bucket.low) for bucket in reversed(run)]
-        yield f'<path class="band fill-{tone}" d="{_path(over + back, axes)}Z"/>'
+        edge = [(bucket.x, bucket.high) for bucket in run]
+        edge += [(bucket.x, bucket.low) for bucket in reversed(run)]
+        yield f'<path class="band fill-{tone}" d="{_path(edge, axes)}Z"/>'
 
     means = [(bucket.x, bucket.mean) for bucket in run]
     style = f"{tone} dashed" if is_dashed else tone
     yield f'<path class="{style}" d="{_path(means, axes)}"/>'
 
+    # Dots of a long line would hide it.
     if is_dashed or len(run) > DOTS_MAX:
         return
     for step, value in means:
-        yield f'<circle class="fill-{tone}" cx="{axes.x(step):.1f}" cy="{axes.y(value):.1f}" r="2.5"/>'
+        x = axes.x(step)
+        y = axes.y(value)
+        yield f'<circle class="fill-{tone}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'
 
 
 def _path(points: Sequence[Point], axes: _Axes) -> str:

@@ -266,9 +266,14 @@ def _read(kind: type[T], record: Record, **made: Any) -> T:  # noqa: ANN401 - fi
         made: the fields that are not read so.
     """
     types = _types(kind)  # type: ignore[arg-type]  # mypy knows no hash of a type variable
-    names = types.keys() - made
-    read = {name: READERS[types[name]](record[name]) for name in names if record.get(name) is not None}
-    return kind(**made, **read)
+    fields = dict(made)
+    for name in types.keys() - made:
+        # None is what a field has that was not measured, and its default says the same.
+        value = record.get(name)
+        if value is not None:
+            read = READERS[types[name]]
+            fields[name] = read(value)
+    return kind(**fields)
 
 
 @cache
@@ -278,11 +283,14 @@ def _types(kind: type) -> dict[str, Any]:
 
 
 def _expected(record: Record) -> Expected:
-    if not (seconds := _figure(record["seconds"])):
+    # The page divides by it.
+    seconds = _figure(record["seconds"])
+    if not seconds:
         raise ValueError(record)
 
     # Older versions wrote no range.
-    low, high = map(_figure, record.get("seconds_range", (seconds, seconds)))
+    ends = record.get("seconds_range", (seconds, seconds))
+    low, high = map(_figure, ends)
     return _read(Expected, record, seconds_range=(low, high))
 
 
@@ -350,7 +358,11 @@ def _grown(before: ByName, after: ByName) -> dict[str, float]:
 
     If there is less than before, a process began without an opening record and counted from 0.
     """
-    began = any(after.get(queue, 0.0) < size for queue, size in before.items())
-    if began:
+    # Sums never shrink within a process.
+    shrunk = [queue for queue, size in before.items() if after.get(queue, 0.0) < size]
+    if shrunk:
         return dict(after)
-    return {queue: size - before.get(queue, 0.0) for queue, size in after.items()}
+    grown = {}
+    for queue, size in after.items():
+        grown[queue] = size - before.get(queue, 0.0)
+    return grown

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Self
 
-from megatier.errors import REMEDIES, ConfigError
+from megatier.errors import REMEDIES, ConfigError, mib
 from megatier.files import open_regular, read_regular, replace_file
 
 OTHER_DIRECTORY = "Set output.directory to a directory of yours."
@@ -58,9 +58,10 @@ class MetricsLog:
             ConfigError: the drive is full or gone.
         """
         # Made whole before it is written, and written at once: only a kill can leave half a line.
-        line = json.dumps(plain(record), allow_nan=False) + "\n"
+        line = json.dumps(plain(record), allow_nan=False)
+        encoded = f"{line}\n".encode()
         with refusing(f"write {self._path}"):
-            self._file.write(line.encode())
+            self._file.write(encoded)
 
     def cut_after(self, step: int) -> list[int]:
         """Drop the records of later steps, which a run that is resumed from a checkpoint writes again.
@@ -75,16 +76,23 @@ class MetricsLog:
         """
         with refusing(f"write {self._path}"):
             lines = read_regular(self._path).splitlines(keepends=True)
-            steps = [_step_of(line) for line in lines]
+            kept = []
+            not_records = []
+            for number, line in enumerate(lines, 1):
+                step_of_line = _step_of(line)
+                if step_of_line <= step:
+                    kept.append(line)
+                if not math.isfinite(step_of_line):
+                    not_records.append(number)
 
             # Whole or not at all, since a kill in here must not lose the records of the steps that stay.
-            replace_file(self._path, b"".join(line for line, its in zip(lines, steps, strict=True) if its <= step))
+            replace_file(self._path, b"".join(kept))
 
             # The file has another inode now.
             self._file.close()
             self._file = _append_to(self._path)
 
-        return [number for number, its in enumerate(steps, 1) if not math.isfinite(its)]
+        return not_records
 
     def close(self) -> None:
         """Close the file. Closing twice is safe."""
@@ -128,6 +136,11 @@ def format_count(number: float) -> str:
         # Two decimals beside three digits would be more than anyone reads.
         return f"{count:.3g}{suffix}" if number >= 100 * scale else f"{count:.2f}{suffix}"
     return f"{number:.0f}"
+
+
+def format_size(num_bytes: float) -> str:
+    """Return bytes, which medians and means may leave with a fraction."""
+    return mib(round(num_bytes))
 
 
 def format_share(part: float, whole: float) -> str:

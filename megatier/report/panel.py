@@ -85,15 +85,17 @@ def panel(
         losses: losses of the steps so far.
         compile_seconds: seconds that the steps so far waited for the compiler.
     """
+    # A line that wraps would make the panel jump as its figures change.
     columns = [Column(no_wrap=True) for _ in range(3)]
     grid = Table.grid(*columns, padding=(0, 2))
-    left = f"{report.step}/{num_steps}  ETA {format_seconds(seconds_left)}"
-    _row(grid, "step", _bar(report.step, num_steps), left)
+    left = format_seconds(seconds_left)
+    _row(grid, "step", _bar(report.step, num_steps), f"{report.step}/{num_steps}  ETA {left}")
 
     words = f"{report.loss:.4f}  lr {report.learning_rate:.2e}"
     if report.grad_norm is not None:
         words += f"  norm {report.grad_norm:.3f}"
-    _row(grid, "loss", Text(sparkline(losses.points)), words)
+    course = sparkline(losses.points)
+    _row(grid, "loss", Text(course), words)
     _row(grid, "tokens/s", Text(tokens_a_second(report)), f"{report.seconds:.3f} s/step")
 
     stalled = report.stalled_seconds
@@ -102,11 +104,14 @@ def panel(
     words = f"stalled {format_seconds(stalled)}, {share}, host {host}"
     _row(grid, "bound by", Text(bound_of(report)), words)
     if compile_seconds:
-        _row(grid, "compiled", Text(format_seconds(compile_seconds)), "so far, which counts in no step")
+        compiled = format_seconds(compile_seconds)
+        _row(grid, "compiled", Text(compiled), "so far, which counts in no step")
 
     if (slowest := report.slowest_rank) is not None:
-        words = f"{format_seconds(slowest.seconds)} itself, the fastest {format_seconds(slowest.least_seconds)}"
-        _row(grid, "slowest", Text(f"rank {slowest.rank} on {slowest.host}"), words)
+        seconds = format_seconds(slowest.seconds)
+        least = format_seconds(slowest.least_seconds)
+        name = f"rank {slowest.rank} on {slowest.host}"
+        _row(grid, "slowest", Text(name), f"{seconds} itself, the fastest {least}")
 
     for lane in in_row_order(report.busy_seconds):
         _lane_row(grid, lane, report)

@@ -180,7 +180,8 @@ def draw(events: Sequence[TraceEvent], title: str) -> str:
 def _summary(seconds: float, spent: Account) -> str:
     """Return the step in one line: how long it took, and what compute did."""
     busy = format_share(spent.compute_seconds, seconds)
-    stalled = format_seconds(sum(spent.stall_seconds.values()))
+    stalled_seconds = sum(spent.stall_seconds.values())
+    stalled = format_seconds(stalled_seconds)
     host = format_seconds(spent.host_seconds)
     return f"{format_seconds(seconds)} in all; compute busy {busy}, stalled {stalled}, host {host}"
 
@@ -198,16 +199,18 @@ def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str],
 
     # Spans of a colour are one path, so that thousands of them stay a small file.
     # Stalls come last in `colours`, so nothing covers them.
-    spans = _spans(events, use.lane)
+    spans_of = _spans(events, use.lane)
     for label, colour in colours.items():
-        merged = _merged(spans.get(label, ()), GAP_MIN)
+        if label not in spans_of:
+            continue
+        merged = _merged(spans_of[label], GAP_MIN)
         lines = [f"M{left:.1f} {middle:g}H{right:.1f}" for left, right in merged]
-        if lines:
-            path = "".join(lines)
-            yield f'<path d="{path}" stroke="{colour}" stroke-width="{BAR}"/>'
+        path = "".join(lines)
+        yield f'<path d="{path}" stroke="{colour}" stroke-width="{BAR}"/>'
 
+    busy = format_seconds(use.busy_seconds)
     share = format_share(use.busy_seconds, step_seconds(events))
-    figures = (format_seconds(use.busy_seconds), share, use.at_once)
+    figures = (busy, share, use.at_once)
     for right, figure in zip(FIGURES_RIGHT, figures, strict=True):
         yield text(right, middle + 4, figure, "end")
 
@@ -238,8 +241,9 @@ def _axis(seconds: float, top: int, bottom: int) -> Iterator[str]:
     unit, per_second = ("s", 1) if seconds >= 1 else ("ms", 1000)
     for tick in ticks(seconds):
         x = LEFT + PLOT * tick / seconds
+        time = f"{tick * per_second:g} {unit}"
         yield grid_line(x, top, bottom + 4)
-        yield text(x, bottom + 20, f"{tick * per_second:g} {unit}", "middle")
+        yield text(x, bottom + 20, time, "middle")
 
 
 def _legend(colours: Mapping[str, str], stalls: ByName) -> tuple[list[str], int]:
@@ -267,10 +271,13 @@ def _legend(colours: Mapping[str, str], stalls: ByName) -> tuple[list[str], int]
 def _colours(events: Sequence[TraceEvent]) -> dict[str, str]:
     """Return colours by label, for the labels that there are; stalls come last."""
     labels = {_label(event) for event in events if event.lane != STEP}
-    colours = {label: colour for label, colour in COLOURS.items() if label in labels}
+    colours = {}
+    for label, colour in COLOURS.items():
+        if label in labels:
+            colours[label] = colour
 
     # In an order of their own: a set has another one in each process, and pictures of two steps are compared.
-    causes = [label.removeprefix(STALL) for label in labels if label.startswith(STALL)]
+    causes = {event.cause for event in events if event.lane == "stall"}
     for cause in in_row_order(causes):
         colours[STALL + cause] = STALL_COLOURS.get(cause, STALL_COLOUR_OTHER)
     colours[IDLE] = TRACK
@@ -320,10 +327,13 @@ def _row_lane(event: TraceEvent) -> str:
 def _window(events: Iterable[TraceEvent]) -> tuple[int, int]:
     """Return start and end of the step, or else of all events together, in nanoseconds; (0, 0) without events."""
     events = list(events)
-    whole = [event for event in events if event.lane == STEP] or events
-    start_ns = min((event.start_ns for event in whole), default=0)
-    end_ns = max((event.end_ns for event in whole), default=0)
-    return start_ns, end_ns
+    whole = [event for event in events if event.lane == STEP]
+
+    # A trace that was cut has spans of a step whose own event is not in it.
+    counted = whole or events
+    starts_ns = [event.start_ns for event in counted]
+    ends_ns = [event.end_ns for event in counted]
+    return min(starts_ns, default=0), max(ends_ns, default=0)
 
 
 def _merged(spans: Iterable[Point], gap: float) -> list[Point]:

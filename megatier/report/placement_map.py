@@ -32,30 +32,32 @@ MEANINGS = {"gpu": "gpu", "ram": "ram", "nvme": "nvme", "slot": "in a slot until
 
 def draw(opening: RunStart) -> str:
     """Return the map with its legend."""
-    held = {kind for homes in opening.homes.values() for kind in homes}
-    kinds = [kind for kind in KINDS if kind in held]
-    units = list(opening.homes)
+    homes_of = opening.homes
+    kinds = [kind for kind in KINDS if any(kind in homes for homes in homes_of.values())]
     bottom = TOP + ROW * len(kinds)
-    width = min(CELL_MAX, (WIDTH - LEFT) / max(len(units), 1))
+    width = min(CELL_MAX, (WIDTH - LEFT) / max(len(homes_of), 1))
 
     parts = []
     for number, kind in enumerate(kinds):
         y = TOP + ROW * number
         parts.append(text(LEFT - 10, y + 17, kind, "end"))
-        for column, (unit, homes) in enumerate(opening.homes.items()):
+        for column, (unit, homes) in enumerate(homes_of.items()):
             # A frozen unit has no moments and no gradient, so its column has gaps.
             if kind in homes:
-                parts += _cell(LEFT + column * width, y, width, homes[kind], f"{unit} {kind}")
+                x = LEFT + column * width
+                parts += _cell(x, y, width, homes[kind], f"{unit} {kind}")
 
-    names = [unit.removeprefix("model.") for unit in units]
+    # Nearly every name begins with the same word, and there is little room for letters.
+    names = [unit.removeprefix("model.") for unit in homes_of]
     parts += _names(names, width, bottom)
     longest = max(map(len, names), default=0)
     height = bottom + 24 + LETTER_HEIGHT * min(NAME_MAX, longest)
 
-    used = {tier for homes in opening.homes.values() for tier in homes.values()}
+    used = {tier for homes in homes_of.values() for tier in homes.values()}
     colours = [(f"{tier} square", meaning) for tier, meaning in MEANINGS.items() if tier in used]
     svg = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="what lies where">'
-    return "\n".join([legend(colours), f'<div class="map wide">{svg}', *parts, "</svg></div>"])
+    rows = [legend(colours), f'<div class="map wide">{svg}', *parts, "</svg></div>"]
+    return "\n".join(rows)
 
 
 def _cell(x: float, y: float, width: float, tier: str, words: str) -> Iterator[str]:
@@ -70,7 +72,8 @@ def _cell(x: float, y: float, width: float, tier: str, words: str) -> Iterator[s
     yield f'<rect class="{tone}" x="{x:.2f}" y="{y}" {size}><title>{name}</title></rect>'
     if width >= NAMED_MIN:
         middle = x + width / 2
-        yield f'<text class="label" x="{middle:.1f}" y="{y + 17}" text-anchor="middle">{plain(tier, 5)}</text>'
+        place = f'x="{middle:.1f}" y="{y + 17}" text-anchor="middle"'
+        yield f'<text class="label" {place}>{plain(tier, 5)}</text>'
 
 
 def _names(names: list[str], width: float, top: float) -> Iterator[str]:
@@ -79,6 +82,7 @@ def _names(names: list[str], width: float, top: float) -> Iterator[str]:
     y = top + 14
     for column in range(0, len(names), every):
         x = LEFT + (column + 0.5) * width
+        place = f'x="{x:.1f}" y="{y}" text-anchor="end"'
+        slanted = f'transform="rotate(-50 {x:.1f} {y})"'
         name = plain(names[column], NAME_MAX)
-        turn = f"rotate(-50 {x:.1f} {y})"
-        yield f'<text x="{x:.1f}" y="{y}" text-anchor="end" transform="{turn}">{name}</text>'
+        yield f"<text {place} {slanted}>{name}</text>"

@@ -155,9 +155,13 @@ def _section(
     for index, row in enumerate(bars):
         middle = top + ROW * (index + 0.5)
         yield text(LEFT - 10, middle + 4, row.name, "end", NAME_MAX)
-        yield bar(LEFT, middle - BAR / 2, PLOT * row.value / most, BAR, row.colour)
+        width = PLOT * row.value / most
+        yield bar(LEFT, middle - BAR / 2, width, BAR, row.colour)
         if row.inner:
-            yield bar(LEFT, middle - INNER / 2, PLOT * row.inner / most, INNER, INSIDE)
+            inner_width = PLOT * row.inner / most
+            yield bar(LEFT, middle - INNER / 2, inner_width, INNER, INSIDE)
+
+        # Sections of links have fewer columns than those of drives.
         for right, figure in zip(COLUMNS_RIGHT, row.figures, strict=False):
             yield text(right, middle + 4, figure, "end")
 
@@ -178,9 +182,12 @@ def _curve(drive: DriveFigures, y: float) -> Iterator[str]:
     bottom = top + CURVE
     yield text(16, y, "sustained write: GB/s of each GiB, over GiB written")
 
+    def level_of(rate: float) -> float:
+        return bottom - CURVE * rate / most
+
     # Half of the ticks, as this plot is low.
     for tick in ticks(most)[::2]:
-        level = bottom - CURVE * tick / most
+        level = level_of(tick)
         yield text(LEFT - 10, level + 4, f"{tick:g}", "end")
         yield f'<path d="M{LEFT} {level:.1f}H{LEFT + PLOT}" stroke="#1f2933" stroke-opacity="0.2"/>'
 
@@ -190,11 +197,10 @@ def _curve(drive: DriveFigures, y: float) -> Iterator[str]:
     yield from _ticks_across(total_gib, bottom, bottom)
 
     # Steps and no slanted lines, because a rate is the mean over its whole step.
-    corners = []
+    path = f"M{LEFT} {level_of(rates[0]):.1f}"
     for index, rate in enumerate(rates, 1):
-        level = bottom - CURVE * rate / most
-        corners.append(f"V{level:.1f}H{LEFT + PLOT * index / len(rates):.1f}")
-    path = f"M{LEFT} {bottom - CURVE * rates[0] / most:.1f}{''.join(corners)}"
+        right = LEFT + PLOT * index / len(rates)
+        path += f"V{level_of(rate):.1f}H{right:.1f}"
     yield f'<path d="{path}" fill="none" stroke="{WRITE}" stroke-width="2"/>'
 
     knee = "no knee"

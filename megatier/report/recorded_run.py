@@ -18,6 +18,10 @@ from megatier.trace.events import ByName, TraceEvent
 SMOOTHING = 0.9
 """Weight of a point in a smoothed line, against that of the next one."""
 
+NO_STEP = "No step is on file yet."
+OLDER = "The run was recorded by an older version of megatier, which did not write this."
+"""What a section says instead of its figures."""
+
 Amounts = Callable[[Work], ByName]
 """Gives amounts of a step by name, such as the bytes that each queue moved."""
 
@@ -83,7 +87,8 @@ class RecordedRun:
         openings = self.history.openings
         began = openings[0].time if openings else ""
         try:
-            passed = datetime.fromisoformat(made[-1].time) - datetime.fromisoformat(began)
+            ended = datetime.fromisoformat(made[-1].time)
+            passed = ended - datetime.fromisoformat(began)
         except (ValueError, TypeError):
             # No time on file, or only one of the two with a zone.
             return format_seconds(sum(each.seconds + each.compile_seconds for each in made))
@@ -136,10 +141,12 @@ def behind_of(steps: Iterable[Step]) -> dict[str, list[float]]:
         slowest = step.slowest_rank
         if slowest is not None:
             name = f"rank {slowest.rank} on {slowest.host}"
-            behind[name].append(slowest.seconds - slowest.least_seconds)
+            seconds = slowest.seconds - slowest.least_seconds
+            behind[name].append(seconds)
 
-    often = sorted(behind, key=lambda name: -len(behind[name]))
-    return {name: behind[name] for name in often}
+    # The sort is stable, so of two that were the slowest equally often the one that was so first comes first.
+    often = sorted(behind.items(), key=lambda rank: -len(rank[1]))
+    return dict(often)
 
 
 def totals_of(steps: Iterable[Work], amounts: Amounts) -> Counter[str]:

@@ -79,12 +79,15 @@ def plain(words: str, most: int = TEXT_MAX) -> str:
 
 def ticks(most: float) -> list[float]:
     """Return 6 to 11 round numbers from 0 to at most a given one, which is above 0."""
-    power = 10.0 ** math.floor(math.log10(most / 10))
+    exponent = math.floor(math.log10(most / 10))
+    power = 10.0**exponent
 
     # The least of 1, 2, 5, 10 times a power of ten of which ten steps reach the end.
     # A billionth either way is rounding, and must not cost a tick.
     reached = most * (1 - 1e-9)
-    steps = [power * digit for digit in (1, 2, 5, 10)]
-    step = next(step for step in steps if step * 10 >= reached)
+    step = power
+    for digit in (2, 5, 10):
+        if step * 10 < reached:
+            step = power * digit
     num_steps = math.floor(most / step + 1e-9)
     return [index * step for index in range(num_steps + 1)]
