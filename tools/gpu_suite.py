@@ -1,6 +1,6 @@
 """Runs the tests marked `gpu` side by side on all GPUs of this host, and those of ranks on all of them at once.
 
-python tools/gpu_suite.py [--shard 2/3] [--beside 8] [--log FOLDER]
+python tools/gpu_suite.py [FILES] [--shard 2/3] [--beside 8] [--log FOLDER]
 
 A few tests of a file make one process, which sees one GPU. So the suite takes as long as its slowest tests, not as long
 as its largest files. Exits with 1 if a test failed.
@@ -30,9 +30,9 @@ COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"
 """Says how many processes of the compiler each process of tests may have. By default they are as many as cores."""
 
 
-def collected() -> list[str]:
-    """The ids of all tests marked `gpu`, file by file."""
-    found = subprocess.run([*PYTEST, "--collect-only"], cwd=ROOT, capture_output=True, text=True, check=True)
+def collected(files: list[str]) -> list[str]:
+    """The ids of the tests of these files that are marked `gpu`, file by file; none given: of all files."""
+    found = subprocess.run([*PYTEST, "--collect-only", *files], cwd=ROOT, capture_output=True, text=True, check=True)
     return [line for line in found.stdout.splitlines() if "::" in line]
 
 
@@ -100,6 +100,7 @@ def run_all(chunks: list[tuple[str, ...]], gpus: list[str], beside: int, log: Pa
 def main() -> None:
     """Collect, run, and say what failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="files of tests (all)")
     parser.add_argument("--shard", default="1/1", help="which part of how many (1/1)")
     parser.add_argument("--beside", type=int, default=8, help="processes at once on a GPU (8)")
     parser.add_argument("--log", type=Path, help="a folder for the output of each process")
@@ -112,7 +113,7 @@ def main() -> None:
     log = options.log or Path(tempfile.mkdtemp(prefix="gpu-suite-"))
     log.mkdir(parents=True, exist_ok=True)
 
-    chunks = list(processes(collected()))[shard - 1 :: shards]
+    chunks = list(processes(collected(options.files)))[shard - 1 :: shards]
     began = time.monotonic()
     failed = run_all(chunks, gpus, options.beside, log)
     seconds = time.monotonic() - began
