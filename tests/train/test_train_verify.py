@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,15 @@ from megatier._native import Batch
 from megatier.optim.optimizer import RunOptimizer
 from megatier.tier import Activations, Kind
 from megatier.train import verify
+
+ONE_POLICY = {
+    verify.Mode(verify.CLIP): (Activations.OFFLOAD,),
+    verify.Mode(None): (Activations.RECOMPUTE,),
+    **{mode: policies for mode, policies in verify.MODES.items() if mode.moments != "fp32"},
+}
+"""All modes, with one activation policy each."""
+ON_RANKS = (verify.Mode(verify.CLIP), verify.Mode(None, "fp8"))
+"""Of the modes, those that default tests try on ranks: each value of either setting."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +44,26 @@ def report_of(directory: Path, *, is_quick: bool = False, optimizer: str = "adam
     return agrees, written.getvalue()
 
 
-def test_verify_here_finds_every_placement_equal_and_leaves_nothing(tmp_path: Path) -> None:
-    agrees, report = report_of(tmp_path)
+def check_report(directory: Path, num_runs: int) -> None:
+    agrees, report = report_of(directory)
     assert agrees
-    assert report.count("equal") == 48
-    assert "48 runs of 1 steps, about " in report
+    assert report.count("equal") == num_runs
+    assert f"{num_runs} runs of 1 steps, about " in report
     assert report.count(" bf16 ") == report.count(" fp8 ") == 6
     assert "bit-identical" in report
-    assert list(tmp_path.iterdir()) == []
+    assert list(directory.iterdir()) == []
+
+
+def test_verify_here_finds_every_placement_equal_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "MODES", ONE_POLICY)
+    check_report(tmp_path, 24)
+
+
+@pytest.mark.slow
+def test_verify_here_finds_every_placement_equal_by_every_policy(tmp_path: Path) -> None:
+    check_report(tmp_path, 48)
 
 
 @pytest.mark.parametrize(("optimizer", "clip"), [("muon", verify.CLIP), ("muon", None), ("lion", verify.CLIP)])
@@ -64,6 +85,7 @@ def test_verify_that_is_quick_tries_every_placement_once(tmp_path: Path) -> None
 
 def test_verify_one_placement_that_differs_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "PLACEMENTS", dict(list(verify.PLACEMENTS.items())[:2]))
+    monkeypatch.setattr(verify, "MODES", ONE_POLICY)
     apply, count = RunOptimizer.apply, 0
 
     def unlucky(
@@ -90,11 +112,16 @@ def test_verify_one_placement_that_differs_fails(tmp_path: Path, monkeypatch: py
     assert "NOT identical" in report
 
 
-def verify_on_ranks(directory: Path, optimizer: str = "adamw", *, is_quick: bool = False) -> tuple[bool, str]:
-    """Verify on this rank, in short runs."""
-    for name, value in {"STEPS": 1, "SEQUENCES": 2, "SEQUENCE_LENGTH": 8}.items():
-        setattr(verify, name, value)
-    return report_of(directory, is_quick=is_quick, optimizer=optimizer)
+def verify_on_ranks(
+    directory: Path, optimizer: str = "adamw", *, is_quick: bool = False, modes: Sequence[verify.Mode] = ()
+) -> tuple[bool, str]:
+    """Verify on this rank, in short runs; of the modes in these alone, if there are any."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"STEPS": 1, "SEQUENCES": 2, "SEQUENCE_LENGTH": 8}.items():
+            patch.setattr(verify, name, value)
+        if modes:
+            patch.setattr(verify, "MODES", dict.fromkeys(modes, (Activations.KEEP,)))
+        return report_of(directory, is_quick=is_quick, optimizer=optimizer)
 
 
 def test_verify_with_muon_on_two_ranks_finds_every_placement_equal_to_one_process(tmp_path: Path) -> None:
@@ -103,12 +130,15 @@ def test_verify_with_muon_on_two_ranks_finds_every_placement_equal_to_one_proces
     assert report.count("equal") == len(verify.RANK_PLACEMENTS)
 
 
-def test_verify_on_two_ranks_finds_every_placement_equal_to_one_process(tmp_path: Path) -> None:
-    (agrees, report), (other_agrees, nothing) = POOL.run(verify_on_ranks, 2, tmp_path)
+@pytest.mark.parametrize("modes", [ON_RANKS, pytest.param(tuple(verify.MODES), marks=pytest.mark.slow)], ids=len)
+def test_verify_on_two_ranks_finds_every_placement_equal_to_one_process(
+    modes: Sequence[verify.Mode], tmp_path: Path
+) -> None:
+    (agrees, report), (other_agrees, nothing) = POOL.run(partial(verify_on_ranks, modes=modes), 2, tmp_path)
     assert agrees
     assert other_agrees
-    assert report.count("equal") == len(verify.RANK_PLACEMENTS) * 4
-    assert "20 runs of 1 steps on 2 ranks: bit-identical to one process" in report
+    assert report.count("equal") == len(verify.RANK_PLACEMENTS) * len(modes)
+    assert f"{5 * len(modes)} runs of 1 steps on 2 ranks: bit-identical to one process" in report
     assert nothing == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -117,4 +147,5 @@ def test_verify_tries_an_optimizer_in_the_modes_that_it_has() -> None:
     for optimizer, moments in {"adamw": ["fp32", "fp32", "bf16", "fp8"], "lion": ["fp32", "fp32"]}.items():
         modes = verify.modes_of(optimizer)
         assert [mode.moments for mode in modes] == moments
+        assert [modes[mode] for mode in modes][:2] == [tuple(Activations)] * 2
         assert [verify._settings("keep", mode, 1).optimizer for mode in modes] == [optimizer] * len(moments)
