@@ -34,15 +34,15 @@ from megatier.tier import Kind
 EVERYWHERE = [(place, ("keep", "recompute", "offload")[n % 3]) for n, place in enumerate(PLACES)]
 SOME = [("gpu", "offload"), ("ram_streamed", "keep"), ("nvme", "recompute"), ("nvme_twice", "keep")]
 RUNS = {
-    "all places": (Short(model="untied"), EVERYWHERE),
-    "groups, slices": (Short(model="tied", groups=3, slices=2), [*SOME, ("nvme_grads", "keep")]),
-    "immediate": (Short(model="untied", dtype="fp32", clip=None), SOME),
-    "experts": (Short(model="moe", clip=None, groups=3), SOME),
-    "experts in parts": (Short(model="moe", expert_parts=3), SOME),
-    "routers in fp32": (Short(model="routers", moments="bf16"), SOME),
+    "all places": (Short(model="untied"), [*SOME, ("gpu_ram_nvme", "keep"), ("nvme_grads", "offload")]),
+    "groups, slices": (Short(model="tied", groups=3, slices=2), [*SOME[1::2], ("nvme_grads", "keep")]),
+    "immediate": (Short(model="untied", dtype="fp32", clip=None), SOME[::2]),
+    "experts": (Short(model="moe", clip=None, groups=3), SOME[1::2]),
+    "experts in parts": (Short(model="moe", expert_parts=3), SOME[::2]),
+    "routers in fp32": (Short(model="routers", moments="bf16"), SOME[1::2]),
     "tiles": (Short(model="tied", tile_tokens=10, fused_loss=True), SOME[:2]),
 }
-"""Runs, and settings that must not change their numbers."""
+"""Runs, and settings that must not change their numbers. The slow tests try them everywhere."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,7 +57,21 @@ def test_muon_any_tier_and_activation_policy_gives_the_same_bits(name: str, tmp_
     run = replace(run, optimizer="muon")
     expected, others = placements_that_differ(run, settings, tmp_path)
     assert others == []
-    assert expected.losses[1:] != replace(run, optimizer="adamw")(tmp_path).losses[1:]
+    assert expected.losses[1] != replace(run, optimizer="adamw", steps=2)(tmp_path).losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_muon_gives_the_same_bits_everywhere(name: str, tmp_path: Path) -> None:
+    run, _ = RUNS[name]
+    run = replace(run, optimizer="muon")
+    # The other models lie on fewer tiers there, and where updates are immediate no gradient waits.
+    places = [
+        pair
+        for pair in EVERYWHERE
+        if (run.model == "untied" or "ram_nvme" not in pair[0]) and (run.clip or "grads" not in pair[0])
+    ]
+    assert placements_that_differ(run, places, tmp_path)[1] == []
 
 
 def test_muon_updates_before_the_norm_is_known_give_the_same_bits(tmp_path: Path) -> None:
