@@ -25,6 +25,8 @@ PLACES_INTERRUPTED = ("play", "store", "drives", "engine/gradient", "integration
 TRAIN = TrainConfig(steps=6, batch=6, groups=1, clip=0.5, weight_decay=0.1, learning_rate=1e-2)
 PLACES_OF_RESTORE = (*PLACES_INTERRUPTED, "session", "checkpoint", "integrations", "optim/masters", "tear")
 LAST = 4
+TRIES = pytest.mark.parametrize("tries", [4, pytest.param(20, marks=pytest.mark.slow)])
+"""At how many places a test interrupts, or at three times as many."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -116,9 +118,10 @@ def interrupted_submit(patch: pytest.MonkeyPatch, at: int) -> Iterator[list[int]
         yield count
 
 
+@TRIES
 @pytest.mark.parametrize("place", ["gpu_ram_nvme", "ram_streamed", "nvme_twice"])
 def test_interrupt_while_updates_are_submitted_is_said_until_state_is_loaded(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with streamed_on(place, tmp_path) as streamed:
         histories = Histories(streamed, tmp_path / "saved")
@@ -126,7 +129,7 @@ def test_interrupt_while_updates_are_submitted_is_said_until_state_is_loaded(
         with interrupted_submit(monkeypatch, -1) as count:
             work(streamed)
         torn = []
-        for at in range(0, count[0], max(1, count[0] // 7)):
+        for at in range(0, count[0], max(1, count[0] // tries)):
             streamed.restore(tmp_path / "saved")
             with contextlib.suppress(KeyboardInterrupt), interrupted_submit(monkeypatch, at):
                 work(streamed)
@@ -134,14 +137,17 @@ def test_interrupt_while_updates_are_submitted_is_said_until_state_is_loaded(
     assert any(torn)
 
 
+@TRIES
 @pytest.mark.parametrize("place", ["ram", "nvme_grads"])
-def test_interrupt_at_any_line_leaves_a_step_or_is_said_until_state_is_loaded(place: str, tmp_path: Path) -> None:
+def test_interrupt_at_any_line_leaves_a_step_or_is_said_until_state_is_loaded(
+    place: str, tries: int, tmp_path: Path
+) -> None:
     with streamed_on(place, tmp_path) as streamed:
         histories = Histories(streamed, tmp_path / "saved")
         streamed.restore(tmp_path / "saved")
         with interrupted(PLACES_INTERRUPTED) as lines:
             work(streamed)
-        for at in range(0, lines.count, max(1, lines.count // 7)):
+        for at in range(0, lines.count, max(1, lines.count // tries)):
             streamed.restore(tmp_path / "saved")
             with contextlib.suppress(KeyboardInterrupt), interrupted(PLACES_INTERRUPTED, at):
                 work(streamed)
@@ -202,8 +208,11 @@ def test_restore_that_fails_half_way_tears_the_state_and_mends_none(
         assert same(streamed.state_dict(), saved)
 
 
+@TRIES
 @pytest.mark.parametrize(("place", "is_torn"), [("ram", True), ("gpu_ram_nvme", False)])
-def test_restore_interrupted_at_any_line_leaves_what_was_or_is_said(place: str, is_torn: bool, tmp_path: Path) -> None:
+def test_restore_interrupted_at_any_line_leaves_what_was_or_is_said(
+    place: str, is_torn: bool, tries: int, tmp_path: Path
+) -> None:
     """Lines of a restore of whole state, and of one that mends, are tried at random."""
     with streamed_on(place, tmp_path) as streamed:
         histories = Histories(streamed, tmp_path / "saved")
@@ -211,7 +220,7 @@ def test_restore_interrupted_at_any_line_leaves_what_was_or_is_said(place: str, 
         with interrupted(PLACES_OF_RESTORE) as lines:
             streamed.restore(tmp_path / "saved")
         told = []
-        for at in sorted(random.Random(f"{place} {is_torn}").sample(range(lines.count), 24)):
+        for at in sorted(random.Random(f"{place} {is_torn}").sample(range(lines.count), 3 * tries)):
             if streamed.steps == 2:
                 step(streamed, 3)
                 streamed.state_dict()
