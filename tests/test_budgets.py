@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from small_commands import MODEL, command, metrics
 from transformers import AutoConfig, AutoModelForCausalLM
+from warm_python import WarmPython
 
 from megatier.cli import main
 from megatier.report import report
@@ -26,7 +25,7 @@ SLACK_BYTES = 256 * MIB
 
 @dataclass(frozen=True)
 class Watched:
-    """A run in a fresh process, in bytes."""
+    """A run in a process of its own, in bytes."""
 
     imported: int
     """Resident after imports."""
@@ -42,11 +41,9 @@ class Watched:
         return self.peak - self.imported
 
 
-def watch(folder: Path, settings: dict[str, Any]) -> Watched:
-    """Train in a fresh process."""
-    words = [sys.executable, __file__, *command(folder, settings)]
-    here = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(words, env=here, capture_output=True, text=True, check=False, timeout=540)
+def watch(python: WarmPython, folder: Path, settings: dict[str, Any]) -> Watched:
+    """Train in a process of its own."""
+    done = python.run([__file__, *command(folder, settings)], timeout=540)
     assert done.returncode == 0, done.stderr
     return Watched(**json.loads(done.stdout.splitlines()[-1]))
 
@@ -72,7 +69,7 @@ def num_parameters(hidden: int, layers: int) -> int:
     ],
 )
 def test_train_state_many_times_the_ram_budget_stays_within_it(
-    clip: object, share: int, hidden: int, tmp_path: Path
+    clip: object, share: int, hidden: int, tmp_path: Path, python: WarmPython
 ) -> None:
     layers = 13
     parameters = num_parameters(hidden, layers)
@@ -93,7 +90,7 @@ def test_train_state_many_times_the_ram_budget_stays_within_it(
         "train.steps": 2,
         "train.evaluate_batches": 1,
     }
-    run = watch(tmp_path, settings)
+    run = watch(python, tmp_path, settings)
     # Of each weight, remainder and both moments there is one copy, padded to pages; in RAM there are, besides, one
     # gradient of each parameter where clipping needs them all, and slots.
     assert state <= sum(run.state.values()) <= state + 5 * 4096 * 4 * (layers + 3)
@@ -112,7 +109,7 @@ def test_train_state_many_times_the_ram_budget_stays_within_it(
     ],
 )
 def test_train_adapters_over_a_base_many_times_the_ram_budget_stays_within_it(
-    hidden: int, layers: int, ram: int, tmp_path: Path
+    hidden: int, layers: int, ram: int, tmp_path: Path, python: WarmPython
 ) -> None:
     pytest.importorskip("peft")
     base = num_parameters(hidden, layers)
@@ -134,7 +131,7 @@ def test_train_adapters_over_a_base_many_times_the_ram_budget_stays_within_it(
         "train.steps": 2,
         "train.evaluate_batches": 1,
     }
-    run = watch(tmp_path, settings)
+    run = watch(python, tmp_path, settings)
     assert 2 * base > 2 * ram
     assert run.state["nvme"] < base
     assert run.others["ram"] <= ram

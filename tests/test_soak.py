@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import WarmPython
 
 SOAKED_RUNS = Path(__file__).parent / "support" / "soaked_runs.py"
 GROWTH_MAX = 2 << 20
@@ -19,10 +19,10 @@ Smaller ones that Python knows of break the count of tensors, at any number of s
 """
 
 
-def check_soaked_runs(folder: Path, num_steps: int, every: int, places: list[str]) -> None:
+def check_soaked_runs(python: WarmPython, folder: Path, num_steps: int, every: int, places: list[str]) -> None:
     """Train at each place; nothing grows, and the numbers are those of the first, which has all state in RAM."""
-    words = [sys.executable, str(SOAKED_RUNS), str(folder), str(num_steps), str(every), *places]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120 + num_steps * len(places))
+    words: list[str | Path] = [SOAKED_RUNS, folder, str(num_steps), str(every), *places]
+    done = python.run(words, timeout=120 + num_steps * len(places))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     for place in places:
@@ -44,10 +44,10 @@ def check_flat(place: str, samples: list[dict[str, Any]]) -> None:
     assert growth < GROWTH_MAX, (place, [(sample["step"], sample["rss"]) for sample in samples])
 
 
-def test_run_over_all_tiers_keeps_nothing_from_step_to_step(tmp_path: Path) -> None:
-    check_soaked_runs(tmp_path, 48, 12, ["ram", "spread_twice"])
+def test_run_over_all_tiers_keeps_nothing_from_step_to_step(tmp_path: Path, python: WarmPython) -> None:
+    check_soaked_runs(python, tmp_path, 32, 8, ["ram", "spread_twice"])
 
 
 @pytest.mark.slow
-def test_run_of_two_thousand_steps_over_all_tiers_keeps_nothing(tmp_path: Path) -> None:
-    check_soaked_runs(tmp_path, 2000, 100, ["ram", "spread", "spread_twice"])
+def test_run_of_two_thousand_steps_over_all_tiers_keeps_nothing(tmp_path: Path, python: WarmPython) -> None:
+    check_soaked_runs(python, tmp_path, 2000, 100, ["ram", "spread", "spread_twice"])
