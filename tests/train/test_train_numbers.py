@@ -69,12 +69,17 @@ def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(str(value) for value in mode.values()))
+# The exactness tests have the others, and every pair of a place and a policy.
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=[pytest.mark.slow] * (n > 1)) for n, mode in enumerate(MODES)],
+    ids=lambda mode: "-".join(str(value) for value in mode.values()),
+)
 def test_train_any_placement_moves_what_it_demands_and_gives_the_same_weights(
     mode: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = {}
-    few = "gpu", "nvme", "gpu_ram_nvme"  # the exactness tests have every pair
+    few = "gpu", "nvme", "gpu_ram_nvme"
     for place, tiers in PLACES.items() if mode is MODES[0] else ((place, PLACES[place]) for place in few):
         settings = {**tiers, **mode, "tiers.nvme": f"{tmp_path}:16MiB", "model.config.num_hidden_layers": 8}
         if settings.get("tiers.ram", "") is None:
