@@ -36,6 +36,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base_folder(tmp_path_factory.mktemp("base"))
 
 
+@pytest.fixture(scope="module")
+def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], bytes]:
+    """What a run comes to that nobody stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    before = torch.are_deterministic_algorithms_enabled()
+    with one_thread():
+        assert main(words(folder, base)) == 0
+    torch.use_deterministic_algorithms(before)
+    return trained(folder / "run")
+
+
 def words(folder: Path, base: Path, **settings: Any) -> list[str]:
     folder.mkdir(exist_ok=True)
     return command(folder, {"model.path": str(base), **RUN, **settings})
@@ -72,11 +83,8 @@ def test_train_with_adapters_writes_a_folder_that_peft_loads_with_the_same_logit
 
 
 def test_train_with_adapters_goes_on_from_checkpoints_and_savepoints_to_the_same_bits(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: tuple[list[float], bytes]
 ) -> None:
-    assert main(words(tmp_path / "whole", base)) == 0
-    whole = trained(tmp_path / "whole" / "run")
-
     saved = ended_run(tmp_path / "checkpoint", base, **{"output.checkpoint_every": 2})
     step = saved / "checkpoints" / "step-00000002"
     names = {path.name for group in ("params", "exp_avg", "exp_avg_sq") for path in (step / group).iterdir()}
@@ -112,9 +120,9 @@ def test_resume_and_export_refuse_another_base_by_name(tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize("saved", ["checkpoint", "savepoint", "nothing"])
 def test_resume_and_export_over_a_base_that_was_moved_say_which_option_names_its_place(
-    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: tuple[list[float], bytes]
 ) -> None:
-    assert main(words(tmp_path / "whole", base_folder(tmp_path / "base"))) == 0
+    base_folder(tmp_path / "base")
     spilling = {"tiers.state": "nvme", "tiers.gpu": "768KiB", "output.savepoint_every": 2, "tiers.generations": 2}
     saves: dict[str, dict[str, Any]] = {"checkpoint": {"output.checkpoint_every": 2}, "savepoint": spilling}
     run = ended_run(tmp_path / "run", tmp_path / "base", **saves.get(saved, {}))
@@ -139,7 +147,7 @@ def test_resume_and_export_over_a_base_that_was_moved_say_which_option_names_its
     assert main([*resumes, "--model.path", str(other)]) == 2
     assert "intermediate_size was 64 and is 96" in " ".join(capsys.readouterr().err.split())
     assert main([*resumes, "--model.path", str(moved)]) == 0
-    assert trained(run) == trained(tmp_path / "whole" / "run")
+    assert trained(run) == whole
     config = json.loads((run / "model" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(moved.resolve())
 

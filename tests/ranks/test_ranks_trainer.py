@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,28 @@ def fit(folder: Path, options: dict[str, Any], resumed: str | None = None) -> tu
         return {key: logged(trainer, key) for key in LOGGED}, weights
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder of one process that trains with no more options, and what it came to."""
+    folder = tmp_path_factory.mktemp("alone")
+    (found,) = POOL.run(fit, 1, folder, {})
+    return folder, found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two ranks that train as well."""
+    folder = tmp_path_factory.mktemp("two")
+    POOL.run(fit, 2, folder, {})
+    return folder
+
+
+def resumed(run: Path, folder: Path, size: int, checkpoint: str) -> list[Any]:
+    """What ranks come to that go on from a checkpoint of a run. They do so in a copy, since they write there."""
+    shutil.copytree(run / "run", folder / f"{size}/run")
+    return POOL.run(fit, size, folder / str(size), {}, str(folder / f"{size}/run/{checkpoint}"))
+
+
 def check(found: list[Any], expected: Any) -> None:
     """Compare what all ranks have with one process."""
     figures, weights = expected
@@ -62,31 +85,28 @@ def check(found: list[Any], expected: Any) -> None:
     ],
 )
 def test_trainer_on_ranks_logs_and_saves_what_one_process_does(
-    options: dict[str, Any], sizes: Sequence[int], tmp_path: Path
+    options: dict[str, Any], sizes: Sequence[int], tmp_path: Path, alone: tuple[Path, Any]
 ) -> None:
-    (alone,) = POOL.run(fit, 1, tmp_path / "1", options)
+    folder, expected = (tmp_path, *POOL.run(fit, 1, tmp_path, options)) if options else alone
     for size in sizes:
-        check(POOL.run(fit, size, tmp_path / str(size), options), alone)
+        check(POOL.run(fit, size, tmp_path / str(size), options), expected)
         for name in ("model.safetensors", "trainer_state.json"):
             found = tmp_path / f"{size}/run/checkpoint-4" / name
             assert (
-                name != "model.safetensors"
-                or found.read_bytes() == (tmp_path / "1/run/checkpoint-4" / name).read_bytes()
+                name != "model.safetensors" or found.read_bytes() == (folder / "run/checkpoint-4" / name).read_bytes()
             )
             assert found.exists()
 
 
-def test_trainer_on_ranks_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    (alone,) = POOL.run(fit, 1, tmp_path / "1", {})
-    POOL.run(fit, 2, tmp_path, {})
-    check(POOL.run(fit, 2, tmp_path, {}, str(tmp_path / "run/checkpoint-2")), alone)
+def test_trainer_on_ranks_goes_on_from_its_checkpoint(two: Path, tmp_path: Path, alone: tuple[Path, Any]) -> None:
+    check(resumed(two, tmp_path, 2, "checkpoint-2"), alone[1])
 
 
-def test_trainer_goes_on_with_other_numbers_of_ranks_bit_for_bit(tmp_path: Path) -> None:
-    (alone,) = POOL.run(fit, 1, tmp_path / "1", {})
-    POOL.run(fit, 2, tmp_path, {})
-    check(POOL.run(fit, 4, tmp_path, {}, str(tmp_path / "run/checkpoint-2")), alone)
-    check(POOL.run(fit, 1, tmp_path, {}, str(tmp_path / "run/checkpoint-4")), alone)
+def test_trainer_goes_on_with_other_numbers_of_ranks_bit_for_bit(
+    two: Path, tmp_path: Path, alone: tuple[Path, Any]
+) -> None:
+    check(resumed(two, tmp_path, 4, "checkpoint-2"), alone[1])
+    check(resumed(two, tmp_path, 1, "checkpoint-4"), alone[1])
 
 
 def go_on_with_other_groups(folder: Path) -> str:
