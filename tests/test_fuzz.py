@@ -214,17 +214,17 @@ def fuzz_header(draw: Draw, folder: Path) -> None:
 
 
 READERS = (
-    (fuzz_config, 75),
+    (fuzz_config, 30),
     (fuzz_override, 50),
-    (fuzz_convert, 30),
-    (fuzz_state, 200),
-    (fuzz_savepoint, 200),
-    (fuzz_array, 500),
-    (fuzz_chunks, 75),
-    (fuzz_metrics, 200),
-    (fuzz_report, 20),
-    (fuzz_rates, 150),
-    (fuzz_header, 1000),
+    (fuzz_convert, 15),
+    (fuzz_state, 80),
+    (fuzz_savepoint, 80),
+    (fuzz_array, 300),
+    (fuzz_chunks, 40),
+    (fuzz_metrics, 100),
+    (fuzz_report, 10),
+    (fuzz_rates, 60),
+    (fuzz_header, 600),
 )
 """Each with as many inputs as run in about half a second."""
 
@@ -258,4 +258,4 @@ def test_harmed_input_is_read_or_refused(reader: Callable[[Draw, Path], None], c
 @pytest.mark.slow
 @pytest.mark.parametrize(("reader", "count"), READERS, ids=lambda value: getattr(value, "__name__", ""))
 def test_much_harmed_input_is_read_or_refused(reader: Callable[[Draw, Path], None], count: int, tmp_path: Path) -> None:
-    fuzz(reader, count, 50 * count, tmp_path)
+    fuzz(reader, count, 120 * count, tmp_path)
