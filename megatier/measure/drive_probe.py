@@ -232,13 +232,14 @@ def try_threads(traffic: BlockTraffic, seconds: float) -> Trials:
         for count in THREADS[first:] + THREADS[:first]:
             traffic.set_threads(count)
             mixed = traffic.mixed(seconds)
-            tried[count].append((mixed.bytes_per_s, traffic.write(seconds).bytes_per_s))
+            writing = traffic.write(seconds)
+            tried[count].append((mixed.bytes_per_s, writing.bytes_per_s))
 
     # Medians, because a drive that pauses once must not decide.
     medians = {}
     for count, rates in tried.items():
-        mixing, writing = zip(*rates, strict=True)
-        medians[count] = (statistics.median(mixing), statistics.median(writing))
+        mixed_rates, write_rates = zip(*rates, strict=True)
+        medians[count] = (statistics.median(mixed_rates), statistics.median(write_rates))
     return medians
 
 
@@ -248,14 +249,15 @@ def fewest_threads(trials: Trials) -> int:
     Few threads are better than many: a single read waits longer the more threads write at the same time.
     """
     # The best mixed rate and the best writing rate may be those of different numbers.
-    best_mixed = max(mixed for mixed, _ in trials.values())
-    best_write = max(write for _, write in trials.values())
-    near = [
-        count
-        for count, (mixed, write) in trials.items()
-        if mixed >= AS_FAST * best_mixed and write >= AS_FAST * best_write
-    ]
-    return min(near) if near else max(trials, key=lambda count: trials[count][0])
+    least_mixed = AS_FAST * max(mixed for mixed, _ in trials.values())
+    least_write = AS_FAST * max(write for _, write in trials.values())
+    near = []
+    for count, (mixed, write) in trials.items():
+        if mixed >= least_mixed and write >= least_write:
+            near.append(count)
+    if near:
+        return min(near)
+    return max(trials, key=lambda count: trials[count][0])
 
 
 def drive_flags(figures: DriveFigures) -> tuple[str, ...]:
@@ -319,4 +321,5 @@ def knee(rates: Sequence[float]) -> int | None:
 
     # Medians, because one slow step in a level is no lower level.
     first = statistics.median(rates[:best])
-    return best if statistics.median(rates[best:]) <= KNEE_SHARE * first else None
+    last = statistics.median(rates[best:])
+    return best if last <= KNEE_SHARE * first else None

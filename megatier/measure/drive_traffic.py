@@ -84,7 +84,11 @@ class UpdatesBeside:
         Raises:
             CapacityError: there is less memory.
         """
-        self._traffic = UpdateTraffic(torch.device("cpu"), 2 * num_elements, chunk_elements=num_elements)
+        self._traffic = UpdateTraffic(
+            torch.device("cpu"),
+            2 * num_elements,
+            chunk_elements=num_elements,
+        )
         self._pool = adamw_threads(threads)
         self._flying: deque[_native.Batch] = deque()
 
@@ -155,7 +159,8 @@ class BlockTraffic:
 
     def close(self) -> None:
         """Remove the file."""
-        self._files.close()  # it comes first, since requests in flight still use the slots
+        # The files come first, since requests in flight still use the slots.
+        self._files.close()
         self._arena.close()
 
     @property
@@ -194,12 +199,13 @@ class BlockTraffic:
 
     def sustained(self, num_bytes: int) -> tuple[float, ...]:
         """Write so many bytes without a pause; return the rate of each GiB."""
-        num_blocks = -(-num_bytes // self._block_bytes)
+        num_blocks = math.ceil(num_bytes / self._block_bytes)
         indices = itertools.cycle(range(len(self._extents)))
-        writes = ((True, index) for index in itertools.islice(indices, num_blocks))
+        chosen = itertools.islice(indices, num_blocks)
+        writes = ((True, index) for index in chosen)
         began = time.perf_counter_ns()
-        ends = [end for _, end in self._run(writes, DEPTH)]
-        return step_rates(began, ends, self._block_bytes)
+        spans = self._run(writes, DEPTH)
+        return step_rates(began, [end for _, end in spans], self._block_bytes)
 
     def _reads(self, num_blocks: int) -> Iterator[Operation]:
         """Return reads of the first blocks, again and again; only once through the page cache."""
@@ -243,7 +249,8 @@ class BlockTraffic:
         # DEPTH counts for each way, and a mixed flow has two.
         spans = self._run(operations, DEPTH * len(ways), began + int(seconds * 1e9))
         if not self.is_direct:
-            self._leave_page_cache()  # bytes that were written count once they are on the drive
+            # Bytes that were written count once they are on the drive.
+            self._leave_page_cache()
 
         ended = time.perf_counter_ns()
         after = self._device.moved_bytes()
@@ -310,7 +317,8 @@ class BlockTraffic:
         """Drop the pages of the file from the page cache, once they are on the drive."""
         file = os.open(self._files.opened(0), os.O_RDWR | os.O_CLOEXEC)
         try:
-            os.fsync(file)  # dirty pages cannot be dropped
+            # Dirty pages cannot be dropped.
+            os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(file)
@@ -318,7 +326,10 @@ class BlockTraffic:
 
 def quantile(ordered: Sequence[float], share: float) -> float:
     """Return the least number that so large a share of them does not exceed; 0 if there are none."""
-    return ordered[max(1, math.ceil(share * len(ordered))) - 1] if ordered else 0.0
+    if not ordered:
+        return 0.0
+    num_within = max(1, math.ceil(share * len(ordered)))
+    return ordered[num_within - 1]
 
 
 def step_rates(began_ns: int, ends_ns: Iterable[int], block_bytes: int) -> tuple[float, ...]:
@@ -329,11 +340,14 @@ def step_rates(began_ns: int, ends_ns: Iterable[int], block_bytes: int) -> tuple
     ends = sorted(ends_ns)
     blocks = max(1, SUSTAINED_STEP_BYTES // block_bytes)
     blocks = min(blocks, max(1, len(ends)))
-    marks = [began_ns, *ends[blocks - 1 :: blocks]]
-
-    # Two blocks may have one moment, as far as the clock can tell.
     num_bytes = blocks * block_bytes
-    return tuple(num_bytes * 1e9 / max(1, end - start) for start, end in itertools.pairwise(marks))
+    marks = [began_ns, *ends[blocks - 1 :: blocks]]
+    rates = []
+    for start, end in itertools.pairwise(marks):
+        # Two blocks may have one moment, as far as the clock can tell.
+        lasted_ns = max(1, end - start)
+        rates.append(num_bytes * 1e9 / lasted_ns)
+    return tuple(rates)
 
 
 def window_rates(began_ns: int, ends_ns: Iterable[int], block_bytes: int, seconds: float) -> tuple[float, ...]:

@@ -94,17 +94,28 @@ class CopyTraffic:
 
     def to_gpu(self, until: Until) -> float:
         """Copy from RAM; return bytes per second."""
-        return self._piece * _pieces_per_s(partial(self._copy, 0), COPY_PIECES, COPY_DEPTH, until)
+        return self._bytes_per_s(self._begin_to_gpu, until)
 
     def to_ram(self, until: Until) -> float:
         """Copy to RAM; return bytes per second."""
-        return self._piece * _pieces_per_s(partial(self._copy, 1), COPY_PIECES, COPY_DEPTH, until)
+        return self._bytes_per_s(self._begin_to_ram, until)
 
-    def _copy(self, way: int, piece: int) -> Transfer:
-        offset = way * self._way_bytes + piece * self._piece
-        host = self._host.view(offset, self._piece)
-        device = self._device.view(offset, self._piece)
-        return self._lanes.to_ram("copy", host, device) if way else self._lanes.to_gpu("copy", device, host)
+    def _bytes_per_s(self, begin: Callable[[int], Transfer], until: Until) -> float:
+        pieces_per_s = _pieces_per_s(begin, COPY_PIECES, COPY_DEPTH, until)
+        return self._piece * pieces_per_s
+
+    def _begin_to_gpu(self, piece: int) -> Transfer:
+        host, device = self._views(piece * self._piece)
+        return self._lanes.to_gpu("copy", device, host)
+
+    def _begin_to_ram(self, piece: int) -> Transfer:
+        # Behind the bytes that go the other way, since both may be under way at once.
+        host, device = self._views(self._way_bytes + piece * self._piece)
+        return self._lanes.to_ram("copy", host, device)
+
+    def _views(self, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the bytes of a piece in RAM and on the GPU."""
+        return self._host.view(offset, self._piece), self._device.view(offset, self._piece)
 
 
 class UpdateTraffic:
@@ -126,7 +137,8 @@ class UpdateTraffic:
         Raises:
             CapacityError: there is less memory.
         """
-        self._chunk = min(chunk_elements, round_up(num_elements))  # so planes start at multiples of their width
+        # Rounded up, so that planes start at multiples of their width.
+        self._chunk = min(chunk_elements, round_up(num_elements))
         num_chunks = max(1, num_elements // self._chunk)
         self.num_elements = num_chunks * self._chunk
         self._arena = Arena(self.num_elements * STATE_BYTES_PER_PARAMETER, device, pin=pin)
@@ -144,27 +156,35 @@ class UpdateTraffic:
 
     def submit(self, pool: _native.ThreadPool, chunk: int) -> _native.Batch:
         """Begin to update the chunk of this number, which must not be under way."""
-        return pool.submit_adamw(self._addresses(chunk * self._chunk), True, [(0, self._chunk, 1.0)], SCALARS)
+        addresses = self._addresses(chunk * self._chunk)
+        return pool.submit_adamw(addresses, True, [(0, self._chunk, 1.0)], SCALARS)
 
     def on_cpu(self, threads: int, until: Until) -> float:
         """Update with native threads; return parameters per second."""
         num_chunks = self.num_elements // self._chunk
 
         # One chunk waits while another one is updated; no chunk is updated twice at once.
+        depth = min(2, num_chunks)
         with closing(adamw_threads(threads)) as pool:
-            return self._chunk * _pieces_per_s(partial(self.submit, pool), num_chunks, min(2, num_chunks), until)
+            begin = partial(self.submit, pool)
+            chunks_per_s = _pieces_per_s(begin, num_chunks, depth, until)
+        return self._chunk * chunks_per_s
 
     def on_gpu(self, seconds: float) -> float:
         """Update with the kernel of the GPU; return parameters per second."""
-        from megatier.optim.kernels import adamw  # Triton comes with the CUDA builds of torch only
+        # Triton comes with the CUDA builds of torch only.
+        from megatier.optim.kernels import adamw
 
         sizes = [width * self.num_elements for width in self.WIDTHS]
-        weight, remainder, exp_avg, exp_avg_sq, grad = self._arena.bytes[: sum(sizes)].split(sizes)
+        planes = self._arena.bytes[: sum(sizes)]
+        weight, remainder, exp_avg, exp_avg_sq, grad = planes.split(sizes)
+        state = (weight, remainder, exp_avg, exp_avg_sq, grad)
 
         def work() -> None:
-            adamw((weight, remainder, exp_avg, exp_avg_sq, grad), [(0, self.num_elements, 1.0)], SCALARS)
+            adamw(state, [(0, self.num_elements, 1.0)], SCALARS)
 
-        return self.num_elements * _alone_per_s(work, self._arena.bytes.device, seconds)
+        updates_per_s = _alone_per_s(work, planes.device, seconds)
+        return self.num_elements * updates_per_s
 
     def _addresses(self, start: int) -> tuple[int, int, int, int, int]:
         """Return where each plane has the element `start`. The planes lie one after the other, with all elements."""
@@ -216,6 +236,7 @@ def square_product(device: torch.device, size: int) -> Callable[[], object]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left = torch.randn(size, size, device=device, dtype=dtype)
     right = torch.randn(size, size, device=device, dtype=dtype)
+
     # Into one result, so that allocations are not measured.
     out = torch.empty_like(left)
     return partial(torch.mm, left, right, out=out)

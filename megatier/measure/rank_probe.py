@@ -161,10 +161,12 @@ def _seconds_each(ranks: Ranks, lane: Queue, work: Callable[[], None], seconds: 
         moves = _submit(lane, [work] * count)
         return max(ranks.agree(_span_s(moves)))
 
-    _span_s(_submit(lane, [work] * WARM_UPS))
+    warm_ups = _submit(lane, [work] * WARM_UPS)
+    _span_s(warm_ups)
 
     # From the time that all ranks agree on: with another count, one would wait for the others for ever.
-    count = max(1, round(seconds / (longest_s(1) or seconds)))
+    one_s = longest_s(1) or seconds
+    count = max(1, round(seconds / one_s))
     return longest_s(count) / count
 
 

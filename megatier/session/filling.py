@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -110,11 +111,11 @@ class Filling:
             progress(unit)
 
         # A master may be at home elsewhere than the moments.
-        spills = {
-            unit.name
-            for unit in units
-            if not set(unit.layout.schema.master_kinds).isdisjoint(self._blocks.spilled(unit.name))
-        }
+        spills = set()
+        for unit in units:
+            kinds = set(unit.layout.schema.master_kinds)
+            if kinds & set(self._blocks.spilled(unit.name)):
+                spills.add(unit.name)
         self._in_threads(units, spills, tasks_of, threads, end)
 
     def _in_threads(
@@ -138,12 +139,14 @@ class Filling:
             end: is called in this thread when a unit's tasks are done.
         """
         with ExitStack() as stack:
-            counts = {True: min(threads, UPDATE_DEPTH), False: threads}
-            pools = {
-                spills: stack.enter_context(closing(Workers(count, "megatier-fill")))
-                for spills, count in counts.items()
-            }
-            under_way: dict[bool, deque[tuple[Unit, list[Task[None]]]]] = {spills: deque() for spills in pools}
+            pools = {}
+            under_way: dict[bool, deque[tuple[Unit, list[Task[None]]]]] = {}
+            for spills, count in ((True, min(threads, UPDATE_DEPTH)), (False, threads)):
+                workers = Workers(count, "megatier-fill")
+                pools[spills] = stack.enter_context(closing(workers))
+                under_way[spills] = deque()
+
+            # Called before the pools are closed, which wait for their threads.
             self._is_left = False
             stack.callback(self._leave)
             for unit in _mixed(units, spilled):
@@ -185,11 +188,15 @@ class Filling:
         start, stop = elements
         values = self._buffer(elements)
         done = start
-        for first, piece in read(unit.layout.part(start, stop)):
+        run = unit.layout.part(start, stop)
+        for first, piece in read(run):
+            # Between two tensors there is padding, which no piece has.
             values[done - start : first - start] = 0
             done = first + piece.numel()
+
             # Not by torch, which would give a copy to a team of threads for each of ours.
-            np.copyto(values[first - start : done - start].numpy(), piece.numpy())
+            own = values[first - start : done - start].numpy()
+            np.copyto(own, piece.numpy())
         values[done - start :] = 0
         self._write(unit, kinds, elements, values)
 
@@ -200,9 +207,11 @@ class Filling:
 
     def _write(self, unit: Unit, kinds: Sequence[Kind], elements: Elements, values: Tensor) -> None:
         """Make a run's planes of its numbers, and start their way home."""
-        # All planes of a run are overwritten, so nothing is read before.
+        # Frozen elements lie in the weight plane alone, and a run never has both.
         schema = unit.layout.schema
         planes = (Kind.WEIGHT,) if elements[0] >= unit.layout.num_trained else kinds
+
+        # All planes of a run are overwritten, so nothing is read before.
         with self._blocks.open_state(unit.name, elements, planes, fresh=planes) as state:
             views = [state.planes[kind].view(plane_dtype(schema, kind)) for kind in planes]
             if Kind.REMAINDER in planes:
@@ -231,22 +240,30 @@ class Filling:
 
     def _buffer(self, elements: Elements) -> Tensor:
         """Return this thread's memory for the numbers of a run, whatever is in it."""
-        size = elements[1] - elements[0]
+        start, stop = elements
+        size = stop - start
         kept: Tensor | None = getattr(self._kept, "buffer", None)
         if kept is None or kept.numel() < size:
-            kept = self._kept.buffer = torch.empty(size, dtype=torch.float32, device="cpu")
+            kept = torch.empty(size, dtype=torch.float32, device="cpu")
+            self._kept.buffer = kept
         return kept[:size]
 
 
 def _mixed(units: Sequence[Unit], spilled: Collection[str]) -> list[Unit]:
     """Return the units so that those on NVMe come at even distances, and drives always have work."""
+    groups = (
+        [unit for unit in units if unit.name in spilled],
+        [unit for unit in units if unit.name not in spilled],
+    )
     placed: list[tuple[float, Unit]] = []
-    for spills in (True, False):
-        group = [unit for unit in units if (unit.name in spilled) is spills]
-        placed += [((number + 0.5) / len(group), unit) for number, unit in enumerate(group)]
+    for group in groups:
+        for number, unit in enumerate(group):
+            distance = (number + 0.5) / len(group)
+            placed.append((distance, unit))
 
-    # The sort is stable, so of two at one place the one on NVMe comes first.
-    return [unit for _, unit in sorted(placed, key=lambda found: found[0])]
+    # The sort is stable, so of two at one distance the one on NVMe comes first.
+    placed.sort(key=itemgetter(0))
+    return [unit for _, unit in placed]
 
 
 def _wait(unit: Unit, tasks: Sequence[Task[None]], end: Progress) -> None:

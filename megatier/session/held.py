@@ -123,7 +123,8 @@ class HeldWeights:
         self._taken.clear()
         self._forwards += 1
         share, free = self._memory()
-        self._room = free - 2 * share if self._forwards == PROMPT + 1 else 0
+        takes = self._forwards == PROMPT + 1
+        self._room = free - 2 * share if takes else 0
         if self._bytes and free < share:
             # First what torch keeps for itself, of which much may be in pieces that nobody uses again.
             self._give_back()
@@ -202,8 +203,10 @@ class HeldWeights:
     def _memory(self) -> tuple[int, int]:
         """Bytes of a share of the GPU, and those that are free."""
         if self._device.type == "cpu":
+            # RAM stands for the GPU's memory, and nothing but the arena and what is held is counted in it.
             total = self._limit_bytes or self._arena_bytes
-            return total // SHARES, total - self._arena_bytes - self.num_bytes
+            free = total - self._arena_bytes - self.num_bytes
+            return total // SHARES, free
         total, free = free_gpu_bytes(self._limit_bytes)
         return total // SHARES, free
 

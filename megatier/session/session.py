@@ -140,8 +140,9 @@ class Session:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # The other ranks may wait for this one, and closing for them. To a forked child nothing of this belongs.
-        if error is not None and self.ranks is not None and self.owner.is_here:
-            self.ranks.fail(error)
+        ranks = self.ranks if self.owner.is_here else None
+        if error is not None and ranks is not None:
+            ranks.fail(error)
         self.close()
 
     def close(self) -> None:
@@ -188,13 +189,15 @@ class Session:
 
     def _attach_base(self, work: Workload) -> tuple[str, ...]:
         """Say where frozen weights lie that are read from the model's own files; returns the units that have some."""
-        on_nvme = [name for name in work.in_place.parts if self.placement.homes[name, Kind.WEIGHT] is Tier.NVME]
+        homes = self.placement.homes
+        on_nvme = tuple(name for name in work.in_place.parts if homes[name, Kind.WEIGHT] is Tier.NVME)
         for name in on_nvme:
+            # Frozen weights never change, so all generations of a unit read the same bytes.
             for number in self.blocks.generations.places(name, Kind.WEIGHT):
                 assert self.store.files is not None
-                extent = self.store.extents[block_key(name, Kind.WEIGHT, number)]
-                self.store.files.attach(extent, work.in_place.parts[name])
-        return tuple(on_nvme)
+                key = block_key(name, Kind.WEIGHT, number)
+                self.store.files.attach(self.store.extents[key], work.in_place.parts[name])
+        return on_nvme
 
     @usual_defaults()
     def load(self, source: WeightReader, progress: Progress = lambda _: None) -> None:
@@ -241,10 +244,10 @@ class Session:
         weight = self.read_plane(unit, Kind.WEIGHT, start, stop)
         master = weight.float()
         is_split = Kind.REMAINDER in unit.layout.schema.kinds
-        if is_split and (trained := min(stop, unit.layout.num_trained) - start) > 0:
-            remainder = self.read_plane(unit, Kind.REMAINDER, start, start + trained)
-            join_master(weight[:trained], remainder, master[:trained])
-
+        num_trained = min(stop, unit.layout.num_trained) - start
+        if is_split and num_trained > 0:
+            remainder = self.read_plane(unit, Kind.REMAINDER, start, start + num_trained)
+            join_master(weight[:num_trained], remainder, master[:num_trained])
         return master
 
     def reading_masters(self) -> AbstractContextManager[Read | None]:
@@ -255,7 +258,8 @@ class Session:
         """Return elements of one of `wholes`, as `read_master` reads those of `units`. Every rank calls it alike."""
         if self.ranks is None:
             return self.read_master(whole, start, stop)
-        return WholeMasters(self.ranks, self.wholes, self.units, self.read_master).share(whole.name, start, stop)
+        masters = WholeMasters(self.ranks, self.wholes, self.units, self.read_master)
+        return masters.share(whole.name, start, stop)
 
     def read_plane(self, unit: Unit, kind: Kind, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of one kind of a unit's state, flat, on the CPU, in the kind's dtype.
@@ -271,9 +275,11 @@ class Session:
             if lower >= upper:
                 continue
 
+            # A plane is copied while its lease is held, since its slot goes to another run after that.
             with self.blocks.open_state(unit.name, (first, last), [kind]) as state:
                 plane = state.planes[kind].view(dtype)
-                result[lower - start : upper - start].copy_(plane[lower - first : upper - first])
+                wanted = plane[lower - first : upper - first]
+                result[lower - start : upper - start].copy_(wanted)
 
         return result
 

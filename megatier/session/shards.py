@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -52,7 +53,8 @@ class WholeMasters:
         """Return elements [start, stop) of a unit's masters to every rank. All of them call it alike."""
         whole = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         for first, values in self._pieces(unit, start, stop):
-            whole[first - start : first - start + values.numel()] = values
+            offset = first - start
+            whole[offset : offset + values.numel()] = values
         return whole
 
     def end(self) -> None:
@@ -68,18 +70,22 @@ class WholeMasters:
     def _pieces(self, unit: str, start: int, stop: int) -> list[Piece]:
         """Return all ranks' runs of the elements asked for, each with its first element in the whole unit."""
         with self._ranks.talking():
-            return [piece for own in self._ranks.agree(self._own_pieces(unit, start, stop)) for piece in own]
+            of_ranks = self._ranks.agree(self._own_pieces(unit, start, stop))
+            return list(chain.from_iterable(of_ranks))
 
     def _own_pieces(self, unit: str, start: int, stop: int) -> list[Piece]:
         """Return this rank's runs of the elements asked for, each with its first element in the whole unit."""
-        runs = []
-        for first, last, own in self._wholes[unit].layout.shard_runs(self._ranks.rank, self._ranks.size):
+        pieces = []
+        layout = self._wholes[unit].layout
+        for first, last, own in layout.shard_runs(self._ranks.rank, self._ranks.size):
             lower = max(first, start)
             upper = min(last, stop)
             if lower < upper:
+                # A shard numbers its elements from its own start.
                 shift = own - first
-                runs.append((lower, self._read(self._shards[unit], lower + shift, upper + shift)))
-        return runs
+                values = self._read(self._shards[unit], lower + shift, upper + shift)
+                pieces.append((lower, values))
+        return pieces
 
 
 @contextmanager

@@ -120,16 +120,20 @@ def efficiency(kernel: str, head_size: int, tokens: int, phase: Phase) -> float:
         tokens: tokens of a sequence.
         phase: forward or backward.
     """
-    kernels = MEASURED[min(MEASURED, key=lambda size: abs(size - head_size))]
+    nearest = min(MEASURED, key=lambda size: abs(size - head_size))
+    kernels = MEASURED[nearest]
     points = kernels.get(kernel, kernels[SDPA])[phase]
-    if tokens <= points[0][0]:
-        return points[0][1] / PRODUCTS
+    shortest, first_rate = points[0]
+    if tokens <= shortest:
+        return first_rate / PRODUCTS
 
     for (low, low_rate), (high, high_rate) in pairwise(points):
         if tokens <= high:
-            part = math.log(tokens / low) / math.log(high / low)
-            return (low_rate + part * (high_rate - low_rate)) / PRODUCTS
-    return points[-1][1] / PRODUCTS
+            share = math.log(tokens / low) / math.log(high / low)
+            rate = low_rate + share * (high_rate - low_rate)
+            return rate / PRODUCTS
+    _, last_rate = points[-1]
+    return last_rate / PRODUCTS
 
 
 def _seconds_per_flop(kernel: str, attention: Attention) -> float:

@@ -232,5 +232,10 @@ def free_gpu_bytes(limit_bytes: int | None) -> tuple[int, int]:
         limit_bytes: as for `limit_gpu`.
     """
     free_bytes, total_bytes = torch.cuda.mem_get_info()
-    most_bytes = total_bytes if limit_bytes is None else min(limit_bytes, total_bytes)
-    return most_bytes, min(free_bytes, most_bytes - (total_bytes - free_bytes))
+    most_bytes = total_bytes
+    if limit_bytes is not None:
+        most_bytes = min(limit_bytes, total_bytes)
+
+    # What anybody holds counts as ours, as it does in `limit_gpu`.
+    taken_bytes = total_bytes - free_bytes
+    return most_bytes, min(free_bytes, most_bytes - taken_bytes)

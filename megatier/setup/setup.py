@@ -59,8 +59,14 @@ class Setup:
         check_groups(config.train.groups, machine.world.ranks)
         config = config.changed({"model.compile": compiles(config.model, machine)})
         units = cut_units(model, config.model.expert_parts)
-        work = Workload.of(config, model, units, machine.world)
-        return cls(config=config, model=model, machine=machine, budgets=machine.budgets, units=units, work=work)
+        return cls(
+            config=config,
+            model=model,
+            machine=machine,
+            budgets=machine.budgets,
+            units=units,
+            work=Workload.of(config, model, units, machine.world),
+        )
 
     @classmethod
     def here(cls, config: RunConfig, model: PreTrainedModel, ranks: Ranks | None = None) -> Self:
@@ -74,19 +80,35 @@ class Setup:
             ConfigError, UnsupportedModelError: as for `of`.
         """
         own = self.config
-        assert all(getattr(own.model, name) == getattr(config.model, name) for name in OF_SKELETON)
+        for name in OF_SKELETON:
+            assert getattr(own.model, name) == getattr(config.model, name), name
         check_groups(config.train.groups, self.machine.world.ranks)
-        if (config.model.compile, config.model.compute_dtype) != (own.model.compile, own.model.compute_dtype):
+
+        # bf16 products that a CPU takes in fp32 are never compiled, so the dtype decides as well.
+        decided = (own.model.compile, own.model.compute_dtype)
+        if (config.model.compile, config.model.compute_dtype) != decided:
             config = config.changed({"model.compile": compiles(config.model, self.machine)})
 
         units = self.units
         if config.model.expert_parts != own.model.expert_parts:
             units = cut_units(self.model, config.model.expert_parts)
-        set_now = {name: getattr(config.tiers, name) for name in ("gpu", "ram")}
-        changed = {name: size for name, size in set_now.items() if size not in (None, getattr(own.tiers, name))}
-        budgets = replace(self.budgets, **changed)
-        work = Workload.of(config, self.model, units, self.machine.world)
-        return replace(self, config=config, budgets=budgets, units=units, work=work)
+        return replace(
+            self,
+            config=config,
+            budgets=self._budgets_with(config),
+            units=units,
+            work=Workload.of(config, self.model, units, self.machine.world),
+        )
+
+    def _budgets_with(self, config: RunConfig) -> Budgets:
+        """Return the budgets with those that another config sets."""
+        # A budget that the config leaves open, or has had before, stays as the machine or a search has made it.
+        budgets = self.budgets
+        for tier in ("gpu", "ram"):
+            num_bytes = getattr(config.tiers, tier)
+            if num_bytes is not None and num_bytes != getattr(self.config.tiers, tier):
+                budgets = replace(budgets, **{tier: num_bytes})
+        return budgets
 
     def changed(self, settings: Mapping[str, Any]) -> Self:
         """Return the same run with other settings, each under its dotted name; see `with_config`."""
@@ -121,9 +143,13 @@ def advised(short: PlanError, setup: Setup, place: Callable[[Setup], object]) ->
         setup: the run that was refused.
         place: tries a run, and raises PlanError if something is short.
     """
+    if not short.what.startswith(GPU_SLOTS):
+        return short
+
     # Powers of two are few, and one of them is at most twice the fewest parts that would do.
-    most = max_expert_parts(setup.model) if short.what.startswith(GPU_SLOTS) else 1
-    for parts in sorted({most, *(2**power for power in range(most.bit_length()))}):
+    most = max_expert_parts(setup.model)
+    numbers = {2**power for power in range(most.bit_length())} | {most}
+    for parts in sorted(numbers):
         if parts > setup.config.model.expert_parts and _fits_slots(setup, parts, place):
             remedy = f"{short.remedy} Or set model.expert_parts to {parts}: then slots take part of a layer's experts."
             return PlanError(short.what, short.needed_bytes, short.had_bytes, remedy)

@@ -47,9 +47,12 @@ def skeleton_of(config: ModelConfig, model_config: PretrainedConfig | None = Non
         ConfigError: a pattern of what is frozen, or a target of adapters, names nothing.
     """
     model_config = model_config or model_config_of(config)
-    is_coded = config.path is not None and config.adapters is not None and is_quantised(model_config)
-    plain = open_base(config, 0, model_config)[0] if is_coded else build_skeleton(model_config, config.attention)
-    return _adapted(plain, config)
+    has_base = config.path is not None and config.adapters is not None
+    if has_base and is_quantised(model_config):
+        model, _ = open_base(config, 0, model_config)
+    else:
+        model = build_skeleton(model_config, config.attention)
+    return _adapted(model, config)
 
 
 @usual_defaults()
@@ -104,7 +107,9 @@ def open_base(
         return open_quantised(folder, model_config, config.attention, dtype)
 
     model = build_skeleton(model_config, config.attention)
-    return model, SafetensorsFolder(folder, model) if folder is not None else Initialiser(model, seed)
+    if folder is None:
+        return model, Initialiser(model, seed)
+    return model, SafetensorsFolder(folder, model)
 
 
 def model_config_of(config: ModelConfig) -> PretrainedConfig:
@@ -197,8 +202,13 @@ def _complaint(error: BaseException) -> str:
 def _hint(settings: Mapping[str, Any]) -> str:
     """Return a question that names the nearest model type, if there is none of the name given."""
     given = settings.get("model_type")
-    near = get_close_matches(str(given)[:NAME_CHARACTERS_MAX], CONFIG_MAPPING, n=1)
-    return f"Did you mean {near[0]}?" if near and near[0] != given else ""
+    compared = str(given)[:NAME_CHARACTERS_MAX]
+
+    # Where the name itself is one of transformers, something else of the config was refused.
+    nearest = get_close_matches(compared, CONFIG_MAPPING, n=1)
+    if not nearest or nearest[0] == given:
+        return ""
+    return f"Did you mean {nearest[0]}?"
 
 
 def _check_keys(settings: Mapping[str, Any]) -> None:

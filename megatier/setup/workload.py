@@ -158,10 +158,10 @@ def boundary_width(model: PreTrainedModel) -> int:
     )
 
 
-def attention_parts(text: Any, tokens: int, item: int) -> tuple[int, int]:  # noqa: ANN401 - a config of any family
+def attention_parts(text: Any, tokens: int, item_bytes: int) -> tuple[int, int]:  # noqa: ANN401 - a config of any family
     """Bytes of what attention of one layer gives: its output, and an fp32 log-sum-exp for each head."""
     heads = tokens * int(text.num_attention_heads)
-    return heads * head_width(text) * item, heads * 4
+    return heads * head_width(text) * item_bytes, heads * 4
 
 
 def head_width(text: Any) -> int:  # noqa: ANN401 - a config of any family
@@ -173,7 +173,13 @@ def _update_flops(layout: Layout, ranks: int) -> float:
     """The most floating-point operations of products that the update of a rank's shard of a unit has."""
     if not layout.schema.by_matrix:
         return 0.0
-    return max(sum(matrix.flops for matrix in matrices_of(layout.shard(rank, ranks))) for rank in range(ranks))
+
+    # Matrices are dealt out whole, so ranks have unequal work, and all wait for the one that has most.
+    flops_of_ranks = []
+    for rank in range(ranks):
+        shard = layout.shard(rank, ranks)
+        flops_of_ranks.append(sum(matrix.flops for matrix in matrices_of(shard)))
+    return max(flops_of_ranks)
 
 
 def _policy(specs: Sequence[UnitSpec], config: RunConfig, options: IoOptions, world: World) -> Policy:
@@ -214,7 +220,8 @@ def _offloaded_bytes(config: RunConfig, model: PreTrainedModel, options: IoOptio
         return hidden_bytes
 
     parts = attention_parts(text, tokens // slices, dtype.itemsize)
-    return sum(round_up(size, options.granule_bytes) for size in (hidden_bytes, *parts * slices))
+    sizes = (hidden_bytes, *parts * slices)
+    return sum(round_up(size, options.granule_bytes) for size in sizes)
 
 
 def _activations(units: Sequence[Unit], train: TrainConfig, adapted: Collection[str]) -> dict[str, Activations]:
