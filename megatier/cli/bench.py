@@ -41,6 +41,7 @@ def run(argv: Sequence[str]) -> int:
     threads = _parsed("--threads", _threads, options.threads) if options.threads else default_threads()
     if not 0 < options.seconds < float("inf"):
         raise ConfigError(f"--seconds is {options.seconds:g}; give a number above 0.")
+    # Measuring takes minutes, so whatever could fail after it is looked at before.
     for path in filter(None, (options.output, options.picture)):
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: its directory does not exist. Create it first.")
@@ -327,6 +328,7 @@ def _keep(console: Console, rates: Rates, links: LinkFigures) -> Path | None:
         say(console, "rates not kept for `megatier plan`: some are not to be believed, as said above")
         return None
 
+    # No error of the command: the figures are printed all the same.
     try:
         path = cache_rates(rates, links.device)
     except OSError as error:

@@ -255,6 +255,7 @@ def _gds(has_gpu: bool, mounts: Sequence[MountBudget]) -> Iterator[Check]:
 def _kvikio(mounts: Sequence[MountBudget]) -> Check:
     """Read a block into GPU memory, in a process of its own, because kvikio hangs if the driver is incomplete."""
     remedy = "Leave tiers.gpu_direct off: megatier then reads NVMe through RAM."
+    # A directory in RAM has no drive that could be read past RAM.
     drives = [mount.directory for mount in mounts if not hardware.mount_of(mount.directory).is_memory]
     if not drives:
         return _warn("kvikio", "not tried: no directory on a drive", "Give one with --nvme.")
@@ -321,6 +322,7 @@ def _drive(given: MountBudget) -> Iterator[Check]:
     else:
         yield _ok("file system", found)
 
+    # A mount without a size takes what is free, so any amount is enough for it.
     found = f"{directory}: {mib(mount.free_bytes)} of {mib(mount.total_bytes)} on {mount.directory}"
     if mount.free_bytes < (given.num_bytes or 0):
         remedy = f"Less than the {mib(given.num_bytes or 0)} given. Free space, or give less: {directory}:SIZE."

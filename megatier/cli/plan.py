@@ -83,6 +83,7 @@ def run(argv: Sequence[str]) -> int:
     _print_plan(console, plan, chosen, has_gpu=not here or machine.device.type != "cpu")
     if loaded.tiers.nvme:
         say(console, f"NVMe: {threads} I/O threads each way, {why}.")
+    # How many steps epochs are is for the text to say, which a plan does not read.
     steps = None if loaded.train.epochs is not None else loaded.train.steps
     console.print(
         *_sentences(plan, steps, taken),

@@ -43,6 +43,7 @@ def run(argv: Sequence[str]) -> int:
 
     if not argv:
         raise ConfigError("give a config: `megatier train run.yaml`. `megatier train --help` lists all settings.")
+    # The file may be left out, if the command line has all that a run needs.
     path = Path(argv[0]) if argv and not argv[0].startswith("-") else None
     words = argv[1:] if path else argv
     loaded, given = config_file.load_given(path, words)

@@ -174,6 +174,8 @@ def _overlap(split: str, other: str) -> bool:
     ones = [name.strip() for name in split.split("+")]
     twos = [name.strip() for name in other.split("+")]
     for one, two in itertools.product(ones, twos):
-        if one == two or one.startswith(f"{two}[") or two.startswith(f"{one}["):
+        one_is_slice = one.startswith(f"{two}[")
+        two_is_slice = two.startswith(f"{one}[")
+        if one == two or one_is_slice or two_is_slice:
             return True
     return False

@@ -51,7 +51,9 @@ def load_given(
     tree = {} if path is None else _read_sections(path)
 
     # A run writes numbers of bytes without a unit, also those of small models.
-    written = {} if is_saved else tree.get("tiers", {})
+    written: Mapping[str, Any] = {}
+    if not is_saved:
+        written = tree.get("tiers", {})
     check_units(written, overrides)
 
     _check_text(overrides)

@@ -44,7 +44,9 @@ class OutputConfig(Section):
     def __post_init__(self) -> None:
         """Check each value."""
         self.read()
-        self.need("directory", self.directory != "", "a path")
+        is_named = self.directory != ""
+        self.need("directory", is_named, "a path")
+
         # The tokenizers library writes to no other path, which would be found when the run is over.
         self.need("directory", _is_text(self.directory), "a path in UTF-8")
         every = self.checkpoint_every

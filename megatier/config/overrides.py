@@ -65,8 +65,9 @@ def laid_over(tree: Mapping[str, Mapping[str, Any]], overrides: Sequence[str]) -
         for parent in parents:
             # Copied on the way, since the sections may be another's.
             inner = target.get(parent)
-            target[parent] = dict(inner) if isinstance(inner, dict) else {}
-            target = target[parent]
+            copied = dict(inner) if isinstance(inner, dict) else {}
+            target[parent] = copied
+            target = copied
         target[leaf] = value
     return laid
 

@@ -98,9 +98,9 @@ class Section:
             kept = _kept(value, types)
             if kept is None:
                 found = "null" if value is None else told(value)
-                raise ConfigError(
-                    f"{self.dotted(key)} is {found}; it must be {in_message(hint)}. {field_docs(section)[key]}"
-                )
+                allowed = in_message(hint)
+                doc = field_docs(section)[key]
+                raise ConfigError(f"{self.dotted(key)} is {found}; it must be {allowed}. {doc}")
 
             # A section is frozen, so its fields are set past its own `__setattr__`.
             object.__setattr__(self, key, kept)

@@ -165,7 +165,8 @@ def read_text_of(path: Path) -> str:
         ConfigError: it cannot be read, or is larger than any config.
     """
     try:
-        return read_input(path, YAML_BYTES_MAX, ConfigError, pipes=True).decode("utf-8")
+        raw = read_input(path, YAML_BYTES_MAX, ConfigError, pipes=True)
+        return raw.decode("utf-8")
     except FileNotFoundError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Check its name.") from error
     except UnicodeDecodeError as error:
@@ -209,7 +210,8 @@ def _check_unfolded(root: yaml.Node | None) -> None:
         count += 1
         if isinstance(node, yaml.ScalarNode):
             num_characters += len(node.value)
-        if count > YAML_VALUES_MAX or depth > YAML_DEPTH_MAX or num_characters > YAML_CHARACTERS_MAX:
+        is_large = count > YAML_VALUES_MAX or num_characters > YAML_CHARACTERS_MAX
+        if is_large or depth > YAML_DEPTH_MAX:
             raise ConfigError(TOO_MUCH)
 
 
@@ -220,6 +222,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
         # A merge key, `<<`, may come as often as there are mappings to merge.
         if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
             continue
+        # PyYAML counts lines from 0.
         if key.value in seen:
             line = key.start_mark.line + 1
             raise ConfigError(f"{shown(key.value)} is given twice, again in line {line}. Remove one of them.")
@@ -237,9 +240,11 @@ def parse_mount(text: str, setting: str = "tiers.nvme") -> MountBudget:
     if not colon:
         directory = text
 
-    require(directory.strip() != "", setting, text, "DIR or DIR:SIZE, such as /mnt/a:500GiB")
+    directory = directory.strip()
+    require(directory != "", setting, text, "DIR or DIR:SIZE, such as /mnt/a:500GiB")
     try:
-        return MountBudget(Path(directory.strip()), parse_bytes(size) if colon else None)
+        num_bytes = parse_bytes(size) if colon else None
+        return MountBudget(Path(directory), num_bytes)
     except ConfigError as error:
         raise ConfigError(f"{setting} is {text!r}: {error}") from error
 

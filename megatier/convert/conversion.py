@@ -115,12 +115,13 @@ class Conversion:
         Raises:
             ConfigError: the value is no such text.
         """
+        value = self.raw(key)
         bound = "text"
         fits: Callable[[Any], bool] = _is_plain
         if among:
             bound = f"one of {', '.join(among)}"
             fits = among.__contains__
-        text: str | None = self.checked(key, self.raw(key), bound, fits)
+        text: str | None = self.checked(key, value, bound, fits)
         return text
 
     def checked(self, key: str, value: Any, bound: str, fits: Callable[[Any], bool]) -> Any:  # noqa: ANN401
@@ -144,8 +145,9 @@ class Conversion:
         """
         # A later carry overrides an earlier one, as keys of the source override each other.
         self.settings |= settings
-        carried = ", ".join(f"{name}: {_written(value)}" for name, value in settings.items())
-        words = "; ".join(filter(None, (carried, remark)))
+        assigned = [f"{name}: {_written(value)}" for name, value in settings.items()]
+        carried = ", ".join(assigned)
+        words = f"{carried}; {remark}" if carried and remark else carried or remark
         self._found(key, "carried", words, differs=differs)
 
     def default(self, key: str, *settings: str) -> None:
@@ -180,15 +182,15 @@ class Conversion:
         If the file has none, the other trainer's default is carried, if there is one. Without that, ours stands.
         """
         is_open = self.raw(key) is None
-        if is_open and default is not None:
-            self.carry(key, {setting: default}, remark, differs=differs)
-        elif is_open:
+        if is_open and default is None:
             self.default(key, setting)
-        else:
-            self.carry(key, {setting: value}, remark, differs=differs)
+            return
+        carried = default if is_open else value
+        self.carry(key, {setting: carried}, remark, differs=differs)
 
     def leave_below(self, section: str, why: str) -> None:
         """Leave all keys of a section that are still waiting, whose counterparts change numbers."""
+        # A list, since `leave` takes keys out of what waits.
         for key in [key for key in self._waiting if key.startswith(f"{section}.")]:
             self.leave(key, why, differs=True)
 

@@ -113,7 +113,8 @@ def _optimizer(made: Conversion, key: str) -> None:
     if kind == "muon":
         remark = "in Moonshot's form, whose learning rate is that of AdamW: set train.learning_rate"
         made.carry(key, {"train.optimizer": "muon"}, remark, differs=True)
-        made.send("optimizer.params.momentum", "train.momentum", made.number("optimizer.params.momentum"))
+        momentum = made.number("optimizer.params.momentum")
+        made.send("optimizer.params.momentum", "train.momentum", momentum)
         made.leave_below("optimizer", "a setting of another form of Muon")
     elif kind == "lion":
         made.carry(key, {"train.optimizer": "lion", "train.beta2": 0.99})
@@ -175,6 +176,7 @@ def _schedule(made: Conversion, key: str) -> None:
 
 def _tiers(made: Conversion, key: str) -> None:
     """Convert what says where state lies: the mounts and `cpu`. Budgets decide the rest here."""
+    # On the CPU a mount may be named as well, of which DeepSpeed makes nothing.
     device = made.text(f"{key}.device", "none", "cpu", "nvme", AUTO)
     path = made.text(f"{key}.nvme_path")
     if device != "nvme":

@@ -73,6 +73,7 @@ def _adapters(made: Conversion) -> None:
         "modules_to_save": _names(made, "additional_target"),
     }
     made.carry("finetuning_type", {"model.lora": lora}, "needs megatier[lora]")
+    # One setting of ours has all of these, and each of them gets its finding.
     for key in LORA_KEYS:
         made.agree(key, "see finetuning_type")
 
@@ -94,7 +95,8 @@ def _computing(made: Conversion, key: str) -> None:
     dtype = "bf16" if any(map(made.raw, (key, "pure_bf16", "fp16"))) else "fp32"
     made.carry(key, {"model.compute_dtype": dtype}, "masters and moments are fp32")
 
-    attention = ATTENTION.get(made.text("flash_attn") or "")
+    written = made.text("flash_attn") or ""
+    attention = ATTENTION.get(written)
     if attention:
         made.carry("flash_attn", {"model.attention": attention})
     why = "model.attention stays sdpa, which keeps documents apart (docs/data.md)"
@@ -139,7 +141,8 @@ def _steps(made: Conversion, key: str) -> None:
         made.carry("max_steps", {"train.steps": int(steps)})
         made.leave("num_train_epochs", "max_steps goes before it, as there")
     else:
-        made.send("num_train_epochs", "train.epochs", made.number("num_train_epochs"), default=3.0)
+        epochs = made.number("num_train_epochs")
+        made.send("num_train_epochs", "train.epochs", epochs, default=3.0)
         made.agree("max_steps", "none, as there")
 
 

@@ -23,7 +23,8 @@ def _dtype(made: Conversion, key: str) -> None:
 def _devices(made: Conversion, key: str) -> None:
     devices = made.raw(key)
     # A list of several means that each takes its part of the batch.
-    if isinstance(devices, list) and len(devices) > 1:
+    are_several = isinstance(devices, list) and len(devices) > 1
+    if are_several:
         made.leave(key, "torchrun starts a rank for each GPU; the batch is that of all of them together")
     elif devices is not None:
         made.leave(key, ONE_DEVICE)
@@ -125,7 +126,8 @@ def _optimizer(made: Conversion, key: str) -> None:
     if kind in ("deepspeed_adam", "adamw"):
         made.agree(key, "AdamW, as train.optimizer says")
     elif kind is not None:
-        made.leave(key, f"train.optimizer is {in_words(OPTIMIZER_NAMES)}", differs=True)
+        names = in_words(OPTIMIZER_NAMES)
+        made.leave(key, f"train.optimizer is {names}", differs=True)
 
 
 # The numbers are MegaTrain's defaults: a run there had them even if its file does not say so.

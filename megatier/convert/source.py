@@ -87,7 +87,8 @@ def _read(path: Path) -> Mapping[str, Any]:
             tree = parse_yaml(text)
         except ConfigError as refusal:
             # What begins like JSON was meant as JSON, so its parser's reason helps more than that of YAML's.
-            said = f"no valid JSON: {error}" if text.lstrip().startswith("{") else refusal
+            is_meant_as_json = text.lstrip().startswith("{")
+            said = f"no valid JSON: {error}" if is_meant_as_json else refusal
             raise ConfigError(f"{path} is {said}. Give a YAML or JSON file.") from refusal
 
     if not isinstance(tree, dict):

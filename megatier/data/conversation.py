@@ -203,6 +203,7 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Con
     Raises:
         DataError: it does not, or the tools are none.
     """
+    # In the order in which they speak, for the message.
     roles = dict.fromkeys(message["role"] for message in messages)
     if ASSISTANT not in roles:
         remedy = "Leave the record out."

@@ -51,9 +51,11 @@ def read_text(path: Path, found: Format) -> str:
     """
     raw = bytearray()
     for piece in _pieces(path, found):
+        # Checked as it grows: a few compressed bytes may stand for more than RAM holds.
         raw += piece
         _check_size(path, len(raw))
-    return decode(bytes(raw), str(path)).removeprefix(BOM)
+    text = decode(bytes(raw), str(path))
+    return text.removeprefix(BOM)
 
 
 def read_lines(path: Path, found: Format) -> Iterator[tuple[bytes, int]]:
@@ -92,6 +94,7 @@ def decode(raw: bytes, place: str, offset: int = 0) -> str:
     Raises:
         DataError: they are no text. Says what they are, if that can be seen, and the byte.
     """
+    # Only the beginning of a file says what it is.
     if offset == 0 and (said := said_of(raw)) is not None:
         raise DataError(f"{place}: the file {said}.")
     try:

@@ -90,7 +90,8 @@ class Packer:
                 first = 0
 
             # A piece may end several rows further on.
-            self._left = self._row - (self._row - self._left + len(piece)) % self._row
+            taken = self._row - self._left + len(piece)
+            self._left = self._row - taken % self._row
             yield piece
 
     def end(self) -> Iterator[NDArray[np.int64]]:
@@ -124,8 +125,9 @@ class Packer:
         self._window_bytes = 0
         self._handed_on = []
 
-        rows = best_fit([len(piece) for piece in pieces], self._row)
-        used = [sum(len(pieces[number]) for number in numbers) for numbers in rows]
+        sizes = [len(piece) for piece in pieces]
+        rows = best_fit(sizes, self._row)
+        used = [sum(sizes[number] for number in numbers) for numbers in rows]
         emptiest = min(range(len(rows)), key=used.__getitem__, default=None)
 
         for place, numbers in enumerate(rows):
@@ -155,7 +157,10 @@ class Packer:
         for ids in _tokens(document, self._config, self._tokenizer):
             self._look_at(ids)
             yield ids << MARK_BITS | LEARNT
-        yield np.asarray([self._tokenizer.eos_token_id << MARK_BITS | LEARNT])
+
+        # The end of a text is learnt too.
+        end = self._tokenizer.eos_token_id << MARK_BITS | LEARNT
+        yield np.asarray([end])
 
     def _tokenise_chats(self, conversations: Sequence[Conversation]) -> Iterator[NDArray[np.int64]]:
         """Yield the marked tokens of each conversation that is not left out."""
@@ -217,6 +222,7 @@ def _cut(tokens: NDArray[np.int64], row: int) -> Iterator[NDArray[np.int64]]:
     """Yield pieces of a row at most, each a document of its own."""
     for start in range(0, len(tokens), row):
         piece = tokens[start : start + row]
+        # Nothing in a row sees the row before.
         piece[0] |= FIRST
         yield piece
 

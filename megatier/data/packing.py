@@ -244,8 +244,9 @@ def num_real_tokens(batch: Mapping[str, torch.Tensor]) -> int:
 
 def settings_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return everything that the tokens follow from, but for the contents of files, as JSON."""
-    made_by = [type(tokenizer).__name__, tokenizer.name_or_path, len(tokenizer), tokenizer.eos_token_id]
-    settings = {**dataclasses.asdict(config), "made_by": made_by, "template": tokenizer.chat_template}
+    settings = dataclasses.asdict(config)
+    settings["made_by"] = [type(tokenizer).__name__, tokenizer.name_or_path, len(tokenizer), tokenizer.eos_token_id]
+    settings["template"] = tokenizer.chat_template
 
     # Versions that had no such setting left nothing out either.
     if not config.skip_bad:
@@ -310,8 +311,8 @@ class _TokenWriter:
             count += len(piece)
 
             # The first token of a document that is apart has nothing before it from which it could be told.
-            unlearnt_marks = FIRST if self.is_apart else 0
-            is_learnt = piece & (LEARNT | unlearnt_marks) == LEARNT
+            marks = LEARNT | FIRST if self.is_apart else LEARNT
+            is_learnt = piece & marks == LEARNT
             self.num_learnt += int(np.count_nonzero(is_learnt))
             raw = piece.astype(self.dtype).tobytes()
             self.file.write(raw)

@@ -260,7 +260,8 @@ def _read_table(path: Path, file_format: str) -> Iterator[Any]:
         version = FileVersion.of(file.fileno())
         try:
             # A second descriptor, since pyarrow closes what it has read.
-            for batch in _batches(arrow, parquet, os.fdopen(os.dup(file.fileno()), "rb"), file_format):
+            read = os.fdopen(os.dup(file.fileno()), "rb")
+            for batch in _batches(arrow, parquet, read, file_format):
                 yield from batch.to_pylist()
         except (arrow.ArrowException, OSError) as error:
             _refuse_written(path, file, version)
@@ -279,6 +280,7 @@ def _batches(arrow: Any, parquet: Any, file: IO[bytes], file_format: str) -> Ite
         return
     with file, arrow.PythonFile(file) as source, _open_arrow(arrow, source) as batches:
         for batch in batches:
+            # A batch is as large as its writer made it, and may be the whole table.
             for start in range(0, batch.num_rows, ROWS_AT_ONCE):
                 yield batch.slice(start, ROWS_AT_ONCE)
 
@@ -301,5 +303,6 @@ def _open_arrow(arrow: Any, source: Any) -> Any:  # noqa: ANN401  pyarrow has no
     if magic != b"ARROW1":
         return arrow.ipc.open_stream(source)
     file = arrow.ipc.open_file(source)
-    batches = map(file.get_batch, range(file.num_record_batches))
+    numbers = range(file.num_record_batches)
+    batches = map(file.get_batch, numbers)
     return arrow.RecordBatchReader.from_batches(file.schema, batches)

@@ -47,6 +47,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
         found = now.get(name)
         if was == found:
             continue
+        # From the plainest difference to the least: a file that was written since may hold what it held.
         if was is None:
             yield f"{name} is new"
         elif found is None:

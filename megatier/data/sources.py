@@ -343,6 +343,7 @@ def _stdlib_files() -> Iterator[Path]:
     """Yield the standard library's own source files; skipped folders, some of them huge, are not walked."""
     top = sysconfig.get_paths()["stdlib"]
     for folder, subfolders, names in os.walk(top):
+        # Changed in place, as above.
         subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED]
         for name in names:
             if name.endswith(".py"):

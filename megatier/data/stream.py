@@ -214,8 +214,9 @@ class TextStream:
         found = changes(noted, self._shards)
         if found:
             shown = "; ".join(found[:CHANGES_SHOWN])
-            if len(found) > CHANGES_SHOWN:
-                shown += f"; and {len(found) - CHANGES_SHOWN} more"
+            num_more = len(found) - CHANGES_SHOWN
+            if num_more > 0:
+                shown += f"; and {num_more} more"
             raise DataError(
                 f"the files of {self._config.dataset} are not those that the run began with: "
                 f"{shown}. Bring the old ones back, or add --accept-changes to go on "
@@ -244,7 +245,9 @@ class TextStream:
         sequence = list[NDArray[np.int64]]()
         for end, part in self._parts(start):
             sequence.append(part)
-            if sum(map(len, sequence)) == length:
+            num_tokens = sum(map(len, sequence))
+            # Never more: a part ends where a sequence does.
+            if num_tokens == length:
                 yield np.concatenate(sequence), end
                 sequence = []
 

@@ -144,6 +144,7 @@ class _Template:
     def _check_ends(self, text: str, ranges: Sequence[CharacterRange]) -> None:
         """Warn if what is learnt ends with an answer itself, and not with what the template writes behind it."""
         turns = [message for message in self._conversation.messages if message["role"] == ASSISTANT]
+        # A template may mark other ranges than whole turns, and then it is not known which answer ends where.
         if len(turns) != len(ranges):
             return
         for (start, stop), turn in zip(ranges, turns, strict=True):

@@ -55,6 +55,7 @@ def numbered_documents(
                 yield number, document
                 number += 1
                 count = max(count, number)
+            # Nothing more fits, so the other files are not even opened.
             if left == 0:
                 return
 
@@ -75,7 +76,8 @@ def _read(
 ) -> Iterator[tuple[Source | None, Iterator[str | Conversation]]]:
     """Yield the documents of each file, or those of the dataset, empty ones too."""
     if config.dataset is not None:
-        rows = hub.rows(config, split, hub.load(config, split))
+        dataset = hub.load(config, split)
+        rows = hub.rows(config, split, dataset)
         yield None, shaped(rows, shape_of(config), bad)
         return
     for source in find_sources(config):
@@ -123,6 +125,7 @@ def guess_shape(config: DataConfig) -> tuple[Chat | None, str]:
     Raises:
         DataError: an entry matches nothing, or the first record cannot be read.
     """
+    # All files are read in one shape, so the first one stands for them.
     source = find_sources(config)[0]
     found = source.first()
     if found is None:

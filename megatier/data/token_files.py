@@ -108,8 +108,9 @@ def content_of(path: Path) -> Content:
     crc32 = 0
     try:
         with os.fdopen(open_regular(path), "rb") as file:
+            # In pieces, since a file may be larger than RAM.
             while piece := file.read(PIECE_BYTES):
-                size = size + len(piece)
+                size += len(piece)
                 crc32 = zlib.crc32(piece, crc32)
     except OSError as error:
         raise _unreadable(path, error) from error

@@ -10,7 +10,7 @@ offload: recompute, with the unit's input in RAM or on NVMe in between.
 
 A compiled forward that saves its inputs alone (`Compilation.saved_share` 0) computes again inside its own backward. So
 recompute is keep then, and offload is keep with the input bound again as well. What attention gave, if it is kept, may
-go with an offloaded input and come back with it (`Beside`).
+go with an offloaded input and come back with it (`SideOffload`).
 
 The policies themselves are `tier.Activations`.
 """
@@ -42,14 +42,14 @@ class _InRegion:
 
 
 @dataclass(frozen=True, slots=True)
-class _Away:
+class _OffloadedTensor:
     """A tensor that went off the GPU beside an offloaded input."""
 
     number: int
     """How many went before it."""
 
 
-class Beside:
+class SideOffload:
     """What one call sends off the GPU beside its offloaded input: what attention gave, and a backward needs."""
 
     def __init__(self, stash: Callable[[Tensor], bool]) -> None:
@@ -59,31 +59,31 @@ class Beside:
             stash: takes a tensor off the GPU; False: there is no room for it.
         """
         self._stash = stash
-        self._num_away = 0
-        self._back: Sequence[Tensor] = ()
+        self._num_offloaded = 0
+        self._fetched: Sequence[Tensor] = ()
 
-    def leave(self, value: Any) -> Any:  # noqa: ANN401 - whatever an operator gives
-        """Send a value away if it is a tensor of floats and there is room; returns what stands for it until `back`."""
+    def offload(self, value: Any) -> Any:  # noqa: ANN401 - whatever an operator gives
+        """Send a value away if it is a tensor of floats and there is room; returns what `restore` takes for it."""
         # States of random numbers stay: they are integers, and small.
         if not torch.is_tensor(value) or not value.is_floating_point() or not self._stash(value):
             return value
-        self._num_away += 1
-        return _Away(self._num_away - 1)
+        self._num_offloaded += 1
+        return _OffloadedTensor(self._num_offloaded - 1)
 
-    def come(self, tensors: Sequence[Tensor]) -> None:
+    def set_fetched(self, tensors: Sequence[Tensor]) -> None:
         """Say where the tensors are in the backward, in the order in which they went."""
-        self._back = tensors
+        self._fetched = tensors
 
-    def back(self, value: Any) -> Any:  # noqa: ANN401
-        """Give back what `leave` was given."""
-        return self._back[value.number] if isinstance(value, _Away) else value
+    def restore(self, value: Any) -> Any:  # noqa: ANN401
+        """Give back what `offload` was given."""
+        return self._fetched[value.number] if isinstance(value, _OffloadedTensor) else value
 
 
 class Rebinding:
     """Saved-tensor hooks of one slice: a tensor in memory that will leave is saved as an address."""
 
     def __init__(
-        self, module_name: str, *regions: Tensor, beside: Beside | None = None, given: Iterable[Any] = ()
+        self, module_name: str, *regions: Tensor, beside: SideOffload | None = None, given: Iterable[Any] = ()
     ) -> None:
         """Say what will leave.
 
@@ -111,7 +111,7 @@ class Rebinding:
         """Say where the same bytes lie in the backward."""
         self._regions = regions
 
-    def _pack(self, tensor: Tensor) -> Tensor | _InRegion | _Away:
+    def _pack(self, tensor: Tensor) -> Tensor | _InRegion | _OffloadedTensor:
         """Save a tensor, or its address."""
         assert self._regions
         for index, region in enumerate(self._regions):
@@ -125,11 +125,11 @@ class Rebinding:
 
         # Arguments that layers share, such as position embeddings, are in memory once, so they stay.
         if self._beside is not None and tensor.untyped_storage().data_ptr() not in self._given:
-            away: Tensor | _Away = self._beside.leave(tensor)
-            return away
+            packed: Tensor | _OffloadedTensor = self._beside.offload(tensor)
+            return packed
         return tensor
 
-    def _unpack(self, packed: Tensor | _InRegion | _Away) -> Tensor:
+    def _unpack(self, packed: Tensor | _InRegion | _OffloadedTensor) -> Tensor:
         """Give a saved tensor back, where its bytes lie now.
 
         Raises:
@@ -141,9 +141,9 @@ class Rebinding:
         if not self._regions:
             raise refused(self._module_name)
 
-        if isinstance(packed, _Away):
+        if isinstance(packed, _OffloadedTensor):
             assert self._beside is not None
-            back: Tensor = self._beside.back(packed)
+            back: Tensor = self._beside.restore(packed)
             return back
 
         # `as_strided` counts from the start of the storage, in elements of the dtype, and not from the view.

@@ -60,7 +60,7 @@ class Purpose(NamedTuple):
 
     trains: bool
     """Whether the gradients of weights are a part of the step; else those of inputs alone are wanted."""
-    comes_again: bool
+    retains_graph: bool
     """Whether another backward may come over the same graph."""
 
 
@@ -87,11 +87,11 @@ def begin_backward(stage: Stage, forward: int) -> Purpose:
     if torch._C._will_engine_execute_node(stage.end):
         gradients.watch_backward(forward)
         # A group has one backward that trains, so nothing has to stay for a second one.
-        return Purpose(trains=True, comes_again=False)
+        return Purpose(trains=True, retains_graph=False)
 
     # Each layer of the model comes here, and the leg begins once: the number of the task tells backwards apart.
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
     task = torch._C._current_graph_task_id()
     if gradients.watch_inputs(forward, task, ends=not is_kept):
         stage.source.begin_leg(Leg.INPUTS)
-    return Purpose(trains=False, comes_again=is_kept)
+    return Purpose(trains=False, retains_graph=is_kept)

@@ -209,7 +209,8 @@ class Written:
     def leaves_with(self, tensors: Sequence[Tensor | None]) -> list[Any]:
         """The leaves that were written, with these tensors in place of the forward's own."""
         leaves = list(self.leaves)
-        for (position, _), tensor in zip(self.places, tensors, strict=True):
+        for place, tensor in zip(self.places, tensors, strict=True):
+            position, _ = place
             leaves[position] = tensor
         return leaves
 
@@ -374,7 +375,8 @@ def copied_out(values: Sequence[Any], memory: Sequence[Tensor]) -> list[Any]:
 
     A copy has the gradient of what it is a copy of.
     """
-    # Slots are pieces of one arena, in which nothing but weights lies that a module could give.
+    # By storage and not by address: all slots are pieces of one arena, in which nothing but weights lies that a module
+    # could give.
     addresses = {_address(tensor) for tensor in memory} - {0}
     return [x.clone() if torch.is_tensor(x) and _address(x) in addresses else x for x in values]
 

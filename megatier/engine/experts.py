@@ -104,8 +104,9 @@ def _sum(nodes: Sequence[ExpertsNode]) -> Callable[..., Tensor]:
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         # In the order of the ranges, always: a sum in another order has other bits.
-        total: Tensor = nodes[0](hidden_states, top_k_index, top_k_weights)
-        for node in nodes[1:]:
+        first, *others = nodes
+        total: Tensor = first(hidden_states, top_k_index, top_k_weights)
+        for node in others:
             total = total + node(hidden_states, top_k_index, top_k_weights)
         return total
 

@@ -67,19 +67,19 @@ class Measure(Protocol):
 
 
 @dataclass(slots=True)
-class _Gathered:
+class _Accumulation:
     """What a unit's gradient of the present group is made of."""
 
-    summands: int = 0
+    num_summands: int = 0
     """The number of its summands: a slice of a use each."""
-    added: int = 0
+    num_added: int = 0
     """The number of these that have come."""
-    left: int = 0
+    uses_left: int = 0
     """The number of uses whose backward has not come."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """By parameter and flat: the only summand so far, which is autograd's and must not be changed, or the sum of
     several in fp32. The last summand does not come here."""
-    owned: set[str] = field(default_factory=set)
+    summed: set[str] = field(default_factory=set)
     """The parameters that have a sum of several."""
     buffer: Tensor | None = None
     """The sink's buffer, once the gradient is in it."""
@@ -126,7 +126,7 @@ class Gradients:
         self._task = -1
         """Autograd's number of the last such backward."""
 
-        self._gathered = defaultdict[str, _Gathered](_Gathered)
+        self._accumulations = defaultdict[str, _Accumulation](_Accumulation)
         """What has come of each unit in this group, in the order of their first uses."""
         self._present: dict[str, set[str]] = {}
         """For each unit: its parameters that have a gradient in this step."""
@@ -153,11 +153,11 @@ class Gradients:
             self._shipped.clear()
             self._present.clear()
 
-        self._gathered.clear()
+        self._accumulations.clear()
 
     def drop(self) -> None:
         """Let go of a step that is given up. No backward can come to its forwards any more."""
-        self._gathered.clear()
+        self._accumulations.clear()
         self._spent.clear()
         self._is_watched = False
         self._is_over = False
@@ -183,7 +183,7 @@ class Gradients:
         has_begun = self._is_watched or bool(self._spent)
         if has_begun and not self._is_over:
             return True
-        return any(own.left for own in self._gathered.values())
+        return any(own.uses_left for own in self._accumulations.values())
 
     @property
     def is_in_backward(self) -> bool:
@@ -202,15 +202,15 @@ class Gradients:
 
     def expect(self, unit: str, num_slices: int) -> None:
         """Note a use in a forward, whose backward will follow in so many slices."""
-        own = self._gathered[unit]
-        own.summands += num_slices
-        own.left += 1
+        own = self._accumulations[unit]
+        own.num_summands += num_slices
+        own.uses_left += 1
 
     def forgo(self, unit: str, num_slices: int) -> None:
         """Note that no backward that trains will come to such a use any more."""
-        own = self._gathered[unit]
-        own.summands -= num_slices
-        own.left -= 1
+        own = self._accumulations[unit]
+        own.num_summands -= num_slices
+        own.uses_left -= 1
 
     def watch_backward(self, forward: int) -> None:
         """Note that this group's backward has come to a forward. Call it inside: the group is over when that is.
@@ -296,9 +296,9 @@ class Gradients:
             )
 
         # No output of some uses led to the loss, so no backward came to them. Others of the unit made a gradient.
-        for unit in [unit for unit, own in self._gathered.items() if own.left and own.added]:
+        for unit in [unit for unit, own in self._accumulations.items() if own.uses_left and own.num_added]:
             self._ship(unit)
-        self._gathered.clear()
+        self._accumulations.clear()
 
         # A unit that the last groups left out: its update waits for a gradient of every group. If ranks share it, the
         # sink knows what was left out.
@@ -311,32 +311,32 @@ class Gradients:
     def add(self, unit: str, of_slice: Sequence[tuple[str, Tensor | None]]) -> None:
         """Add the gradients of one slice of one use, by parameter name. Those that are not named are zero."""
         grads = {name: grad.reshape(-1) for name, grad in of_slice if grad is not None}
-        own = self._gathered[unit]
-        own.added += 1
-        if own.added == own.summands:
+        own = self._accumulations[unit]
+        own.num_added += 1
+        if own.num_added == own.num_summands:
             self._write(unit, grads)
             return
 
         for name, grad in grads.items():
-            if name in own.owned:
+            if name in own.summed:
                 own.sums[name].add_(grad)
             elif name in own.sums:
                 # A copy, even if it is in fp32 already: the first summand is autograd's own.
                 own.sums[name] = own.sums[name].to(torch.float32, copy=True).add_(grad)
-                own.owned.add(name)
+                own.summed.add(name)
             else:
                 own.sums[name] = grad
 
     def close(self, unit: str) -> None:
         """Note that the backward of a use is over. After the last one, the group's gradient is handed over."""
-        own = self._gathered[unit]
-        own.left -= 1
-        if not own.left:
+        own = self._accumulations[unit]
+        own.uses_left -= 1
+        if not own.uses_left:
             self._ship(unit)
 
     def _ship(self, unit: str) -> None:
         """Hand a unit's gradient of this group over."""
-        own = self._gathered[unit]
+        own = self._accumulations[unit]
         buffer = own.buffer
 
         # If summands were expected that did not come, nothing has been written yet.
@@ -357,7 +357,7 @@ class Gradients:
         """Write the last summand and the sum of the others into the sink's buffer, rounded once; returns the buffer."""
         if not self._is_shared:
             self._catch_up(unit, self.group)
-        own = self._gathered[unit]
+        own = self._accumulations[unit]
         before = own.sums
         # Not held any longer than the buffer takes to be written: they are as large as the weights.
         own.sums = {}

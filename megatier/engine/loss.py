@@ -93,7 +93,9 @@ class FusedLoss:
         """The labels of the open step, as they were given and as `_targets` made them."""
 
         compilation = head.stage.compilation
-        self._slopes = slopes if compilation is None else compilation(slopes, "the loss")
+        self._loss_and_grad: Callable[..., tuple[Tensor, Tensor]] = cross_entropy_and_grad
+        if compilation is not None:
+            self._loss_and_grad = compilation(cross_entropy_and_grad, "the loss")
         self._product: Callable[[Tensor], Tensor] = head.module.forward
         head.module.forward = self._pass_on
 
@@ -292,7 +294,7 @@ class FusedLoss:
         scale: Tensor,
         grads: _Grads | None,
     ) -> Tensor:
-        """Compute the loss of one chunk's rows. Its logits and slopes are gone before those of the next chunk come."""
+        """Compute the loss of one chunk's rows. Its logits and their gradient are gone before the next chunk's come."""
         weight = weights["weight"]
         bias = weights.get("bias")
         chunk = hidden[rows]
@@ -300,8 +302,8 @@ class FusedLoss:
         if grads is None:
             return cross_entropy(logits, targets[rows], self._cap)
 
-        loss, slope = self._slopes(logits, targets[rows], self._cap, scale)
-        grads.add(rows, slope, hidden, weight)
+        loss, logits_grad = self._loss_and_grad(logits, targets[rows], self._cap, scale)
+        grads.add(rows, logits_grad, hidden, weight)
         return loss
 
 
@@ -319,18 +321,18 @@ class _Grads:
         # In fp32, since bf16 would round the sum after each chunk.
         self.of_head[leaf] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
 
-    def add(self, rows: slice, slope: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """Add the part of one chunk's rows, from the slope of their logits, [chunk, V]."""
+    def add(self, rows: slice, logits_grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """Add the part of one chunk's rows, from the gradient of their logits, [chunk, V]."""
         if self.hidden is not None:
             # Each row has one chunk, so nothing is added up, and no fp32 copy is needed.
-            torch.mm(slope, weight, out=self.hidden[rows])
+            torch.mm(logits_grad, weight, out=self.hidden[rows])
 
         weight_grad = self.of_head.get("weight")
         bias_grad = self.of_head.get("bias")
         if weight_grad is not None:
-            add_product(weight_grad, slope.t(), hidden[rows])
+            add_product(weight_grad, logits_grad.t(), hidden[rows])
         if bias_grad is not None:
-            bias_grad += slope.sum(0, dtype=torch.float32)
+            bias_grad += logits_grad.sum(0, dtype=torch.float32)
 
 
 def without_logits(outputs: Any) -> Any:  # noqa: ANN401 - of whichever model
@@ -360,7 +362,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
     return _of_targets(targets, losses).sum()
 
 
-def slopes(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy_and_grad(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `cross_entropy`, and `scale` times its derivative by the logits before the cap, in their dtype [N, V]."""
     z = capped(logits.float(), cap)
     index = targets.clamp(min=0)[:, None]
@@ -371,14 +373,14 @@ def slopes(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) ->
     # A comparison, not a scatter: deterministic, and one pass when compiled.
     vocabulary = torch.arange(z.shape[1], dtype=torch.int64, device=z.device)
     is_target = vocabulary == index
-    slope = torch.exp(z - norms) - is_target.to(z.dtype)
+    logits_grad = torch.exp(z - norms) - is_target.to(z.dtype)
     if cap:
         # The derivative of cap * tanh(x / cap), told by its value.
-        slope = slope * (1 - (z / cap) ** 2)
+        logits_grad = logits_grad * (1 - (z / cap) ** 2)
 
     # Chosen and not multiplied: the scale is infinite if nothing counts.
     scales = _of_targets(targets, scale)[:, None]
-    return loss, (slope * scales).to(logits.dtype)
+    return loss, (logits_grad * scales).to(logits.dtype)
 
 
 def _of_targets(targets: Tensor, values: Tensor) -> Tensor:
@@ -414,7 +416,7 @@ class _LossFunction(torch.autograd.Function):
         grads: _Grads = ctx.grads
         purpose = begin_backward(fused.stage, ctx.number)
         hidden_grad = grads.hidden
-        if purpose.comes_again:
+        if purpose.retains_graph:
             # Not in place: the next backward scales the same gradient anew.
             if hidden_grad is not None:
                 hidden_grad = hidden_grad * grad

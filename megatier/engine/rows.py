@@ -89,7 +89,9 @@ class Rows:
         """Whether an argument is cut; None: it was not there while the module learnt."""
         if self.batched is None:
             return False
-        return self.batched[position] if position < len(self.batched) else None
+        if position >= len(self.batched):
+            return None
+        return self.batched[position]
 
     def check_joined(self, written: Written) -> None:
         """Check that slices of what was written can be laid end to end.

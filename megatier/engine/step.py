@@ -253,7 +253,8 @@ class Engine:
         # A unit that was updated in the backward, without clipping and with the scalars of then, is updated anew if
         # either was wrong.
         if self._optimizer.hyper.deferred:
-            self._player.defer_updates(clipped=coefficient != 1.0 or is_revised)
+            is_scaled = coefficient != 1.0
+            self._player.defer_updates(clipped=is_scaled or is_revised)
         return coefficient
 
     def abandon(self) -> None:
@@ -364,7 +365,8 @@ class Engine:
         self._skips += 1
         parameter = self._optimizer.first_non_finite()
         if self._skips > self.options.max_skips:
-            raise self._error(step, "gradient norm" if math.isfinite(loss) else "loss", parameter, batch)
+            what = "gradient norm" if math.isfinite(loss) else "loss"
+            raise self._error(step, what, parameter, batch)
         return parameter or "loss"
 
     def _learn(self, batch: Batch) -> None:
@@ -383,8 +385,9 @@ class Engine:
         # In eval mode no random number is drawn, so the step that follows has those of a run without slices.
         with self.model.in_eval_mode(), learning(self.model.stage):
             for rows in (1, 2):
+                few = {key: value[:rows] for key, value in batch.items()}
                 with self.evaluation():
-                    self.model.loss({key: value[:rows] for key, value in batch.items()}, None)
+                    self.model.loss(few, None)
 
         self._is_learnt = True
 
@@ -438,7 +441,8 @@ class Engine:
         except NonFiniteError as error:
             where = f"{where}; {error}"
 
-        row = f", and {self._skips - 1} steps before it were left out" if self._skips > 1 else ""
+        num_before = self._skips - 1
+        row = f", and {num_before} steps before it were left out" if num_before > 0 else ""
         return NonFiniteError(
             f"the {what} of step {step} is not finite{row}{where}. No update of this step was written. {REMEDY}"
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatier.compute.attention import KeptAttention, LastModule
-from megatier.engine.activation import Beside, Rebinding, dropping
+from megatier.engine.activation import Rebinding, SideOffload, dropping
 from megatier.engine.backward import GONE, Purpose, begin_backward
 from megatier.engine.bound_module import BoundModule
 from megatier.engine.call import Call, concatenate
@@ -106,7 +106,7 @@ class _ForwardRecord:
     """Whether graphs stay; else they are made again."""
     offloaded: int | None = None
     """The position of the input that is offloaded; None: none is."""
-    beside: Beside | None = None
+    beside: SideOffload | None = None
     """What goes off the GPU with that input."""
     graphs: list[_SliceGraph | None] = field(default_factory=list)
     """The graphs that stay; None after the backward of a slice."""
@@ -182,8 +182,8 @@ class UnitFunction(torch.autograd.Function):
         purpose = begin_backward(stage, record.forward_number)
         # A backward for gradients of inputs alone uses the weights as a forward does (`Leg.INPUTS`).
         phase = Phase.BACKWARD if purpose.trains else Phase.FORWARD
-        if purpose.comes_again:
-            _check_comes_again(record)
+        if purpose.retains_graph:
+            _check_retain_graph(record)
         if record.given is not None:
             record.given.check(node.module_name, "between its forward and its backward")
 
@@ -203,10 +203,10 @@ class UnitFunction(torch.autograd.Function):
             num_inputs = len(graph.inputs)
             trained = [leaf for leaf in graph.leaves if leaf.requires_grad] if purpose.trains else []
             wanted = [*graph.inputs, *trained]
-            retains = record.keeps_graphs and purpose.comes_again
+            retains = record.keeps_graphs and purpose.retains_graph
             with stage.arithmetic(), node.resumed():
-                slopes = _cut_grads(grads, graph.rows, index, call.num_slices)
-                found = _grads(graph.outputs, slopes, wanted, retains=retains)
+                output_grads = _cut_grads(grads, graph.rows, index, call.num_slices)
+                found = _grads(graph.outputs, output_grads, wanted, retains=retains)
 
             # The graph of this slice goes before the gradients are added up, and before the next slice makes its own.
             del graph, trained, wanted
@@ -221,13 +221,13 @@ class UnitFunction(torch.autograd.Function):
 
         # The tensors that came back are held no longer than the graphs that read them.
         if record.beside is not None:
-            record.beside.come(())
+            record.beside.set_fetched(())
 
         # The weights go first: `close` may wait for the sum of the group before, and no load should wait for that.
         use.leave()
         if node.trained and purpose.trains:
             stage.gradients.close(node.unit)
-        elif node.trained and not purpose.comes_again:
+        elif node.trained and not purpose.retains_graph:
             stage.gradients.forgo(node.unit, call.num_slices)
         return (None, None, *_join_grads(input_grads, call))
 
@@ -263,7 +263,7 @@ class LentWeights(torch.autograd.Function):
             parts = zip(node.names, grads, strict=True)
             gradients.add(node.unit, [(name, grad) for name, grad in parts if node.is_trained[name]])
             gradients.close(node.unit)
-        elif not purpose.comes_again:
+        elif not purpose.retains_graph:
             gradients.forgo(node.unit, 1)
         return None, None
 
@@ -309,7 +309,7 @@ def _run_slice(
     if node.is_new:
         record.gave.append(Gave(outputs))
     if record.beside is not None and rerun.kept is not None:
-        rerun.kept.replace(record.beside.leave)
+        rerun.kept.replace(record.beside.offload)
     return outputs
 
 
@@ -332,7 +332,7 @@ def _offload_input(record: _ForwardRecord, inputs: Sequence[Tensor]) -> list[Ten
         source = node.stage.source
         source.stash(node.unit, tensor)
         if node.stage.offloads_attention:
-            record.beside = Beside(functools.partial(source.stash_beside, node.unit))
+            record.beside = SideOffload(functools.partial(source.stash_beside, node.unit))
 
     return result
 
@@ -344,7 +344,7 @@ def _fetch(record: _ForwardRecord) -> list[Tensor]:
     node = record.call.node
     fetched = node.stage.source.fetch(node.unit)
     if record.beside is not None:
-        record.beside.come(fetched[1:])
+        record.beside.set_fetched(fetched[1:])
     return fetched
 
 
@@ -356,7 +356,7 @@ def _saved_inputs(record: _ForwardRecord, saved: Sequence[Tensor], fetched: Sequ
     return inputs
 
 
-def _check_comes_again(record: _ForwardRecord) -> None:
+def _check_retain_graph(record: _ForwardRecord) -> None:
     """Refuse a backward with retain_graph=True over a graph that serves one backward only.
 
     Raises:
@@ -384,7 +384,7 @@ def _take_graph(record: _ForwardRecord, index: int, purpose: Purpose, *regions: 
     graph.rebinding.bind(*regions)
 
     # Autograd frees what it saved as it goes, but only if nobody else holds the graph.
-    if not purpose.comes_again:
+    if not purpose.retains_graph:
         record.graphs[index] = None
     return graph
 
@@ -399,7 +399,7 @@ def _make_graph(
     rebinding = Rebinding(node.module_name, weights)
     rerun = record.reruns[index]
     if rerun.kept is not None and record.beside is not None:
-        rerun.kept.replace(record.beside.back)
+        rerun.kept.replace(record.beside.restore)
 
     # Autograd would take a weight's own bits, written into it, for a change since it was saved.
     hooks = rebinding.hooks() if node.is_written else contextlib.nullcontext()
@@ -434,17 +434,17 @@ def _grads(
 ) -> Sequence[Tensor | None]:
     """The gradients of the inputs; None for those that no output depends on. The graph stays if it is retained."""
     edges: list[GradientEdge] = []
-    slopes: list[Tensor] = []
+    output_grads: list[Tensor] = []
     for edge, grad in zip(outputs, grads, strict=True):
         if edge is not None and grad is not None:
             edges.append(edge)
-            slopes.append(grad)
+            output_grads.append(grad)
 
     # Autograd refuses to be asked for nothing.
     if not (edges and inputs):
         return [None] * len(inputs)
     try:
-        return torch.autograd.grad(edges, inputs, slopes, retain_graph=retains, allow_unused=True)
+        return torch.autograd.grad(edges, inputs, output_grads, retain_graph=retains, allow_unused=True)
     except RuntimeError as error:
         # torch's own refusal, from inside of such a hook.
         if "_will_engine_execute_node" not in str(error):

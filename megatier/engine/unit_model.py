@@ -247,8 +247,9 @@ class UnitModel:
             UnsupportedModelError: the model makes its masks without the batch's position_ids.
         """
         with self._taking(batch) as inputs:
-            found: Tensor = self.skeleton(**inputs, use_cache=False).logits
-        return found
+            outputs = self.skeleton(**inputs, use_cache=False)
+        logits: Tensor = outputs.logits
+        return logits
 
     def begin_step(self) -> None:
         """Say that the forwards of a step follow."""
@@ -390,7 +391,8 @@ class UnitModel:
             prefixes = tuple(f"{name}.".lstrip(".") for name in cut)
             for name, tiled in node.tiled.items():
                 path = f"{node.module_name}.{name}".rstrip(".")
-                yield path, name.startswith(prefixes), tiled
+                is_inside = name.startswith(prefixes)
+                yield path, is_inside, tiled
 
     def _node(self, unit: Unit, name: str, places: Sequence[Binding], lent: Sequence[Binding]) -> Node:
         """Install the node of one module of a unit."""

@@ -81,6 +81,8 @@ class MegatierStrategy(SingleDeviceStrategy):
             ConfigError: Trainer or LightningModule ask for something that a streamed model does not have.
         """
         module = self.lightning_module
+
+        # The second kind of precision is that of an earlier run with this strategy.
         refuse_any(
             (
                 tuple(self.parallel_devices) != (self.root_device,) or self.num_nodes > 1,
@@ -127,6 +129,7 @@ class MegatierStrategy(SingleDeviceStrategy):
             (others, f"{', '.join(others)}: only streamed parameters are trained; freeze all others."),
         )
 
+        # The Trainer asks the precision to clip after the backward, where no gradient is any more.
         self.streamed.clip = clip_of(trainer.gradient_clip_val)
         self.precision_plugin = ClippedByUpdate()
         super().setup_optimizers(trainer)

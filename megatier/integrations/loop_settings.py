@@ -212,6 +212,7 @@ def _checked(name: str, value: Any, told: str = "") -> Any:  # noqa: ANN401 - of
     elif argument.least is not None and not (value is None and argument.default is None):
         return number(name, value, f"at least {argument.least}", least=argument.least, whole=True)
     elif argument.values:
+        # A dtype of torch stands for its name.
         found = next((text for text, dtype in COMPUTE_DTYPES.items() if value is dtype), value)
         require(found in argument.values, told or name, value, in_words(argument.values))
         return found

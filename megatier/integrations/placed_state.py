@@ -250,7 +250,8 @@ class PlacedState:
             # torch has no remainder. All else belongs to this optimizer, and to no other.
             needed = ["step", *(kind for kind in kinds if kind is not Kind.REMAINDER)]
             is_whole = all(name in entry for name in needed)
-            if form is None or not is_whole or any(shape != form.shape for shape in shapes):
+            has_shape = form is not None and all(shape == form.shape for shape in shapes)
+            if not (is_whole and has_shape):
                 had = "none here" if form is None else f"{tuple(form.shape)} here"
                 raise OptimizerError(
                     f"the state of parameter {index} has shapes {shapes}, {had}. Load the state of the same model."
@@ -307,6 +308,7 @@ class PlacedState:
         with contextlib.closing(self.store.read(wanted)) as chunks:
             for chunk, block in chunks:
                 for run in chunk.runs:
+                    # Of a chunk that several parameters share, some may not be asked for.
                     entry = state.get(run.parameter, {})
                     _copy_run(run, block, entry)
 

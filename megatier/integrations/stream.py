@@ -149,6 +149,8 @@ def _open(model: Given, config: RunConfig, short: ShortArguments) -> Streamed:
         session = opened.enter_context(Session(setup, ranks=ranks, any_shape=True))
         session.store.seal()
         session.load(reader)
+
+        # From here on the handle closes what was opened.
         return Streamed(
             session,
             opened.pop_all(),

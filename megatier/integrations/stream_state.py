@@ -160,6 +160,8 @@ class StreamedState(ABC):
         self._settle("The first forward", "a first forward")
         few = few_tokens([*args, *kwargs.values()])
         named = dict(zip(kwargs, few[len(args) :], strict=True))
+
+        # The model's own forward takes itself for a part of this one then, and begins none of its own.
         self._inside = threading.get_ident()
         try:
             self._session.engine.try_tiles(lambda: forward(*few[: len(args)], **named), "try tiles")
@@ -272,6 +274,8 @@ class StreamedState(ABC):
         """
         self._settle("A checkpoint", "save()")
         path = Path(folder)
+
+        # By the first rank, before any of them writes there.
         self._crew.first(lambda: _make_ready(path))
         tiles = self._session.engine.model.tiles
         state = {

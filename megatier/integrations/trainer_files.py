@@ -93,6 +93,7 @@ class TrainerFiles(Base):
                 "is no checkpoint, was saved with save_only_model, or by another trainer. To begin with its weights "
                 "alone, give its path to megatier.stream, and leave resume_from_checkpoint out."
             )
+        # The Trainer counts rows by steps, and skips those of the steps before.
         before = streamed.saved_groups(folder)
         if before not in (None, streamed.groups) and not self.args.ignore_data_skip:
             assert before is not None

@@ -130,6 +130,7 @@ class TrainerRows(Base):
                 "predictions are logits, which a model with a fused loss does not make: give the trainer "
                 "megatier.stream(..., fused_loss=False), or set prediction_loss_only."
             )
+        # Otherwise the Trainer would count the tokens of all ranks, and each rank's loss would be a part of the mean.
         with exchanged(vars(self.args), average_tokens_across_devices=False):
             found = super().prediction_step(model, inputs, *args, **kwargs)
         return self._filled_up(inputs, *found) if self.streamed.num_ranks > 1 else found
@@ -159,8 +160,13 @@ class TrainerRows(Base):
                 f"or choose a number of rows that is a multiple of per_device_eval_batch_size times the ranks."
             )
 
+        # A tensor may have several entries for a row, so it grows in the same proportion.
         def fill(tensor: Tensor) -> Tensor:
-            return tensor.repeat(-(-size // rows), *(tensor.dim() - 1) * [1])[: len(tensor) * size // rows]
+            times = -(-size // rows)
+            once_each = (tensor.dim() - 1) * [1]
+            repeated = tensor.repeat(times, *once_each)
+            num_entries = len(tensor) * size // rows
+            return repeated[:num_entries]
 
         if rank == short:
             # The Trainer may gather this one as well.

@@ -210,6 +210,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         if self.streamed.num_ranks == 1:
             return own
 
+        # The ranks meet once a step and not for each of its losses.
         self._losses.append(own)
         if len(self._losses) < self.streamed.accumulation_steps:
             return torch.zeros_like(own)

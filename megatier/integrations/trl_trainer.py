@@ -110,6 +110,7 @@ class StreamedTrl(StreamedTraining):
         if not model.has_adapters:
             return model.model
 
+        # Imported here, since it needs PEFT, which is there if there are adapters.
         wrapper = importlib.import_module("megatier.adapters.peft_model")
         if model.has_new_adapters and "peft_config" in self.parameters():
             given["peft_config"] = wrapper.wrapping_config(model.model)
@@ -222,5 +223,7 @@ def _mix(streamed: Streamed, _: nn.Module, reference: nn.Module, alpha: float) -
     """
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
+            # Freed before the next one is read: all masters together need not fit RAM.
             master = streamed.read(name).to(parameter.device)
-            parameter.data.mul_(1.0 - alpha).add_(master, alpha=alpha)
+            mixed = parameter.data.mul_(1.0 - alpha)
+            mixed.add_(master, alpha=alpha)

@@ -5,7 +5,7 @@ of each token of a group. Of a layer, c are the outputs of its products and of a
 product is the next layer's input), and f is the widest input of a product, that of a gated MLP's last one. There are
 two peaks, and what layers have saved is there at both:
 
-    at the loss      the logits of a chunk and their slopes, the fp32 sum of the head's gradient, and the input, the
+    at the loss      the logits of a chunk, their gradient, the fp32 sum of the head's gradient, and the input, the
                      output and the gradient of the last norm
     in the backward  of the layer that is worked on: 6 f, which are gate, up, their product and the gradients of these,
                      less what it has saved of them; about 3 boundaries; the outputs of attention's products and their
@@ -89,8 +89,8 @@ INPUTS_PASSING = 2
 BOUNDARIES_AT_LOSS = 3
 """Boundary activations at the loss: input, output and gradient of the last norm."""
 LOSS_BYTES = {"compiled": 4, "plain": 19, "unfused": 12}
-"""Bytes for each logit of a chunk, in bf16: logits and slopes; also what a loss that is not compiled has in fp32; and,
-if it is not fused with the head, what Hugging Face's loss function has."""
+"""Bytes for each logit of a chunk, in bf16: logits and their gradient; also what a loss that is not compiled has in
+fp32; and, if it is not fused with the head, what Hugging Face's loss function has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ def _passing_bytes(setup: Setup, boundary_bytes: int) -> int:
 
 
 def _loss_bytes(setup: Setup) -> tuple[float, int]:
-    """Return the bytes of logits and their slopes, and of the fp32 gradient of the head that the loss sums up."""
+    """Return the bytes of logits and their gradient, and of the fp32 gradient of the head that the loss sums up."""
     vocabulary = setup.model.config.get_text_config().vocab_size
     model = setup.config.model
 

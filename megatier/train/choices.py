@@ -45,6 +45,7 @@ def check_positions(config: RunConfig, model: PreTrainedModel) -> None:
     """
     length = config.data.sequence_length
     most = max_positions(model.config)
+    # Positions that are computed have no last one: then there is a note alone (`describe_positions`).
     if most is not None and length > most and has_position_table(model):
         raise ConfigError(
             f"data.sequence_length is {length}, but the model looks up positions in a table of {most} "
@@ -68,6 +69,7 @@ def settled(setup: Setup) -> Setup:
 
 def with_budgets_kept(setup: Setup) -> Setup:
     """Return a run whose config has its budgets, if it makes savepoints: from these it goes on with the same ones."""
+    # A savepoint is the run's own block files. Budgets of another day would place other state there.
     if not setup.config.output.savepoint_every:
         return setup
     mounts = tuple(f"{mount.directory}:{mount.num_bytes}" for mount in setup.machine.mounts)

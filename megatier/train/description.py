@@ -57,6 +57,7 @@ def describe_text(console: Console, config: RunConfig, text: PackedText | TextSt
     # Before the figures, which count what is left.
     describe_left_out(console, text)
     words = f"{format_count(text.num_tokens)} tokens to train on"
+    # Older versions tokenised texts without a count.
     if (count := text.train.num_documents) is not None:
         things = "conversations" if config.data.chat is not None else "documents"
         words = f"{count:,} {things if count != 1 else things[:-1]}, {words}"
@@ -215,6 +216,7 @@ def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
     for kind in STATE_KINDS:
         if (unit, kind) in placement.homes:
             yield kind, placement.homes[unit, kind]
+    # A gradient that is only on its way has no home.
     if unit in placement.grad_homes:
         yield Kind.GRAD, placement.grad_homes[unit] or "slot"
 

@@ -72,5 +72,6 @@ def say(console: Console, words: str) -> None:
 
 def announce(console: Console, words: str) -> None:
     """Say something before libraries are loaded that take seconds. The first rank alone does."""
+    # By torchrun's own variable: ranks join only when the libraries are there.
     if os.environ.get("RANK", "0") == "0":
         say(console, words)

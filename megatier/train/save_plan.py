@@ -64,6 +64,7 @@ class SavePlan:
         """Return what the clock will do, in words; None if the clock decides nothing."""
         if not self.output.saves_by_time or self.is_done:
             return None
+        # Nobody asked for these checkpoints, so the run goes on without them. One that was told to save is refused.
         if not self.num_kept:
             export = " and the export" if self.output.export else ""
             needed = mib(self.room.needed_bytes(1))
@@ -102,6 +103,7 @@ def expected_cost(session: Session, expected: Forecast | None) -> float:
     rates = session.setup.machine.measured_rates
     drives = () if rates is None else rates.drives
     written_s = checkpoint_seconds(num_bytes, spilled, drives)
+    # Nobody has measured the drive.
     if written_s is None:
         return unmeasured_seconds(num_bytes + spilled)
     return written_s if expected is None else pause_seconds(written_s, expected)
@@ -109,6 +111,7 @@ def expected_cost(session: Session, expected: Forecast | None) -> float:
 
 def _checked_count(output: OutputConfig, session: Session, room: Room, *, is_done: bool) -> int:
     """Return how many checkpoints are kept, after a check that the drive has room for what the run is told to save."""
+    # Nothing but the export is left, so that is all there has to be room for.
     if is_done:
         room.check(0)
         return output.keep_checkpoints

@@ -364,7 +364,9 @@ class Saves:
     def _state(self, step: int) -> dict[str, Any]:
         """Return everything that is saved besides arrays."""
         tiles = self._session.engine.model.tiles
-        text = self._text.state if self._position is None else self._position
+        text = self._position
+        if text is None:
+            text = self._text.state
         state = RunState.of(step, self._config, self._device, text, self._origin, tiles)
         return state.to_dict()
 

@@ -166,6 +166,8 @@ class StepReports:
         moved = self._moved_bytes()
         demanded = session.player.demanded
         rows = [QueueBytes(queue, moved[queue], demanded[queue]) for queue in (*QUEUES, RANKS)]
+
+        # Queues that this run has no use for are left out.
         print_moves(console, [row for row in rows if self._uses(row.queue)])
         gpu_path = session.store.gpu_path
         if gpu_path is not None:
@@ -208,6 +210,7 @@ class StepReports:
         }
         own_memory = memory_bytes(self._device, self._session.ranks)
         of_ranks = self._crew.agree((own_memory, own_lanes))
+        # The process with the most memory decides whether a run fits.
         most_memory = {name: max(memory[name] for memory, _ in of_ranks) for name in own_memory}
 
         others: list[dict[str, Any]] = []

@@ -163,6 +163,7 @@ def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks, 
         own = directory / f"alone-{ranks.rank}"
         own.mkdir(parents=True, exist_ok=True)
         expected, _ = _run(device, own, PLACEMENTS["all in ram"], Activations.KEEP, mode, groups=ranks.size)
+        # Empty by now, since a run removes its block files.
         own.rmdir()
         table.add_row("all in ram", "1", *_words(mode), "0.0 MB", expected, "")
 

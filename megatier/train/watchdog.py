@@ -278,8 +278,8 @@ def describe_compute(player: Player) -> Iterator[str]:
     planned = player.timeline.accesses if player.timeline is not None else ()
 
     # A pass may take another course than planned, so what it has entered comes first.
-    accesses = (*entered, *planned[num_entered:])
-    names = [f"{access.unit} ({access.phase}, group {access.group})" for access in accesses]
+    to_come = planned[num_entered:]
+    names = [f"{access.unit} ({access.phase}, group {access.group})" for access in (*entered, *to_come)]
     last = f", the last is {names[num_entered - 1]}" if entered else ""
     yield f"compute: {num_entered} accesses begun{last}; {player.gate.count} are over"
     for count in player.gate.wanted:
