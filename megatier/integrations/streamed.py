@@ -38,6 +38,7 @@ from megatier.guards.methods import entering, guard_methods
 from megatier.guards.prefix import refuse_given
 from megatier.guards.tokens import naming_tokens
 from megatier.guards.unbound import mark_streamed
+from megatier.integrations.open_step import OpenStep
 from megatier.integrations.stream_optimizer import StreamedOptimizer
 from megatier.integrations.stream_state import StreamedState
 from megatier.ranks.peers import cause_of
@@ -98,20 +99,13 @@ class Streamed(ClosedWhenDropped, StreamedState):
         self.optimizer = StreamedOptimizer(self, train)
 
         self.last: StepResult | None = None
-        self._groups = 0
-        """Groups since the last step, each with its first forward; 0: no step is open."""
-        self._losses: list[torch.Tensor] = []
-        """What each forward of the open step adds to its loss."""
-        self._norm: float | None = None
-        """Norm of the open step's gradients, once it was measured."""
+        self._step = OpenStep()
         self._events: list[tuple[int, list[TraceEvent]]] = []
         """The last steps by number, with what happened in them."""
 
         self._is_closed = False
         self._has_parted = False
         """Whether this rank has left a step half-way, in which the others are still."""
-        self._dropped = ""
-        """Why this rank drops the open step at its next call; empty: it does not."""
 
         self._arguments = tuple(inspect.signature(self.model.forward).parameters)
         """The names of the arguments of the model's forward, in order."""
@@ -182,7 +176,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
     @property
     def is_in_step(self) -> bool:
         """Whether a step is open: a forward with gradients was made since the last step."""
-        return self._groups > 0
+        return self._step.num_groups > 0
 
     def grad_norm(self) -> float:
         """Return the exact global norm of the step's gradients, before they are clipped.
@@ -195,7 +189,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
             StepDroppedError: another rank has dropped the step.
         """
         # Trainers ask for the norm before `optimizer.step` asks again. The pass can be ended only once.
-        if self._norm is None:
+        if self._step.norm is None:
             self._check_whole()
             if dropped := self._meet(STEP):
                 self._drop_step()
@@ -203,11 +197,11 @@ class Streamed(ClosedWhenDropped, StreamedState):
 
             # A step whose pass has ended cannot be measured again, so whatever fails here gives the step up.
             try:
-                self._norm = self._engine.measure(self.steps + 1)
+                self._step.norm = self._engine.measure(self.steps + 1)
             except BaseException:
                 self._part()
                 raise
-        return self._norm
+        return self._step.norm
 
     def finish_step(self) -> StepResult:
         """Clip, and make the updates due with the settings of this moment; `optimizer.step` calls this.
@@ -228,10 +222,8 @@ class Streamed(ClosedWhenDropped, StreamedState):
         # interrupt in here would leave a step that counts and of which no weight knows.
         with self._session.store.tear.call:
             self.steps = step
-            self._groups = 0
-            self._norm = None
-            losses = self._losses
-            self._losses = []
+            losses = self._step.losses
+            self._step = OpenStep()
 
             # The loop may compute losses itself, so the guard gets one that is finite and judges by the norm.
             result = self._engine.finish_step(step, rate, norm, 0.0)
@@ -251,21 +243,21 @@ class Streamed(ClosedWhenDropped, StreamedState):
         only some of them drop one whose `grad_norm` is known.
         """
         self._session.owner.check()
-        if not self._groups:
+        if not self.is_in_step:
             return
-        if self.num_ranks == 1 or self._norm is not None:
+        if self.num_ranks == 1 or self._step.norm is not None:
             self._meet("abandon()")
-            self._forget_step()
+            self._step = OpenStep()
             self._engine.abandon()
         elif self._engine.can_drop:
-            self._sit_out(self._dropped or "it called abandon() or zero_grad().")
+            self._sit_out(self._step.drop_cause or "it called abandon() or zero_grad().")
         else:
             self._part()
 
     def _sit_out(self, cause: str) -> None:
         """Take no part any more in the open step, and drop it with all other ranks, once they have come to its end."""
-        for group in range(self._groups - 1, self.accumulation_steps):
-            if group >= self._groups:
+        for group in range(self._step.num_groups - 1, self.accumulation_steps):
+            if group >= self._step.num_groups:
                 self._meet(FORWARD, cause)
             self._session.player.sit_out(group)
         self._meet(STEP, cause)
@@ -273,22 +265,15 @@ class Streamed(ClosedWhenDropped, StreamedState):
 
     def _drop_step(self) -> None:
         """Drop the open step together with all other ranks, which have come to its end."""
-        self._forget_step()
+        self._step = OpenStep()
         self._engine.drop_step()
         self._session.player.take_events()  # nobody asks what happened in it
 
     def _part(self) -> None:
         """Leave the open step half-way. Several ranks cannot go on after that."""
-        self._forget_step()
+        self._step = OpenStep()
         self._has_parted = self.num_ranks > 1
         self._engine.abandon()
-
-    def _forget_step(self) -> None:
-        """No step is open any more."""
-        self._groups = 0
-        self._norm = None
-        self._losses = []
-        self._dropped = ""
 
     def drop_gradients(self) -> None:
         """Abandon the step, unless its first forward still waits for its backward; `optimizer.zero_grad` calls this."""
@@ -301,7 +286,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
         # Loops call zero_grad also between the forward and the backward of a step, where there is no gradient yet. A
         # backward that was broken off, as by a want of memory, has made some.
         is_waiting = self._engine.gradients.is_open and not self._engine.gradients.is_in_backward
-        return self._groups > 1 or (self._groups == 1 and not is_waiting)
+        return self._step.num_groups > 1 or (self._step.num_groups == 1 and not is_waiting)
 
     @contextlib.contextmanager
     def one_forward(self, evaluation: str = "evaluate") -> Iterator[None]:
@@ -319,7 +304,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
         self._check_open()
         if torch.is_grad_enabled():
             run = self._begin_forward()
-        elif self._groups and self._engine.gradients.takes_aside and self.num_ranks == 1:
+        elif self.is_in_step and self._engine.gradients.takes_aside and self.num_ranks == 1:
             # The weights are those of the step's forwards, so it is a part of the step.
             run = self._engine.aside()
         else:
@@ -332,7 +317,8 @@ class Streamed(ClosedWhenDropped, StreamedState):
             self._inside = threading.get_ident()
             with run:
                 yield
-            if not self._groups:  # nobody asks for a trace of evaluations, so their events would pile up
+            # Nobody asks for a trace of evaluations, so their events would pile up.
+            if not self.is_in_step:
                 self._session.player.take_events()
         except BaseException as error:
             self._fail_forward(error)
@@ -355,9 +341,9 @@ class Streamed(ClosedWhenDropped, StreamedState):
     def _fail_forward(self, error: BaseException) -> None:
         """Drop the step of a forward that failed."""
         # To drop it takes the other ranks. If nobody catches this error, they have to know of it first.
-        if self._groups and self.num_ranks > 1 and self._engine.can_drop:
-            self._dropped = cause_of(error)
-        elif self._groups:
+        if self.is_in_step and self.num_ranks > 1 and self._engine.can_drop:
+            self._step.drop_cause = cause_of(error)
+        elif self.is_in_step:
             self._part()
 
     def lent_head(self) -> contextlib.AbstractContextManager[None]:
@@ -396,23 +382,23 @@ class Streamed(ClosedWhenDropped, StreamedState):
         if torch.is_tensor(loss):
             # Detached, so that it holds no graph. It is not read here: the host would wait for the device.
             loss = loss.detach()
-            self._losses.append(loss if is_sum else loss / self.accumulation_steps)
+            self._step.losses.append(loss if is_sum else loss / self.accumulation_steps)
 
     def _begin_forward(self) -> contextlib.AbstractContextManager[None]:
         """Begin a forward with gradients, inside: a further one of the open group, or the first of a new one."""
         self._held.let_go()  # if somebody trains while a text is generated
-        if self._groups and self._engine.gradients.is_open:
+        if self.is_in_step and self._engine.gradients.is_open:
             if self.num_ranks > 1:
                 raise StreamedModelError(
                     "the last forward has had no backward, and ranks take one forward for each. Call loss.backward() "
                     "before the next forward, or drop the step with abandon()."
                 )
             # What the loop makes of several losses, it alone knows.
-            self._losses.append(torch.tensor(math.nan, dtype=torch.float32, device="cpu"))
+            self._step.losses.append(torch.tensor(math.nan, dtype=torch.float32, device="cpu"))
             return self._engine.begin_forward()
 
         # A unit is updated by its gradient of the last group, so the engine has to know which one that is.
-        if self._groups == self.accumulation_steps:
+        if self._step.num_groups == self.accumulation_steps:
             raise StreamedModelError(
                 f"accumulation_steps is {self.accumulation_steps}, and that many backwards were made. Call "
                 "optimizer.step(), or give megatier.stream the right number."
@@ -421,10 +407,10 @@ class Streamed(ClosedWhenDropped, StreamedState):
         self._meet(FORWARD)
 
         # The settings that stand now count for speculative updates; `finish_step` voids those if they have changed.
-        if not self._groups:
+        if not self.is_in_step:
             self._engine.begin_step(self.steps + 1, self._take_settings())
-        self._engine.begin_group(self._groups)
-        self._groups += 1
+        self._engine.begin_group(self._step.num_groups)
+        self._step.num_groups += 1
         return self._engine.model.running()
 
     def _take_settings(self) -> float:
@@ -438,7 +424,9 @@ class Streamed(ClosedWhenDropped, StreamedState):
         self._check_open()
 
         # The last forward counts only when all of its backward is done, which an interrupt may have cut short.
-        made = self._groups - (1 if self._groups and self._engine.gradients.is_open else 0)
+        made = self._step.num_groups
+        if self.is_in_step and self._engine.gradients.is_open:
+            made -= 1
         if made < self.accumulation_steps:
             raise StreamedModelError(
                 f"optimizer.step() after {made} of {self.accumulation_steps} backwards: each step needs as many as "
@@ -457,7 +445,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
                 "this rank has left a step half-way, in which the other ranks are still. Start all ranks again, from "
                 "the last Streamed.save."
             )
-        if self._dropped:
+        if self._step.drop_cause:
             self.abandon()
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
@@ -470,7 +458,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
 
     def _check_between_steps(self, what: str) -> None:
         self._check_open()
-        if self._groups:
+        if self.is_in_step:
             raise StreamedModelError(
                 f"{what} in the middle of a step: end it with optimizer.step() first, or drop it with abandon()."
             )
