@@ -42,6 +42,8 @@ class Run:
     """Settings of the section `model`."""
     train: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the section `train`."""
+    numerics: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the section `numerics`."""
     rank: int = 0
     """Of adapters beside all linear layers; 0: the model itself is trained."""
     in_place: bool = False
@@ -285,7 +287,7 @@ def config_of(run: Run, deterministic: bool, directory: Path | None, base: Path 
         data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=run.sequence),
         tiers=TiersConfig(nvme=nvme, **run.tiers),
         train=TrainConfig(**{"batch": run.batch, "learning_rate": RATE, "clip": 1.0} | dict(run.train)),
-        numerics=NumericsConfig(deterministic=deterministic),
+        numerics=NumericsConfig(deterministic=deterministic, **run.numerics),
     )
 
 

@@ -39,7 +39,13 @@ FREE = (
 PLACE = "model.path"
 """The setting that says where the model lies. It changes no number if all that is read there is compared by itself, as
 a part of the origin."""
-ADDED = {"train.moments": "fp32", "train.optimizer": "adamw", "train.momentum": 0.95}
+ADDED = {
+    "train.moments": "fp32",
+    "train.optimizer": "adamw",
+    "train.momentum": 0.95,
+    "numerics.products": "bf16",
+    "numerics.products_except": [],
+}
 """Settings that change numbers and that older versions did not have, with what these did."""
 WIDTHS = ("model.compute_dtype", "train.moments", "train.optimizer")
 """Settings that decide which kinds there are, and how many bytes an element of them has."""

@@ -280,6 +280,8 @@ def _print_links(console: Console, links: LinkFigures) -> None:
         dtype = "bf16"
         table.add_row("AdamW on the GPU", _parameters(links.gpu_update_parameters_per_s), "")
     table.add_row(f"{dtype} product", f"{links.matmul_flops_per_s / 1e9:,.0f} GFLOP/s", "")
+    if links.fp8_matmul_flops_per_s is not None:
+        table.add_row("fp8 product", f"{links.fp8_matmul_flops_per_s / 1e9:,.0f} GFLOP/s", "")
     _print(console, table, links.notes, links.flags)
 
 

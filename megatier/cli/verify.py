@@ -43,6 +43,12 @@ def run(argv: Sequence[str]) -> int:
         default="adamw",
         help="what trains the model (default: adamw)",
     )
+    parser.add_argument(
+        "--products",
+        choices=["bf16", "fp8"],
+        default="bf16",
+        help="type of the numbers that linear layers multiply (default: bf16)",
+    )
     options = parser.parse_args(argv)
     if options.directory is not None:
         check_directory(options.directory, "--directory")
@@ -51,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
     from megatier.train.verify import verify
 
     # Past /tmp, which is RAM on many systems: the drive is a part of what is tried.
-    choices = {"is_quick": options.quick, "optimizer": options.optimizer}
+    choices = {"is_quick": options.quick, "optimizer": options.optimizer, "products": options.products}
     if options.directory is not None:
         return 0 if verify(options.device, options.directory, Console(), **choices) else 1
     with TemporaryDirectory(prefix="megatier-verify-", dir=scratch_directory()) as directory:

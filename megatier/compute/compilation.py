@@ -32,6 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from megatier.compute.attention import FLEX, allowed_kernels, is_attention
 from megatier.compute.compile_clock import CLOCK
+from megatier.compute.fp8 import rounded_weights
 from megatier.compute.open_shapes import Rule, install, open_up, planning, tensors_in
 
 P = ParamSpec("P")
@@ -132,10 +133,15 @@ class Marking(CustomGraphPass):
     """Whether this is flex attention alone, or every kernel."""
 
     def __call__(self, graph: Graph) -> None:
-        """Mark its nodes. The compiler then cuts the graph so that the backward does not repeat them."""
+        """Mark its nodes. The compiler then cuts the graph so that the backward does not repeat them.
+
+        FP8 weights are marked as what the backward makes again.
+        """
         for node in graph.nodes:
             if node.target is FLEX or (not self.flex_alone and is_attention(node.target)):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for node in rounded_weights(graph):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
     def uuid(self) -> str:
         """The name under which torch stores what it has compiled so."""

@@ -304,6 +304,11 @@ class NumericsConfig(Section):
 
     deterministic: bool = True
     """Use only operations that repeat bit by bit in a fresh process."""
+    products: Literal["bf16", "fp8"] = "bf16"
+    """Type of the numbers that linear layers inside of decoder layers multiply. fp8: weights, inputs and gradients are
+    rounded to FP8 for their products alone, with a scale for each row; all else stays bf16, and masters fp32."""
+    products_except: tuple[str, ...] = ()
+    """Modules that stay in bf16 under fp8, as patterns such as model.layers.0 and *.down_proj."""
     guard: bool = True
     """Look at each step's loss and gradient norm before a weight changes, and leave the step out if one of them is
     NaN or infinite. The gradients of a step wait for that, as they do for clipping. False: such a step ends the
@@ -315,6 +320,7 @@ class NumericsConfig(Section):
         """Check each value."""
         self.read()
         self.need_least(max_skips=0)
+        self.need("products_except", all(name.strip() for name in self.products_except), "without empty names")
 
 
 @explained
@@ -338,6 +344,8 @@ class RunConfig(Section):
         has_end = not (self.train.epochs and self.data.streaming)
         bound = "null with data.streaming, whose end is not known: set train.steps"
         self.train.need("epochs", has_end, bound)
+        is_bf16 = self.numerics.products == "bf16" or self.model.compute_dtype == "bf16"
+        self.numerics.need("products", is_bf16, "bf16 with model.compute_dtype fp32, whose products are fp32")
         self._check_generations()
         self._check_borders()
 

@@ -36,6 +36,7 @@ from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Binding, Unit, bindings, tiled_names
 from megatier.models.dtypes import place_buffers
 from megatier.models.masks import BlockMasks
+from megatier.models.products import set_products
 from megatier.optim.masters import weight_dtype
 from megatier.optim.optimizer import RunOptimizer
 from megatier.ranks.channel import Alone
@@ -72,6 +73,8 @@ class EngineOptions:
     """Keep what attention gave until the backward, where the rest of an uncompiled forward is made again."""
     offloads_attention: bool = False
     """Take that off the GPU too, with inputs that are offloaded."""
+    fp8_products: Sequence[str] = ()
+    """The names of the linear layers that take their products in FP8."""
     fp32_products: bool = False
     """Take bf16 products in fp32, for a CPU without bf16 instructions."""
     any_shape: bool = False
@@ -111,6 +114,7 @@ class UnitModel:
         """The Hugging Face model."""
         self.options = options
         """Numeric choices and policies."""
+        set_products(skeleton, options.fp8_products)
         self._masks = BlockMasks()
         self.stage = Stage(
             source=player.weights,

@@ -46,6 +46,8 @@ class ShortArguments(TypedDict, total=False):
     num_labels: int | None
     expert_parts: int
     tile_tokens: int | None
+    products: Literal["bf16", "fp8"]
+    products_except: str | Sequence[str]
 
 
 class Short(NamedTuple):
@@ -83,6 +85,8 @@ SHORT: Mapping[str, Short] = {
     "num_labels": Short(None, least=1),
     "expert_parts": Short(1, ("model.expert_parts",)),
     "tile_tokens": Short(None, ("model.tile_tokens",)),
+    "products": Short("bf16", ("numerics.products",), ("bf16", "fp8")),
+    "products_except": Short((), ("numerics.products_except",)),
 }
 """All short arguments."""
 CHECKED = ("lr", "betas", "eps", "weight_decay", "momentum", "clip")

@@ -20,6 +20,7 @@ from megatier.measure.link_traffic import (
     UpdateTraffic,
     alone,
     at_once,
+    fp8_matmul_flops_per_s,
     matmul_flops_per_s,
 )
 
@@ -38,6 +39,10 @@ LAYER_EFFICIENCY = {"cuda": 0.90, "cpu": 1.0}
 """The FLOP/s of a layer's deterministic forward and backward, as a share of those of a large product that goes on for
 seconds. On cuda it was measured on an H200 with layers of 8B shape: 596 of 662 TFLOP/s. A product of 50 ms reaches 787
 there, because the power limit acts later. For the CPU it is not known."""
+
+
+FP8_EFFICIENCY = 0.6
+"""The same of products in FP8. The rest of the time goes into rounding, and into turning rows into columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +97,10 @@ class LinkFigures:
     """The FLOP/s of one large product, in bf16 on cuda and in fp32 on the CPU."""
     flops_per_s: float
     """The FLOP/s that a layer's forward and backward reach."""
+    fp8_matmul_flops_per_s: float | None = None
+    """The FLOP/s of one large product in FP8; None: the GPU has none, or this is a CPU."""
+    fp8_flops_per_s: float | None = None
+    """The FLOP/s that a layer's products in FP8 reach, with the time of rounding to it."""
     notes: tuple[str, ...] = ()
     """Facts that one should know about the figures."""
     flags: tuple[str, ...] = ()
@@ -153,6 +162,7 @@ def probe_links(
 
     size = matmul_size or MATMUL_SIZE[device]
     matmul = matmul_flops_per_s(devices[0], size, seconds)
+    fp8 = fp8_matmul_flops_per_s(devices[0], size, seconds) if has_gpu else None
     gpu_update = UpdateTraffic(devices[0], update_elements).on_gpu(seconds) if has_gpu else None
     figures = LinkFigures(
         device=device,
@@ -161,6 +171,8 @@ def probe_links(
         gpu_update_parameters_per_s=gpu_update or updates[-1].parameters_per_s,
         matmul_flops_per_s=matmul,
         flops_per_s=matmul * LAYER_EFFICIENCY[device],
+        fp8_matmul_flops_per_s=fp8,
+        fp8_flops_per_s=None if fp8 is None else fp8 * FP8_EFFICIENCY,
         notes=link_notes(device),
     )
     return replace(figures, flags=link_flags(figures))

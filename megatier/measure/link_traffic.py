@@ -16,6 +16,7 @@ from typing import Self
 import torch
 
 from megatier import _native
+from megatier.compute.fp8 import CODES, FP8_FROM
 from megatier.optim.adamw import adamw_threads
 from megatier.state import ADAMW_BF16
 from megatier.store.arena import Arena
@@ -240,6 +241,16 @@ def square_product(device: torch.device, size: int) -> Callable[[], object]:
     # Into one result, so that allocations are not measured.
     out = torch.empty_like(left)
     return partial(torch.mm, left, right, out=out)
+
+
+def fp8_matmul_flops_per_s(device: torch.device, size: int, seconds: float) -> float | None:
+    """Return the FLOP/s of a square product in FP8; None if the GPU has none."""
+    if torch.cuda.get_device_capability(device) < FP8_FROM:
+        return None
+    left, right = (torch.randn(size, size, device=device, dtype=torch.float32).to(CODES) for _ in range(2))
+    one = torch.ones((), device=device, dtype=torch.float32)
+    work = partial(torch._scaled_mm, left, right.t(), one, one, out_dtype=torch.bfloat16)
+    return 2.0 * size**3 * _alone_per_s(work, device, seconds)
 
 
 def _alone_per_s(work: Callable[[], object], device: torch.device, seconds: float) -> float:

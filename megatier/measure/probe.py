@@ -63,6 +63,7 @@ def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
         memory_bytes_per_s=update.shared_memory_bytes_per_s,
         gpu_update_parameters_per_s=links.gpu_update_parameters_per_s,
         flops_per_s=links.flops_per_s,
+        fp8_flops_per_s=links.fp8_flops_per_s,
         gpu_bytes=float(gpus[0].total_bytes) if gpus else None,
     )
 

@@ -40,11 +40,14 @@ class LayerSizes:
     to, what the last products give of them, the outputs of the others, and the gradients of all three."""
     dropped: float
     """Inputs that adapters with dropout save."""
+    in_fp8: bool = False
+    """Whether products are taken in FP8, so that what they take is saved in half as many bytes."""
 
     @property
     def compiled(self) -> float:
         """All that the layer could save if it is compiled, with its input."""
-        return self.products + self.widest + NORMS
+        taken = self.widest + NORMS
+        return self.products + (taken / 2 if self.in_fp8 else taken)
 
     @property
     def uncompiled(self) -> float:
@@ -126,6 +129,7 @@ def _sizes_of(setup: Setup, unit: Unit, absent: Collection[str], width: int, att
         others=c - of_mlp / width,
         in_mlp=in_mlp / width,
         dropped=_dropped_elements(setup, unit) / width,
+        in_fp8=not names.isdisjoint(setup.work.products.weights),
     )
 
 

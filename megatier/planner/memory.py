@@ -25,6 +25,9 @@ If they are offloaded, those of two layers are under way.
 Norms, MLPs and experts that run in tiles of tokens save nothing but their inputs. What they hold inside counts for one
 tile, and in the backward their gradients count as well: those of a tile, and their sum in fp32.
 
+With products in FP8 a layer saves half of what its products take, and its backward also has gradients, inputs and the
+largest matrix in FP8.
+
 A unit that is no layer has gradients of its weights as well, as large as an embedding. Of one that is tied to the head
 the sum that the loss made stays until its own backward.
 
@@ -86,6 +89,10 @@ ATTENTION_PASSING = 2
 """Layers whose attention is on the GPU at once, if it is offloaded: it comes back one layer ahead."""
 INPUTS_PASSING = 2
 """Layers whose offloaded input is there at once: it leaves while the next one comes, and comes back one layer ahead."""
+FP8_IN_MLP = 1.5
+"""Widest inputs, in bf16, that FP8 copies take in the backward of a product: two of a gradient, one of an input."""
+FP8_WEIGHTS = 2
+"""Bytes of FP8 copies for each element of a matrix that is multiplied: as it lies, and in columns."""
 BOUNDARIES_AT_LOSS = 3
 """Boundary activations at the loss: input, output and gradient of the last norm."""
 LOSS_BYTES = {"compiled": 4, "plain": 19, "unfused": 12}
@@ -257,6 +264,8 @@ def _backward_activations(setup: Setup, unit: Unit, sizes: LayerSizes, saved: fl
     beyond = max(0.0, saved - 1 - sizes.others)
     saved_of_mlp = min(beyond, 3 * sizes.widest)
     in_mlp = sizes.in_mlp - saved_of_mlp
+    if sizes.in_fp8:
+        in_mlp += FP8_IN_MLP * sizes.widest
     in_attention = 0.0 if _knows_attention(setup, unit) else ATTENTION_AGAIN * sizes.others
     return in_mlp + IN_LAYER + in_attention + sizes.dropped
 
@@ -328,7 +337,8 @@ def _weight_bytes(setup: Setup) -> int:
         if unit.is_lent:
             num_elements = sum(tensor.num_elements for tensor in unit.layout.tensors)
             lent_bytes += num_elements * unit.layout.schema.grad_width
-    return lent_bytes + _update_bytes(setup.work) + _decoded_bytes(setup) + _adapted_bytes(setup)
+    made_bytes = _decoded_bytes(setup) + _adapted_bytes(setup) + _fp8_bytes(setup)
+    return lent_bytes + _update_bytes(setup.work) + made_bytes
 
 
 def _decoded_bytes(setup: Setup) -> int:
@@ -341,6 +351,16 @@ def _decoded_bytes(setup: Setup) -> int:
                 largest = max(largest, tensor.num_parameters)
     piece_elements = min(largest, PIECE_ELEMENTS)
     return largest * setup.item_bytes + piece_elements * PIECE_BYTES
+
+
+def _fp8_bytes(setup: Setup) -> int:
+    """Bytes of FP8 copies of the largest matrix whose products are taken in FP8."""
+    in_fp8 = setup.work.products.weights
+    largest = 0
+    for unit in setup.work.units:
+        sizes = [tensor.num_elements for tensor in unit.layout.tensors if tensor.name in in_fp8]
+        largest = max([largest, *sizes])
+    return FP8_WEIGHTS * largest
 
 
 def _adapted_bytes(setup: Setup) -> int:

@@ -34,6 +34,8 @@ REPEATED_AT = 0.0, 0.1, 0.15, 0.3, 0.5, 0.8, 1.0
 REPEATED = 0.7, 0.6, 0.55, 0.39, 0.16, 0.03, 0.0
 """The share of a compiled layer's forward that its backward repeats, at these saved shares, measured on layers of 8B
 shape. At 0, as under recompute, that is all but the last product."""
+FP8_TIMES = 1.4
+"""How many times as fast as in bf16 products in FP8 are taken to be where that was not measured."""
 
 
 def unit_seconds(setup: Setup, head: str, rates: Rates) -> ComputeSeconds:
@@ -72,6 +74,8 @@ class _UnitSeconds:
         self._text = setup.model.config.get_text_config()
         self._num_experts, self._chosen_share = _experts(self._text)
         self._flops_per_s = rates.flops_per_s
+        self._in_fp8 = setup.work.products.weights
+        self._fp8_flops_per_s = rates.fp8_flops_per_s or FP8_TIMES * rates.flops_per_s
 
         # AdamW on the GPU is bound by the memory of the GPU, so its rate says how fast that is.
         self._memory_bytes_per_s = rates.gpu_update_parameters_per_s * UPDATE_BYTES
@@ -81,8 +85,9 @@ class _UnitSeconds:
         products = self._product_flops(unit.layout.tensors)
         repeated, attention_repeated = self._repeated_shares(unit)
         repeated = self._with_tiles(unit, products, repeated)
-        forward = products / self._flops_per_s
-        spared = self._frozen_flops(unit, products) / self._flops_per_s
+        forward = products / self._flops_per_s - self._gained_seconds(unit.layout.tensors)
+        frozen = [tensor for tensor in unit.layout.tensors if tensor.name in unit.layout.frozen]
+        spared = self._frozen_flops(unit, products) / self._flops_per_s - self._gained_seconds(frozen)
         backward = forward * (2 + repeated) - spared
 
         # Experts that are units of their own have no attention.
@@ -126,6 +131,12 @@ class _UnitSeconds:
         # A frozen parameter with an adapter of its own has a gradient all the same: that of its sum.
         adapted = _named(unit.layout.tensors, self._adapted)
         return frozen - self._flops(adapted)
+
+    def _gained_seconds(self, tensors: Iterable[TensorSlice]) -> float:
+        """Return the seconds by which a group's products with parameters are faster because some are in FP8."""
+        if not self._in_fp8:
+            return 0.0
+        return self._flops(_named(tensors, self._in_fp8)) * (1 / self._flops_per_s - 1 / self._fp8_flops_per_s)
 
     def _flops(self, tensors: Iterable[TensorSlice]) -> float:
         """Return the FLOPs in which a group's tokens are multiplied with matrices; of experts, those they go to."""

@@ -95,6 +95,8 @@ class Rates:
     """Rate of AdamW on the GPU."""
     flops_per_s: float
     """Rate of the matrix products of a layer's forward and backward at the compute dtype, as models reach it."""
+    fp8_flops_per_s: float | None = None
+    """The same of products in FP8, with the time in which numbers are rounded to it; None: not known."""
     gpu_bytes: float | None = None
     """Memory of the GPU; None: not known, so that a plan cannot say whether activations fit."""
     gather_bytes_per_s: float | None = None
@@ -198,7 +200,7 @@ FIELDS = {field.name for field in dataclasses.fields(Rates)}
 WAVERING = {"mixed_low_bytes_per_s", "mixed_high_bytes_per_s"}
 OF_RANKS = {"ranks_way", *ASSUMED}
 """What is measured of links between ranks, by ranks alone."""
-OPTIONAL = {"gpu_bytes", "io_threads", "first_write_bytes_per_s", *WAVERING, *OF_RANKS}
+OPTIONAL = {"fp8_flops_per_s", "gpu_bytes", "io_threads", "first_write_bytes_per_s", *WAVERING, *OF_RANKS}
 DRIVE_FIELDS = {field.name for field in dataclasses.fields(DriveRates)}
 
 

@@ -344,6 +344,7 @@ def _engine_options(setup: Setup, seed: int | None, *, any_shape: bool) -> Engin
     config, machine, work = setup.config, setup.machine, setup.work
     model = config.model
     check_attention(model.attention, machine.device)
+    machine.check_products(config.numerics.products)
     compilation = Compilation(model.saved_share, work.keeps_attention, any_shape)
     return EngineOptions(
         dtype=COMPUTE_DTYPES[model.compute_dtype],
@@ -357,6 +358,7 @@ def _engine_options(setup: Setup, seed: int | None, *, any_shape: bool) -> Engin
         compilation=compilation if setup.compiles else None,
         keeps_attention=work.keeps_attention,
         offloads_attention=work.offloads_attention,
+        fp8_products=work.products.fp8,
         fp32_products=machine.takes_fp32_products(model),
         any_shape=any_shape,
         seed=seed,

@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 
+from megatier.compute.fp8 import FP8_FROM
 from megatier.config.schema import ModelConfig, TiersConfig
 from megatier.config.values import MountBudget
 from megatier.drives.leftovers import left_bytes
@@ -122,6 +123,19 @@ class Machine:
     def takes_fp32_products(self, model: ModelConfig) -> bool:
         """Return whether bf16 products are taken in fp32, as they are on a CPU without bf16 instructions."""
         return self.device.type == "cpu" and model.compute_dtype == "bf16" and not self.has_bf16
+
+    def check_products(self, products: str) -> None:
+        """Refuse products in FP8 on a GPU that has none. A CPU computes them slowly.
+
+        Raises:
+            ConfigError: names the first GPUs that do.
+        """
+        if products == "fp8" and self.capability is not None and self.capability < FP8_FROM:
+            found = ".".join(map(str, self.capability))
+            raise ConfigError(
+                f"numerics.products is fp8, but this GPU (compute capability {found}) has no FP8 products. GPUs of the "
+                "Ada and Hopper generations and later (8.9) have. Set it to bf16."
+            )
 
 
 def choose_device(asked: str, setting: str = "tiers.device") -> torch.device:

@@ -17,6 +17,7 @@ from megatier.errors import UnsupportedModelError
 from megatier.layout import Layout
 from megatier.models.decoder import Unit, decoder_layers
 from megatier.models.dtypes import with_schemas
+from megatier.models.products import Products, products_of
 from megatier.optim.muon import matrices_of
 from megatier.schedule.rates import ALONE, World
 from megatier.schedule.sizes import Policy, UnitSpec
@@ -49,6 +50,8 @@ class Workload:
     """Whether what attention gave stays until a backward that computes the rest of its layer again."""
     offloads_attention: bool = False
     """Whether that goes off the GPU with an offloaded input."""
+    products: Products = field(default_factory=Products)
+    """Which linear layers take their products in FP8; none, unless the run says so."""
 
     @property
     def num_parameters(self) -> int:
@@ -74,6 +77,8 @@ class Workload:
         tokens = config.data.sequence_length
         units = with_schemas(model, units, config.model.compute_dtype, train.moments, train.optimizer)
         units = tuple(replace(unit, layout=unit.layout.padded(world.ranks)) for unit in units)
+        numerics = config.numerics
+        products = products_of(model, units, numerics.products_except) if numerics.products == "fp8" else Products()
         tiers = config.tiers
         options = IoOptions(
             num_threads=tiers.io_threads or IoOptions().num_threads,
@@ -108,6 +113,7 @@ class Workload:
             in_place=read_in_place,
             keeps_attention=train.keeps_attention(tokens),
             offloads_attention=offloads_attention,
+            products=products,
         )
 
 

@@ -108,7 +108,7 @@ def describe(
         say(console, f"{len(placement.streamed)} units stream their state through the GPU to be updated there")
     if placement.spilled:
         say(console, _safety(config, placement, plan.num_kept))
-    for words in (*_base_on_nvme(session), *remarks(config)):
+    for words in (*session.setup.work.products.described(), *_base_on_nvme(session), *remarks(config)):
         say(console, words)
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
         what = "sums of groups" if placement.sums_on_gpu else "gradients"

@@ -74,6 +74,8 @@ class Mode(NamedTuple):
     """The type of AdamW's moments."""
     optimizer: str = "adamw"
     """What trains the matrices of layers."""
+    products: str = "bf16"
+    """The type of the numbers that linear layers multiply."""
 
 
 MODES = {
@@ -93,17 +95,25 @@ RANK_PLACEMENTS: dict[str, Budgeted] = {
 """The same for ranks, in bytes for each of them. Whole units pass through the GPU, so its budgets are larger."""
 
 
-def modes_of(optimizer: str) -> dict[Mode, tuple[Activations, ...]]:
-    """Return the modes that an optimizer has."""
+def modes_of(optimizer: str, products: str = "bf16") -> dict[Mode, tuple[Activations, ...]]:
+    """Return the modes that an optimizer has, with products of this type."""
     narrows = OPTIMIZERS[optimizer].narrows
     return {
-        mode._replace(optimizer=optimizer): policies
+        mode._replace(optimizer=optimizer, products=products): policies
         for mode, policies in MODES.items()
         if narrows or mode.moments == "fp32"
     }
 
 
-def verify(device: str, directory: Path, console: Console, *, is_quick: bool = False, optimizer: str = "adamw") -> bool:
+def verify(
+    device: str,
+    directory: Path,
+    console: Console,
+    *,
+    is_quick: bool = False,
+    optimizer: str = "adamw",
+    products: str = "bf16",
+) -> bool:
     """Train under every placement and activation policy in several modes, and print a table of the outcomes.
 
     Under torchrun the ranks share the state under some placements, and each of them also trains alone.
@@ -114,12 +124,14 @@ def verify(device: str, directory: Path, console: Console, *, is_quick: bool = F
         console: where the table goes.
         is_quick: try every placement with one activation policy in one mode.
         optimizer: as `train.optimizer` names it.
+        products: as `numerics.products` names them.
 
     Returns:
         Whether all outcomes are equal, within each mode.
     """
     torch.use_deterministic_algorithms(True)
-    modes = {Mode(CLIP, optimizer=optimizer): (Activations.KEEP,)} if is_quick else modes_of(optimizer)
+    quick = Mode(CLIP, optimizer=optimizer, products=products)
+    modes = {quick: (Activations.KEEP,)} if is_quick else modes_of(optimizer, products)
     with joined(choose_device(device, "--device").type) as ranks:
         if ranks is not None:
             quiet = console if ranks.rank == 0 else Console(quiet=True)
@@ -222,7 +234,7 @@ def _run(
     digest = hashlib.sha256()
 
     # Without clipping and guard, updates run inside the backward, unless ranks share the state.
-    numerics = NumericsConfig(guard=mode.clip is not None)
+    numerics = NumericsConfig(guard=mode.clip is not None, products=mode.products)  # type: ignore[arg-type]
     data = replace(OF_LOOP, sequence_length=SEQUENCE_LENGTH)
     config = RunConfig(
         model=ModelConfig(config=MODEL),

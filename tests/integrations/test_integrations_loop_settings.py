@@ -14,7 +14,7 @@ from tiny_runs import exactness_config, one_thread, plain_model
 
 import megatier
 from megatier.config.file import from_dict
-from megatier.config.schema import ModelConfig, TrainConfig
+from megatier.config.schema import ModelConfig, NumericsConfig, TrainConfig
 from megatier.errors import ConfigError
 from megatier.integrations.loop_settings import FOLLOWED, NOT_OF_LOOPS, SHORT, ShortArguments, loop_config
 from megatier.tier import Activations
@@ -50,11 +50,11 @@ def test_fields_of_a_train_config_are_each_followed_or_refused() -> None:
 
 def test_short_arguments_are_the_table_and_name_settings_that_exist() -> None:
     assert list(SHORT) == list(ShortArguments.__annotations__)
-    sections = {"train": TrainConfig.__dataclass_fields__, "model": ModelConfig.__dataclass_fields__}
+    sections = {kind.NAME: kind.__dataclass_fields__ for kind in (TrainConfig, ModelConfig, NumericsConfig)}
     for argument in SHORT.values():
         for section, _, name in (setting.partition(".") for setting in argument.settings):
             assert name in sections[section]
-            assert section == "model" or name in FOLLOWED
+            assert section != "train" or name in FOLLOWED
     documented = re.findall(r"^ {8}(\w+): ", megatier.stream.__doc__ or "", re.MULTILINE)
     assert documented == ["model", "tiers", "train", *SHORT]
 

@@ -59,6 +59,13 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """A model whose routers stay in fp32 beside bf16."""
+PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "products": (
+        "llama",
+        {**SMALL, "intermediate_size": 48, "vocab_size": 2112, "num_hidden_layers": 2, "attention_dropout": 0.2},
+    ),
+}
+"""A model all of whose linear layers have sizes that FP8 products take."""
 NO_DROPOUT: dict[str, tuple[str, dict[str, Any]]] = {
     # The compiler draws other random numbers than torch does: without dropout both can be compared.
     "plain": ("llama", SMALL),
@@ -118,7 +125,7 @@ class Outcome:
 
 def exactness_config(model: str) -> PretrainedConfig:
     """Config of one of these models."""
-    family, options = {**MODELS, **NO_DROPOUT, **ROUTERS}[model]
+    family, options = {**MODELS, **NO_DROPOUT, **ROUTERS, **PRODUCTS}[model]
     return tiny_config(family, **options)
 
 
@@ -309,11 +316,12 @@ class Run:
     guard: bool = False
     """Without it and without clipping, updates run inside the backward."""
     steps: int = 5
+    products: str = "bf16"
 
     @property
     def numerics(self) -> NumericsConfig:
-        """The guard."""
-        return NumericsConfig(guard=self.guard)
+        """The guard, and the type of products."""
+        return NumericsConfig(guard=self.guard, products=self.products)  # type: ignore[arg-type]
 
     @property
     def train(self) -> TrainConfig:

@@ -1,0 +1,152 @@
+"""Products: which of a model's linear layers take theirs in FP8 (`numerics.products`), by one rule.
+
+They are the plain linear layers inside of decoder layers, with sizes that the products take. Embeddings, norms, head
+and what else is outside of decoder layers compute in bf16. So do routers, the matrices of adapters, quantised layers,
+and layers whose forward was replaced. Stacks of experts are refused, unless the user leaves them out by name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from megatier.compute.fp8 import ALIGNED, Fp8Linear, adopt, takes
+from megatier.errors import ConfigError, UnsupportedModelError
+from megatier.models.decoder import Unit
+from megatier.models.experts import experts_in
+from megatier.models.frozen import is_named
+
+EXCEPT = "numerics.products_except"
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Settings of a text config that say how many experts a layer has."""
+ROUTERS = ("gate", "router", "classifier", "wg")
+"""Names of linear layers that are routers, if they give a number for each expert."""
+ODD = f"whose sizes are no multiples of {ALIGNED}"
+LEFT_OUT = f"named in {EXCEPT}"
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Which linear layers take their products in FP8, and which others stay in bf16."""
+
+    fp8: tuple[str, ...] = ()
+    """The names of those that do, in module order."""
+    bf16: tuple[tuple[str, str], ...] = ()
+    """The names of plain linear layers of decoder layers that do not, each with the reason."""
+
+    @property
+    def weights(self) -> frozenset[str]:
+        """The names of the weights of those that do."""
+        return frozenset(f"{name}.weight" for name in self.fp8)
+
+    def described(self) -> Iterator[str]:
+        """Yield in sentences which they are, by the last part of their names."""
+        if not self.fp8:
+            return
+        yield f"products of {_counted(self.fp8)} in fp8, all others in bf16"
+        for reason in dict.fromkeys(reason for _, reason in self.bf16):
+            yield f"in bf16 stay {_counted([name for name, why in self.bf16 if why == reason])}, {reason}"
+
+
+def products_of(model: PreTrainedModel, units: Sequence[Unit], excepted: Sequence[str]) -> Products:
+    """Return which linear layers of a model take their products in FP8.
+
+    Args:
+        model: the skeleton.
+        units: all of its units, with their schemas.
+        excepted: patterns of modules that do not, as `models.frozen` describes them.
+
+    Raises:
+        ConfigError: a pattern names no such module, or none is left.
+        UnsupportedModelError: a layer has a stack of experts, which no pattern names.
+    """
+    found = [(name, layer) for unit in units if unit.is_layer for name, layer in _linears(model, unit)]
+    stacks = [name for unit in units if unit.is_layer or unit.experts for name in _stacks(model, unit)]
+    _check_patterns(excepted, [*(name for name, _ in found), *stacks])
+    for name in stacks:
+        if not _is_excepted(name, excepted):
+            raise UnsupportedModelError(
+                f"{name} holds experts in stacks of matrices, whose products numerics.products fp8 does not take. "
+                f"Name them in {EXCEPT}, as {_pattern(name)!r}, to leave them in bf16."
+            )
+
+    fp8, bf16 = [], []
+    for name, layer in found:
+        reason = LEFT_OUT if _is_excepted(name, excepted) else "" if takes(layer) else ODD
+        if reason:
+            bf16.append((name, reason))
+        else:
+            fp8.append(name)
+    if not fp8:
+        why = f" ({' and '.join(dict.fromkeys(reason for _, reason in bf16))})" if bf16 else ""
+        raise ConfigError(
+            f"numerics.products is fp8, and no linear layer of {type(model).__name__} is left for it{why}. Set it to "
+            "bf16."
+        )
+    return Products(tuple(fp8), tuple(bf16))
+
+
+def set_products(model: PreTrainedModel, fp8: Sequence[str]) -> None:
+    """Let these linear layers of a skeleton, and no others, take their products in FP8."""
+    for layer in model.modules():
+        if isinstance(layer, Fp8Linear):
+            adopt(layer, is_fp8=False)
+    for name in fp8:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        adopt(layer)
+
+
+def _linears(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the plain linear layers of a decoder layer's unit, with their names in the model."""
+    # What stays in fp32 inside of the layer is of another unit.
+    own = {tensor.name for tensor in unit.layout.tensors}
+    text = model.config.get_text_config()
+    experts = {count for name in EXPERT_COUNTS if (count := getattr(text, name, None))}
+    for module_name in unit.module_names:
+        for inside, layer in model.get_submodule(module_name).named_modules():
+            name = f"{module_name}.{inside}".rstrip(".")
+            is_plain = type(layer) in (nn.Linear, Fp8Linear) and "forward" not in vars(layer)
+            if not is_plain or f"{name}.weight" not in own or ".lora_" in name:
+                continue
+            assert isinstance(layer, nn.Linear)
+            is_router = name.rpartition(".")[2] in ROUTERS and layer.out_features in experts
+            if not is_router:
+                yield name, layer
+
+
+def _stacks(model: PreTrainedModel, unit: Unit) -> Iterator[str]:
+    """Yield the modules of a unit that hold all experts in stacks of matrices."""
+    for module_name in unit.module_names:
+        for inside, _ in experts_in(model.get_submodule(module_name)):
+            yield f"{module_name}.{inside}".rstrip(".")
+
+
+def _is_excepted(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a pattern names a module, or one above it."""
+    return any(is_named(name, pattern) for pattern in patterns)
+
+
+def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse a pattern that names none of the modules."""
+    for pattern in patterns:
+        if not any(_is_excepted(name, [pattern]) for name in names):
+            near = get_close_matches(pattern, [*names, *dict.fromkeys(map(_pattern, names))], n=3, cutoff=0.5)
+            hint = f"Near it are {', '.join(near)}." if near else f"They have names such as {', '.join(names[:1])}."
+            raise ConfigError(f"{EXCEPT}: {pattern!r} names no linear layer of this model's decoder layers. {hint}")
+
+
+def _pattern(name: str) -> str:
+    """Return a pattern that names the modules of all layers with the last part of a name."""
+    return f"*.{name.rpartition('.')[2]}"
+
+
+def _counted(names: Sequence[str]) -> str:
+    """Return how many linear layers there are, and what they are called."""
+    counts = Counter(name.removesuffix(".base_layer").rpartition(".")[2] for name in names)
+    return f"{len(names)} linear layers ({', '.join(counts)})"

@@ -1,0 +1,174 @@
+"""Products of FP8 numbers: what they are, what they depend on, and what numbers that are not finite come to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, linear
+
+from megatier.compute import fp8
+from megatier.compute.compilation import Compilation
+from megatier.compute.fp8 import CODES, adopt, takes
+
+E5M2 = torch.float8_e5m2
+
+
+def layer_of(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
+    adopt(layer)
+    return layer
+
+
+def rows_of(count: int, width: int, scale: float = 1.0) -> Tensor:
+    torch.manual_seed(1)
+    return (scale * torch.randn(count, width)).to(torch.bfloat16)
+
+
+def gradients(layer: nn.Linear, rows: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and the gradients of rows and weight."""
+    rows = rows.detach().requires_grad_()
+    result = layer(rows)
+    of_rows, of_weight = torch.autograd.grad(result, [rows, layer.weight], slope)
+    return result.detach(), of_rows, of_weight
+
+
+@pytest.mark.parametrize("count", [32, 21, 1])
+def test_fp8_products_are_nearly_those_of_the_same_numbers_in_fp32(count: int) -> None:
+    layer, rows, slope = layer_of(64, 48, bias=True), rows_of(count, 64), rows_of(count, 48)
+    exact = layer.weight.detach().float(), rows.float(), slope.float()
+    expected = linear(exact[1], exact[0], layer.bias.detach().float()), exact[2] @ exact[0], exact[2].t() @ exact[1]
+    for found, wanted in zip(gradients(layer, rows, slope), expected, strict=True):
+        assert cosine_similarity(found.float().flatten(), wanted.flatten(), 0) > 0.998
+        assert float(found.float().norm()) == pytest.approx(float(wanted.norm()), rel=0.02)
+
+
+def test_fp8_products_are_those_of_numbers_that_fp8_holds_exactly() -> None:
+    layer, rows = layer_of(32, 16), torch.randint(-8, 8, (48, 32)).to(torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randint(-4, 4, (16, 32)))
+    slope = torch.randint(-4, 4, (48, 16)).to(torch.bfloat16)
+    result, of_rows, of_weight = gradients(layer, rows, slope)
+    assert torch.equal(result, linear(rows.float(), layer.weight.float()).to(torch.bfloat16))
+    assert torch.equal(of_rows, (slope.float() @ layer.weight.float()).to(torch.bfloat16))
+    assert torch.equal(of_weight, (slope.float().t() @ rows.float()).to(torch.bfloat16))
+
+
+def test_fp8_result_and_gradient_of_a_row_do_not_depend_on_other_rows() -> None:
+    layer, rows, slope = layer_of(64, 48), rows_of(32, 64), rows_of(32, 48)
+    large = torch.arange(32)[:, None] >= 16
+    result, of_rows, _ = gradients(layer, rows, slope)
+    factor = torch.where(large, 1e6, 1.0).to(torch.bfloat16)
+    others, of_others, _ = gradients(layer, rows * factor, slope * factor)
+    assert torch.equal(result[:16], others[:16])
+    assert torch.equal(of_rows[:16], of_others[:16])
+
+
+def test_fp8_rows_that_fill_up_a_product_change_nothing() -> None:
+    layer, rows, slope = layer_of(64, 48), rows_of(32, 64), rows_of(32, 48)
+    rows[21:], slope[21:] = 0, 0
+    whole, part = gradients(layer, rows, slope)[2], gradients(layer, rows[:21], slope[:21])[2]
+    assert torch.equal(whole, part)
+
+
+@pytest.mark.parametrize("dtype", [CODES, E5M2])
+@pytest.mark.parametrize("largest", [2.9e38, 448.0, 450.0, 447.0, 1.0, 2.0**-100, 2.0**-120, 1e-39, 0.0])
+def test_fp8_scale_is_a_power_of_two_that_makes_the_largest_number_fit(largest: float, dtype: torch.dtype) -> None:
+    rows = torch.tensor([[largest, -largest / 2, 0.0, largest / 64]], dtype=torch.bfloat16)
+    codes, scale = fp8._rounded(rows, 1, dtype)
+    assert math.frexp(scale.item())[0] == 0.5
+    top, code = torch.finfo(dtype).max, codes.float().abs().max().item()
+    assert code <= top
+    if scale.item() > fp8.LEAST:
+        assert code >= top / 2
+        assert torch.allclose(codes.float() * scale, rows.float(), rtol=2.0**-3, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_fp8_rows_that_are_not_finite_give_nothing_finite_and_other_rows_do(bad: float) -> None:
+    layer, rows, slope = layer_of(64, 48), rows_of(32, 64), rows_of(32, 48)
+    rows[3, 5] = bad
+    result, of_rows, of_weight = gradients(layer, rows, slope)
+    assert not result[3].isfinite().any()
+    assert result[torch.arange(32) != 3].isfinite().all()
+    assert of_rows.isfinite().all()
+    assert not of_weight[:, 5].isfinite().any()
+
+    slope[4, 7] = bad
+    _, of_rows, of_weight = gradients(layer, rows_of(32, 64), slope)
+    assert not of_rows[4].isfinite().any()
+    assert of_rows[torch.arange(32) != 4].isfinite().all()
+    assert not of_weight[7].isfinite().any()
+
+    with torch.no_grad():
+        layer.weight[2, 2] = bad
+    assert not layer(rows_of(32, 64))[:, 2].isfinite().any()
+
+
+def test_fp8_products_of_zeros_no_rows_and_numbers_at_either_end_are_finite() -> None:
+    layer = layer_of(64, 48)
+    for rows in (torch.zeros(4, 64), rows_of(4, 64, 1e-38), rows_of(4, 64, 5e37), torch.zeros(0, 64)):
+        found = gradients(layer, rows.to(torch.bfloat16), torch.ones(len(rows), 48, dtype=torch.bfloat16))
+        assert all(part.isfinite().all() for part in found)
+        assert found[0].shape == (len(rows), 48)
+
+
+def test_fp8_layer_under_autocast_takes_inputs_of_another_dtype_and_refuses_them_elsewhere() -> None:
+    layer, rows = layer_of(64, 48), rows_of(4, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(rows.float()), layer(rows))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        layer(rows.float())
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 32), (32, 24), (32, 1)])
+def test_fp8_layer_with_sizes_that_are_no_multiples_of_sixteen_is_not_meant(inputs: int, outputs: int) -> None:
+    assert takes(nn.Linear(32, 48, device="meta"))
+    assert not takes(nn.Linear(inputs, outputs, device="meta"))
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_fp8_scales_inside_a_products_kernel_give_the_same_bits(by_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, rows, slope = layer_of(64, 48), rows_of(32, 64), rows_of(32, 48)
+    found = []
+    for inside in (False, True):
+        monkeypatch.setattr(fp8, "recipe", fp8.Recipe(by_rows=by_rows, scales_inside=inside))
+        found.append(gradients(layer, rows, slope))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("share", [1.0, 0.8])
+def test_fp8_compiled_layer_saves_no_weight_in_fp8_and_gives_the_same_bits(share: float) -> None:
+    first, last = layer_of(32, 48), layer_of(48, 32)
+
+    def run(rows: Tensor) -> Tensor:
+        result: Tensor = last(nn.functional.silu(first(nn.functional.rms_norm(rows, (32,)))))
+        return rows + result
+
+    found, saved = [], list[Tensor]()
+    for function in (run, Compilation(share)(run, "a layer")):
+        saved.clear()
+        found.append(_kept(function, rows_of(64, 32), saved, [first.weight, last.weight]))
+    assert all(map(torch.equal, *found))
+    shapes = {(48, 32), (32, 48)}
+    assert all(x.dtype is torch.bfloat16 for x in saved if tuple(x.shape) in shapes)
+
+
+def _kept(
+    function: Callable[[Tensor], Tensor], rows: Tensor, saved: list[Tensor], weights: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """The result and gradients of a function, which saves these tensors."""
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    rows.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = function(rows)
+    return result, *torch.autograd.grad(result.float().square().sum(), [rows, *weights])

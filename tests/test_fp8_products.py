@@ -1,0 +1,133 @@
+"""Products in FP8 are a numeric choice like any other: tiers and activation policies change no bit of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import (
+    PLACES,
+    Run,
+    Short,
+    exactness_config,
+    one_thread,
+    opened,
+    placements_that_differ,
+    plain_model,
+    run_in_fresh_process,
+    run_steps,
+)
+from torch import Tensor, nn
+
+import megatier
+from megatier.compute.fp8 import Fp8Linear, adopt
+from megatier.config.lora import LoraConfig
+from megatier.config.schema import NumericsConfig
+
+FP8 = Short(model="products", products="fp8")
+SOME = [("gpu", "recompute"), ("nvme", "offload")]
+ALL = [*SOME, ("ram_streamed", "recompute"), ("gpu_ram_nvme", "keep")]
+RUNS = {
+    "plain": (FP8, ALL),
+    "slices and groups": (replace(FP8, groups=3, slices=2), SOME),
+    "unclipped": (replace(FP8, clip=None), ALL[2:]),
+    "tiles": (replace(FP8, tile_tokens=10), SOME[1:]),
+    "Muon": (replace(FP8, optimizer="muon"), SOME[1:]),
+    "some in bf16": (replace(FP8, model="untied"), SOME[:1]),
+    "kept attention": (replace(FP8, kept_attention=True), SOME[1:]),
+    "bf16 products in fp32": (replace(FP8, fp32_products=True), SOME[1:]),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:.*runs whole")
+@pytest.mark.parametrize(("run", "settings"), RUNS.values(), ids=RUNS)
+def test_fp8_products_have_the_same_bits_on_any_tier_under_any_policy(
+    run: Run, settings: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    expected, differing = placements_that_differ(run, settings, tmp_path)
+    assert differing == []
+    if run == FP8:
+        plain = replace(run, products="bf16")(tmp_path)
+        assert expected.losses[0] == pytest.approx(plain.losses[0], rel=1e-2)
+        assert expected.norms[0] != plain.norms[0]
+        assert expected.norms[0] == pytest.approx(plain.norms[0], rel=5e-2)
+
+
+@pytest.mark.usefixtures("traced")
+def test_fp8_products_of_compiled_layers_have_the_same_bits_under_any_policy(tmp_path: Path) -> None:
+    run = replace(FP8, model="plain", compile=True, steps=1)
+    assert placements_that_differ(run, [("nvme", "recompute")], tmp_path)[1] == []
+
+
+@pytest.mark.gpu
+def test_fp8_products_on_cuda_have_the_same_bits_on_any_tier_under_any_policy(tmp_path: Path) -> None:
+    uncompiled = replace(FP8, device="cuda", compile=False, groups=3, slices=2)
+    compiled = replace(FP8, model="flash", device="cuda", compile=True, fused_loss=True, loss_chunk=32)
+    for run in (uncompiled, compiled, replace(compiled, saved_share=0.0)):
+        again, *found = run_in_fresh_process(
+            [run, run, *(replace(run, place=place, activations=activations) for place, activations in ALL)], tmp_path
+        )
+        assert [result == again for result in found] == [True] * len(found)
+        assert run_in_fresh_process([run], tmp_path) == [again]
+
+
+def test_fp8_adapters_over_a_base_in_fp8_have_the_same_bits_on_any_tier(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    numerics = NumericsConfig(guard=False, products="fp8")
+    found = []
+    for place, activations in [("ram", "keep"), ("nvme", "recompute")]:
+        train = replace(FP8, activations=activations).train
+        options: dict[str, Any] = {"numerics": numerics, "lora": LoraConfig(rank=4)}
+        with opened(exactness_config("products"), tmp_path, PLACES[place], train, **options) as session:
+            layers = {name for name, module in session.model.named_modules() if type(module) is Fp8Linear}
+            results = run_steps(session, train, 2)
+        assert len(layers) == 14
+        assert all(name.endswith(".base_layer") for name in layers)
+        found.append([(result.loss, result.grad_norm) for result in results])
+    assert found[0] == found[1]
+
+
+def test_fp8_layer_saves_its_input_in_fp8_alone_and_a_frozen_one_saves_none() -> None:
+    layer = nn.Linear(32, 48, bias=False, dtype=torch.bfloat16)
+    adopt(layer)
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    for is_trained in (True, False):
+        saved.clear()
+        layer.weight.requires_grad_(is_trained)
+        rows = torch.randn(2, 16, 32, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            layer(rows).sum().backward()
+        of_input = [x for x in saved if x.shape == (32, 32)]
+        assert [x.dtype for x in of_input] == [torch.float8_e4m3fn] * is_trained
+        assert rows.data_ptr() not in {x.data_ptr() for x in saved}
+
+
+def test_fp8_products_of_a_streamed_loop_are_those_that_its_argument_names(tmp_path: Path) -> None:
+    with megatier.stream(
+        _saved_model(tmp_path), products="fp8", products_except="*.down_proj", tiers={"ram": "64MiB", "gpu": "64MiB"}
+    ) as streamed:
+        names = {name.rpartition(".")[2] for name, x in streamed.model.named_modules() if type(x) is Fp8Linear}
+        ids = torch.arange(32).view(2, 16)
+        streamed.model(input_ids=ids, labels=ids).loss.backward()
+        streamed.optimizer.step()
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+
+
+def _saved_model(directory: Path) -> Path:
+    plain_model(exactness_config("products")).save_pretrained(directory / "model")
+    return directory / "model"
