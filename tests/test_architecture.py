@@ -60,7 +60,7 @@ ONCE = {
 """User's files of which one reading counts."""
 OURS = {
     "adapters/folder.py": 1,  # written
-    "checkpoint/chunkfile.py": 3,  # checkpoints and savepoints have manifests and checksums
+    "checkpoint/chunk_access.py": 3,  # checkpoints and savepoints have manifests and checksums
     "checkpoint/manifest.py": 1,
     "checkpoint/run_directory.py": 3,
     "checkpoint/run_state.py": 2,

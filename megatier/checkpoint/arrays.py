@@ -103,11 +103,12 @@ class ArrayReader:
             if chunk.start >= stop:
                 return
 
+            # The last chunk of an array may be padded, and its padding is none of the array's elements.
             values = self._files.fetch(self._array, index, chunk)
             lower = max(first, chunk.start)
             upper = min(stop, chunk.start + chunk.num_elements)
-            found = values[lower - chunk.start : upper - chunk.start]
-            target[lower - first : upper - first] = found
+            wanted = values[lower - chunk.start : upper - chunk.start]
+            target[lower - first : upper - first] = wanted
 
 
 def _number_of(chunks: Sequence[ArrayChunk], element: int) -> int:

@@ -11,13 +11,10 @@ Source: Zarr v3 core, codecs `bytes` (little endian) and `crc32c`.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import math
 import os
-import stat
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -27,6 +24,7 @@ from torch import Tensor
 
 from megatier import _native
 from megatier.address import address_of
+from megatier.checkpoint.chunk_access import check_place, check_size, create, open_direct, open_plain, opening
 from megatier.checkpoint.grid import ArrayChunk, StoredArray
 from megatier.drives.io_engine import QUEUE_DEPTH_MAX, REQUEST_BYTES
 from megatier.errors import DamagedCheckpointError, TransferError
@@ -143,7 +141,7 @@ class ChunkFiles:
         staged.crc().copy_(torch.tensor(digits, dtype=torch.uint8, device="cpu"))
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            staged.files.append(_create(path))
+            staged.files.append(create(path))
         except OSError as error:
             raise _failed("creating", path, 0, error.errno) from error
 
@@ -183,7 +181,8 @@ class ChunkFiles:
         """
         bounds = wanted
         if bounds is None:
-            bounds = [(0, math.prod(array.grid.shape)) for array in arrays]
+            sizes = [math.prod(array.grid.shape) for array in arrays]
+            bounds = [(0, size) for size in sizes]
 
         chunks = []
         for index, (array, (start, stop)) in enumerate(zip(arrays, bounds, strict=True)):
@@ -263,10 +262,10 @@ class ChunkFiles:
         self._flying.append(staged)
         staged.batch = None
         try:
-            with _opening(path):
-                staged.files.append(_open_direct(path))
-                staged.files.append(_open(path))
-            _check_size(path, staged.files[0], staged.num_bytes)
+            with opening(path):
+                staged.files.append(open_direct(path))
+                staged.files.append(open_plain(path))
+            check_size(path, staged.files[0], staged.num_bytes)
         except DamagedCheckpointError:
             self._drop(staged)
             raise
@@ -299,7 +298,7 @@ class ChunkFiles:
 
         if staged.expected is not None:
             assert staged.path is not None
-            _check_place(staged.path, found, staged.expected)
+            check_place(staged.path, found, staged.expected)
 
     def _drop(self, staged: Staged) -> None:
         """Give back a buffer whose chunk nobody wants any more, once nothing is on its way into it."""
@@ -350,92 +349,19 @@ def check_ends(array: StoredArray) -> None:
     num_bytes = _file_bytes(array)
     for chunk, expected in zip(array.grid.chunks(), array.checksums or (), strict=False):
         path = array.folder / chunk.key
-        with _opening(path):
-            file = _open(path)
+        with opening(path):
+            file = open_plain(path)
             try:
-                _check_size(path, file, num_bytes)
+                check_size(path, file, num_bytes)
                 end = os.pread(file, CRC_BYTES, num_bytes - CRC_BYTES)
             finally:
                 os.close(file)
-        _check_place(path, int.from_bytes(end, "little"), expected)
+        check_place(path, int.from_bytes(end, "little"), expected)
 
 
 def _file_bytes(array: StoredArray) -> int:
     """Return the bytes of each chunk's file."""
     return 4 * array.grid.chunk_elements + CRC_BYTES
-
-
-@contextlib.contextmanager
-def _opening(path: Path) -> Iterator[None]:
-    """Refuse a chunk that cannot be opened, or lies elsewhere.
-
-    Raises:
-        DamagedCheckpointError: its file is missing, or a link leads out of its folder.
-    """
-    # `_open` follows no link at the end of a path. Links further up show in the resolved path.
-    if os.path.realpath(path) != str(path):
-        raise DamagedCheckpointError(str(path), "leads out of its checkpoint by a link; it was not read")
-    try:
-        yield
-    except OSError as error:
-        raise DamagedCheckpointError(str(path), f"cannot be read: {os.strerror(error.errno or 0)}") from error
-
-
-def _check_size(path: Path, file: int, num_bytes: int) -> None:
-    """Refuse a chunk of another size.
-
-    Raises:
-        DamagedCheckpointError: it has one, or is no plain file.
-    """
-    # Asked of the open file, which nobody can exchange any more. A pipe or a device is no chunk.
-    found = os.fstat(file)
-    is_plain = stat.S_ISREG(found.st_mode)
-    if not is_plain or found.st_size != num_bytes:
-        reason = f"has {found.st_size} bytes instead of {num_bytes}; it is damaged"
-        raise DamagedCheckpointError(str(path), reason)
-
-
-def _check_place(path: Path, found: int, expected: int) -> None:
-    """Refuse a chunk of another place or time.
-
-    Raises:
-        DamagedCheckpointError: its checksum is not the one that was noted.
-    """
-    # A write that a drive misdirected or lost leaves whole bytes of another place or time, with their own checksum.
-    if found != expected:
-        what = f"holds other bytes than were written there: their checksum is {found:#010x}, noted is {expected:#010x}"
-        raise DamagedCheckpointError(str(path), what)
-
-
-def _create(path: Path) -> int:
-    """Create a file to write, by O_DIRECT if the file system takes it."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o600)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-
-    # The refused attempt may have made the file.
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    return os.open(path, flags, 0o600)
-
-
-def _open(path: Path, more: int = 0) -> int:
-    """Open a file to read, unless it is a link, and without waiting if it is a pipe."""
-    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | more)
-
-
-def _open_direct(path: Path) -> int:
-    """Open a file to read by O_DIRECT, if the file system takes it."""
-    # EINVAL is how a file system says that it has no O_DIRECT. Every other error is the file's.
-    try:
-        return _open(path, os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    return _open(path)
 
 
 def _check(staged: Staged, what: str) -> None:

@@ -64,7 +64,9 @@ class Grid:
         """The shape of every chunk, padding included, as Zarr's metadata has it."""
         if not self.shape:
             return ()
-        return (*(1,) * self.axis, self.rows, *self.shape[self.axis + 1 :])
+        ones = (1,) * self.axis
+        below = self.shape[self.axis + 1 :]
+        return (*ones, self.rows, *below)
 
     @property
     def chunk_elements(self) -> int:

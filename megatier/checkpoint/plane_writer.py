@@ -180,10 +180,11 @@ class PlaneWriter:
     def _array(self, tensor: TensorSlice) -> ArrayWriter:
         """Return the array of a parameter."""
         # Made once, since the next unit that holds a part of the parameter goes on in its chunks.
-        if tensor.name not in self._arrays:
+        name = tensor.name
+        if name not in self._arrays:
             grid = Grid.of(tensor.parameter_shape)
-            self._arrays[tensor.name] = ArrayWriter(self.files, self._folder / tensor.name, grid)
-        return self._arrays[tensor.name]
+            self._arrays[name] = ArrayWriter(self.files, self._folder / name, grid)
+        return self._arrays[name]
 
     def exchange(self, unit: Unit, channel: Channel | Alone) -> Tensor:
         """Send other ranks what they write of a unit, and return what they have for this one. All ranks call it."""

@@ -113,14 +113,17 @@ class RunState:
 
         # By type and not by isinstance, because True is no number of a step.
         for name, kind in FIELDS.items():
-            if type(stored.get(name)) is not kind:
-                raise CheckpointError(f"the checkpoint is damaged: {name} is {str(stored.get(name))[:100]!r}.")
+            value = stored.get(name)
+            if type(value) is not kind:
+                shown = str(value)[:100]
+                raise CheckpointError(f"the checkpoint is damaged: {name} is {shown!r}.")
         if not all(isinstance(settings, dict) for settings in stored["config"].values()):
             raise CheckpointError("the checkpoint is damaged: its config has a section without settings.")
 
         if stored["step"] < 0:
             raise CheckpointError(f"the checkpoint is damaged: step is {stored['step']}.")
-        return cls(**{name: stored[name] for name in FIELDS}, tiles=read_tiles(stored))
+        fields = {name: stored[name] for name in FIELDS}
+        return cls(**fields, tiles=read_tiles(stored))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as plain JSON."""

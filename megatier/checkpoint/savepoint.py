@@ -191,9 +191,11 @@ def _fits(part: RankPart, session: Session) -> bool:
     """Whether the blocks of a part lie where those of a session will."""
     placement = session.placement
     for place in part.generations.values():
+        # By type, because True is an int for Python.
         if type(place) is not int or not 0 <= place < placement.generations:
             return False
-    return part.generations.keys() == set(placement.spilled) and part.placement == fingerprint(session)
+    has_same_units = part.generations.keys() == set(placement.spilled)
+    return has_same_units and part.placement == fingerprint(session)
 
 
 def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str, Any]) -> int:
@@ -353,8 +355,9 @@ def _folder_of(rank: int) -> str:
 
 def _write_manifest(path: Path, state: Mapping[str, Any], hosts: int, parts: Sequence[Mapping[str, Any]]) -> None:
     """Write the manifest of a savepoint."""
-    found = {"state": state, "hosts": hosts, "parts": parts}
-    text = json.dumps({"format": FORMAT, "digest": digest_of(found), **found})
+    content = {"state": state, "hosts": hosts, "parts": parts}
+    head = {"format": FORMAT, "digest": digest_of(content)}
+    text = json.dumps(head | content)
 
     # For this user alone from the first moment on, and never through a link that somebody put in its place.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -201,7 +201,8 @@ def _write_words(files: ChunkFiles, folder: Path, words: Tensor) -> list[int]:
     for first, target in writer.rooms(0, words.numel()):
         # As words and not as fp32: whether a copy keeps every NaN is up to the processor.
         stop = first + target.numel()
-        target.view(torch.int32).copy_(words[first:stop])
+        target_words = target.view(torch.int32)
+        target_words.copy_(words[first:stop])
     return list(writer.checksums.values())
 
 

@@ -370,7 +370,7 @@ def test_save_that_fails_leaves_the_checkpoints_before_it(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = saved(session, tmp_path / "checkpoints", 1)
-    monkeypatch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+    monkeypatch.setattr(chunkfile, "create", lambda _: os.open("/dev/full", os.O_WRONLY))
     with pytest.raises(TransferError, match="Free space") as caught:
         saved(session, tmp_path / "checkpoints", 2)
     assert caught.value.errno == errno.ENOSPC

@@ -228,7 +228,7 @@ def test_checkpoint_that_a_drive_fails_leaves_the_one_before_and_holds_up_nobody
         session.player.drain()
         with monkeypatch.context() as patch:
             if what == "chunk":
-                patch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+                patch.setattr(chunkfile, "create", lambda _: os.open("/dev/full", os.O_WRONLY))
             else:
                 fail_moves(patch, "read", "lm_head", TransferError("read", "nvme", "/mnt/blocks", 0, errno.ENOSPC))
             writer = CheckpointWriter(session, tmp_path / "checkpoints", 2, {})

@@ -185,7 +185,7 @@ def test_write_to_a_full_drive_says_so(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(TransferError, match="Free space") as caught:
-        patch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+        patch.setattr(chunkfile, "create", lambda _: os.open("/dev/full", os.O_WRONLY))
         write(tmp_path, Grid.of((10,)), numbers((10,)), piece=10)
     assert caught.value.errno == errno.ENOSPC
 

@@ -182,7 +182,7 @@ def refuse(*_: object, **__: object) -> None:
 
 
 FAULTS: dict[str, tuple[Any, str, Any, str]] = {
-    "full": (chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY), "Free space on this drive"),
+    "full": (chunkfile, "create", lambda _: os.open("/dev/full", os.O_WRONLY), "Free space on this drive"),
     "block files": (os, "fsync", refuse, "synchronising failed on tier nvme.*Check the drive"),
     "folder": (durable, "sync_tree", refuse, "writing a savepoint failed in .*Check the drive"),
     "name": (Path, "rename", refuse, "writing a savepoint failed in .*Check the drive"),

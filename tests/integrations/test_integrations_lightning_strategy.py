@@ -243,7 +243,7 @@ def test_lightning_checkpoint_that_a_full_drive_refuses_leaves_the_one_of_its_na
         trainer.fit(module_of(streamed), loader())
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         streamed.steps += 1
-        monkeypatch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+        monkeypatch.setattr(chunkfile, "create", lambda _: os.open("/dev/full", os.O_WRONLY))
         with pytest.raises(TransferError, match="Free space"):
             trainer.save_checkpoint(tmp_path / "last.ckpt")
         assert not (tmp_path / ".last.ckpt.partial").exists()

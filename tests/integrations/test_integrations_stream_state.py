@@ -176,7 +176,7 @@ def test_save_that_a_full_drive_refuses_leaves_the_one_of_its_step(what: str, tm
         streamed.steps = 1
         with pytest.MonkeyPatch.context() as patch, pytest.raises(TransferError, match="Free space"):
             if what == "bytes":
-                patch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+                patch.setattr(chunkfile, "create", lambda _: os.open("/dev/full", os.O_WRONLY))
             else:
                 patch.setattr(durable, what, refuse)
             streamed.save(tmp_path / "saved")

@@ -212,7 +212,7 @@ def save_with(what: str, mount: Path, folder: Path) -> list[Any]:
             with pytest.MonkeyPatch.context() as patch:
                 if (step, session.ranks.rank) == (2, 1):
                     if what == "drive":
-                        patch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+                        patch.setattr(chunkfile, "create", lambda _: os.open("/dev/full", os.O_WRONLY))
                     elif what == "folder":
                         target = folder / "of another host"
                     elif what == "closed":

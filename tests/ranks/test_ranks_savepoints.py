@@ -140,7 +140,7 @@ def test_savepoint_of_ranks_is_gone_on_from_twice(tmp_path: Path, whole: dict[st
 # ---------------------------------------------------------------------- what ends it
 
 FAULTS_OF_DRIVES: dict[str, tuple[int, Any, str, Any, str]] = {
-    "full": (1, chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY), "No space left on device"),
+    "full": (1, chunkfile, "create", lambda _: os.open("/dev/full", os.O_WRONLY), "No space left on device"),
     "block files": (1, os, "fsync", refuse, "synchronising failed on tier nvme.*Check the drive"),
     "mark": (1, PrivateDirectory, "mark", refuse, "marking failed on tier nvme.*Check the drive"),
     "manifest": (0, json, "dumps", refuse, "writing a savepoint failed in "),

@@ -206,7 +206,7 @@ def test_run_whose_drive_fills_up_while_a_checkpoint_by_time_is_written_goes_on_
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        after_step(1, lambda: patch.setattr(chunkfile, "_create", create)),
+        after_step(1, lambda: patch.setattr(chunkfile, "create", create)),
         after_step(3, mend),
     ):
         assert main(command(tmp_path, SIX)) == 0
@@ -222,7 +222,7 @@ def test_drive_that_fails_while_a_checkpoint_by_time_is_written_ends_the_run(
     def refuse(_: Path) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(chunkfile, "_create", refuse)
+    monkeypatch.setattr(chunkfile, "create", refuse)
     assert main(command(tmp_path, SIX)) == 2
     assert "Check the drive" in capsys.readouterr().err
 
@@ -347,7 +347,7 @@ def test_run_whose_export_fails_and_that_cannot_be_saved_says_from_where_it_goes
     tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch, failing_export():
-        patch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+        patch.setattr(chunkfile, "create", lambda _: os.open("/dev/full", os.O_WRONLY))
         assert main(command(tmp_path, SIX)) == 2
     found = capsys.readouterr()
     assert re.search(r"step 6: no checkpoint: .*No space left", found.out)

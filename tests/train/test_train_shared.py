@@ -293,7 +293,7 @@ def train_by_time(folder: Path, full: bool) -> None:
         patch.setattr(Pace, "is_due", lambda _: is_first)
         patch.setattr(Pace, "is_long", lambda _: is_first)
         if full and is_first:
-            patch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+            patch.setattr(chunkfile, "create", lambda _: os.open("/dev/full", os.O_WRONLY))
         train_in(folder, ("--output.checkpoint_every=auto", "--output.export=false"))
 
 
