@@ -37,6 +37,8 @@ def _described(config: RunConfig, model: PretrainedConfig, capability: Capabilit
     heads = getattr(text, "num_attention_heads", None) or 0
     keys = getattr(text, "num_key_value_heads", None) or heads
     width = getattr(text, "hidden_size", None) or 0
+
+    # Hugging Face repeats keys for flex attention unless the number of query heads is a power of two.
     is_power = bool(heads) and heads & (heads - 1) == 0
     return Attention(
         capability=capability,
@@ -54,6 +56,8 @@ def _unsupported(model: PretrainedConfig, text: PretrainedConfig) -> str | None:
     """Why a model cannot take flex attention, or was never measured with it; None: it can."""
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     others = sorted({kind for kind in kinds if kind not in ("full_attention", "attention")})
+
+    # Where a config says what each layer has, a window of the whole model is only that of some layers.
     windows = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
     reasons = {
         f"transformers gives {model.model_type} no flex attention": not supports_flex(model),

@@ -65,6 +65,7 @@ class Machine:
         device = choose_device(tiers.device) if device is None else device
         is_gpu = device.type == "cuda"
         if ranks is not None and is_gpu:
+            # Each process of a host sees all of its GPUs, and has the one of its own number.
             device = torch.device("cuda", ranks.local_rank)
 
         # Homes and slots follow from the budgets, and have to be the same on all ranks.
@@ -99,6 +100,7 @@ class Machine:
             budgets: bytes of each tier of a host, and of each GPU.
             world: the ranks of the run.
         """
+        # Nothing here says which GPU it is, so it gets the capability for which the kernels have figures.
         is_gpu = tiers.device != "cpu"
         return cls(
             device=torch.device("cuda" if is_gpu else "cpu"),

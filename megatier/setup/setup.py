@@ -57,6 +57,8 @@ class Setup:
             UnsupportedModelError: the model cannot be streamed.
         """
         check_groups(config.train.groups, machine.world.ranks)
+
+        # From here on the setting is true or false for whoever reads the config.
         config = config.changed({"model.compile": compiles(config.model, machine)})
         units = cut_units(model, config.model.expert_parts)
         return cls(

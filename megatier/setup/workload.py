@@ -76,6 +76,8 @@ class Workload:
         train = config.train
         tokens = config.data.sequence_length
         units = with_schemas(model, units, config.model.compute_dtype, train.moments, train.optimizer)
+
+        # Padding lets each unit be cut into equal shards, so that one size holds for all ranks.
         units = tuple(replace(unit, layout=unit.layout.padded(world.ranks)) for unit in units)
         numerics = config.numerics
         products = products_of(model, units, numerics.products_except) if numerics.products == "fp8" else Products()
@@ -147,6 +149,7 @@ def hidden_width(model: PreTrainedModel) -> int:
     owners = [
         module for module in model.modules() if isinstance(module, PreTrainedModel) and layers in module.modules()
     ]
+    # Modules come before what they hold, so the last one is the nearest to the layers.
     for owner in reversed(owners):
         if width := getattr(owner.config, "hidden_size", None):
             return int(width)
@@ -191,6 +194,9 @@ def _update_flops(layout: Layout, ranks: int) -> float:
 def _policy(specs: Sequence[UnitSpec], config: RunConfig, options: IoOptions, world: World) -> Policy:
     """The choices that decide how many bytes a rank has."""
     tiers = config.tiers
+
+    # A chunk has equally many elements of every unit. So the widest state decides how many fit into its bytes, and the
+    # narrowest plane how many fill whole granules: those of wider planes are whole then as well.
     widest = max(unit.schema.bytes_per_parameter for unit in specs)
     narrowest = min(plane.width for unit in specs for plane in unit.schema.planes)
     return Policy(
