@@ -35,6 +35,7 @@ from megatier.forecast.forecast import Forecast
 from megatier.models.decoder import build_skeleton
 from megatier.planner.compile_time import KIND_SECONDS
 from megatier.planner.plan import Plan, checkpoint_seconds, make_plan, pause_seconds
+from megatier.planner.trial import Trial
 from megatier.schedule.rates import DriveRates, Rates, World, read_rates
 from megatier.schedule.sizes import Budgets, Policy, host_ram
 from megatier.setup.attention_rule import efficiency
@@ -286,6 +287,35 @@ def test_plan_recompute_takes_longer_than_keeping() -> None:
         return make_plan(elsewhere(config, RATES, budgets(), compiles=False)).compute_seconds
 
     assert seconds("keep") < seconds("recompute") == seconds("offload")
+
+
+def test_plan_with_products_in_fp8_saves_less_and_computes_as_fast_as_was_measured() -> None:
+    config = run_config(TrainConfig(batch=8), saved_share=1.0)
+    in_fp8 = config.changed({"numerics.products": "fp8"})
+    plain, assumed = (Trial.of(elsewhere(each, RATES)) for each in (config, in_fp8))
+    assert assumed.activations.saved < plain.activations.saved
+    assert assumed.compute_seconds < plain.compute_seconds
+
+    # Products of layers alone take half as long; attention, head and loss take what they took.
+    fast = replace(RATES, fp8_flops_per_s=2 * RATES.flops_per_s)
+    measured = Trial.of(elsewhere(in_fp8, fast))
+    layer = [("model.layers.0", phase) for phase in Phase]
+    assert all(plain.seconds[use] / 2 < measured.seconds[use] < plain.seconds[use] for use in layer)
+    assert measured.seconds["lm_head", Phase.FORWARD] == plain.seconds["lm_head", Phase.FORWARD]
+    assert Trial.of(elsewhere(config, fast)).seconds == plain.seconds
+
+
+def test_plan_of_frozen_layers_in_fp8_spares_what_their_gradients_would_take() -> None:
+    settings: dict[str, Any] = {"frozen": ("*", "!model.embed_tokens")}
+    config = run_config(TrainConfig(batch=8), **settings)
+    fast = replace(RATES, fp8_flops_per_s=2 * RATES.flops_per_s)
+    plain = Trial.of(elsewhere(config, fast))
+    found = Trial.of(elsewhere(config.changed({"numerics.products": "fp8"}), fast))
+    forward, backward = (
+        plain.seconds["model.layers.0", phase] - found.seconds["model.layers.0", phase] for phase in Phase
+    )
+    # Of the backward's two products for each of the forward's, one is left, and what is computed again.
+    assert 1 <= backward / forward < 1.1
 
 
 def test_plan_of_offload_waits_for_links_that_are_slower_than_compute() -> None:

@@ -121,6 +121,7 @@ RUNS = {
     "lion": RankRun(optimizer="lion"),
     "muon on experts": RankRun(model="moe", optimizer="muon", expert_parts=3),
     "adapters": RankRun(adapters=3),
+    "products in FP8": RankRun(model="products", products="fp8"),
     "one round": RankRun(groups=2),
     "not clipped": RankRun(clip=None),
     "steps left out": RankRun(learning_rate=1e38),

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from small_setups import sections
 from tiny_models import tiny_config
-from tiny_runs import MODELS, NO_DROPOUT, ROUTERS, TOKENS, Place, least_budgets, one_thread, random_groups
+from tiny_runs import MODELS, NO_DROPOUT, PRODUCTS, ROUTERS, TOKENS, Place, least_budgets, one_thread, random_groups
 from tiny_vision import image_batch, text_batch, vision_config
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -63,6 +63,7 @@ class RankRun:
     learning_rate: float = 1e-2
     moments: Literal["fp32", "bf16", "fp8"] = "fp32"
     optimizer: Literal["adamw", "muon", "lion"] = "adamw"
+    products: Literal["bf16", "fp8"] = "bf16"
     device: Literal["cpu", "cuda"] = "cpu"
     way: Way | None = None
     """What moves bytes between ranks; None: the best that there is."""
@@ -91,7 +92,7 @@ def opened(
 ) -> Iterator[Session]:
     """A session of this rank, with no weights yet."""
     size = 1 if ranks is None else ranks.size
-    numerics = NumericsConfig(guard=True)
+    numerics = NumericsConfig(guard=True, products=run.products)
     nvme = (f"{mount}:{size * 64}MiB",) if "nvme" in place.tiers or place.activations is not None else ()
     tiers = TiersConfig(
         device=run.device,
@@ -135,7 +136,7 @@ def session_on_ranks(run: RankRun, place: Place, mount: Path) -> Iterator[Sessio
     if run.images:
         config = vision_config(run.model)
     else:
-        family, options = {**MODELS, **NO_DROPOUT, **ROUTERS}[run.model]
+        family, options = {**MODELS, **NO_DROPOUT, **ROUTERS, **PRODUCTS}[run.model]
         config = tiny_config(family, **{**options, "attention_dropout": run.dropout})
     model = ModelConfig(
         config={"model_type": config.model_type},

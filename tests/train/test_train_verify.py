@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,10 +38,12 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-def report_of(directory: Path, *, is_quick: bool = False, optimizer: str = "adamw") -> tuple[bool, str]:
+def report_of(
+    directory: Path, *, is_quick: bool = False, optimizer: str = "adamw", products: str = "bf16"
+) -> tuple[bool, str]:
     written = io.StringIO()
     console = Console(file=written, width=160)
-    agrees = verify.verify("cpu", directory, console, is_quick=is_quick, optimizer=optimizer)
+    agrees = verify.verify("cpu", directory, console, is_quick=is_quick, optimizer=optimizer, products=products)
     return agrees, written.getvalue()
 
 
@@ -74,6 +77,14 @@ def test_verify_with_another_optimizer_finds_every_placement_equal(
     agrees, report = report_of(tmp_path, optimizer=optimizer)
     assert agrees
     assert report.count("equal") == len(verify.PLACEMENTS)
+
+
+def test_verify_with_products_in_fp8_finds_every_placement_equal_and_other_numbers(tmp_path: Path) -> None:
+    reports = [report_of(tmp_path, is_quick=True, products=products) for products in ("fp8", "bf16")]
+    assert [report.count("equal") for _, report in reports] == [len(verify.PLACEMENTS)] * 2
+    digests = [set(re.findall(r"[0-9a-f]{8}", report)) for _, report in reports]
+    assert len(digests[0]) == len(digests[1]) == 1
+    assert digests[0] != digests[1]
 
 
 def test_verify_that_is_quick_tries_every_placement_once(tmp_path: Path) -> None:
