@@ -38,8 +38,6 @@ OPENING = re.compile(
 COMPARED = {
     "foreign.py": 1,  # `opened`: noted for `one_version`
     "files.py": 5,  # `FileVersion.at`; regular files, of which each caller below has its own reason
-    "adapters/quantised.py": 1,  # with the version of the header
-    "adapters/stored.py": 1,  # with the version of the header
     "models/weights.py": 1,  # with the version of the header
     "drives/base_files.py": 2,  # with the version of the header; each granule by its checksum
     "models/folder.py": 1,  # after `read_object` of the same file

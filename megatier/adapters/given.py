@@ -23,7 +23,7 @@ SCORES = ("classifier", "score")
 """Modules of a classifier that PEFT trains whole, wherever the config names such a task."""
 
 
-def unwrapped(model: nn.Module) -> tuple[nn.Module, Any | None]:
+def unwrap_peft(model: nn.Module) -> tuple[nn.Module, Any | None]:
     """Return the model of transformers inside a `PeftModel`, and PEFT's config of the adapters in it.
 
     Args:
@@ -46,6 +46,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Any | None]:
     if not configs:
         return inside, None
 
+    # Its name is a part of its parameters' names, by which they are known here.
     if list(configs) != [ADAPTER]:
         raise UnsupportedModelError(
             f"the model has adapters with the names {shown(', '.join(map(str, configs)))}; only one is streamed, with "

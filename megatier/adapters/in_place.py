@@ -49,7 +49,7 @@ class InPlace:
     """Why other frozen weights of the base are copied, in words; empty: there are none."""
 
 
-def note_tensors(model: PreTrainedModel, folder: Path, stored: Mapping[str, StoredTensor] | None = None) -> None:
+def note_base_tensors(model: PreTrainedModel, folder: Path, stored: Mapping[str, StoredTensor] | None = None) -> None:
     """Note with a skeleton, which has no adapters yet, what its base's folder stores.
 
     Raises:

@@ -114,13 +114,8 @@ class MergedWeights:
 
     def _of_base(self, unit: Unit, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a parameter as the base has it."""
-        num_elements = stop - start
-        values = torch.empty(num_elements, dtype=torch.float32, device="cpu")
-        run = TensorSlice(name, (num_elements,), 0, whole=shape, offset=start)
-        for first, piece in self._base.read_tensor(unit, run):
-            end = first + piece.numel()
-            values[first:end] = piece
-        return values
+        run = TensorSlice(name, (stop - start,), 0, whole=shape, offset=start)
+        return self._base.read_whole(unit, run)
 
 
 def _adapted(model: PreTrainedModel) -> dict[str, tuple[str, str]]:

@@ -29,7 +29,7 @@ from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.dtypes import names_in_fp32
 from megatier.models.folder import read_headers
 from megatier.models.safetensors_format import DTYPES, StoredTensor
-from megatier.models.weights import SafetensorsFolder, TensorReader, chunks, read_exactly
+from megatier.models.weights import SafetensorsFolder, TensorReader, chunks, open_at, read_exactly
 
 SETTINGS = "quantization_config"
 """The setting of a model's config that says how its weights are quantised."""
@@ -334,6 +334,7 @@ def _nf4_settings(stored: StoredTensor) -> tuple[Nf4, float]:
     Raises:
         UnsupportedModelError: they are none of a matrix in NF4.
     """
+    # Bounded before it is read: the file of a stranger may hold anything.
     if stored.num_bytes > SETTINGS_BYTES_MAX:
         raise _refused(stored, "is too large for settings")
 
@@ -390,8 +391,7 @@ def _read(stored: StoredTensor | Tensor, start: int, stop: int) -> Tensor:
     # Codes fill whole elements of their unit, so the last element may reach beyond them.
     end = min(stop, stored.num_bytes)
     num_present = max(0, end - start)
-    with stored.path.open("rb", buffering=0) as file:
-        file.seek(stored.offset + start)
+    with open_at(stored, start) as file:
         read_exactly(file, raw[:num_present], stored)
     return raw
 

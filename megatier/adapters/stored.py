@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,7 +14,7 @@ from megatier.config.lora import ADAPTER_FILE
 from megatier.errors import ConfigError
 from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, opened, parse_json, read_object, shown
 from megatier.models.safetensors_format import DTYPES, StoredTensor, read_header
-from megatier.models.weights import FULL_PRECISION, read_exactly
+from megatier.models.weights import FULL_PRECISION, read_bytes
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -131,6 +130,7 @@ class StoredAdapter:
         Raises:
             ConfigError: a tensor is missing, superfluous, of another shape or not in full precision. Names it.
         """
+        # Older releases of PEFT wrote a pickle instead, which would run code when it is opened.
         path = folder / WEIGHTS_FILE
         if not path.is_file():
             raise ConfigError(
@@ -169,12 +169,8 @@ class StoredAdapter:
             TransferError: the file has become shorter or unreadable meanwhile.
         """
         stored = self._stored[name]
-        dtype = DTYPES[stored.dtype]
-        raw = torch.empty(stored.num_bytes, dtype=torch.uint8, device="cpu")
-        with stored.path.open("rb", buffering=0) as file:
-            file.seek(stored.offset)
-            read_exactly(file, raw, stored)
-        return raw.view(dtype).float()
+        raw = read_bytes(stored, 0, stored.num_bytes)
+        return raw.view(DTYPES[stored.dtype]).float()
 
 
 def noted_base(folder: Path) -> dict[str, str] | None:

@@ -129,12 +129,7 @@ class AdaptedWeights(TensorReader):
         name = f"{module}.base_layer.weight"
         shape = self._shapes[name]
         whole = TensorSlice(base_name(name), shape, 0)
-        flat = torch.empty(math.prod(shape), dtype=torch.float32, device="cpu")
-        for start, values in self._base.read_tensor(unit, whole):
-            stop = start + values.numel()
-            flat[start:stop] = values
-
-        weight = flat.view(shape)
+        weight = self._base.read_whole(unit, whole).view(shape)
         if module in self._transposed:
             weight = weight.T
         lengths: Tensor = torch.linalg.norm(weight, dim=1)

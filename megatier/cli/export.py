@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megatier.checkpoint.run_directory import find_adapter, find_checkpoint
 from megatier.config.values import parse_bytes
-from megatier.models.location import naming
+from megatier.models.location import naming_option
 
 
 def run(argv: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.train.export import export_checkpoint
 
-    with naming("--base"):
+    with naming_option("--base"):
         export_checkpoint(
             Console(),
             options.checkpoint,

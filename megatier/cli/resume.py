@@ -11,7 +11,7 @@ from megatier.checkpoint.run_directory import CONFIG_FILE, DATA_FOLDER, check_go
 from megatier.config import file as config_file
 from megatier.data.token_files import NOTE_FILE
 from megatier.errors import ConfigError
-from megatier.models.location import naming
+from megatier.models.location import naming_option
 from megatier.session.paths import check_paths
 from megatier.train.outlet import announce, run_console
 
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
     console = run_console()
     announce(console, f"{loaded.output.directory}: loading PyTorch and transformers")
-    with naming("--model.path"):
+    with naming_option("--model.path"):
         # A text whose tokens are there is not read again, unless they are damaged.
         check_paths(loaded, reads_text=not (options.directory / DATA_FOLDER / NOTE_FILE).is_file())
 

@@ -21,7 +21,7 @@ FUNCTIONS = (
 
 
 @functools.cache
-def warm() -> None:
+def warm_up() -> None:
     """Call each function once, on a single element, so that one thread alone sets the library up.
 
     Call it before anything that computes. Later calls in the same process return at once.

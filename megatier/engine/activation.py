@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatier.guards.crossing import refused
+from megatier.guards.crossing import lost_gradient_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Rebinding:
             return packed
         # The node's own backward binds the regions first.
         if not self._regions:
-            raise refused(self._module_name)
+            raise lost_gradient_error(self._module_name)
 
         if isinstance(packed, _OffloadedTensor):
             assert self._beside is not None
@@ -158,7 +158,7 @@ def dropping(module_name: str) -> Iterator[None]:
 
     def refuse(_: object) -> Tensor:
         # The node's own backward runs the forward again, so it never comes here.
-        raise refused(module_name)
+        raise lost_gradient_error(module_name)
 
     with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):
         yield

@@ -24,9 +24,9 @@ from megatier.engine.carried import copy_attributes
 from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
 from megatier.errors import UnsupportedModelError
-from megatier.guards.crossing import check_inside, claim
+from megatier.guards.crossing import check_inside, note_owner
 from megatier.guards.unbound import make_unbound
-from megatier.guards.unchanged import REMEDY, Unchanged, refused
+from megatier.guards.unchanged import REMEDY, Unchanged, changed_weight_error
 from megatier.models.decoder import Binding
 from megatier.tier import Activations
 
@@ -144,7 +144,7 @@ class BoundModule:
             plane = weights.data.view(self.dtype)
             name = self.module_name
             self._leaves[key] = [
-                claim(plane[t.start : t.stop].view(t.shape).data, name).requires_grad_(self.is_trained[t.name])
+                note_owner(plane[t.start : t.stop].view(t.shape).data, name).requires_grad_(self.is_trained[t.name])
                 for t in self._slices.values()
             ]
 
@@ -252,7 +252,7 @@ class BoundModule:
         for place, held in zip(places, tensors, strict=True):
             owner, leaf, tensor = place
             if owner.get(leaf) is not held:
-                raise refused(self.module_name, tensor.name)
+                raise changed_weight_error(self.module_name, tensor.name)
 
     @property
     def keeps_graph(self) -> bool:

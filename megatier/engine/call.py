@@ -21,7 +21,7 @@ from megatier.engine.bound_module import BoundModule
 from megatier.engine.captured import capturing, collector
 from megatier.engine.carried import Arguments, Written, copied_out
 from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
-from megatier.guards.crossing import check_inside, claim
+from megatier.guards.crossing import check_inside, note_owner
 from megatier.tier import Phase
 
 
@@ -60,7 +60,7 @@ class Call:
         # Leaves, so that the graph of each slice ends here and its gradients can be handed on one by one.
         for index in range(self.num_slices):
             leaves = [
-                claim(self._rows_of_slice(tensor, i, index).detach().requires_grad_(), self.node.module_name)
+                note_owner(self._rows_of_slice(tensor, i, index).detach().requires_grad_(), self.node.module_name)
                 for tensor, i in zip(inputs, self.differentiable, strict=True)
             ]
             flat = [self._rows_of_slice(x, i, index) for i, x in enumerate(self.flat)]

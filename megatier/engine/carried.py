@@ -26,7 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatier.engine.containers import PLAIN, Place, contents_of, empty, fill, is_container
 from megatier.errors import UnsupportedModelError
-from megatier.guards.crossing import OF_TORCH
+from megatier.guards.crossing import TORCH_ATTRIBUTES
 
 
 class _Kind(Enum):
@@ -362,7 +362,7 @@ def copy_attributes(module: nn.Module, memory: Sequence[Tensor]) -> bool:
         attributes = {
             name: value
             for name, value in vars(submodule).items()
-            if name not in OF_TORCH and isinstance(value, Tensor | list | tuple | dict)
+            if name not in TORCH_ATTRIBUTES and isinstance(value, Tensor | list | tuple | dict)
         }
         if copy_inside([attributes, submodule._buffers], memory):
             vars(submodule).update(attributes)

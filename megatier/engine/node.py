@@ -28,7 +28,7 @@ from megatier.engine.captured import requested_keys
 from megatier.engine.carried import Arguments
 from megatier.engine.unit_function import LentWeights, UnitFunction
 from megatier.errors import StreamedModelError, UnsupportedModelError
-from megatier.guards.crossing import CHECKED
+from megatier.guards.crossing import FORWARDS_CHECKED
 from megatier.guards.prefix import without_caches
 from megatier.guards.transforms import check_transforms
 
@@ -52,7 +52,7 @@ class Node(BoundModule):
             args, kwargs = without_caches(args, kwargs, self.module_name)
 
         self._forwards[training] += 1
-        self.is_new = self._forwards[training] <= CHECKED
+        self.is_new = self._forwards[training] <= FORWARDS_CHECKED
 
         arguments = Arguments(args, kwargs)
         flat = [*arguments.leaves, *self._copies()]

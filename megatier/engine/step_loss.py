@@ -15,7 +15,7 @@ from megatier.engine.head import calling_for_loss
 from megatier.engine.loss import FusedLoss
 from megatier.engine.stage import Stage
 from megatier.errors import UnsupportedModelError
-from megatier.guards.methods import entering
+from megatier.guards.methods import forward_through
 
 
 class StepLoss:
@@ -41,7 +41,7 @@ class StepLoss:
         self._losses: list[tuple[Tensor, Tensor]] | None = None
         """The losses of a forward that is weighed, each with the tensor that the model was given for it. Otherwise
         nobody asks for them, and whoever held one would hold the graph of its whole forward."""
-        model.forward = entering(self._run, model.forward)
+        model.forward = forward_through(self._run, model.forward)
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run the model's own forward. The loss function is read each time, since users may change it."""

@@ -27,7 +27,7 @@ from megatier.engine.call import Call, concatenate
 from megatier.engine.replay import Replay
 from megatier.errors import StreamedModelError
 from megatier.guards.crossing import check_inside
-from megatier.guards.rerun import Gave, Given, Left
+from megatier.guards.rerun import GivenTensors, NotedResults, StateBefore
 from megatier.tier import Phase
 
 
@@ -112,9 +112,9 @@ class _ForwardRecord:
     """The graphs that stay; None after the backward of a slice."""
     reruns: list[_Rerun] = field(default_factory=list)
     """What is needed to make the graphs again."""
-    given: Given | None = None
+    given: GivenTensors | None = None
     """The arguments as they were, which have to be the same when a graph is made again."""
-    gave: list[Gave] = field(default_factory=list)
+    gave: list[NotedResults] = field(default_factory=list)
     """Some numbers of the results, in the module's first forwards: those that are made again have to be the same."""
     is_plain: bool = True
     """Whether the forward ran uncompiled."""
@@ -140,8 +140,8 @@ class UnitFunction(torch.autograd.Function):
 
         # Slices of one call see the same arguments, so none may change them for the next one, whether graphs stay or
         # not.
-        given = Given(call.flat) if call.num_slices > 1 or not keeps else None
-        left = Left(node.module) if node.is_new and not keeps else None
+        given = GivenTensors(call.flat) if call.num_slices > 1 or not keeps else None
+        left = StateBefore(node.module) if node.is_new and not keeps else None
         record.given = None if keeps else given
 
         # No `finally` gives the weights back. After an error the step is abandoned, and the player takes back all.
@@ -307,7 +307,7 @@ def _run_slice(
 
     record.reruns.append(rerun)
     if node.is_new:
-        record.gave.append(Gave(outputs))
+        record.gave.append(NotedResults(outputs))
     if record.beside is not None and rerun.kept is not None:
         rerun.kept.replace(record.beside.offload)
     return outputs

@@ -18,16 +18,16 @@ from torch.utils._pytree import tree_leaves
 
 from megatier.errors import UnsupportedModelError
 
-CHECKED = 2
+FORWARDS_CHECKED = 2
 """The number of forwards of each module, and of losses, that are looked at. The second one sees what the first one
 left."""
-OF_TORCH = frozenset(vars(nn.Module()))
+TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 """The attributes that torch itself keeps in a module: parameters, buffers, hooks."""
 OWNER = "_megatier_module"
 """The attribute of a leaf that names the module for which it was made."""
 
 
-def claim(leaf: Tensor, module_name: str) -> Tensor:
+def note_owner(leaf: Tensor, module_name: str) -> Tensor:
     """Note on a leaf the module in whose forward it is used; returns the leaf."""
     setattr(leaf, OWNER, module_name)
     return leaf
@@ -67,7 +67,7 @@ class OutputCheck:
     def __init__(self, model: nn.Module) -> None:
         """Begin before the first output."""
         self._model = model
-        self._left = CHECKED
+        self._left = FORWARDS_CHECKED
         """The number of outputs that are still to be looked at."""
 
     def __call__(self, outputs: Any) -> None:  # noqa: ANN401 - whatever the model gives
@@ -91,7 +91,7 @@ class OutputCheck:
                 )
 
 
-def refused(module_name: str) -> UnsupportedModelError:
+def lost_gradient_error(module_name: str) -> UnsupportedModelError:
     """Make the error of a backward that comes into the graph of a forward by another way than the node's."""
     return UnsupportedModelError(
         f"a tensor that {module_name} made in its forward, but did not return, was used elsewhere, so its gradient is "
@@ -125,7 +125,7 @@ def _name(model: nn.Module, steps: set[Step]) -> str:
     """Name the tensor that brought a foreign graph, if a module holds it."""
     for module_name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute in OF_TORCH or not isinstance(value, list | tuple | dict | Tensor):
+            if attribute in TORCH_ATTRIBUTES or not isinstance(value, list | tuple | dict | Tensor):
                 continue
             for tensor in tree_leaves(value):
                 is_source = torch.is_tensor(tensor) and tensor.grad_fn in steps

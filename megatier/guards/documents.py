@@ -37,6 +37,8 @@ def check_documents(run: Callable[[dict[str, Tensor]], Tensor], ids: Tensor, voc
     count = min(TOKENS, len(ids) // 2)
     if not count:
         return
+
+    # Positions that begin anew are what tells a model where the second document begins.
     order = torch.arange(count, dtype=torch.int64, device=ids.device).repeat(2)[None]
     has_experts = any("expert" in name for name, _ in model.named_modules())
     is_exact = not ids.is_cuda and not has_experts

@@ -41,6 +41,7 @@ def read_init_kwargs(given: Mapping[str, Any], stream_kwargs: Mapping[str, Any])
     """
     asked: dict[str, Any] = {}
     for name, value in given.items():
+        # Either one of torch, or its name.
         dtype = DTYPES.get(str(value).removeprefix("torch.")) if name in ("dtype", "torch_dtype") else None
         if value is None or any(value is one or value == one for one in ASKS_NOTHING.get(name, ())):
             continue

@@ -51,7 +51,7 @@ def guard_methods(model: PreTrainedModel, device: torch.device, dtype: torch.dty
     methods["save_pretrained"] = functools.partial(_save, model)
 
 
-def entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+def forward_through(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that goes through `enter` and keeps its own signature, at which trainers look."""
 
     @functools.wraps(forward)
@@ -138,6 +138,7 @@ def _save(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:  # noqa: AN
     Raises:
         StreamedModelError: no weights are given with it.
     """
+    # By place they are its third argument.
     if len(args) < 3 and kwargs.get("state_dict") is None:
         raise StreamedModelError(
             "save_pretrained cannot reach the weights on megatier's tiers: write a folder that from_pretrained loads "

@@ -32,7 +32,7 @@ OWN_HOOKS = ("transformers", "peft", "accelerate", "torch", "megatier")
 """Packages whose hooks may be called any number of times."""
 
 
-class Given:
+class GivenTensors:
     """The tensors that a forward was given and that no gradient reaches, as they were before it."""
 
     def __init__(self, flat: Sequence[Any]) -> None:
@@ -59,7 +59,7 @@ class Given:
                 )
 
 
-class Left:
+class StateBefore:
     """What a module that runs again has to leave as it is: its buffers, and random generators that are not torch's."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -88,7 +88,7 @@ class Left:
                 )
 
 
-class Gave:
+class NotedResults:
     """Some numbers of what a forward gave, which it has to give again."""
 
     def __init__(self, results: Sequence[Tensor | None]) -> None:

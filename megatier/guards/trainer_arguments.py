@@ -65,6 +65,8 @@ def check_given(given: Mapping[str, Any]) -> None:
     model = given.get("model")
     rows = given.get("train_dataset")
     check_fields(given.get("args"))
+
+    # Rows that are streamed have no length.
     refuse_any(
         (hasattr(rows, "__len__") and not len(rows), "train_dataset has no rows."),  # type: ignore[arg-type]
         (

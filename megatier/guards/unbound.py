@@ -126,7 +126,8 @@ class Unbound(nn.Parameter):
                 f"the weight {target.full_name} is changed where it is not bound, which would change nothing. {REMEDY}"
             )
 
-        # Refused before it runs, since torch may read from address 0.
+        # Refused before it runs, since torch may read from address 0. One of the arguments is such a parameter, else
+        # torch would not have called this.
         name = str(getattr(function, "__name__", ""))
         used = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Unbound))
         if name in MOVES:

@@ -57,7 +57,7 @@ class Unchanged:
 
         for name, is_changed in zip(self._names, changed, strict=True):
             if is_changed:
-                raise refused(module_name, name)
+                raise changed_weight_error(module_name, name)
         return any(written)
 
 
@@ -74,7 +74,7 @@ def check_evaluates(model: PreTrainedModel) -> None:
             raise UnsupportedModelError(f"{name} would change weights in place in an evaluation. {REMEDY}")
 
 
-def refused(module_name: str, name: str) -> UnsupportedModelError:
+def changed_weight_error(module_name: str, name: str) -> UnsupportedModelError:
     """Make the error of a module whose forward changes a weight, or in which somebody has put another one."""
     return UnsupportedModelError(
         f"{module_name} changes the weight {name} in its forward, or something else has put another tensor in its "

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatier.adapters.base import identity_of, note_identity
-from megatier.adapters.given import add_given, check_adapters, check_trained, unwrapped
-from megatier.adapters.in_place import note_tensors
+from megatier.adapters.given import add_given, check_adapters, check_trained, unwrap_peft
+from megatier.adapters.in_place import note_base_tensors
 from megatier.adapters.quantised import CodesReader, is_quantised, open_quantised
 from megatier.adapters.weights import AdaptedWeights
 from megatier.caller import warn
@@ -181,7 +181,7 @@ def _source(model: Given, config: RunConfig, short: ShortArguments) -> tuple[Pre
             stored = reader.stored if isinstance(reader, SafetensorsFolder | CodesReader) else None
             note_identity(skeleton, identity_of(folder, stored))
             if not is_quantised(skeleton.config):
-                note_tensors(skeleton, folder, stored)
+                note_base_tensors(skeleton, folder, stored)
 
     if peft_config is not None:
         add_given(skeleton, peft_config, base)
@@ -237,7 +237,7 @@ def _in_ram(model: nn.Module, computing: ModelConfig, *, is_new: bool) -> tuple[
         computing: how the model computes.
         is_new: whether other adapters are to be put into it.
     """
-    inside, config = unwrapped(model)
+    inside, config = unwrap_peft(model)
     if not isinstance(inside, PreTrainedModel):
         raise UnsupportedModelError(
             f"{type(inside).__name__} is no model of transformers. Give the model itself, and name what is not trained "
@@ -259,7 +259,7 @@ def _own_attention(model: object) -> str:
     """Return the attention implementation that a model in RAM says, or sdpa."""
     if not isinstance(model, nn.Module):
         return "sdpa"
-    inside, _ = unwrapped(model)
+    inside, _ = unwrap_peft(model)
     config = getattr(inside, "config", None)
 
     # A module of another library has no such setting. It is refused later, with a message of its own.

@@ -34,7 +34,7 @@ from megatier.dropped import ClosedWhenDropped
 from megatier.engine.loss import without_logits
 from megatier.engine.step import StepResult
 from megatier.errors import StepDroppedError, StreamedModelError
-from megatier.guards.methods import entering, guard_methods
+from megatier.guards.methods import forward_through, guard_methods
 from megatier.guards.prefix import refuse_given
 from megatier.guards.tokens import naming_tokens
 from megatier.guards.unbound import mark_streamed
@@ -111,7 +111,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
         """The names of the arguments of the model's forward, in order."""
 
         # A function, no method: accelerate would bind a method to the model.
-        self.model.forward = entering(self._forward, self.model.forward)
+        self.model.forward = forward_through(self._forward, self.model.forward)
         guard_methods(self.model, self.device, self._engine.options.dtype)
         if self.has_adapters:
             guard_adapters(self.model)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatier.compute.vector_math import warm
+from megatier.compute.vector_math import warm_up
 from megatier.config.values import byte_count, number, parse_list, parse_mount, require
 from megatier.drives.mounts import budget_bytes
 from megatier.dropped import ClosedWhenDropped
@@ -73,7 +73,7 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
             seed: of the random numbers by which moments in bf16 are rounded, at least 0.
         """
         # Torch's vector maths errs now and then if its first call of the process is a parallel one.
-        warm()
+        warm_up()
         self._kept = kept
         self._settings = tuple(settings)
         self._seed = seed

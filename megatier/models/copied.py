@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from megatier.compute.vector_math import warm
+from megatier.compute.vector_math import warm_up
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import first_sentence, reading
 from megatier.guards.given_model import check_modules, check_parameters
@@ -33,7 +33,7 @@ def copied_skeleton(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     Raises:
         UnsupportedModelError: something of the model cannot be copied or trained. The message names it.
     """
-    warm()
+    warm_up()
     check_config(model.config)
     known = known_class(model)
     check_modules(model)

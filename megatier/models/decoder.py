@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from megatier.compute.quantised import STANDS_FOR
-from megatier.compute.vector_math import warm
+from megatier.compute.vector_math import warm_up
 from megatier.defaults import usual_defaults
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import first_sentence, reading
@@ -89,7 +89,7 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
             has a buffer that nothing initialises.
     """
     # Every way to a streamed model comes by here, before the first buffer is computed.
-    warm()
+    warm_up()
     check_config(config)
     try:
         model = _built(config, attention)

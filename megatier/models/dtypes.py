@@ -99,7 +99,10 @@ def names_in_fp32(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str
     globs = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     if not globs:
         return frozenset()
-    pattern = re.compile("|".join(glob.replace("*", ".*") for glob in globs))
+
+    # As in transformers, `*` is any text, and a match may begin anywhere in a name.
+    patterns = [glob.replace("*", ".*") for glob in globs]
+    pattern = re.compile("|".join(patterns))
     return frozenset(name for name in names if pattern.search(name))
 
 

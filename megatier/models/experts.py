@@ -65,10 +65,12 @@ def max_expert_parts(model: PreTrainedModel) -> int:
 
 def places_of(units: Sequence[Unit]) -> dict[str, list[tuple[Unit, TensorSlice]]]:
     """Return where each parameter lies, in the order of its elements: in one unit, or a part in each of several."""
+    # Units are in module order, and those of a layer's experts in the order of the experts.
     places = defaultdict[str, list[tuple[Unit, TensorSlice]]](list)
     for unit in units:
         for tensor in unit.layout.tensors:
-            places[tensor.name].append((unit, tensor))
+            place = (unit, tensor)
+            places[tensor.name].append(place)
 
     return dict(places)
 

@@ -195,6 +195,7 @@ class _Outgoing:
                         in_bytes = values.contiguous().view(torch.uint8)
                         file.write(in_bytes.numpy().data)
 
+            # The folder gets its name when all files are written, which must not outlive bytes that power loss takes.
             file.flush()
             os.fsync(file.fileno())
 
@@ -208,18 +209,23 @@ class _Outgoing:
         source = assembly.runs[0].name
         if source in self._buffers:
             return self._buffers[source].dtype
-        return torch.float32 if source in self._in_fp32 else self._dtype
+        if source in self._in_fp32:
+            return torch.float32
+        return self._dtype
 
     def _chunks(self, run: TensorRun, read: Read) -> Iterator[Tensor]:
         """Yield the elements of a run, in chunks."""
         if run.num_columns:
-            parts = self._elements(run.name, run.start, run.start + run.num_elements, read)
-            matrix = torch.cat(list(parts))
-            yield by_columns(matrix, run.num_columns)
+            # The first column has elements of all rows, so the matrix is whole in memory.
+            stop = run.start + run.num_elements
+            parts = list(self._elements(run.name, run.start, stop, read))
+            yield by_columns(torch.cat(parts), run.num_columns)
             return
 
-        for start, stop in chunks(run.num_elements):
-            yield from self._elements(run.name, run.start + start, run.start + stop, read)
+        for first, last in chunks(run.num_elements):
+            start = run.start + first
+            stop = run.start + last
+            yield from self._elements(run.name, start, stop, read)
 
     def _elements(self, name: str, start: int, stop: int, read: Read) -> Iterator[Tensor]:
         """Yield elements [start, stop) of a tensor of the model, flat, from each unit that holds some."""

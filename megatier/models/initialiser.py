@@ -60,7 +60,8 @@ class Initialiser(TensorReader):
         lawful = [tensor for tensor in unit.layout.tensors if has_law(tensor)]
 
         # The seed of a unit does not depend on other units or on their order.
-        with drawing_from(seed_of(f"{self._seed}:{unit.name}")):
+        seed = seed_of(f"{self._seed}:{unit.name}")
+        with drawing_from(seed):
             values = self._drawn(unit, lawful)
 
         # NaN stands for what nothing has set.
@@ -78,8 +79,9 @@ class Initialiser(TensorReader):
                 # A rank's shard may begin inside of a parameter.
                 first = tensor.offset - offsets[tensor.name]
                 stop = first + tensor.num_elements
+                shift = tensor.start - first
                 for start, piece in _pieces(values[tensor.name], first, stop):
-                    yield tensor.start + start - first, piece
+                    yield start + shift, piece
 
         return read
 
@@ -130,8 +132,9 @@ class Initialiser(TensorReader):
 
     def _constructed(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the value that the model's constructor gave a parameter, else NaN, which shows if nothing sets it."""
+        parameter = self._model.get_parameter(name)
+        value = constructed_value(parameter)
         initial = torch.full(shape, math.nan, dtype=torch.float32, device="cpu")
-        value = constructed_value(self._model.get_parameter(name))
 
         # A part of a parameter, such as some of its experts, has no value from a constructor.
         if value is None or value.shape != shape:

@@ -70,7 +70,7 @@ def find_local(path_or_id: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def naming(option: str) -> Iterator[None]:
+def naming_option(option: str) -> Iterator[None]:
     """Say in the error of a model that is not there which option gives the place that it has been moved to."""
     try:
         yield

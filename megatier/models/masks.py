@@ -91,7 +91,8 @@ class BlockMasks:
     ) -> BlockMask:
         """Make a mask. On a GPU this is compiled, so that the pairs of all tokens never lie in memory."""
         make: Callable[..., BlockMask] = create_block_mask
-        if torch.device(device or "cpu").type != "cpu":
+        is_on_cpu = torch.device(device or "cpu").type == "cpu"
+        if not is_on_cpu:
             self._compiled = self._compiled or torch.compile(create_block_mask)
             make = self._compiled
         return make(mask_mod, rows, heads, queries, keys, device, **others)

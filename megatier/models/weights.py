@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import RawIOBase
+from io import FileIO, RawIOBase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
@@ -76,6 +76,15 @@ class TensorReader:
     def read_tensor(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:
         """Yield the pieces of a parameter of a unit, or of a run of its elements; see `WeightReader`."""
         raise NotImplementedError
+
+    def read_whole(self, unit: Unit, tensor: TensorSlice) -> Tensor:
+        """Return a parameter of a unit, or a run of its elements, at once: flat, fp32."""
+        values = torch.empty(tensor.num_elements, dtype=torch.float32, device="cpu")
+        for first, piece in self.read_tensor(unit, tensor):
+            # A piece is valid until the next one, so it is copied.
+            start = first - tensor.start
+            values[start : start + piece.numel()] = piece
+        return values
 
 
 class SafetensorsFolder(TensorReader):
@@ -150,7 +159,7 @@ class SafetensorsFolder(TensorReader):
         """
         # As large as the largest piece, and no larger: a tiny tensor needs no buffer of megabytes.
         longest = max((run.num_elements for run in runs), default=0)
-        widest_bytes = max((self._stored_dtype(run).itemsize for run in runs), default=0)
+        widest_bytes = max((DTYPES[self.stored[run.name].dtype].itemsize for run in runs), default=0)
         num_elements = min(CHUNK_ELEMENTS, longest)
         raw = torch.empty(num_elements * widest_bytes, dtype=torch.uint8, device="cpu")
         values = torch.empty(num_elements, dtype=dtype, device="cpu")
@@ -167,22 +176,24 @@ class SafetensorsFolder(TensorReader):
 
     def _as_they_lie(self, run: TensorRun, raw: Tensor, values: Tensor) -> Iterator[Tensor]:
         """Yield the elements of a run, converted piece by piece from one buffer into another."""
-        dtype = self._stored_dtype(run)
-        with self._open_at(run) as file:
+        stored = self.stored[run.name]
+        dtype = DTYPES[stored.dtype]
+        with open_at(stored, run.start * dtype.itemsize) as file:
             for start, stop in chunks(run.num_elements):
                 count = stop - start
                 piece = raw[: count * dtype.itemsize]
-                read_exactly(file, piece, self.stored[run.name])
+                read_exactly(file, piece, stored)
                 yield values[:count].copy_(piece.view(dtype))
 
     def _transposed(self, run: TensorRun) -> Tensor:
         """Return the elements of a run that is a matrix read column by column."""
+        stored = self.stored[run.name]
+        dtype = DTYPES[stored.dtype]
+
         # Columns lie across the whole matrix, so it has to be read before its first column is known.
-        dtype = self._stored_dtype(run)
-        num_bytes = run.num_elements * dtype.itemsize
-        raw = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        with self._open_at(run) as file:
-            read_exactly(file, raw, self.stored[run.name])
+        start = run.start * dtype.itemsize
+        stop = start + run.num_elements * dtype.itemsize
+        raw = read_bytes(stored, start, stop)
         return by_columns(raw.view(dtype), run.num_columns)
 
     def _decoded(self, run: TensorRun) -> Tensor:
@@ -198,20 +209,6 @@ class SafetensorsFolder(TensorReader):
         stop = run.start + run.num_elements
         numbers = tensor[run.start : stop]
         return by_columns(numbers, run.num_columns) if run.num_columns else numbers
-
-    def _stored_dtype(self, run: TensorRun) -> torch.dtype:
-        """Return the dtype that a run has in its file."""
-        return DTYPES[self.stored[run.name].dtype]
-
-    def _open_at(self, run: TensorRun) -> RawIOBase:
-        """Open the file of a run where its elements begin."""
-        stored = self.stored[run.name]
-        offset = stored.offset + run.start * self._stored_dtype(run).itemsize
-
-        # Without Python's own buffer, through which all bytes would be copied once more.
-        file = stored.path.open("rb", buffering=0)
-        file.seek(offset)
-        return file
 
     def _check(self, model: PreTrainedModel) -> None:
         """Compare names, shapes and dtypes with the skeleton, and find tied weights under all their names.
@@ -325,6 +322,26 @@ def _is_ignored(model: PreTrainedModel, name: str) -> bool:
         r"(^|\.)position_ids$",
     ]
     return any(re.search(pattern, name) for pattern in patterns)
+
+
+def open_at(stored: StoredTensor, start: int) -> FileIO:
+    """Open the file of a stored tensor at one of the tensor's bytes."""
+    # Without Python's own buffer, through which all bytes would be copied once more.
+    file = stored.path.open("rb", buffering=0)
+    file.seek(stored.offset + start)
+    return file
+
+
+def read_bytes(stored: StoredTensor, start: int, stop: int) -> Tensor:
+    """Return bytes [start, stop) of a stored tensor, uint8.
+
+    Raises:
+        TransferError, FileChangedError: see `read_exactly`.
+    """
+    raw = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+    with open_at(stored, start) as file:
+        read_exactly(file, raw, stored)
+    return raw
 
 
 def read_exactly(file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:

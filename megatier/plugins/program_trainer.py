@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, Trainer
 
-from megatier.adapters.given import unwrapped
+from megatier.adapters.given import unwrap_peft
 from megatier.errors import ConfigError
 from megatier.foreign import note, one_version, shown
 from megatier.integrations.loop_settings import read_tiers
@@ -70,7 +70,7 @@ class ProgramTraining(StreamedTraining):
         Raises:
             ConfigError: the model is another one than its folder holds; or see `StreamedTraining`.
         """
-        loaded, adapters = unwrapped(model)
+        loaded, adapters = unwrap_peft(model)
         settings = self.given(model, *args, **kwargs)["args"]
         base: Any = loaded
         folder = resolve(base.name_or_path)

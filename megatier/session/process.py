@@ -8,7 +8,7 @@ import sys
 import psutil
 import torch
 
-from megatier.compute.vector_math import warm
+from megatier.compute.vector_math import warm_up
 from megatier.config.schema import RunConfig
 from megatier.ranks.ranks import Ranks
 
@@ -24,7 +24,7 @@ def share_interpreter() -> None:
 
 def make_repeatable(config: RunConfig) -> None:
     """Choose only operations whose result repeats bit by bit in a fresh process, if the config asks for it."""
-    warm()
+    warm_up()
     if not config.numerics.deterministic:
         return
 

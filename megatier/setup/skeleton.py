@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from megatier.adapters.base import check_base, check_beside, identity_of, note_identity
-from megatier.adapters.in_place import note_tensors
+from megatier.adapters.in_place import note_base_tensors
 from megatier.adapters.lora import add_adapters, stored_names
 from megatier.adapters.quantised import CodesReader, is_quantised, open_quantised
 from megatier.adapters.stored import StoredAdapter
@@ -143,7 +143,7 @@ def _adapted(
         # A plan does with a folder that has no weights yet.
         folder = _folder_of(config)
         if folder is not None and any(folder.glob("*.safetensors")) and not is_quantised(model.config):
-            note_tensors(model, folder, stored)
+            note_base_tensors(model, folder, stored)
         add_adapters(model, config.adapters, _base_of(config))
     freeze(model, config.frozen)
     return model

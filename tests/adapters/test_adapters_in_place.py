@@ -17,7 +17,7 @@ from tiny_models import tiny_config
 from tiny_runs import one_thread, plain_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatier.adapters.in_place import InPlace, in_place, note_tensors
+from megatier.adapters.in_place import InPlace, in_place, note_base_tensors
 from megatier.adapters.lora import add_adapters
 from megatier.cli import main
 from megatier.config.lora import LoraConfig
@@ -164,7 +164,7 @@ def test_run_with_savepoints_over_a_base_in_place_goes_on_to_the_same_bits(
 def chosen(folder: Path, dtype: str = "bf16", ranks: int = 1, **tiers: Any) -> InPlace:
     """What is read in place of a base in a folder."""
     model = build_skeleton(AutoConfig.from_pretrained(folder), "sdpa")
-    note_tensors(model, folder)
+    note_base_tensors(model, folder)
     add_adapters(model, LoraConfig(rank=2, targets=("q_proj", "v_proj")), "base")
     units = with_schemas(model, find_units(model), dtype)
     return in_place(model, units, replace(TiersConfig(nvme=(str(folder),)), **tiers), ranks)

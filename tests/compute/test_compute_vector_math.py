@@ -45,11 +45,11 @@ class TestWhoWarms:
 
     @pytest.fixture(autouse=True)
     def cold(self) -> None:
-        vector_math.warm.cache_clear()
+        vector_math.warm_up.cache_clear()
 
     def test_skeleton_when_built_has_warmed_the_library(self) -> None:
         build_skeleton(tiny_config("llama"), "sdpa")
-        assert vector_math.warm.cache_info().currsize == 1
+        assert vector_math.warm_up.cache_info().currsize == 1
 
     def test_run_when_made_repeatable_has_warmed_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda _: None)
@@ -58,8 +58,8 @@ class TestWhoWarms:
                 model=ModelConfig(config={"model_type": "llama"}), data=DataConfig(files=("x",), tokenizer="bytes")
             )
         )
-        assert vector_math.warm.cache_info().currsize == 1
+        assert vector_math.warm_up.cache_info().currsize == 1
 
     def test_tiered_adamw_when_made_has_warmed_the_library(self) -> None:
         with TieredAdamW([torch.nn.Parameter(torch.zeros(4))], ram="8MiB"):
-            assert vector_math.warm.cache_info().currsize == 1
+            assert vector_math.warm_up.cache_info().currsize == 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from megatier.errors import StreamedModelError, UnsupportedModelError
-from megatier.guards.crossing import CHECKED
+from megatier.guards.crossing import FORWARDS_CHECKED
 from megatier.tier import Phase
 
 
@@ -285,7 +285,7 @@ def test_node_result_that_is_a_view_of_a_weight_has_its_numbers_and_its_gradient
 @pytest.mark.parametrize("training", [True, False])
 def test_node_view_of_a_weight_that_is_left_in_an_attribute_has_its_numbers(training: bool) -> None:
     probe, plain, _ = views("recompute", leave_view)
-    for _ in range(CHECKED + 1):
+    for _ in range(FORWARDS_CHECKED + 1):
         for module in (probe, plain):
             with torch.set_grad_enabled(training):
                 module(torch.randn(6, SIZE))

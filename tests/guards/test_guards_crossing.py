@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from megatier.config.schema import TrainConfig
 from megatier.errors import UnsupportedModelError
-from megatier.guards.crossing import OutputCheck, check_inside, claim
+from megatier.guards.crossing import OutputCheck, check_inside, note_owner
 
 LEFT: list[Tensor] = []
 LAYERS: dict[int, nn.Module] = {}
@@ -142,7 +142,7 @@ def test_tensor_that_the_model_takes_from_a_layer_past_its_results_is_refused(
 
 
 def test_graph_that_ends_in_leaves_of_its_own_passes() -> None:
-    own = claim(torch.ones(2, requires_grad=True), "probe")
+    own = note_owner(torch.ones(2, requires_grad=True), "probe")
     outputs = [None, own * 2, torch.ones(1)]
     check_inside("probe", outputs, [own], nn.Module())
     check_outputs = OutputCheck(nn.Module())

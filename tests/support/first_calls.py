@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from megatier.compute.vector_math import warm
+from megatier.compute.vector_math import warm_up
 
 ELEMENTS = 4096
 """Enough for two threads."""
@@ -25,7 +25,7 @@ def differs(name: str, *, is_warm: bool) -> bool:
     function = getattr(torch, name)
     values = torch.linspace(0.01, 0.99, ELEMENTS)
     if is_warm:
-        warm()
+        warm_up()
     return not torch.equal(function(values), function(values))
 
 
