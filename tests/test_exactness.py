@@ -238,6 +238,7 @@ def test_exactness_another_dropout_seed_gives_other_losses(tmp_path: Path) -> No
 @pytest.mark.parametrize("models", [("untied", "moe"), pytest.param(tuple(MODELS), marks=pytest.mark.slow)])
 def test_exactness_a_fresh_process_gives_the_same_bits(models: Sequence[str], tmp_path: Path) -> None:
     runs = [Short(model=model, groups=3, place="gpu_ram_nvme", activations="recompute") for model in models]
+    runs.append(replace(runs[0], optimizer="muon"))
     here = [replace(run, place="nvme", activations="offload")(tmp_path) for run in runs]
     assert run_in_fresh_process(runs, tmp_path) == here
 

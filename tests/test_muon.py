@@ -88,12 +88,6 @@ def test_muon_updates_before_the_norm_is_known_give_the_same_bits(tmp_path: Path
     assert found == replace(run, place="ram")(tmp_path)
 
 
-def test_muon_in_a_fresh_process_gives_the_same_bits(tmp_path: Path) -> None:
-    run = Short(model="untied", optimizer="muon")
-    [found] = run_in_fresh_process([run], tmp_path)
-    assert found == run(tmp_path)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["untied", "moe"])
 def test_muon_on_a_gpu_has_the_same_bits_on_any_tier(model: str, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from megatier.models.decoder import LENT_ELEMENTS_MAX, build_skeleton, find_unit
 from megatier.models.initialiser import Initialiser
 
 NUM_IMAGE_TOKENS = 10
+EVERY_TIER = ("gpu", "ram", "ram_streamed", "nvme")
 """A row of LLaVA-NeXT: four of the whole image, four of its one tile, and the end of a line for each of its two."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "zaya": {**BASE, "num_experts": 4, "sliding_window": 8, "moe_intermediate_size": 32, "router_hidden_size": 32},
@@ -121,11 +122,20 @@ def test_slices_of_a_model_with_something_round_the_layers_have_nearly_the_plain
 
 
 @pytest.mark.skipif("zaya" not in CONFIG_MAPPING, reason="this transformers has no zaya")
-@pytest.mark.parametrize("clip", [0.5, None])
-def test_a_module_around_the_layers_has_the_same_bits_wherever_it_lies(clip: float | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("clip", "places"),
+    [
+        (0.5, ("gpu", "ram_streamed", "nvme")),
+        (None, ("gpu", "ram")),
+        *(pytest.param(clip, EVERY_TIER, marks=pytest.mark.slow) for clip in (0.5, None)),
+    ],
+)
+def test_a_module_around_the_layers_has_the_same_bits_wherever_it_lies(
+    clip: float | None, places: tuple[str, ...], tmp_path: Path
+) -> None:
     train = TrainConfig(steps=3, batch=6, groups=2, clip=clip, weight_decay=0.1)
     outcomes: dict[str, Outcome] = {}
-    for place in ("gpu", "ram", "ram_streamed", "nvme"):
+    for place in places:
         with opened(config_of("zaya"), tmp_path, PLACES[place], train, compute_dtype="bf16") as session:
             outcomes[place] = outcome(session, run_steps(session, train, 3))
             assert session.engine.evaluate([padded_batch()]) > 0

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,14 @@ def train_undisturbed() -> tuple[list[Any], dict[str, Any]]:
         return train(streamed, 1, 4), {name: value.numpy() for name, value in streamed.state_dict().items()}
 
 
+@cache
+def undisturbed() -> tuple[list[Any], dict[str, Any]]:
+    """The same of one process."""
+    (found,) = POOL.run(train_undisturbed, 1)
+    figures, weights = found
+    return figures, weights
+
+
 @pytest.mark.parametrize(
     ("way", "at", "size", "nvme"),
     [
@@ -285,7 +294,7 @@ def train_undisturbed() -> tuple[list[Any], dict[str, Any]]:
 def test_step_that_ranks_drop_changes_nothing_and_all_go_on(
     way: str, at: int, size: int, nvme: bool, tmp_path: Path
 ) -> None:
-    ((figures, weights),) = POOL.run(train_undisturbed, 1)
+    figures, weights = undisturbed()
     options = {"nvme": (f"{tmp_path}:64MiB",)} if nvme else {}
     *others, last = POOL.run(drop_steps, size, way, at, options)
     for found, _, has in (*others, last):
