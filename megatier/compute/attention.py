@@ -118,11 +118,15 @@ class KeptAttention:
 
         # Detached, because a result holds its graph, which has to go. Nobody changes a result in place: the kernel's
         # backward needs it as it is.
-        self._results.append(tuple(x.detach() if torch.is_tensor(x) else x for x in results))
+        kept = tuple(x.detach() if torch.is_tensor(x) else x for x in results)
+        self._results.append(kept)
         return results
 
     def _replay(self, kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        return kernel(*args, **kwargs) if _draws(kernel, args, kwargs) else self._results.pop()
+        # The first result comes last since `replaying`, and each is let go of as soon as it was used.
+        if _draws(kernel, args, kwargs):
+            return kernel(*args, **kwargs)
+        return self._results.pop()
 
 
 class LastModule:
@@ -198,5 +202,7 @@ class _Around(TorchDispatchMode):
 
 def _draws(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:  # noqa: ANN401 - an operator
     """Whether a kernel is called with dropout."""
+    # By its schema, since kernels have this argument in different places.
     names = [argument.name for argument in kernel._schema.arguments]
-    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0))
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return bool(arguments.get("dropout_p", 0.0))

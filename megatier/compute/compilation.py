@@ -81,14 +81,24 @@ class Compilation:
         What the compiler refuses runs as it is, and a warning says so.
         """
         self._adopt()
-        lean = self.saved_share == 0
-        return Compiled(function, name, saves_inputs_alone=lean, any_shape=self.any_shape, warned=self._warned)
+        return Compiled(
+            function,
+            name,
+            saves_inputs_alone=self.saved_share == 0,
+            any_shape=self.any_shape,
+            warned=self._warned,
+        )
 
     def of_tile(self, function: Callable[P, R], name: str) -> Compiled[P, R]:
         """Return the function, to be compiled so that it saves all its activations: a tile has a short life."""
         self._adopt()
         return Compiled(
-            function, name, saves_inputs_alone=False, saves_all=True, any_shape=self.any_shape, warned=self._warned
+            function,
+            name,
+            saves_inputs_alone=False,
+            saves_all=True,
+            any_shape=self.any_shape,
+            warned=self._warned,
         )
 
     def _adopt(self) -> None:
@@ -104,10 +114,10 @@ class Compilation:
         if self.any_shape:
             install()
 
+        # Code that was compiled under other settings would be used again.
         wanted = (share, deterministic, marking, rule)
-        found = (torch._functorch.config.activation_memory_budget, _inductor_is_deterministic(), *_passes())
-        if found != wanted:
-            # Code that was compiled under other settings would be used again.
+        present = (torch._functorch.config.activation_memory_budget, _inductor_is_deterministic(), *_passes())
+        if present != wanted:
             torch.compiler.reset()
             _forget_kernels()
 
@@ -115,6 +125,7 @@ class Compilation:
         torch._inductor.config.deterministic = deterministic
         torch._inductor.config.joint_custom_post_pass = marking
         torch._inductor.config.joint_custom_pre_pass = rule
+
         # With the forward, in whose call a refusal is heard. In the backward it would end the run.
         if hasattr(torch._functorch.config, EAGER_BACKWARD):
             setattr(torch._functorch.config, EAGER_BACKWARD, True)
@@ -138,7 +149,8 @@ class Marking(CustomGraphPass):
         FP8 weights are marked as what the backward makes again.
         """
         for node in graph.nodes:
-            if node.target is FLEX or (not self.flex_alone and is_attention(node.target)):
+            is_marked = node.target is FLEX or (not self.flex_alone and is_attention(node.target))
+            if is_marked:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in rounded_weights(graph):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -195,7 +207,11 @@ class Compiled(Generic[P, R]):
 
     def meet(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - tensors, and containers with some
         """Find out whether the function runs uncompiled with these arguments, which it is called with next."""
-        self.is_refused = self._refused is None or (bool(self._refused) and _shapes(args, kwargs) in self._refused)
+        if self._refused is None:
+            self.is_refused = True
+        else:
+            # Shapes are looked at only if some are refused, since this runs before each call.
+            self.is_refused = bool(self._refused) and _shapes(args, kwargs) in self._refused
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function, compiled or, where that is refused, uncompiled."""
