@@ -183,7 +183,7 @@ class TestPastRam(PastRam):
             store.mark_dirty("a", Tier.RAM)  # drops what was prefetched
         writing = store.write_back("a", Tier.RAM)
         assert writing is not None
-        assert not writing.issued(0.1)
+        assert not writing.has_started(0.1)
         library.is_open.set()
         reading.wait()  # not torn: else its checksums would not agree
         writing.wait()

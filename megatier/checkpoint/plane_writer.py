@@ -273,7 +273,7 @@ class PlaneWriter:
             transfer = self._store.copy_out(key, span, target)
 
             # Also after an error: nothing may fill a buffer that has gone to others by then.
-            stack.callback(transfer.over)
+            stack.callback(transfer.wait_for_end)
             found.append((target.view(dtype), transfer))
 
         return found

@@ -35,7 +35,7 @@ from megatier.ranks.ranks import Ranks
 from megatier.schedule.timeline import Load, Scatter
 from megatier.store.lease import Lease
 from megatier.store.queue import Queue
-from megatier.store.transfer import Transfer, mark
+from megatier.store.transfer import Transfer, compute_point
 from megatier.tier import Kind, Tier
 from megatier.trace.recorder import Recorder
 
@@ -85,7 +85,7 @@ class Handover:
         if self._is_abandoned:
             raise StepAbandonedError("the step was abandoned")
         if self._made is not None:
-            self._made.order()
+            self._made.wait_on_stream()
 
 
 class Collectives:
@@ -166,7 +166,7 @@ class Collectives:
             MegatierError: what stopped one of them.
         """
         if self._last is not None:
-            self._recorder.until_over(self._last)
+            self._recorder.wait_until_done(self._last)
 
     def drop_left_out(self) -> None:
         """Forget the gradients of units that every rank has left out of the step: they are not updated."""
@@ -198,10 +198,10 @@ class Collectives:
         if self._last is not None and not self._last.done():
             self._ranks.give_up()
 
-    def over(self) -> None:
+    def wait_for_end(self) -> None:
         """Wait until every collective has ended, well or not."""
         if self._last is not None:
-            self._last.over()
+            self._last.wait_for_end()
 
     def give_back(self) -> None:
         """Give back the buffers of a backward that was left half-way, and drop what was not scattered."""
@@ -258,7 +258,7 @@ class Collectives:
         with self._recorder.waiting(self._recorder.busy["ranks"]):
             before = self._handed_last.pop(unit, None)
             if before is not None:
-                before.order()
+                before.wait_on_stream()
 
             # An interrupt between the lease and its entry would leave a lease that nobody gives back.
             with self._store.tear.call:
@@ -271,7 +271,7 @@ class Collectives:
         with self._store.tear.change:
             lease, width = self._buffers.pop(unit)
             lease.release()
-        made = mark(self._store.clock, unit)
+        made = compute_point(self._store.clock, unit)
 
         scatter = Scatter(unit=unit, group=group, after_access=len(self._pass.accesses) - 1, width=width)
         self._pass.scatters.append(scatter)
@@ -317,7 +317,7 @@ class Collectives:
 
     def _append(self, unit: str, work: partial[None], own: Sequence[Transfer] = ()) -> Transfer:
         """Append an item to the lane, behind what brings and updates this rank's own shard, if anything does."""
-        self._last = self.queue.submit(unit, 0, work, behind=own)
+        self._last = self.queue.submit(unit, 0, work, follows=own)
         self._recorder.watch(self._last)
         return self._last
 

@@ -157,8 +157,8 @@ class StateReader:
             before: work of this lane; if it failed, this one fails with the same error, undone.
             unit: the unit that it reads, if it reads one; no update changes that unit's state before the work is over.
         """
-        after = [before] if before is not None else []
-        transfer = self.queue.submit(name, 0, work, after)
+        requires = [before] if before is not None else []
+        transfer = self.queue.submit(name, 0, work, requires)
         self._recorder.watch(transfer)
 
         # No update was submitted since `drain`, so the generation that holds is still the one that the work reads.

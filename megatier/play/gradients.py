@@ -16,7 +16,7 @@ from megatier.play.updates import Updates
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Moves
 from megatier.store.lease import Lease
-from megatier.store.transfer import mark
+from megatier.store.transfer import compute_point
 from megatier.tier import Tier
 from megatier.trace.recorder import Recorder
 
@@ -61,9 +61,9 @@ class UnitGradients:
         fresh = unit not in self._summed or not self.sums_here(unit)
         store = self._blocks.store
         with self._recorder.waiting("gpu_to_ram" if fresh else "ram_to_gpu"):
-            fetched = self._updates.fetched(unit)
+            fetched = self._updates.take_fetch(unit)
             if fetched is not None:
-                fetched.over()
+                fetched.wait_for_end()
 
             # An interrupt between the lease and its entry would leave a lease that nobody gives back.
             with store.tear.call:
@@ -92,20 +92,20 @@ class UnitGradients:
             self._buffers.pop(unit).release()
 
         # This gradient takes the place of the last group's, which has to be added up before.
-        if group and (summed := self._updates.of(unit)) is not None:
-            self._recorder.until_over(summed)
+        if group and (summed := self._updates.latest(unit)) is not None:
+            self._recorder.wait_until_done(summed)
 
         # It may wait for a slot in RAM: until drives have taken the gradient before, or an update has used it.
         if gradient.shipped:
             spills = self._blocks.placement.grad_homes[unit] is Tier.NVME
-            with self._recorder.waiting("ram_to_nvme" if spills else self._updates.at):
+            with self._recorder.waiting("ram_to_nvme" if spills else self._updates.wait_cause):
                 self._blocks.grads.send(unit, final=gradient.is_final)
         if gradient.sums_in_ram:
             self._updates.submit_sum(unit, group)
 
         # After the sum: an update comes behind the sum of its unit that was submitted last.
         if gradient.update is not None:
-            made = mark(self._blocks.store.clock, unit)
+            made = compute_point(self._blocks.store.clock, unit)
             if not self._blocks.policy.deferred:
                 self._demand.add(self._moves.of(gradient.update))
                 self._updates.submit(gradient.update, made)

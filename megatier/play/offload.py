@@ -100,7 +100,7 @@ class Offload:
         # Drives may be slower than compute, and an activation stays on the GPU until a slot in RAM takes its last
         # piece. So no more of them are under way than memory was left for.
         if len(self._spilling) == SPILLING_MAX:
-            self._spilling[0].over()
+            self._spilling[0].wait_for_end()
 
         # Two moves: it goes on from RAM to NVMe.
         left = self._push(unit, tensor, tensor, 0)
@@ -146,7 +146,7 @@ class Offload:
         # Compute comes behind the copies on its stream. The host does not wait: it has the rest of the unit to enqueue.
         fetched = self._fetched.pop(unit)
         for _, transfer in fetched:
-            transfer.order()
+            transfer.wait_on_stream()
         return [tensor for tensor, _ in fetched]
 
     def ask_ahead(self) -> None:

@@ -181,7 +181,7 @@ class Carrier:
             # After an error as well, none may outlive the leases of the planes, or its memory on the device.
             for matrix in under_way:
                 for move in matrix.moves:
-                    move.over()
+                    move.wait_for_end()
 
     def _bring(self, unit: str, parts: Planes, under_way: deque[_Matrix]) -> None:
         """Take memory on the device for a matrix, and start copying it there."""
@@ -209,7 +209,7 @@ def _wait(moves: Sequence[Transfer]) -> None:
     Raises:
         TransferError: one failed.
     """
-    ended_well = [move.over() for move in moves]
+    ended_well = [move.wait_for_end() for move in moves]
     for move, is_well in zip(moves, ended_well, strict=True):
         if not is_well:
             move.wait()

@@ -36,7 +36,7 @@ from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.timeline import Access, Exchange, Item, Load, Scatter, Timeline, Update, drain_items
 from megatier.store.queue import Queue
 from megatier.store.store import TieredStore
-from megatier.store.transfer import mark
+from megatier.store.transfer import compute_point
 from megatier.trace.events import TraceEvent
 from megatier.trace.recorder import Recorder
 
@@ -185,7 +185,7 @@ class Player:
 
         self.updates.check_exchange()
         if not self._orders.knows(name):  # 2
-            with self.recorder.waiting(self.updates.at):
+            with self.recorder.waiting(self.updates.wait_cause):
                 self.drain()
         due = self._updates_due - self.updates.speculation.updated
         timeline = self._pass.timeline = self._orders.timeline(name, due, self.updates.ahead)
@@ -209,7 +209,7 @@ class Player:
 
     def _submit(self, items: Iterable[Item]) -> None:
         """Hand everything that is planned to its lane, which begins at once, and count what it moves."""
-        gradients = mark(self._store.clock, "gradients")
+        gradients = compute_point(self._store.clock, "gradients")
         for item in items:
             self._demand.add(self._moves.of(item))
             match item:
@@ -272,14 +272,14 @@ class Player:
         self.weights.give_back()
         self.gradients.give_back()
         if self._collectives is not None:
-            self._collectives.over()
+            self._collectives.wait_for_end()
             self._grads.give_back()
 
         # An attempt that is void ends sooner, and nothing that was submitted may outlast the pass.
         self.updates.speculation.abandon()
         for transfer in self._pass.loads.values():
-            transfer.over()
-        self.updates.over()
+            transfer.wait_for_end()
+        self.updates.wait_for_end()
 
         # In the immediate mode some units may be a step ahead of the others by now, and nothing takes that back.
         if self._pass.trains and self.updates.is_partial:

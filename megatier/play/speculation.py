@@ -128,12 +128,12 @@ class Speculation:
             apply = self._carrier.in_ram(self._optimizer.unclipped())
             self._attempt = Attempt(apply=apply)
 
-    def submit(self, unit: str, after: Sequence[Transfer]) -> None:
+    def submit(self, unit: str, requires: Sequence[Transfer]) -> None:
         """Update a unit whose gradient is final, if this pass speculates and the unit has a spare generation.
 
         Args:
             unit: the name of the unit.
-            after: what makes its gradient, or adds it up.
+            requires: what makes its gradient, or adds it up.
         """
         attempt = self._attempt
         if attempt is None or unit not in self._units:
@@ -151,13 +151,13 @@ class Speculation:
         work = partial(self._update, attempt, len(chunks))
 
         # A checkpoint may still read the generation that is written now.
-        behind = generations.readers(unit, new)
+        follows = generations.readers(unit, new)
 
         with self._store.tear.change:
             attempt.units[unit] = new
             # Chunks come before the update that takes them from the front: the lane finds all of them there.
             self._planned.extend(chunks)
-            self._transfers[unit] = self._lane.submit(unit, 0, work, after, behind)
+            self._transfers[unit] = self._lane.submit(unit, 0, work, requires, follows)
 
     def decide(self, *, clipped: bool) -> None:
         """Confirm the updates of the pass when the norm is known, or make them void.
@@ -202,7 +202,7 @@ class Speculation:
         self._planned.clear()
         self._asked.clear()
 
-    def of(self, unit: str) -> Transfer | None:
+    def latest(self, unit: str) -> Transfer | None:
         """The unit's speculative update, until another update takes its place."""
         return self._transfers.get(unit)
 

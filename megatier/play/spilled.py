@@ -119,8 +119,8 @@ class SpilledUpdates:
         *,
         old: Generation,
         new: Generation,
-        after: Sequence[Transfer],
-        behind: Sequence[Transfer],
+        requires: Sequence[Transfer],
+        follows: Sequence[Transfer],
     ) -> Transfer:
         """Append the update of a unit to the lane. Call it inside a region of the store's tear.
 
@@ -128,8 +128,8 @@ class SpilledUpdates:
             update: the unit, and the load to feed.
             old: the generation that is read.
             new: the generation that is written.
-            after: what makes its gradient, or adds it up.
-            behind: what still uses the generation that is written.
+            requires: what makes its gradient, or adds it up.
+            follows: what still uses the generation that is written.
         """
         unit = update.unit
         runs = self._blocks.chunks(unit)
@@ -138,7 +138,7 @@ class SpilledUpdates:
         # The chunks come before the update: when the lane comes to the update, all of them are there to take.
         self._ahead.extend(chunks)
         work = partial(self._update, update, chunks)
-        return self._lane.submit(unit, 0, work, after, behind)
+        return self._lane.submit(unit, 0, work, requires, follows)
 
     def forget(self) -> None:
         """Forget every update: all have ended."""

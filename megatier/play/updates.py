@@ -116,7 +116,7 @@ class Updates:
         with self._store.tear.change:
             self._submit(update, [gradient] if gradient is not None else [], load)
 
-    def _submit(self, update: Update, after: list[Transfer], load: Transfer | None) -> None:
+    def _submit(self, update: Update, requires: list[Transfer], load: Transfer | None) -> None:
         """Append an update to its lane, inside a region of the store's tear."""
         # An interrupt half-way would leave a unit whose new generation holds, and that nobody updates.
         unit = update.unit
@@ -124,9 +124,9 @@ class Updates:
 
         # Behind whoever still reads the generation that this update overwrites, such as a checkpoint. The load is no
         # `after`: the update runs even if that failed or was given up.
-        behind = self._blocks.generations.readers(unit, new)
+        follows = self._blocks.generations.readers(unit, new)
         if load is not None:
-            behind.append(load)
+            follows.append(load)
 
         # This update takes the place of a speculative one: whoever asks for the unit waits for this one.
         self.speculation.drop(unit)
@@ -134,17 +134,17 @@ class Updates:
         self._lane = self._placement.update_lane(unit)
         if self._lane == "update_gpu":
             work = partial(self._update_on_gpu, unit)
-            transfer = self._on_gpu.submit(unit, 0, work, after, behind)
+            transfer = self._on_gpu.submit(unit, 0, work, requires, follows)
             self._recorder.watch(transfer)
         elif self._lane == "update_nvme":
             # Sums are taken on another lane, `update`, so the order of this lane alone would not do.
             summed = self._last.get(unit)
             if self._policy.groups > 1 and summed is not None:
-                after.append(summed)
-            transfer = self._spilled.submit(update, old=old, new=new, after=after, behind=behind)
+                requires.append(summed)
+            transfer = self._spilled.submit(update, old=old, new=new, requires=requires, follows=follows)
         else:
             in_ram = partial(self._update_in_ram, unit)
-            transfer = self._in_ram.submit(unit, 0, in_ram, after, behind)
+            transfer = self._in_ram.submit(unit, 0, in_ram, requires, follows)
         self._last[unit] = transfer
 
     def submit_sum(self, unit: str, group: int) -> None:
@@ -160,7 +160,7 @@ class Updates:
         with self._store.tear.change:
             self._fetched[unit] = self._in_ram.submit(unit, 0, partial(self._fetch, unit))
 
-    def fetched(self, unit: str) -> Transfer | None:
+    def take_fetch(self, unit: str) -> Transfer | None:
         """Take the transfer after which the unit's sum is on the GPU, or on its way there. It is given once."""
         return self._fetched.pop(unit, None)
 
@@ -188,12 +188,12 @@ class Updates:
         self.exchange = self._on_gpu.submit("streamed state", 0, work)
         self.ahead = self.ahead - set(exchange.home) | set(exchange.fetched)
 
-    def of(self, unit: str) -> Transfer | None:
+    def latest(self, unit: str) -> Transfer | None:
         """The unit's update or sum that was submitted last."""
         # A lane may ask while another thread submits. It never asks about a unit whose update is just being submitted:
         # a unit's load is submitted after its update, and a gradient is final after the unit's last use. A sum may be
         # submitted meanwhile, but that changes no weights.
-        return self.speculation.of(unit) or self._last.get(unit)
+        return self.speculation.latest(unit) or self._last.get(unit)
 
     def wait(self) -> None:
         """Wait until every update and sum is done, but not for speculative updates, the exchange or write-backs.
@@ -204,10 +204,10 @@ class Updates:
         """
         try:
             for transfer in self._last.values():
-                self._recorder.until_over(transfer)
+                self._recorder.wait_until_done(transfer)
         except NonFiniteError as error:
             # Another lane may be at an update that it began before.
-            self.over()
+            self.wait_for_end()
             updated = [unit for unit in self._blocks.units if unit in self._updated]
             self._store.tear.is_torn |= bool(updated)
             steps = _described(updated, len(self._placement.grad_homes))
@@ -219,15 +219,15 @@ class Updates:
         return bool(self._updated)
 
     @property
-    def at(self) -> str:
+    def wait_cause(self) -> str:
         """What the lane of the update, or sum, that was submitted last is at: those before it hold the slots."""
         return self._recorder.busy[self._lane]
 
-    def over(self) -> None:
+    def wait_for_end(self) -> None:
         """Wait until every update, every sum and the exchange have ended, well or not."""
         # Also sums on their way to the GPU that nobody will take: they still write to a slot.
         for transfer in (*self._all(), *self._fetched.values()):
-            transfer.over()
+            transfer.wait_for_end()
         self._fetched.clear()
 
     def drain(self) -> None:
@@ -301,7 +301,7 @@ class Updates:
     def _exchange_state(self, exchange: Exchange, on_cpu: Sequence[Transfer]) -> None:
         """Take the state of units home, then fetch that of others, and of these as soon as their old bytes are home."""
         for transfer in on_cpu:
-            transfer.over()
+            transfer.wait_for_end()
         for unit in exchange.home:
             self._blocks.return_state(unit)
 

@@ -217,7 +217,7 @@ class UnitWeights:
 
         # An access that an update feeds has no load of its own: its weights are there after the update.
         causes: Counter[str] = Counter()
-        for transfer in (self._updates.of(unit), self._pass.loads.get(index)):
+        for transfer in (self._updates.latest(unit), self._pass.loads.get(index)):
             if transfer is not None:
                 self._wait(transfer, causes)
 
@@ -242,7 +242,7 @@ class UnitWeights:
         for load in timeline.items:
             # One that began was moved, and counts. If a move failed, whoever asks for the weights next is told so.
             brought = self._pass.loads.pop(load.access, None) if load.access >= done else None
-            if brought is not None and not brought.over():
+            if brought is not None and not brought.wait_for_end():
                 self._demand.take_back(self._moves.of(load))
 
         self.evict()
@@ -267,12 +267,12 @@ class UnitWeights:
     def _wait(self, transfer: Transfer, causes: Counter[str]) -> None:
         """Order compute behind a transfer, and count per time slice which lane it waited for."""
         with REST:
-            self._recorder.until_issued(transfer, causes)
+            self._recorder.wait_until_started(transfer, causes)
 
             # With CUDA its copy may still run. Compute is enqueued behind it, and the host goes on.
             if not transfer.done():
                 causes[transfer.queue] += 1
-            transfer.order()
+            transfer.wait_on_stream()
 
     # ------------------------------------------------------------------ the player's side
 
@@ -295,7 +295,7 @@ class UnitWeights:
         # A shard needs a slot. That of the gather before the last one is free when that is over.
         before = [self._gathers[0]] if len(self._gathers) == SLOTS_MIN else []
         work = partial(self._bring, load.unit)
-        return self.queue.submit(load.unit, 0, work, behind=before)
+        return self.queue.submit(load.unit, 0, work, follows=before)
 
     def gather(self, load: Load, own: Transfer) -> None:
         """Append the gather of a load to the lane `ranks`, if ranks share the state.
@@ -308,7 +308,7 @@ class UnitWeights:
             return
 
         # A streamed unit is updated where its shard came to. Any other one is updated before that.
-        update = self._updates.of(load.unit) if load.updates else None
+        update = self._updates.latest(load.unit) if load.updates else None
         before = [own] if update is None else [own, update]
         transfer = self._collectives.submit(load, before)
         self._gathers.append(transfer)
@@ -384,7 +384,7 @@ class UnitWeights:
         # A streamed unit is updated in its slot, so there the update comes behind the load.
         busy = self._recorder.busy
         streamed = unit in self._blocks.placement.streamed
-        update = None if streamed else self._updates.of(unit)
+        update = None if streamed else self._updates.latest(unit)
         if update is not None:
             busy["load"] = "update"
             update.wait()

@@ -88,7 +88,7 @@ class Arena:
             self._pin()
 
     def _pin(self) -> None:
-        """Page-lock the memory in pieces that end where an address is a multiple of their size, as `lanes` knows."""
+        """Page-lock the memory in pieces that end where addresses are multiples of their size: `Lanes` relies on it."""
         pieces = cut_at_addresses(self.address, self.num_bytes, LOCKED_BYTES)
         try:
             self._lock = PageLock(self.address, pieces)
@@ -122,7 +122,8 @@ class Arena:
         skip = -whole.ctypes.data % HUGE_PAGE_BYTES
 
         # It is cut before torch sees it, since torch asks the start of the storage whether a tensor is pinned.
-        used = torch.from_numpy(whole[skip : skip + self.num_bytes])
+        aligned = whole[skip : skip + self.num_bytes]
+        used = torch.from_numpy(aligned)
 
         # A thread touches cold memory of a virtual machine at 0.5 GB/s, so several threads do it.
         pieces = used.split(POPULATE_BYTES)
@@ -180,8 +181,11 @@ class SlotPool:
         """Make all slots free, whoever has them. Nothing may move in them any more."""
         self._free: deque[Slot] = deque()
         for number in range(self.num_slots):
-            offset = self._offset + number * self.slot_bytes
-            slot = Slot(offset=offset, num_bytes=self.slot_bytes, pool=self)
+            slot = Slot(
+                offset=self._offset + number * self.slot_bytes,
+                num_bytes=self.slot_bytes,
+                pool=self,
+            )
             self._free.append(slot)
 
     @property

@@ -48,13 +48,16 @@ class Blocks:
                 raise CapacityError("nvme", size, 0, "Give the store at least one mount.")
             block.extent = self._files.reserve(size, elsewhere)
             self.extents[spec.key] = block.extent
-            self._reservation.home(spec, Tier.NVME)
+            self._reservation.reserve_home(spec, Tier.NVME)
         elif spec.home is not None:
-            offset = self._reservation.home(spec, spec.home)
-
             # A home has all bytes of its block, and they are valid: an arena is full of zeros.
-            whole = block.whole
-            home = Copy(block=block, tier=spec.home, span=whole, offset=offset, fills={whole: None})
+            home = Copy(
+                block=block,
+                tier=spec.home,
+                span=block.whole,
+                offset=self._reservation.reserve_home(spec, spec.home),
+                fills={block.whole: None},
+            )
             block.copies.append(home)
         self.by_key[spec.key] = block
 
@@ -83,7 +86,10 @@ class Blocks:
         if self._files is not None and block.extent is not None:
             granule = self._files.options.granule_bytes
 
+        # The last granule may be cut by the end of the block, and by nothing else.
         is_inside = 0 <= start < stop <= size
-        if not is_inside or start % granule or (stop % granule and stop != size):
+        starts_well = start % granule == 0
+        ends_well = stop % granule == 0 or stop == size
+        if not (is_inside and starts_well and ends_well):
             raise SpanError(key, (start, stop), size, granule)
         return block, (start, stop)

@@ -76,7 +76,8 @@ class Copies:
         """Return the bytes of a span of a copy, as uint8 [stop - start]."""
         start, stop = span
         first, _ = copy.span
-        return self._reservation.view(copy.tier, copy.offset + start - first, stop - start)
+        offset = copy.offset + start - first
+        return self._reservation.view(copy.tier, offset, stop - start)
 
     def copy_for(self, block: Block, tier: Tier, span: Span, *, wait: bool) -> Copy:
         """Return the copy to use for a span, unless another tier alone has its newest bytes.
@@ -92,9 +93,9 @@ class Copies:
         # Bytes for the gpu come through ram, from a dirty copy there too. All others come from home, which does not
         # have the newest bytes if a copy beyond this tier is dirty.
         if tier is Tier.RAM or block.spec.home is Tier.GPU:
+            key = block.spec.key
             for copy in block.on(beyond):
                 if copy.unsafe(span):
-                    key = block.spec.key
                     raise DirtyBlockError(f"block {key} has newer bytes on {beyond}; write them back first.")
         return self.place(block, tier, span, wait=wait)
 
@@ -110,6 +111,7 @@ class Copies:
             TransferError: a write-back that keeps a slot failed.
         """
         wanted = block.whole if tier is Tier.GPU else span
+        wanted_bytes = wanted[1] - wanted[0]
 
         # A wait lets go of the lock, so each round looks anew: another thread may have placed these bytes meanwhile, or
         # taken the slot.
@@ -126,7 +128,7 @@ class Copies:
                 self._clear(others[0])
                 continue
 
-            pool = self._reservation.pool(tier, block.spec, wanted[1] - wanted[0])
+            pool = self._reservation.pool(tier, block.spec, wanted_bytes)
             slot = self._take(pool, wait=wait)
             if slot is not None:
                 copy = Copy(block=block, tier=tier, span=wanted, offset=slot.offset, slot=slot)
@@ -136,17 +138,21 @@ class Copies:
 
             if not wait:
                 remedy = f"All {pool.num_slots} slots are leased, dirty or being written; release some."
-                raise CapacityError(tier, wanted[1] - wanted[0], 0, remedy)
+                raise CapacityError(tier, wanted_bytes, 0, remedy)
             self._wait_for_slot(pool)
 
     def _clear(self, copy: Copy) -> None:
         """Evict a copy that lies in the way, or wait for a move that keeps it; the caller looks anew after that."""
         self.evict(copy)
 
+        if not copy.is_leaving:
+            return
+
         # How the move ends does not matter here. If it failed, the copy is usable again, and the next round of the
         # caller finds that out. If it ended well, the next round evicts the copy for good.
-        if copy.is_leaving and (moves := copy.in_use()):
-            self._unlocked(moves[0].over)
+        moves = copy.in_use()
+        if moves:
+            self._wait_unlocked(moves[0].wait_for_end)
 
     def _take(self, pool: SlotPool, *, wait: bool) -> Slot | None:
         """Return a free slot, or that of the copy not used for longest; None if no copy may lose its slot now.
@@ -159,13 +165,14 @@ class Copies:
 
         # Three kinds of bytes are in no other place, so their copies keep their slots: scratch bytes (which have no
         # home), dirty ones, and those whose write may still fail.
-        idle = [c for c in self._slotted if c.slot is not None and c.slot.pool is pool and not c.num_leases]
+        idle = self._unleased(pool)
         for copy in idle:
             copy.settle()
         busy = [copy for copy in idle if copy.unwritten or copy.writes()]
 
         # A copy that is not busy has no write whose end could make a difference, so evicting it frees its slot at once.
-        for copy in sorted(idle, key=lambda copy: copy.is_ahead):
+        prefetched_last = sorted(idle, key=lambda copy: copy.is_ahead)
+        for copy in prefetched_last:
             is_scratch = copy.block.spec.home is None
             waits_instead = copy.is_ahead and wait and busy
             if not is_scratch and copy not in busy and not waits_instead:
@@ -173,17 +180,24 @@ class Copies:
                 return pool.take()
         return None
 
+    def _unleased(self, pool: SlotPool) -> list[Copy]:
+        """Return the copies in slots of a pool that nobody leases, the one not used for longest first."""
+        unleased = []
+        for copy in self._slotted:
+            if copy.slot is not None and copy.slot.pool is pool and not copy.num_leases:
+                unleased.append(copy)
+        return unleased
+
     def _wait_for_slot(self, pool: SlotPool) -> None:
         """Wait, without the lock, until a slot may be free; raise the error of a write-back that keeps one."""
         # A slot gets free in two ways. The first is the end of a write. It wakes nobody, since it comes without the
         # lock, so it is waited for directly.
-        for copy in self._slotted:
-            if copy.slot is not None and copy.slot.pool is pool and not copy.num_leases:
-                for transfer in (*copy.unwritten.values(), *copy.writes()):
-                    if transfer is not None:
-                        self._unlocked(transfer.over)
-                        transfer.wait()
-                        return
+        for copy in self._unleased(pool):
+            for transfer in (*copy.unwritten.values(), *copy.writes()):
+                if transfer is not None:
+                    self._wait_unlocked(transfer.wait_for_end)
+                    transfer.wait()
+                    return
 
         if self.tear.is_torn:  # perhaps nobody knows any more who has the slots
             raise StepAbandonedError("something broke off while slots were taken or given back; see TornStateError")
@@ -192,9 +206,9 @@ class Copies:
         # lost: the latch is in the list before this lets go of the lock.
         latch = _native.Latch()
         self._waiting_for_slot.append(latch)
-        self._unlocked(latch.wait)
+        self._wait_unlocked(latch.wait)
 
-    def _unlocked(self, wait: Callable[[], object]) -> None:
+    def _wait_unlocked(self, wait: Callable[[], object]) -> None:
         """Wait without the lock, so that other threads go on."""
         # Looked up before: in here an interrupt could come while it is still held, and taking it again would hang.
         lock = self.lock
@@ -232,7 +246,8 @@ class Copies:
         # slot would be given away with the only good bytes in it.
         copy.settle()
         writes = copy.writes()
-        for transfer in copy.unwritten.values() if home is not None else ():
+        marks = copy.unwritten.values() if home is not None else ()
+        for transfer in marks:
             if transfer is None:
                 raise DirtyBlockError(f"block {key} on {copy.tier} has bytes that are not home yet; write them back.")
             if transfer.done():
@@ -252,7 +267,8 @@ class Copies:
         """
         # Marks of writes under way stay, since the slot is theirs until they end. A leased copy is refused as it is.
         if not copy.num_leases:
-            copy.unwritten = {span: transfer for span, transfer in copy.unwritten.items() if transfer is not None}
+            marks = copy.unwritten.items()
+            copy.unwritten = {span: transfer for span, transfer in marks if transfer is not None}
         self.evict(copy)
 
     def wake(self) -> None:
@@ -282,7 +298,8 @@ class Copies:
         # All are looked at before the first one is changed, so that a refusal changes nothing.
         for copy in stale:
             if copy.num_leases:
-                raise LeaseHeldError(f"block {copy.block.spec.key} on {copy.tier} is leased; release it first.")
+                key = copy.block.spec.key
+                raise LeaseHeldError(f"block {key} on {copy.tier} is leased; release it first.")
 
         for copy in stale:
             copy.supersede(span)
@@ -296,6 +313,8 @@ class Copies:
             return
 
         copy.forget_failures()
+
+        # Taken out and put back, so that it comes last.
         self._slotted[copy] = self._slotted.pop(copy)
         if not copy.num_leases and not copy.fills and not copy.unwritten:
             self._give(copy)
@@ -310,7 +329,7 @@ class Copies:
         if copy.tier is Tier.GPU and self._lanes.clock is None:
             view = self.view(copy, copy.span)
             fill = partial(fill_bytes, view, POISON)
-            pending = [self._lanes.submit("ram_to_gpu", "poison", 0, fill, behind=pending)]
+            pending = [self._lanes.submit("ram_to_gpu", "poison", 0, fill, follows=pending)]
 
         copy.block.copies.remove(copy)
         del self._slotted[copy]

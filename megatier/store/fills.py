@@ -7,8 +7,8 @@ may also be brought down to RAM.
 A fill only starts its moves. Each of them is a transfer on a queue, and the copy notes it in `Copy.fills`: the bytes
 are valid once it has ended well. A move is given two lists of transfers:
 
-- `after`: they bring the bytes that it moves. If one fails, the move fails with the same error and does not begin.
-- `behind`: they still use the slot that it writes to. It begins once they have ended, well or not.
+- `requires`: they bring the bytes that it moves. If one fails, the move fails with the same error and does not begin.
+- `follows`: they still use the slot that it writes to. It begins once they have ended, well or not.
 
 Every method is called with the lock of `Copies` held; `bring` lets go of it while it waits for a slot.
 """
@@ -27,6 +27,7 @@ from megatier.store.copies import Copies
 from megatier.store.lanes import Lanes, queue_to_gpu
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap, without
+from megatier.store.transfer import Transfer
 from megatier.tier import Tier
 
 
@@ -99,7 +100,7 @@ class Fills:
         # whole pages.
         end = extent.padded(stop)
         read = partial(files.read, key, extent, start, end, address)
-        transfer = self._lanes.submit("nvme_to_ram", key, end - start, read, behind=slot.pending)
+        transfer = self._lanes.submit("nvme_to_ram", key, end - start, read, follows=slot.pending)
         assign(copy.fills, span, transfer)
 
     def _fill_ram(self, copy: Copy, span: Span) -> None:
@@ -112,10 +113,10 @@ class Fills:
             raise _no_bytes(key, span) from None
 
         # Compute that was enqueued by now may still be writing the bytes, so the copy comes after it.
-        after = [*source.arriving(span), *self._lanes.point(key)]
+        requires = [*source.arriving(span), *self._lanes.point(key)]
         target = self._copies.view(copy, span)
         brought = self._copies.view(source, span)
-        transfer = self._lanes.to_ram(key, target, brought, after, copy.slot.pending)
+        transfer = self._lanes.to_ram(key, target, brought, requires, copy.slot.pending)
         assign(copy.fills, span, transfer)
         source.use(transfer)
 
@@ -128,24 +129,25 @@ class Fills:
 
         # Any round may wait for a slot in RAM, without the lock. So each round asks anew whether RAM has its bytes.
         for part in self._ram_spans(block, span):
-            passing = not any(other.holds(part) and other.is_usable() for other in block.on(Tier.RAM))
-            if passing and self._reader is not None and block.extent is not None:
+            in_ram = block.on(Tier.RAM)
+            passes = not any(other.holds(part) and other.is_usable() for other in in_ram)
+            if passes and self._reader is not None and block.extent is not None:
                 self._read_past_ram(copy, part, self._reader)
                 continue
 
             source = self._copies.place(block, Tier.RAM, part, wait=wait)
             self.bring(source, part, wait=wait)
-            after = source.arriving(part)
-            behind = copy.slot.pending
+            requires = source.arriving(part)
+            follows = copy.slot.pending
             target = self._copies.view(copy, part)
             brought = self._copies.view(source, part)
-            transfer = self._lanes.to_gpu(key, target, brought, after, behind, queue=queue)
+            transfer = self._lanes.to_gpu(key, target, brought, requires, follows, queue=queue)
             assign(copy.fills, part, transfer)
 
             # Bytes that only pass give their slot in RAM back at once, since another piece may need it. The move is
             # noted in the slot before, so the next move into it waits for this one.
             source.use(transfer)
-            if passing:
+            if passes:
                 self._copies.evict(source)
 
     def _read_past_ram(self, copy: Copy, span: Span, reader: GpuReader) -> None:
@@ -157,23 +159,26 @@ class Fills:
         assert copy.slot is not None
 
         start, stop = span
-        target = self._copies.view(copy, (start, extent.padded(stop)))
+        end = extent.padded(stop)
+        target = self._copies.view(copy, (start, end))
 
         # The extent is stale until the newest bytes are written, so the read fails if such a write does. Older writes
         # to the extent only have to be over, however they end.
+        requires: list[Transfer] = []
+        follows = [*copy.slot.pending]
         leaving = [other for other in block.on(Tier.RAM) if not other.is_usable()]
-        after = [move for other in leaving for move in other.unwritten.values() if move is not None]
-        behind = [*copy.slot.pending]
         for other in leaving:
-            behind += other.writes()
+            requires += [write for write in other.unwritten.values() if write is not None]
+            follows += other.writes()
 
         read = partial(reader.read, key, extent, start, target)
-        transfer = self._lanes.submit("nvme_to_gpu", key, target.numel(), read, after, behind)
+        transfer = self._lanes.submit("nvme_to_gpu", key, target.numel(), read, requires, follows)
         assign(copy.fills, span, transfer)
 
         # Other reads of an extent fill a slot in RAM, which a write of these bytes then waits for. This one has none,
         # so the block notes it for the next write of the extent.
-        block.reads = [*(read for read in block.reads if not read.done()), transfer]
+        block.reads = [earlier for earlier in block.reads if not earlier.done()]
+        block.reads.append(transfer)
 
     def _ram_spans(self, block: Block, span: Span) -> list[Span]:
         """Cut a span at the copies that lie in RAM now, and the rest of it into pieces that fit into slots there.
@@ -182,27 +187,30 @@ class Fills:
             BlockNotFoundError: the block is scratch, and RAM does not have all of these bytes.
         """
         first, last = span
-        parts: list[Span] = []
+        in_ram: list[Span] = []
         for copy in block.on(Tier.RAM):
             if overlap(copy.span, span) and copy.is_usable():
                 start, stop = copy.span
-                parts.append((max(start, first), min(stop, last)))
+                in_ram.append((max(start, first), min(stop, last)))
 
-        rest = without(span, parts)
-        if rest and self._reader is not None and block.extent is not None:
-            parts += rest
-        elif rest and block.spec.home is None:
-            raise _no_bytes(block.spec.key, rest[0])
-        elif rest:
-            # Pieces are of whole granules, because a read verifies a checksum for each. A slot smaller than a granule
-            # is refused by `Reservation.pool` when the piece asks for one.
-            granule = self._files.options.granule_bytes if self._files is not None else 1
-            slot_bytes = self._reservation.slot_bytes(Tier.RAM, block.spec)
-            size = max(granule, slot_bytes // granule * granule)
-            for start, stop in rest:
-                for piece in range(start, stop, size):
-                    parts.append((piece, min(piece + size, stop)))
-        return sorted(parts)
+        missing = without(span, in_ram)
+        if not missing:
+            return sorted(in_ram)
+        if self._reader is not None and block.extent is not None:
+            return sorted([*in_ram, *missing])
+        if block.spec.home is None:
+            raise _no_bytes(block.spec.key, missing[0])
+
+        # They come in whole granules, because a read verifies a checksum for each. A slot smaller than a granule is
+        # refused by `Reservation.pool` when such a span asks for one.
+        granule = self._files.options.granule_bytes if self._files is not None else 1
+        slot_bytes = self._reservation.slot_bytes(Tier.RAM, block.spec)
+        step = max(granule, slot_bytes // granule * granule)
+        passing: list[Span] = []
+        for start, stop in missing:
+            for begin in range(start, stop, step):
+                passing.append((begin, min(begin + step, stop)))
+        return sorted([*in_ram, *passing])
 
 
 def _no_bytes(key: str, span: Span) -> BlockNotFoundError:

@@ -16,7 +16,7 @@ from megatier import _native
 from megatier.address import address_of
 from megatier.store.queue import Queue
 from megatier.store.stream_clock import StreamClock
-from megatier.store.transfer import Completion, Transfer, mark
+from megatier.store.transfer import Completion, Transfer, compute_point
 from megatier.tier import QUEUES, Kind, cut_at_addresses
 
 LOG_TRANSFERS_MAX = 1 << 17
@@ -52,10 +52,14 @@ class Lanes:
         """Maps device times to the host's; None without a CUDA device."""
         self.moved_bytes: Counter[str] = Counter()
         """The bytes that were submitted to each queue since the start."""
-        # Queues that copy to or from the GPU have a stream of their own. The two between RAM and NVMe have none: native
-        # threads move their bytes, and no stream can hold those back.
-        self.queues = {name: Queue(name, self.clock if "gpu" in name or "state" in name else None) for name in QUEUES}
+        self.queues: dict[str, Queue] = {}
         """Every queue by its name."""
+        for name in QUEUES:
+            # Queues that copy to or from the GPU have a stream of their own. The two between RAM and NVMe have none:
+            # native threads move their bytes, and no stream can hold those back.
+            has_stream = "gpu" in name or "state" in name
+            self.queues[name] = Queue(name, self.clock if has_stream else None)
+
         self._log: deque[Transfer] = deque(maxlen=LOG_TRANSFERS_MAX)
         self._pieces: dict[str, torch.cuda.Event] = {}
         """The last piece of each lane. That lane's worker alone reads and sets it."""
@@ -66,11 +70,12 @@ class Lanes:
         key: str,
         num_bytes: int,
         start: Callable[[], Completion | None],
-        after: Sequence[Transfer] = (),
-        behind: Sequence[Transfer] = (),
+        requires: Sequence[Transfer] = (),
+        follows: Sequence[Transfer] = (),
     ) -> Transfer:
         """Append a move to a queue, as `Queue.submit` does. A move of 0 bytes is neither counted nor logged."""
-        transfer = self.queues[queue].submit(key, num_bytes, start, after, behind)
+        lane = self.queues[queue]
+        transfer = lane.submit(key, num_bytes, start, requires, follows)
 
         # The bytes count when they are asked for, so the sums do not depend on how fast moves end.
         if num_bytes:
@@ -84,14 +89,14 @@ class Lanes:
         key: str,
         target: torch.Tensor,
         source: torch.Tensor,
-        after: Sequence[Transfer] = (),
-        behind: Sequence[Transfer] = (),
+        requires: Sequence[Transfer] = (),
+        follows: Sequence[Transfer] = (),
         *,
         queue: str = "ram_to_gpu",
     ) -> Transfer:
         """Copy uint8 [n] in RAM to uint8 [n] on the GPU."""
         copy = partial(self.copy, queue, target, source)
-        return self.submit(queue, key, source.numel(), copy, after, behind)
+        return self.submit(queue, key, source.numel(), copy, requires, follows)
 
     # HOP 4/6: gradient in a GPU slot -> RAM slot
     def to_ram(
@@ -99,14 +104,14 @@ class Lanes:
         key: str,
         target: torch.Tensor,
         source: torch.Tensor,
-        after: Sequence[Transfer] = (),
-        behind: Sequence[Transfer] = (),
+        requires: Sequence[Transfer] = (),
+        follows: Sequence[Transfer] = (),
         *,
         queue: str = "gpu_to_ram",
     ) -> Transfer:
         """Copy uint8 [n] on the GPU to uint8 [n] in RAM."""
         copy = partial(self.copy, queue, target, source)
-        return self.submit(queue, key, source.numel(), copy, after, behind)
+        return self.submit(queue, key, source.numel(), copy, requires, follows)
 
     def carry(self, key: str, target: torch.Tensor, source: torch.Tensor, *, to_gpu: bool) -> Transfer:
         """Copy uint8 [n] of state between RAM and any memory on the GPU, behind the present point of this stream.
@@ -116,11 +121,12 @@ class Lanes:
         # Torch's allocator is not told of the copy: it would hold the memory back for copies that come after this one.
         queue = "state_to_gpu" if to_gpu else "state_to_ram"
         copy = partial(self._copy, queue, target, source)
-        return self.submit(queue, key, source.numel(), copy, (), self.point(key))
+        point = self.point(key)
+        return self.submit(queue, key, source.numel(), copy, follows=point)
 
     def point(self, key: str) -> list[Transfer]:
         """Return the present point of compute, in a list. The list is empty if compute is synchronous."""
-        point = mark(self.clock, key)
+        point = compute_point(self.clock, key)
         return [] if point is None else [point]
 
     def take_log(self) -> list[Transfer]:
@@ -146,16 +152,18 @@ class Lanes:
     def _copy(self, queue: str, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy uint8 [n] on a lane, and tell torch's allocator nothing."""
         if self.clock is None:
-            size = source.numel()
-            to = address_of(target, torch.uint8, size)
-            _native.copy(to, address_of(source, torch.uint8, size), size)
+            num_bytes = source.numel()
+            to_address = address_of(target, torch.uint8, num_bytes)
+            from_address = address_of(source, torch.uint8, num_bytes)
+            _native.copy(to_address, from_address, num_bytes)
             return
 
         # The piece before is over on the device before the next one is enqueued, so that the lanes of one direction
         # take turns (`PIECE_BYTES`). It may belong to the copy before, since the piece is noted for the lane.
         in_ram = source if target.is_cuda else target
         for start, stop in cut_at_addresses(in_ram.data_ptr(), in_ram.numel(), PIECE_BYTES):
-            if (before := self._pieces.get(queue)) is not None:
+            before = self._pieces.get(queue)
+            if before is not None:
                 before.synchronize()
             target[start:stop].copy_(source[start:stop], non_blocking=True)
             self._pieces[queue] = torch.cuda.current_stream().record_event()

@@ -23,8 +23,9 @@ class Lease:
         """Take a copy for which `Leases.take` has counted this lease. Nobody else makes one."""
         self._leases = leases
         self._copy = copy
-        self._held = True
-        self._resets = leases.num_resets
+        self._is_held = True
+        self._num_resets = leases.num_resets
+        """How often all leases had been forgotten when this one was taken."""
         self.bytes = leases.copies.view(copy, span)
         """uint8 [stop - start] on the tier's device, valid until exit."""
 
@@ -36,16 +37,17 @@ class Lease:
 
     def release(self) -> None:
         """Give the right back. Compute that is enqueued by now on the current stream still reads valid bytes."""
-        assert self._held, f"{self._copy.block.spec.key} was released twice"
+        assert self._is_held, f"{self._copy.block.spec.key} was released twice"
 
         # A forked child that leaves a lease of its parent has none of it.
         if not self._leases.copies.owner.is_here:
             return
 
-        # If the store was reset since, it has forgotten this lease, and the slot may belong to another copy by now.
         with self._leases.copies.tear.change:
-            self._held = False
-            if self._resets == self._leases.num_resets:
+            self._is_held = False
+
+            # If the store was reset since, it has forgotten this lease, and the slot may belong to another copy by now.
+            if self._num_resets == self._leases.num_resets:
                 self._leases.give_back(self._copy)
 
 
@@ -71,20 +73,20 @@ class Leases:
                 copy.is_ahead = False
 
                 # A fresh lease has no move that brings its bytes and would wait for the slot's earlier users. So the
-                # lease waits for them itself.
-                over = self.copies.occupants(copy) if fresh else []
+                # lease waits for them itself. They are asked for before the span counts as valid.
+                earlier_users = self.copies.occupants(copy) if fresh else []
                 if fresh:
                     assign(copy.fills, span, None)
                 else:
                     self._fills.bring(copy, span, wait=wait)
                 copy.num_leases += 1
-                needed = copy.arriving(span)
+                arriving = copy.arriving(span)
 
             # The wait is long, so it comes without the lock. The lease is counted already: nobody takes the slot.
             try:
                 with self.copies.tear.waiting():
-                    for transfer in (*over, *needed):
-                        transfer.order_for(tier, fails=transfer in needed)
+                    for transfer in (*earlier_users, *arriving):
+                        transfer.wait_before_use(tier, raises=transfer in arriving)
             except BaseException:
                 self.give_back(copy)
                 raise
@@ -102,6 +104,7 @@ class Leases:
         """
         with self.copies.lock, self.copies.tear.call:
             if copy.tier is Tier.GPU:
-                for point in self._lanes.point(copy.block.spec.key):
+                key = copy.block.spec.key
+                for point in self._lanes.point(key):
                     copy.use(point)
             self.copies.unlease(copy)

@@ -3,7 +3,7 @@
 Activations that are offloaded go from tensors of compute to blocks in RAM or on NVMe, and back. Checkpoints read blocks
 into buffers of their own. Such a move needs no lease: the home is never evicted, and the caller keeps the other memory.
 
-An activation on NVMe passes through slots in RAM, piece by piece. No copy of the block is made of them: nobody else
+An activation on NVMe passes through slots in RAM, segment by segment. No copy of the block is made of them: nobody else
 looks at these bytes, and if a move fails they are lost with their step. So a slot is given back as soon as the moves
 through it are submitted. The next moves into it come after them (`Slot.pending`), and nobody waits for a slot.
 
@@ -33,12 +33,12 @@ from megatier.tier import Tier, round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """A part of a tensor, on its way through a slot in RAM between the GPU and NVMe."""
+class _Segment:
+    """A run of a tensor's bytes, on its way through a slot in RAM between the GPU and NVMe."""
 
-    outside: torch.Tensor
+    on_gpu: torch.Tensor
     """Its bytes on the GPU."""
-    passing: torch.Tensor
+    in_ram: torch.Tensor
     """As many bytes of the slot."""
     slot: Slot
     """The slot."""
@@ -79,12 +79,15 @@ class Outside:
             return self._push_through(block, block.extent, tensor, start)
 
         outside = _bytes_of(tensor)
-        copy, inside = self._home(key, start, outside.numel())
-        behind = [*copy.in_use(), *self._lanes.point(key)]
-        transfer = self._lanes.to_ram(key, inside, outside, (), behind)
+        span = start, start + outside.numel()
+        home, inside = self._home(key, span)
+
+        # Compute that is enqueued by now makes the tensor.
+        follows = [*home.in_use(), *self._lanes.point(key)]
+        transfer = self._lanes.to_ram(key, inside, outside, (), follows)
 
         # The bytes of the home are valid once the copy has ended: a `pull` of them comes after it.
-        assign(copy.fills, (start, start + inside.numel()), transfer)
+        assign(home.fills, span, transfer)
         return transfer
 
     def pull(self, key: str, tensor: torch.Tensor, start: int) -> Transfer:
@@ -98,13 +101,16 @@ class Outside:
             return self._pull_through(block, block.extent, tensor, start)
 
         outside = _bytes_of(tensor)
-        copy, inside = self._home(key, start, outside.numel())
-        after = copy.arriving((start, start + inside.numel()))
-        behind = [*copy.in_use(), *self._lanes.point(key)]
-        transfer = self._lanes.to_gpu(key, outside, inside, after, behind)
+        span = start, start + outside.numel()
+        home, inside = self._home(key, span)
+
+        # Compute that is enqueued by now may still use the memory that the tensor has.
+        requires = home.arriving(span)
+        follows = [*home.in_use(), *self._lanes.point(key)]
+        transfer = self._lanes.to_gpu(key, outside, inside, requires, follows)
 
         # The copy reads the home: the next `push` into it comes after this.
-        copy.use(transfer)
+        home.use(transfer)
         return transfer
 
     def copy_out(self, block: Block, span: Span, target: torch.Tensor) -> Transfer:
@@ -129,7 +135,8 @@ class Outside:
 
         # This queue's copies let those pass that compute waits for.
         home = block.find(Tier.GPU, span)
-        copy = partial(self._lanes.copy, "state_to_ram", target[: stop - start], self._copies.view(home, span))
+        source = self._copies.view(home, span)
+        copy = partial(self._lanes.copy, "state_to_ram", target[: stop - start], source)
         transfer = self._lanes.submit("state_to_ram", key, 0, copy)
         home.use(transfer)
         return transfer
@@ -142,18 +149,20 @@ class Outside:
         point = self._lanes.point(key)
         copied: list[Transfer] = []
 
-        for piece in self._pieces(block, extent, tensor, start):
+        for segment in self._segments(block, extent, tensor, start):
+            first, stop = segment.span
+            slot = segment.slot
+            follows = [*slot.pending, *point]
+            copied = [self._lanes.to_ram(key, segment.in_ram, segment.on_gpu, (), follows)]
+
             # An older step that was given up may still move these bytes of the extent, however that ends.
-            first, stop = piece.span
-            older = _last_moves(block, piece.span)
-            behind = [*piece.slot.pending, *point]
-            copied = [self._lanes.to_ram(key, piece.passing, piece.outside, (), behind)]
-            write = partial(files.write, key, extent, first, stop, piece.address)
+            older = _last_moves(block, segment.span)
+            write = partial(files.write, key, extent, first, stop, segment.address)
             written = self._lanes.submit("ram_to_nvme", key, stop - first, write, copied, older)
-            assign(block.outside, piece.span, written)
+            assign(block.outside, segment.span, written)
 
             # The write comes after the copy into the slot, so it is the last of the two to end.
-            piece.slot.pool.give(piece.slot, [written])
+            slot.pool.give(slot, [written])
 
         return copied[-1]
 
@@ -165,50 +174,60 @@ class Outside:
         point = self._lanes.point(key)
         copied: list[Transfer] = []
 
-        for piece in self._pieces(block, extent, tensor, start):
-            # The bytes are on NVMe once the write has ended well, so the read fails if that failed.
-            first, stop = piece.span
-            written = _last_moves(block, piece.span)
-            fill = partial(files.read, key, extent, first, stop, piece.address)
-            read = self._lanes.submit("nvme_to_ram", key, stop - first, fill, written, piece.slot.pending)
-            assign(block.outside, piece.span, read)
+        for segment in self._segments(block, extent, tensor, start):
+            first, stop = segment.span
+            slot = segment.slot
 
-            # After the copy before, too: whoever waits for the last piece has the error of any other.
-            after = [read, *copied]
-            copied = [self._lanes.to_gpu(key, piece.outside, piece.passing, after, point)]
-            piece.slot.pool.give(piece.slot, copied)
+            # The bytes are on NVMe once the write has ended well, so the read fails if that failed.
+            written = _last_moves(block, segment.span)
+            fill = partial(files.read, key, extent, first, stop, segment.address)
+            read = self._lanes.submit("nvme_to_ram", key, stop - first, fill, written, slot.pending)
+            assign(block.outside, segment.span, read)
+
+            # The copy before is required too: whoever waits for the last segment has the error of any other.
+            requires = [read, *copied]
+            copied = [self._lanes.to_gpu(key, segment.on_gpu, segment.in_ram, requires, point)]
+            slot.pool.give(slot, copied)
 
         return copied[-1]
 
-    def _pieces(self, block: Block, extent: Extent, tensor: torch.Tensor, start: int) -> Iterator[_Piece]:
-        """Cut a tensor into pieces that fit into slots in RAM, and take a slot for each. The caller gives it back."""
+    def _segments(self, block: Block, extent: Extent, tensor: torch.Tensor, start: int) -> Iterator[_Segment]:
+        """Cut a tensor into segments that fit into slots in RAM, and take a slot for each. The caller gives it back."""
         outside = _bytes_of(tensor)
         assert self._files is not None
+        spec = block.spec
         granule = self._files.options.granule_bytes
         end = start + outside.numel()
-        if start % granule or end > block.spec.num_bytes:
-            raise SpanError(block.spec.key, (start, end), block.spec.num_bytes, granule)
-        step = self._reservation.slot_bytes(Tier.RAM, block.spec)
+        if start % granule or end > spec.num_bytes:
+            raise SpanError(spec.key, (start, end), spec.num_bytes, granule)
 
-        # A piece is whole granules, unless a single one has all of the block.
+        # A segment is whole granules, unless a single one has all of the block.
+        step = self._reservation.slot_bytes(Tier.RAM, spec)
         if step < extent.num_bytes:
             step = step // granule * granule
+
         for first in range(start, end, step):
-            part = outside[first - start : first - start + step]
-            stop = min(round_up(first + part.numel(), granule), extent.num_bytes)
-            size = stop - first
+            on_gpu = outside[first - start : first - start + step]
+            last = round_up(first + on_gpu.numel(), granule)
+            stop = min(last, extent.num_bytes)
+            num_bytes = stop - first
 
-            slot = self._reservation.pool(Tier.RAM, block.spec, size).take()
+            slot = self._reservation.pool(Tier.RAM, spec, num_bytes).take()
             assert slot is not None, "each slot is given back before the next one is taken"
-            inside = self._reservation.view(Tier.RAM, slot.offset, size)
-            address = address_of(inside, torch.uint8, size)
-            yield _Piece(outside=part, passing=inside[: part.numel()], slot=slot, address=address, span=(first, stop))
+            passing = self._reservation.view(Tier.RAM, slot.offset, num_bytes)
+            yield _Segment(
+                on_gpu=on_gpu,
+                in_ram=passing[: on_gpu.numel()],
+                slot=slot,
+                address=address_of(passing, torch.uint8, num_bytes),
+                span=(first, stop),
+            )
 
-    def _home(self, key: str, start: int, num_bytes: int) -> tuple[Copy, torch.Tensor]:
-        """Return the home of a block in RAM, and its bytes from `start` on."""
-        block, span = self._blocks.span(key, (start, start + num_bytes))
-        copy = block.find(Tier.RAM, span)
-        return copy, self._copies.view(copy, span)
+    def _home(self, key: str, span: Span) -> tuple[Copy, torch.Tensor]:
+        """Return the home of a block in RAM, and the bytes of a span there."""
+        block, span = self._blocks.span(key, span)
+        home = block.find(Tier.RAM, span)
+        return home, self._copies.view(home, span)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

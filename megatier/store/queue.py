@@ -4,9 +4,9 @@ A queue works on its items strictly in order, on one thread. For each item it wa
 depends on, or lets its CUDA stream wait for them, and then starts the item's move. It does not wait for a native batch
 or for a stream, so several moves of one queue may be in flight.
 
-Why no queue waits for ever: an item is submitted after all transfers that it depends on, so these waits cannot form a
-circle. Starting a move of the store waits for no other item. The player's own lanes start work that does wait for
-items; `Player.begin` proves that these waits form no circle either.
+Why no queue of the store waits for ever: an item is submitted after all transfers that it depends on, so these waits
+cannot form a circle, and starting a move of the store waits for no other item. The player's own lanes start work that
+does wait for items: `play/player.py` proves that these waits form no circle either.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Queue:
         key: str,
         num_bytes: int,
         start: Callable[[], Completion | None],
-        after: Sequence[Transfer] = (),
-        behind: Sequence[Transfer] = (),
+        requires: Sequence[Transfer] = (),
+        follows: Sequence[Transfer] = (),
     ) -> Transfer:
         """Append a move. The worker calls `start` once all transfers that the move depends on come before it.
 
@@ -89,27 +89,28 @@ class Queue:
             num_bytes: the bytes that it moves.
             start: begins the move. It returns a completion to wait on; or None if the move is over, or lies on the
                 stream.
-            after: transfers that bring the bytes. If one failed, this move is not started and fails with its error.
-            behind: transfers that still use the target. It does not matter how they end.
+            requires: transfers that bring the bytes. If one failed, this move is not started and fails with its error.
+            follows: transfers that still use the target. It does not matter how they end.
         """
         assert self._is_open, f"queue {self.name} is closed"
-        transfer = Transfer(self.name, key, num_bytes, after, behind)
+        transfer = Transfer(self.name, key, num_bytes, requires, follows)
         self._items.put((transfer, start))
         return transfer
 
     def settle(self) -> None:
         """Block until every move that was submitted so far has ended, well or not."""
-        self.submit("all before", 0, self._end_all).over()
+        self.submit("all before", 0, self._end_all).wait_for_end()
 
     def _end_all(self) -> None:
         """Wait for all moves in flight. This runs as an item, because only the worker may walk over its list."""
         for transfer in self._in_flight:
-            transfer.over()
+            transfer.wait_for_end()
 
     def state(self) -> QueueState:
         """Return the item and the moves that it is at now. Asking waits for nothing that can hang."""
         # The list is copied first, in one step of the interpreter, because the worker may change it meanwhile.
-        in_flight = tuple(transfer for transfer in tuple(self._in_flight) if not transfer.seen_done())
+        started = tuple(self._in_flight)
+        in_flight = tuple(transfer for transfer in started if not transfer.seen_done())
         return QueueState(
             name=self.name,
             num_begun=self._num_begun,
@@ -130,8 +131,8 @@ class Queue:
         """Work on the items, one after the other, until `close`. This is the body of the worker thread."""
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
-        stream = torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
-        with stream:
+        own_stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with own_stream:
             while (item := self._items.get()) is not None:
                 transfer, start = item
                 self._num_begun += 1
@@ -153,17 +154,21 @@ class Queue:
 
     def _start(self, transfer: Transfer, start: Callable[[], Completion | None]) -> None:
         """Order an item behind all that it depends on, start its move and note it."""
-        # `behind` comes first. An item whose bytes did not come is over at once, and the next move into its slot may
-        # wait for this item alone. So this item must come after the slot's earlier users even if it fails.
-        tier = Tier.RAM if self._stream is None else Tier.GPU  # no stream can hold a native thread back
-        for dependency in transfer.behind:
-            dependency.order_for(tier, fails=False)
-        for dependency in transfer.after:
-            dependency.order_for(tier)
+        # No stream can hold a native thread back, so without a stream this thread itself waits.
+        tier = Tier.RAM if self._stream is None else Tier.GPU
 
-        began = time.perf_counter_ns()
+        # `follows` comes first. An item whose bytes did not come is over at once, and the next move into its slot may
+        # wait for this item alone. So this item must come after the slot's earlier users even if it fails.
+        for dependency in transfer.follows:
+            dependency.wait_before_use(tier, raises=False)
+        for dependency in transfer.requires:
+            dependency.wait_before_use(tier)
+
+        began_ns = time.perf_counter_ns()
         started = self._record()
         completion = start()
+
+        # A move without a completion lies on the stream between two events, or is over if there is no stream.
         ended = self._record() if completion is None else None
         if self._clock is not None and started is not None and ended is not None:
             completion = StreamSpan(self._clock, started, ended)
@@ -173,7 +178,7 @@ class Queue:
         while self._in_flight and self._in_flight[0].done():
             self._in_flight.popleft()
         self._in_flight.append(transfer)
-        transfer._finish(completion, (began, time.perf_counter_ns()))
+        transfer._note_start(completion, (began_ns, time.perf_counter_ns()))
 
     def _record(self) -> torch.cuda.Event | None:
         """Return an event at the present point of the queue's stream, if it has one."""

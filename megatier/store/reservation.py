@@ -15,6 +15,9 @@ from megatier.errors import CapacityError, ClosedError
 from megatier.store.arena import Allocate, Arena, SlotPool
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
+_PoolKey = tuple[Tier, Kind | None]
+"""The tier of slots, and the kind of their blocks; None: all kinds that have no slots of their own."""
+
 
 class Reservation:
     """The budgets, homes, slots and arenas of one store."""
@@ -30,19 +33,19 @@ class Reservation:
         self._allocate = allocate
         self._homes: Counter[tuple[Tier, Kind]] = Counter()
         """The bytes at home in each tier, by kind."""
-        self._wanted: dict[tuple[Tier, Kind | None], tuple[int, int]] = {}
+        self._wanted: dict[_PoolKey, tuple[int, int]] = {}
         """The size and the number of the slots that were asked for."""
-        self._pools: dict[tuple[Tier, Kind | None], SlotPool] = {}
+        self._pools: dict[_PoolKey, SlotPool] = {}
         self._arenas: dict[Tier, Arena] = {}
 
-    def home(self, spec: BlockSpec, tier: Tier) -> int:
+    def reserve_home(self, spec: BlockSpec, tier: Tier) -> int:
         """Set the home of a block aside; return its offset in the tier's arena.
 
         Raises:
             CapacityError: the budget is used up.
         """
         size = round_up(spec.num_bytes) - spec.elsewhere
-        self._require(tier, size)
+        self._check_budget(tier, size)
 
         # Homes lie in the order in which they are asked for. The offset holds although the arena does not exist yet,
         # because nothing is put in front of them later.
@@ -50,19 +53,21 @@ class Reservation:
         self._homes[tier, spec.kind] += size
         return offset
 
-    def slots(self, tier: Tier, kind: Kind | None, slot_bytes: int, num_slots: int) -> None:
+    def reserve_slots(self, tier: Tier, kind: Kind | None, slot_bytes: int, num_slots: int) -> None:
         """Set slots aside. Those of kind None serve all kinds that have no slots of their own.
 
         Raises:
             CapacityError: the budget is used up.
         """
         assert (tier, kind) not in self._wanted, f"{kind} has slots on {tier} already"
-        self._require(tier, round_up(slot_bytes) * num_slots)
-        self._wanted[tier, kind] = (slot_bytes, num_slots)
+        num_bytes = round_up(slot_bytes) * num_slots
+        self._check_budget(tier, num_bytes)
+        self._wanted[tier, kind] = slot_bytes, num_slots
 
-    def default_slots(self, tier: Tier, passing: Sequence[int]) -> None:
+    def reserve_default_slots(self, tier: Tier, passing: Sequence[int]) -> None:
         """If no slots were asked for in a tier, make the rest of its budget slots for blocks of these sizes."""
-        if not passing or any(other is tier for other, _ in self._wanted):
+        has_slots = any(other is tier for other, _ in self._wanted)
+        if not passing or has_slots:
             return
         left = self._budgets[tier] - self._home_bytes(tier)
         room = left // PAGE_BYTES * PAGE_BYTES
@@ -72,7 +77,8 @@ class Reservation:
         # The slots are as large as the largest block that fits. A block that is larger passes in spans.
         sizes = [round_up(size) for size in passing]
         largest = max((size for size in sizes if size <= room), default=room)
-        self._wanted[tier, None] = (largest, min(len(passing), room // largest))
+        num_slots = min(len(passing), room // largest)
+        self._wanted[tier, None] = largest, num_slots
 
     def allocate(self, device: torch.device) -> None:
         """Cut the slots and allocate the arenas.
@@ -90,9 +96,12 @@ class Reservation:
                     size += pool.slot_bytes * num_slots
 
             if size:
-                pin = device.type == "cuda" and tier is Tier.RAM
-                where = device if tier is Tier.GPU else torch.device("cpu")
-                self._arenas[tier] = Arena(size, where, pin=pin, allocate=self._allocate)
+                self._arenas[tier] = Arena(
+                    size,
+                    device if tier is Tier.GPU else torch.device("cpu"),
+                    pin=device.type == "cuda" and tier is Tier.RAM,
+                    allocate=self._allocate,
+                )
 
     def pool(self, tier: Tier, spec: BlockSpec, num_bytes: int) -> SlotPool:
         """Return the slots through which a block's bytes pass: those of its kind, or else those of all other kinds.
@@ -137,7 +146,7 @@ class Reservation:
 
     def usage(self, tier: Tier) -> dict[str, int]:
         """Return the bytes at home in a tier by kind, those of its `slots`, and its `budget`."""
-        kinds = {str(kind): size for (t, kind), size in self._homes.items() if t is tier}
+        kinds = {str(kind): size for (home, kind), size in self._homes.items() if home is tier}
         return kinds | {"slots": self._slot_bytes(tier), "budget": self._budgets[tier]}
 
     def close(self) -> None:
@@ -146,18 +155,19 @@ class Reservation:
             arena.close()
         self._arenas.clear()
 
-    def _require(self, tier: Tier, num_bytes: int) -> None:
+    def _check_budget(self, tier: Tier, num_bytes: int) -> None:
         """Refuse bytes that the budget of a tier has no room for."""
         taken = self._home_bytes(tier) + self._slot_bytes(tier)
         free = self._budgets[tier] - taken
         if num_bytes > free:
-            raise CapacityError(tier, num_bytes, free, f"Raise the {tier} budget or home fewer blocks there.")
+            remedy = f"Raise the {tier} budget or home fewer blocks there."
+            raise CapacityError(tier, num_bytes, free, remedy)
 
     def _home_bytes(self, tier: Tier) -> int:
         """Return the bytes at home in a tier."""
-        return sum(size for (t, _), size in self._homes.items() if t is tier)
+        return sum(size for (home, _), size in self._homes.items() if home is tier)
 
     def _slot_bytes(self, tier: Tier) -> int:
         """Return the bytes of all slots of a tier."""
-        wanted = [slots for (t, _), slots in self._wanted.items() if t is tier]
-        return sum(round_up(size) * count for size, count in wanted)
+        wanted = [slots for (other, _), slots in self._wanted.items() if other is tier]
+        return sum(round_up(slot_bytes) * num_slots for slot_bytes, num_slots in wanted)

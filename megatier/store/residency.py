@@ -74,22 +74,31 @@ def without(span: Span, others: Iterable[Span]) -> list[Span]:
     """Return the parts of a span that no other span covers, in order."""
     left = []
     start = span[0]
-    for first, stop in sorted(other for other in others if overlap(span, other)):
+    covering = sorted(other for other in others if overlap(span, other))
+    for first, stop in covering:
         if start < first:
             left.append((start, first))
+
+        # Other spans may overlap each other, so an earlier one may reach further than this one.
         start = max(start, stop)
-    return [*left, (start, span[1])] if start < span[1] else left
+
+    if start < span[1]:
+        left.append((start, span[1]))
+    return left
 
 
 def cut(marks: dict[Span, Transfer | None], span: Span) -> list[Transfer]:
     """Remove the marks of a span and return them. A mark that reaches beyond the span stays on its other bytes."""
-    found = []
-    for other in [other for other in marks if overlap(span, other)]:
+    removed = []
+    overlapping = [other for other in marks if overlap(span, other)]
+    for other in overlapping:
         # Both ends that are left keep the mark: the same transfer still stands for their bytes.
         mark = marks.pop(other)
-        marks.update(dict.fromkeys(without(other, [span]), mark))
-        found += [mark] if mark is not None else []
-    return found
+        for end in without(other, [span]):
+            marks[end] = mark
+        if mark is not None:
+            removed.append(mark)
+    return removed
 
 
 def assign(marks: dict[Span, Transfer | None], span: Span, mark: Transfer | None) -> None:
@@ -139,12 +148,13 @@ class Copy:
     def arriving(self, span: Span) -> list[Transfer]:
         """Return the transfers after which the span is valid."""
         # Transfers that have ended are among them, also those that failed: whoever waits for them gets the error.
-        return [t for filled, t in self.fills.items() if t is not None and overlap(filled, span)]
+        fills = self.fills.items()
+        return [fill for filled, fill in fills if fill is not None and overlap(filled, span)]
 
     def in_use(self) -> list[Transfer]:
         """Return the moves and the compute that may still touch the bytes."""
         moves = (*self.fills.values(), *self.unwritten.values(), *self.users)
-        return [t for t in moves if t is not None and not t.done()]
+        return [move for move in moves if move is not None and not move.done()]
 
     def writes(self) -> list[Transfer]:
         """Return the writes of state that have not ended, also those of bytes that are no longer the newest."""
@@ -154,7 +164,8 @@ class Copy:
 
     def use(self, *transfers: Transfer) -> None:
         """Note that these transfers touch the bytes, and forget those that have ended."""
-        self.users = [t for t in (*self.users, *transfers) if not t.done()]
+        users = (*self.users, *transfers)
+        self.users = [user for user in users if not user.done()]
 
     def dirty(self, span: Span) -> None:
         """Note that the bytes of a span changed: they are dirty from now on."""
@@ -185,16 +196,18 @@ class Copy:
         """Make bytes clean whose write-back ended well."""
         # A mark whose transfer failed stays. It says that the bytes are in no other place, and `evict` raises its
         # error.
-        for span, transfer in list(self.unwritten.items()):
-            if transfer is not None and transfer.done() and transfer.over():
+        marks = list(self.unwritten.items())
+        for span, transfer in marks:
+            if transfer is not None and transfer.succeeded():
                 del self.unwritten[span]
 
     def forget_failures(self) -> None:
         """Make bytes empty that did not arrive, and drop the transfers of those that did."""
-        for span, transfer in list(self.fills.items()):
+        fills = list(self.fills.items())
+        for span, transfer in fills:
             if transfer is not None and transfer.done():
                 del self.fills[span]
-                if transfer.over():
+                if transfer.wait_for_end():
                     self.fills[span] = None
 
     def reset(self) -> None:
@@ -212,7 +225,10 @@ class Copy:
 
     def unsafe(self, span: Span) -> bool:
         """Return whether bytes of the span are in no other place, and not on their way home either."""
-        return any(overlap(span, other) and (t is None or t.failed()) for other, t in self.unwritten.items())
+        for marked, transfer in self.unwritten.items():
+            if overlap(span, marked) and (transfer is None or transfer.failed()):
+                return True
+        return False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -259,7 +275,9 @@ class Block:
         for copy in self.on(tier):
             if copy.holds(span) and not copy.missing(span):
                 return copy
-        raise BlockNotFoundError(f"block {self.spec.key} has no copy of bytes {span} on {tier}.")
+
+        key = self.spec.key
+        raise BlockNotFoundError(f"block {key} has no copy of bytes {span} on {tier}.")
 
     def is_dirty(self) -> bool:
         """Return whether a copy has bytes that home does not have."""
@@ -269,23 +287,27 @@ class Block:
 
     def residency(self) -> dict[Tier, tuple[Span, ...]]:
         """Return, per tier, the spans of the block that are there now and as new as any."""
-        found: dict[Tier, tuple[Span, ...]] = {}
+        by_tier: dict[Tier, tuple[Span, ...]] = {}
         newer: list[Span] = []
 
         # From the tier furthest from home towards home: bytes that are dirty in one tier are stale in all that follow.
-        for tier in (Tier.RAM, Tier.GPU) if self.spec.home is Tier.GPU else (Tier.GPU, Tier.RAM):
-            spans = []
-            changed = []
+        towards_home = (Tier.RAM, Tier.GPU) if self.spec.home is Tier.GPU else (Tier.GPU, Tier.RAM)
+        for tier in towards_home:
+            spans: list[Span] = []
+            changed: list[Span] = []
             for copy in self.on(tier):
                 copy.settle()
-                valid = [span for span, t in copy.fills.items() if t is None or (t.done() and t.over())]
-                spans += [part for span in valid for part in without(span, newer)]
-                changed += list(copy.unwritten)
+                for span, fill in copy.fills.items():
+                    if fill is None or fill.succeeded():
+                        spans += without(span, newer)
+                changed += copy.unwritten
+
+            # Only now, since what is dirty in this tier is valid here, and stale in those that follow.
             newer += changed
             if spans:
-                found[tier] = tuple(sorted(spans))
+                by_tier[tier] = tuple(sorted(spans))
 
-        spans = without(self.whole, newer)
-        if self.extent is not None and spans:
-            found[Tier.NVME] = tuple(spans)
-        return found
+        at_home = without(self.whole, newer)
+        if self.extent is not None and at_home:
+            by_tier[Tier.NVME] = tuple(at_home)
+        return by_tier

@@ -150,7 +150,7 @@ class TieredStore(ClosedWhenDropped):
         """
         with self._copies.lock:
             assert not self._is_sealed
-            self._reservation.slots(tier, kind, slot_bytes, num_slots)
+            self._reservation.reserve_slots(tier, kind, slot_bytes, num_slots)
 
     def seal(self, progress: Callable[[int], None] = lambda _: None) -> None:
         """Allocate everything: block files, arenas, slots. The first use of a block calls this.
@@ -170,10 +170,10 @@ class TieredStore(ClosedWhenDropped):
             # The files come first, since allocating them is quick and shows a drive that is too small.
             if self.files is not None:
                 self.files.allocate()
+            specs = [block.spec for block in self._blocks.by_key.values()]
             for tier in (Tier.GPU, Tier.RAM):
-                specs = [block.spec for block in self._blocks.by_key.values()]
                 passing = [spec.num_bytes for spec in specs if spec.home is not tier]
-                self._reservation.default_slots(tier, passing)
+                self._reservation.reserve_default_slots(tier, passing)
             self._reservation.allocate(self.device)
 
             if self.files is not None:
@@ -206,6 +206,7 @@ class TieredStore(ClosedWhenDropped):
         with self._copies.lock, self.tear.call:
             block, span = self._blocks.span(key, span)
             copy = self._copies.copy_for(block, tier, span, wait=wait)
+
             # Nobody has a right to these bytes yet, so they give way if others need the slot.
             copy.is_ahead = not copy.num_leases
             self._fills.bring(copy, span, wait=wait)
@@ -241,11 +242,14 @@ class TieredStore(ClosedWhenDropped):
         with self._copies.lock, self.tear.call:
             block, span = self._blocks.span(key, span)
             copy = block.find(tier, span)
-            others = [other for other in block.copies if other.tier is not tier and other.slot is not None]
+            slotted = [other for other in block.copies if other.slot is not None]
+            others = [other for other in slotted if other.tier is not tier]
             self._copies.drop_stale(others, span)
 
             # Bytes at home are never dirty. A scratch block has no home: its bytes on the gpu may go to ram, and stay.
-            if block.spec.home is not tier and (block.spec.home is not None or tier is Tier.GPU):
+            home = block.spec.home
+            may_move = home is not None or tier is Tier.GPU
+            if home is not tier and may_move:
                 copy.dirty(span)
 
     def write_back(self, key: str, tier: Tier, span: Span | None = None, *, wait: bool = False) -> Transfer | None:
@@ -260,7 +264,8 @@ class TieredStore(ClosedWhenDropped):
         """
         with self._copies.lock, self.tear.call:
             block, span = self._blocks.span(key, span)
-            return self._write_backs.begin(block.find(tier, span), span, wait=wait)
+            copy = block.find(tier, span)
+            return self._write_backs.begin(copy, span, wait=wait)
 
     def evict(self, key: str, tier: Tier, span: Span | None = None) -> None:
         """Drop the copy of exactly this span, if there is one.
@@ -278,8 +283,9 @@ class TieredStore(ClosedWhenDropped):
             block, span = self._blocks.span(key, span)
             if block.spec.home is tier:
                 raise LastCopyError(f"block {key} is at home on {tier}; it cannot be evicted.")
-            for copy in [copy for copy in block.on(tier) if copy.span == span]:
-                self._copies.evict(copy)
+            for copy in block.on(tier):
+                if copy.span == span:
+                    self._copies.evict(copy)
 
     def discard(self, key: str, tier: Tier) -> None:
         """Drop all copies of a block in slots of a tier, as `evict` does, but dirty ones too."""
@@ -349,7 +355,8 @@ class TieredStore(ClosedWhenDropped):
     def copy_out(self, key: str, span: Span, target: torch.Tensor) -> Transfer:
         """Start copying bytes from home, on the gpu or on NVMe, to RAM outside of the store; see `Outside.copy_out`."""
         with self._copies.lock, self.tear.call:
-            return self._outside.copy_out(*self._blocks.span(key, span), target)
+            block, span = self._blocks.span(key, span)
+            return self._outside.copy_out(block, span, target)
 
     @property
     def moved_bytes(self) -> Counter[str]:
@@ -391,6 +398,7 @@ class TieredStore(ClosedWhenDropped):
         self._disown()
         if not self._copies.owner.is_here:
             return
+
         # What was submitted starts first. The files wait for what was started, whose threads touch the memory.
         self._lanes.close()
         if self._reader is not None:

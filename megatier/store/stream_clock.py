@@ -48,7 +48,7 @@ class StreamSpan:
         """Block the host until the stream is past the work."""
         self._ended.synchronize()
 
-    def order(self) -> None:
+    def wait_on_stream(self) -> None:
         """Let the current stream wait for the work. The host goes on."""
         torch.cuda.current_stream().wait_event(self._ended)
 
@@ -85,5 +85,7 @@ class Instant:
         """Return when it was, in time.perf_counter_ns. This blocks until the device has passed it."""
         if self._clock is None or self._event is None:
             return self._ns
+
+        # CUDA cannot tell the time of an event that it has not passed.
         self._event.synchronize()
         return self._clock.host_ns(self._event)

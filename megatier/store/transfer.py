@@ -4,12 +4,13 @@ A queue (`queue`) starts the move of a transfer. Then the move goes on without t
 (NVMe) or as a copy on a CUDA stream. Without a GPU it is a memory copy that is over at once. The completion of the move
 tells how it ended.
 
-There are two ways to come after a move. `wait` blocks the host until the bytes are there. `order` makes the current
-CUDA stream wait for a copy, and the host goes on. Bytes that the host or a native thread touches next need `wait`.
+There are two ways to wait for a move, as for a CUDA event. `wait` blocks the host until the bytes are there.
+`wait_on_stream` makes the current CUDA stream wait for a copy, and the host goes on. Bytes that the host or a native
+thread touches next need `wait`.
 
 Why latches are native: a signal handler (Ctrl-C, the watchdog) may raise wherever the training thread runs Python code,
-also in that of the standard library. There `Event`, `Condition` and `Queue` take and give back a lock, and an interrupt
-in between leaves it locked for ever. So a thread waits at native latches and queues here, and a `threading.Lock` is
+also inside the standard library. There `Event`, `Condition` and `Queue` take and give back a lock, and an interrupt in
+between leaves it locked for ever. So a thread waits at native latches and queues here, and a `threading.Lock` is
 held by `with` alone.
 """
 
@@ -44,28 +45,39 @@ class Completion(Protocol):
 class Transfer:
     """One move on one queue: a future that any thread may wait on, any number of times."""
 
-    __slots__ = ("_completion", "_error", "_issued", "_owner", "_span", "after", "behind", "key", "num_bytes", "queue")
+    __slots__ = (
+        "_completion",
+        "_error",
+        "_owner",
+        "_span",
+        "_started",
+        "follows",
+        "key",
+        "num_bytes",
+        "queue",
+        "requires",
+    )
 
     def __init__(
         self,
         queue_name: str,
         key: str,
         num_bytes: int,
-        after: Sequence[Transfer] = (),
-        behind: Sequence[Transfer] = (),
+        requires: Sequence[Transfer] = (),
+        follows: Sequence[Transfer] = (),
     ) -> None:
-        """Take a move that was not started. Only `Queue.submit` and `mark` make a transfer."""
+        """Take a move that was not started. Only `Queue.submit` and `compute_point` make a transfer."""
         self.queue = queue_name
         """The name of the queue."""
         self.key = key
         """The block that it moves."""
         self.num_bytes = num_bytes
         """The number of bytes that it moves."""
-        self.after = tuple(after)
-        """The transfers that bring its bytes. Empty once the move has started."""
-        self.behind = tuple(behind)
-        """The transfers that still use its target. Empty once the move has started."""
-        self._issued = _native.Latch()
+        self.requires = tuple(requires)
+        """The transfers that bring its bytes, so it fails if one of them did. Empty once the move has started."""
+        self.follows = tuple(follows)
+        """The transfers that still use its target, however they end. Empty once the move has started."""
+        self._started = _native.Latch()
         """Set once the move has started, or could not start."""
         self._completion: Completion | None = None
         """The end of the move. None if it was over when it had started."""
@@ -80,60 +92,68 @@ class Transfer:
         Raises:
             TransferError, IntegrityError: this move failed, or one that brings its bytes.
         """
-        self._wait_issued()
+        self._wait_for_start()
         if self._completion is not None:
             # No error of this wait is kept, since it may be one that a signal handler raises (Ctrl-C, the watchdog) and
             # that is not the move's. The completion tells every time how the move ended.
             self._completion.wait()
             self._span = self._completion.span_ns()
-        return (self._span[1] - self._span[0]) / 1e9
 
-    def order(self) -> None:
+        start_ns, end_ns = self._span
+        return (end_ns - start_ns) / 1e9
+
+    def wait_on_stream(self) -> None:
         """Make the next work of the current thread come after this move.
 
         If the move is a copy on a CUDA stream, the current stream waits for it and the host goes on. For any other move
         this is `wait`.
         """
-        self._wait_issued()
+        self._wait_for_start()
         if isinstance(self._completion, StreamSpan):
-            self._completion.order()
+            self._completion.wait_on_stream()
         else:
             self.wait()
 
-    def order_for(self, tier: Tier, *, fails: bool = True) -> None:
-        """Call `order` if the bytes are touched on the gpu next, and `wait` if the host touches them.
+    def wait_before_use(self, tier: Tier, *, raises: bool = True) -> None:
+        """Call `wait_on_stream` if the bytes are touched on the gpu next, and `wait` if the host touches them.
 
         Args:
             tier: the place where the bytes are touched next.
-            fails: whether to raise the error of a move that failed. If False, it does not matter how the move ended.
+            raises: whether to raise the error of a move that failed. If False, it does not matter how the move ended.
         """
         try:
-            self.order() if tier is Tier.GPU else self.wait()
+            if tier is Tier.GPU:
+                self.wait_on_stream()
+            else:
+                self.wait()
         except FAILURES:
             # A signal handler may have raised this error in the wait. Unless the move itself failed, it is passed on.
-            if fails or not self.failed():
+            if raises or not self.failed():
                 raise
 
-    def over(self) -> bool:
+    def wait_for_end(self) -> bool:
         """Block until the move has ended. Return whether it ended well."""
         # An interrupt of the wait passes through. It says nothing about the move, so the move is asked after the wait.
-        self.order_for(Tier.RAM, fails=False)
+        self.wait_before_use(Tier.RAM, raises=False)
         return not self.failed()
 
-    def issued(self, timeout_s: float) -> bool:
+    def has_started(self, timeout_s: float) -> bool:
         """Return whether the move has started or failed, after at most so many seconds."""
-        return self._issued.wait(timeout_s)
+        return self._started.wait(timeout_s)
 
     def done(self) -> bool:
         """Return whether `wait` would return, or raise, at once."""
-        return self._issued.is_set() and (self._completion is None or self._completion.done())
+        # Asked in this order: the completion is set before the latch, so it is final once the latch is seen set.
+        if not self._started.is_set():
+            return False
+        return self._completion is None or self._completion.done()
 
     def seen_done(self) -> bool:
         """Return `done()`, or False for a copy on a stream: asking CUDA about a device that hangs may block."""
         return not isinstance(self._completion, StreamSpan) and self.done()
 
     def failed(self) -> bool:
-        """Return whether the move has ended in an error; never blocks."""
+        """Return whether the move has ended in an error. This never blocks."""
         if not self.done():
             return False
 
@@ -144,6 +164,10 @@ class Transfer:
             return True
         return False
 
+    def succeeded(self) -> bool:
+        """Return whether the move has ended well. This never blocks."""
+        return self.done() and self.wait_for_end()
+
     def span_ns(self) -> tuple[int, int]:
         """Return the start and end of the move, in time.perf_counter_ns, once `wait` was called.
 
@@ -151,38 +175,40 @@ class Transfer:
         """
         return self._span
 
-    def _wait_issued(self) -> None:
+    def _wait_for_start(self) -> None:
         """Block until the move has started; raise the error that kept it from that."""
+        # A forked child has none of the threads, so nobody in it ever ends a move that is under way.
         if not self._owner.is_here and not self.done():
-            self._owner.check()  # nobody in this process ever ends it
-        self._issued.wait()
+            self._owner.check()
+        self._started.wait()
         if self._error is not None:
             raise self._error
 
-    def _finish(self, completion: Completion | None, span: tuple[int, int]) -> None:
+    def _note_start(self, completion: Completion | None, span: tuple[int, int]) -> None:
         """Note that the move has started."""
         # The latch is set last, since whoever sees it set reads the other fields without a lock.
         self._completion = completion
         self._span = span
 
         # Transfers that are kept would keep those before them alive, and so all transfers of a run.
-        self.after = self.behind = ()
-        self._issued.set()
+        self.requires = self.follows = ()
+        self._started.set()
 
     def _fail(self, error: Exception) -> None:
-        """Note that the move could not start, and why. The latch is set last, as in `_finish`."""
+        """Note that the move could not start, and why."""
+        # The latch is set last, as in `_note_start`.
         self._error = error
-        self.after = self.behind = ()
-        self._issued.set()
+        self.requires = self.follows = ()
+        self._started.set()
 
 
-def mark(clock: StreamClock | None, key: str) -> Transfer | None:
+def compute_point(clock: StreamClock | None, key: str) -> Transfer | None:
     """Return the present point of the current stream as a transfer, so that moves can come after it.
 
     None if there is no CUDA device, since compute is over then when its call returns.
     """
     if clock is None:
         return None
-    transfer = Transfer("compute", key, 0)
-    transfer._finish(clock.now(), (0, 0))
-    return transfer
+    point = Transfer("compute", key, 0)
+    point._note_start(clock.now(), (0, 0))
+    return point

@@ -5,7 +5,7 @@ there to NVMe. All others take one. A write-back only starts its move. The move 
 notes it in `Copy.unwritten`: the bytes are clean once it has ended well. If it fails, they stay where they are, whole,
 because a copy keeps its slot while state is written from it (`Copies.evict`).
 
-A move is given two lists of transfers: it comes `after` those that bring its bytes, and fails if they do; and `behind`
+A move is given two lists of transfers: it `requires` those that bring its bytes, and fails if they do; and it `follows`
 those that still use its target, however they end.
 
 Every method is called with the lock of `Copies` held; `begin` lets go of it while it waits for a slot.
@@ -41,14 +41,16 @@ class WriteBacks:
         It lets go of the lock while it waits for a slot, if `wait`.
         """
         copy.settle()
-        unwritten = [move for other, move in copy.unwritten.items() if overlap(span, other)]
+        marks = copy.unwritten.items()
+        unwritten = [transfer for marked, transfer in marks if overlap(span, marked)]
         if not unwritten:
             return None
 
         # If one move under way takes all of it, another one is not needed: bytes that changed after it began would have
         # a mark of their own.
         under_way = unwritten[0]
-        if len(unwritten) == 1 and under_way is not None and not under_way.done():
+        is_one = len(unwritten) == 1
+        if is_one and under_way is not None and not under_way.done():
             return under_way
         return self._send_home(copy, span, wait=wait)
 
@@ -83,9 +85,9 @@ class WriteBacks:
         # A block's last page is moved whole.
         end = extent.padded(stop)
         write = partial(files.write, key, extent, start, end, address)
-        after = copy.arriving(span)
-        behind = [*copy.writes(), *copy.block.reads]
-        return self._lanes.submit("ram_to_nvme", key, end - start, write, after, behind)
+        requires = copy.arriving(span)
+        follows = [*copy.writes(), *copy.block.reads]
+        return self._lanes.submit("ram_to_nvme", key, end - start, write, requires, follows)
 
     def _copy_down(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:
         """Start copying from the GPU to RAM: into the home there, or into a slot.
@@ -93,7 +95,7 @@ class WriteBacks:
         The copy in the slot is dirty from then on if the block is at home on NVMe.
         """
         block = copy.block
-        key = copy.block.spec.key
+        key = block.spec.key
 
         # `place` may wait for a slot without the lock, and this lease keeps others from evicting the copy meanwhile.
         copy.num_leases += 1
@@ -105,12 +107,12 @@ class WriteBacks:
         # Compute made the bytes: in uses that were released before this call, and in work that is enqueued by now. A
         # move after both of them copies what they wrote.
         compute = [transfer for transfer in copy.in_use() if transfer.queue == "compute"]
-        after = [*copy.arriving(span), *compute, *self._lanes.point(key)]
-        behind = self._copies.occupants(below)
+        requires = [*copy.arriving(span), *compute, *self._lanes.point(key)]
+        follows = self._copies.occupants(below)
         target = self._copies.view(below, span)
         source = self._copies.view(copy, span)
         queue = queue_to_ram(block.spec.kind)
-        transfer = self._lanes.to_ram(key, target, source, after, behind, queue=queue)
+        transfer = self._lanes.to_ram(key, target, source, requires, follows, queue=queue)
         assign(below.fills, span, transfer)
         if block.extent is not None:
             below.dirty(span)  # the bytes are one step nearer to home, and not there yet
@@ -120,12 +122,12 @@ class WriteBacks:
         """Start copying from RAM to the home on the GPU."""
         key = copy.block.spec.key
         home = copy.block.find(Tier.GPU, span)
-        after = copy.arriving(span)
+        requires = copy.arriving(span)
 
         # Compute may read the old bytes at home in work that is enqueued by now.
-        behind = [*self._copies.occupants(home), *self._lanes.point(key)]
+        follows = [*self._copies.occupants(home), *self._lanes.point(key)]
         target = self._copies.view(home, span)
         source = self._copies.view(copy, span)
-        transfer = self._lanes.to_gpu(key, target, source, after, behind)
+        transfer = self._lanes.to_gpu(key, target, source, requires, follows)
         assign(home.fills, span, transfer)
         return transfer

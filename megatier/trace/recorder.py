@@ -93,29 +93,29 @@ class Recorder:
         """Return what a transfer that is not over waits for."""
         # The cause is the first of those that it waits for that is not over. The transfer forgets them when it starts,
         # on another thread: then its own queue is the cause.
-        before = (*transfer.after, *transfer.behind)
+        before = (*transfer.requires, *transfer.follows)
         waits_for = next((other.queue for other in before if not other.done()), transfer.queue)
         return self.busy.get(waits_for, waits_for)
 
-    def until_issued(self, transfer: Transfer, causes: Counter[str]) -> None:
+    def wait_until_started(self, transfer: Transfer, causes: Counter[str]) -> None:
         """Wait until a transfer has started, and vote for what it waits for, once a slice of time."""
-        if transfer.issued(0.0):
+        if transfer.has_started(0.0):
             return
 
         # The first cause is asked for before the wait, because the transfer forgets what it waited for. A busy machine
         # may wake this thread late: a wait that seems to end within its slice has lasted longer then, and has a cause.
         began = time.perf_counter()
         first = self.cause_of(transfer)
-        if transfer.issued(WAIT_SLICE_S):
+        if transfer.has_started(WAIT_SLICE_S):
             if time.perf_counter() - began >= WAIT_SLICE_S:
                 causes[first] += 1
             return
 
         causes[self.cause_of(transfer)] += 1
-        while not transfer.issued(WAIT_SLICE_S):
+        while not transfer.has_started(WAIT_SLICE_S):
             causes[self.cause_of(transfer)] += 1
 
-    def until_over(self, transfer: Transfer) -> None:
+    def wait_until_done(self, transfer: Transfer) -> None:
         """Wait until a transfer is over, and note that as a pause of compute.
 
         Raises:
@@ -123,7 +123,7 @@ class Recorder:
         """
         if not transfer.done():
             with self.waiting() as causes:
-                self.until_issued(transfer, causes)
+                self.wait_until_started(transfer, causes)
                 causes[self.cause_of(transfer)] += 1
                 transfer.wait()
         transfer.wait()
@@ -180,7 +180,7 @@ class Recorder:
         for transfer in watched:
             if not transfer.done():
                 self._watched.append(transfer)
-            elif transfer.over():  # an error is not raised here: whoever waits for an update has it
+            elif transfer.wait_for_end():  # an error is not raised here: whoever waits for an update has it
                 self._note_transfer(transfer)
 
         events = self._events

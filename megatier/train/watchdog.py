@@ -250,7 +250,7 @@ def describe_queue(state: QueueState, cause: str | None) -> Iterator[str]:
         transfer, since_ns = state.current
         at = f" ({cause})" if cause is not None else ""
         yield f"  {state.name}: at {transfer.key}{at} for {seconds_since(since_ns)}; {state.num_waiting} wait behind it"
-        for word, others in (("after", transfer.after), ("behind", transfer.behind)):
+        for word, others in (("after", transfer.requires), ("behind", transfer.follows)):
             # What is done is no reason to wait. `seen_done` asks no device, since even that might hang now.
             pending = [other for other in others if not other.seen_done()]
             for line in shortened(pending):

@@ -103,7 +103,7 @@ def digest(path: Path) -> str:
 def waits_for_checkpoint(session: Session) -> bool:
     """An update does."""
     current = [state.current for state in (queue.state() for queue in session.player.queues)]
-    return any(other.queue == "checkpoint" for at in current if at is not None for other in at[0].behind)
+    return any(other.queue == "checkpoint" for at in current if at is not None for other in at[0].follows)
 
 
 def release_when_waited_for(session: Session, held: threading.Event) -> threading.Thread:

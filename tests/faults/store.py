@@ -151,7 +151,7 @@ def failing_read_does_not_harm_who_takes_the_slot_next(directory: Path) -> None:
                 transfers = store.prefetch("b", tier)
                 store.evict("b", tier)
                 assert torch.equal(read(store, "a", tier), pattern(0, NUM_BYTES))
-                assert not [transfer for transfer in transfers if transfer.over()]
+                assert not [transfer for transfer in transfers if transfer.wait_for_end()]
                 store.evict("a", tier)
         assert torch.equal(read(store, "b"), pattern(1, NUM_BYTES))
 

@@ -40,7 +40,7 @@ def settle_exchange(run: Run) -> None:
     run.player.updates.exchange.wait()
     for copy in [copy for block in run.store._blocks.by_key.values() for copy in block.copies]:
         for transfer in copy.arriving(copy.span):
-            transfer.over()
+            transfer.wait_for_end()
 
 
 def on_gpu(run: Run, kind: Kind) -> set[str]:

@@ -9,7 +9,7 @@ import torch
 from from_outside import pattern
 
 from megatier.store.lanes import Lanes
-from megatier.store.transfer import Transfer, mark
+from megatier.store.transfer import Transfer, compute_point
 
 
 def test_lanes_copy_count_and_log() -> None:
@@ -34,8 +34,10 @@ def test_queue_of_native_moves_waits_for_streams() -> None:
     seen: list[bool] = []
     for _ in range(5):
         target.zero_()
-        copied = lanes.to_ram("grad", target, source, after=[m for m in [mark(lanes.clock, "grad")] if m is not None])
-        lanes.submit("ram_to_nvme", "grad", 1, lambda: seen.append(bool((target == 7).all())), after=[copied]).wait()
+        copied = lanes.to_ram(
+            "grad", target, source, requires=[m for m in [compute_point(lanes.clock, "grad")] if m is not None]
+        )
+        lanes.submit("ram_to_nvme", "grad", 1, lambda: seen.append(bool((target == 7).all())), requires=[copied]).wait()
     assert seen == [True] * 5
     lanes.close()
 
@@ -58,9 +60,9 @@ def test_copy_longer_than_a_piece_arrives_whole(monkeypatch: pytest.MonkeyPatch)
     lanes = Lanes(torch.device("cuda"))
     source, back = pattern(3, 10_500).pin_memory(), torch.zeros(10_500, dtype=torch.uint8, pin_memory=True)
     there = torch.zeros(10_500, dtype=torch.uint8, device="cuda")
-    zeros = mark(lanes.clock, "zeros")
+    zeros = compute_point(lanes.clock, "zeros")
     assert zeros is not None
-    up = lanes.to_gpu("x", there, source, behind=[zeros])
-    lanes.to_ram("x", back, there, after=[up]).wait()
+    up = lanes.to_gpu("x", there, source, follows=[zeros])
+    lanes.to_ram("x", back, there, requires=[up]).wait()
     assert torch.equal(back, source)
     lanes.close()

@@ -297,7 +297,7 @@ def test_push_and_pull_exchange_tensors_with_a_block_in_ram(tmp_path: Path) -> N
         store.push("a", tensor)
         assert torch.equal(read(store, "a", Tier.RAM, (0, 4096)), pattern(1, 4096))
         found = torch.empty_like(tensor)
-        store.pull("a", found).order()
+        store.pull("a", found).wait_on_stream()
         assert torch.equal(found.view(torch.uint8), pattern(1, 4096))
         assert store.moved_bytes == {"gpu_to_ram": 4096, "ram_to_gpu": 4096}
 
@@ -317,7 +317,7 @@ def test_interrupt_before_the_lock_is_given_up_for_a_wait_hangs_nobody(
 
     with copies._lock, monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(type(copies.owner), "check", lambda _: check())
-        copies._unlocked(lambda: None)
+        copies._wait_unlocked(lambda: None)
     assert not copies._lock.locked()
 
 

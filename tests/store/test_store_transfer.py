@@ -15,7 +15,7 @@ from interrupts import python_locks
 from megatier.errors import StallError, StepAbandonedError, TransferError
 from megatier.store.queue import Queue
 from megatier.store.stream_clock import Instant
-from megatier.store.transfer import Transfer, mark
+from megatier.store.transfer import Transfer, compute_point
 from megatier.tier import Tier
 
 
@@ -61,7 +61,7 @@ def test_items_run_in_order_on_one_thread(queue: Queue) -> None:
 def test_wait_returns_the_seconds_of_the_move_every_time(queue: Queue) -> None:
     late = Late()
     transfer = queue.submit("key", 7, lambda: late)
-    assert transfer.issued(10)
+    assert transfer.has_started(10)
     assert not transfer.done()
     late.ended.set()
     assert [transfer.wait(), transfer.wait()] == [2.0, 2.0]
@@ -111,12 +111,12 @@ def test_item_starts_after_what_it_depends_on() -> None:
     late, started = Late(), threading.Event()
     source, target = Queue("source"), Queue("target")
     first = source.submit("a", 0, lambda: late)
-    second = target.submit("b", 0, started.set, after=[first])
+    second = target.submit("b", 0, started.set, requires=[first])
     assert not started.wait(0.02)
-    assert list(second.after) == [first]
+    assert list(second.requires) == [first]
     late.ended.set()
     second.wait()
-    assert not second.after  # no chain is kept
+    assert not second.requires  # no chain is kept
     for queue in (source, target):
         queue.close()
 
@@ -126,18 +126,18 @@ def test_failure_reaches_every_waiter_and_what_depends_on_it(queue: Queue, error
     late, started = Late(error), threading.Event()
     late.ended.set()
     first = queue.submit("a", 0, lambda: late)
-    second = queue.submit("b", 0, started.set, after=[first])
-    third = queue.submit("c", 0, lambda: None, behind=[first])
+    second = queue.submit("b", 0, started.set, requires=[first])
+    third = queue.submit("c", 0, lambda: None, follows=[first])
     for transfer in (first, second):
-        for use in (transfer.wait, transfer.order, lambda t=transfer: t.order_for(Tier.RAM)):
+        for use in (transfer.wait, transfer.wait_on_stream, lambda t=transfer: t.wait_before_use(Tier.RAM)):
             with pytest.raises(type(error)) as caught:
                 use()
             assert caught.value is error
         assert transfer.failed()
-        assert not transfer.over()
+        assert not transfer.wait_for_end()
     assert not started.is_set()
     third.wait()
-    assert third.over()
+    assert third.wait_for_end()
 
 
 def test_failure_to_start_is_the_transfers_alone(queue: Queue) -> None:
@@ -175,22 +175,24 @@ def test_interrupt_of_a_wait_is_no_failure_of_the_move(queue: Queue, by: BaseExc
         transfer.wait()
     assert transfer.wait() == 2.0
     assert not transfer.failed()
-    queue.submit("b", 0, lambda: None, after=[transfer]).wait()
+    queue.submit("b", 0, lambda: None, requires=[transfer]).wait()
 
 
 @pytest.mark.parametrize("by", SIGNALLED, ids=lambda by: type(by).__name__)
-@pytest.mark.parametrize("ask", [Transfer.over, lambda t: t.order_for(Tier.RAM, fails=False)], ids=["over", "order"])
+@pytest.mark.parametrize(
+    "ask", [Transfer.wait_for_end, lambda t: t.wait_before_use(Tier.RAM, raises=False)], ids=["end", "use"]
+)
 def test_interrupt_reaches_who_does_not_mind_failures(
     queue: Queue, by: BaseException, ask: Callable[[Transfer], object]
 ) -> None:
     transfer = queue.submit("a", 0, lambda: Interrupted(by))
     with pytest.raises(type(by)):
         ask(transfer)
-    assert transfer.over()
+    assert transfer.wait_for_end()
     failed = queue.submit("b", 0, lambda: Interrupted(by, failure()))
     with contextlib.suppress(type(by)):
-        assert not failed.over()
-    assert not failed.over()
+        assert not failed.wait_for_end()
+    assert not failed.wait_for_end()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)], ids=["interrupt", "exit"])
@@ -201,7 +203,7 @@ def test_item_that_breaks_off_fails_by_a_typed_error_and_its_queue_goes_on(queue
     transfer = queue.submit("a", 0, start)
     with pytest.raises(StepAbandonedError, match="a on queue test was broken off"):
         transfer.wait()
-    assert not transfer.over()
+    assert not transfer.wait_for_end()
     queue.submit("b", 0, lambda: None).wait()
 
 
@@ -232,17 +234,17 @@ def test_close_finishes_what_was_submitted_and_then_refuses() -> None:
         queue.submit("key", 0, lambda: None)
 
 
-def test_mark_and_instant_without_a_gpu_are_now() -> None:
-    assert mark(None, "key") is None
+def test_compute_point_and_instant_without_a_gpu_are_now() -> None:
+    assert compute_point(None, "key") is None
     before = time.perf_counter_ns()
     assert before <= Instant(None).ns() <= time.perf_counter_ns()
 
 
 def test_transfer_remembers_nothing_of_what_it_waited_for(queue: Queue) -> None:
     first = queue.submit("a", 0, lambda: None)
-    second = queue.submit("b", 0, lambda: None, after=[first], behind=[first])
+    second = queue.submit("b", 0, lambda: None, requires=[first], follows=[first])
     second.wait()
-    assert (second.after, second.behind) == ((), ())
+    assert (second.requires, second.follows) == ((), ())
 
 
 def test_transfer_takes_no_lock_by_python_code_in_the_thread_that_submits_and_waits() -> None:
@@ -250,8 +252,8 @@ def test_transfer_takes_no_lock_by_python_code_in_the_thread_that_submits_and_wa
     with python_locks() as called:
         transfer = queue.submit("block", 1, lambda: None)
         transfer.wait()
-        transfer.order()
-        assert transfer.issued(1.0)
+        transfer.wait_on_stream()
+        assert transfer.has_started(1.0)
         assert transfer.done()
         queue.settle()
         queue.state()

@@ -130,20 +130,20 @@ def test_wait_from_which_the_thread_was_woken_late_has_a_cause(monkeypatch: pyte
 
     lanes.submit("nvme_to_ram", "a", 1, wait)
     second: Transfer = lanes.submit("nvme_to_ram", "b", 1, lambda: None)
-    issued = Transfer.issued
+    has_started = Transfer.has_started
 
     def woken_late(transfer: Transfer, timeout_s: float) -> bool:
         if not timeout_s:
-            return issued(transfer, timeout_s)
+            return has_started(transfer, timeout_s)
         go_on.set()
         time.sleep(5 * WAIT_SLICE_S)
-        return issued(transfer, timeout_s)
+        return has_started(transfer, timeout_s)
 
-    monkeypatch.setattr(Transfer, "issued", woken_late)
+    monkeypatch.setattr(Transfer, "has_started", woken_late)
     causes = Counter[str]()
-    recorder.until_issued(second, causes)
+    recorder.wait_until_started(second, causes)
     assert causes == {"nvme_to_ram": 1}
 
-    recorder.until_issued(second, causes)
+    recorder.wait_until_started(second, causes)
     assert causes == {"nvme_to_ram": 1}, "it has started long ago"
     lanes.close()

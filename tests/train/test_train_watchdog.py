@@ -124,7 +124,7 @@ def scene() -> Iterator[Scene]:
 def test_progress_is_every_item_begun_every_move_ended_and_every_access(scene: Scene) -> None:
     seen = [progress(scene.player)]
     moved = scene.queues[0].submit("block", 1, lambda: scene.move)
-    assert moved.issued(60)
+    assert moved.has_started(60)
     seen.append(progress(scene.player))
     scene.move.ended.set()
     seen.append(progress(scene.player))
@@ -139,15 +139,15 @@ def test_progress_is_every_item_begun_every_move_ended_and_every_access(scene: S
 def test_report_says_what_each_queue_is_at_and_what_it_waits_for(scene: Scene) -> None:
     source, target = scene.queues
     moves = [source.submit(f"block{number}", 1, lambda: scene.move) for number in range(SHOWN_MAX + 2)]
-    assert moves[-1].issued(60)
-    waiting = target.submit("unit1/weight", 1, lambda: None, after=moves[:1], behind=moves[1:2])
+    assert moves[-1].has_started(60)
+    waiting = target.submit("unit1/weight", 1, lambda: None, requires=moves[:1], follows=moves[1:2])
     target.submit("unit2/weight", 1, lambda: None)
     while target.state().current is None:
-        assert not waiting.issued(0.001)
+        assert not waiting.has_started(0.001)
     thread = threading.Thread(target=scene.player.gate.wait_for, args=(2,), name="somebody")
     thread.start()
     while not scene.player.gate.wanted:
-        assert not waiting.issued(0.001)
+        assert not waiting.has_started(0.001)
     lines = re.sub(r"for \d+ s", "for N s", report(scene.player, 7.0)).splitlines()
     scene.player.gate.open_to(2)
     thread.join()
