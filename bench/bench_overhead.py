@@ -37,7 +37,7 @@ from megatier.layout import Layout
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.optim.optimizer import RunOptimizer
 from megatier.play.gradients import UnitGradients
-from megatier.play.weights import UnitWeights, Use
+from megatier.play.unit_weights import UnitWeights, Use
 from megatier.session.session import Session
 from megatier.setup.setup import Setup
 from megatier.trace.events import stall_seconds

@@ -38,7 +38,8 @@ from megatier.config.output_section import OutputConfig
 from megatier.config.schema import OF_LOOP, ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
 from megatier.ranks.channel import Alone
-from megatier.ranks.ranks import Ranks, joined
+from megatier.ranks.ranks import Ranks
+from megatier.ranks.rendezvous import joined
 from megatier.session.session import Session
 from megatier.setup.machine import choose_device
 from megatier.setup.setup import Setup

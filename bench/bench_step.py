@@ -52,7 +52,8 @@ from rows import RATE, ROWS, Run, changed, config_of, shared, skeleton
 
 from megatier.hardware import set_cuda_defaults
 from megatier.planner.plan import make_plan
-from megatier.ranks.ranks import Ranks, joined
+from megatier.ranks.ranks import Ranks
+from megatier.ranks.rendezvous import joined
 from megatier.report.picture import draw, lane_uses
 from megatier.schedule.rates import World, read_rates
 from megatier.schedule.sizes import Budgets

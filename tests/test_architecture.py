@@ -174,7 +174,7 @@ def test_streams_events_and_threads_are_named_where_bytes_move_and_by_what_watch
     lanes = {"store/stream_clock.py", "store/queue.py", "store/lanes.py"}
     # Bytes go to shared RAM and from there at once, so a collective has a stream besides that of its lane. Two lanes
     # share one for the matrices that they carry.
-    others = {"play/optimizer.py", "ranks/shared_ram.py", "workers.py", "train/watchdog.py", "ranks/peers.py"}
+    others = {"play/matrix_carrier.py", "ranks/shared_ram.py", "workers.py", "train/watchdog.py", "ranks/peers.py"}
     others.add("dropped.py")  # a collection of cycles may come in any thread, and some cannot close an object
     assert found == lanes | others
 

@@ -22,7 +22,7 @@ from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import Grid, StoredArray
 from megatier.checkpoint.manifest import Manifest, digest_of
 from megatier.drives.extent import Extent
-from megatier.play.blocks import block_key
+from megatier.play.unit_blocks import block_key
 from megatier.session.session import Session
 from megatier.tier import Kind, Tier
 

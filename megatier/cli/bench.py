@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.measure import rank_probe
     from megatier.ranks.channel import Alone
-    from megatier.ranks.ranks import joined
+    from megatier.ranks.rendezvous import joined
     from megatier.setup.machine import choose_device
 
     device = choose_device(options.device, "--device").type

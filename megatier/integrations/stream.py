@@ -35,7 +35,7 @@ from megatier.models.initialiser import NewScore, named_as_classifier
 from megatier.models.location import resolve
 from megatier.models.model_class import is_classifier
 from megatier.models.weights import SafetensorsFolder, TensorReader
-from megatier.ranks.ranks import joined
+from megatier.ranks.rendezvous import joined
 from megatier.session.process import share_interpreter
 from megatier.session.session import Session
 from megatier.setup.machine import Machine, choose_device

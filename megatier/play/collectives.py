@@ -26,11 +26,11 @@ import torch
 
 from megatier import _native
 from megatier.errors import StepAbandonedError, TimelineError
-from megatier.play.blocks import UnitBlocks, gathered_key, group_grad_key, received_key
 from megatier.play.gate import Gate
 from megatier.play.gradients import UnitGradients
 from megatier.play.optimizer import Optimizer
 from megatier.play.passes import Pass
+from megatier.play.unit_blocks import UnitBlocks, gathered_key, group_grad_key, received_key
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.timeline import Load, Scatter
 from megatier.store.lease import Lease

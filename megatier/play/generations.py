@@ -12,14 +12,12 @@ the updates and loads that go by it. So lanes may look at the generation of a un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatier.schedule.placement import Placement
-from megatier.store.queue import Queue
 from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Tier
-from megatier.trace.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,50 +122,3 @@ class Generations:
     def forget_readers(self) -> None:
         """Forget all readers, which are over."""
         self._readers.clear()
-
-
-class StateReader:
-    """The lane `checkpoint`: it reads state where that is at home, while passes go on.
-
-    It waits for drives and copies alone, never for an access. So updates may wait for it.
-    """
-
-    def __init__(self, generations: Generations, recorder: Recorder) -> None:
-        """Start the lane.
-
-        Args:
-            generations: remembers who reads which.
-            recorder: notes the lane's work.
-        """
-        self._generations = generations
-        self._recorder = recorder
-        self.queue = Queue("checkpoint")
-        """The lane."""
-        self.is_closed = False
-        """The run ends: work that has not begun shall not begin, and long work shall stop half-way."""
-
-    def submit(
-        self, name: str, work: Callable[[], None], before: Transfer | None = None, unit: str | None = None
-    ) -> Transfer:
-        """Work on the lane. Call `Player.drain` first.
-
-        Args:
-            name: names the work in the trace.
-            work: reads state, and gives up soon when `is_closed`.
-            before: work of this lane; if it failed, this one fails with the same error, undone.
-            unit: the unit that it reads, if it reads one; no update changes that unit's state before the work is over.
-        """
-        requires = [before] if before is not None else []
-        transfer = self.queue.submit(name, 0, work, requires)
-        self._recorder.watch(transfer)
-
-        # No update was submitted since `drain`, so the generation that holds is still the one that the work reads.
-        if unit is not None:
-            self._generations.hold(unit, transfer)
-        return transfer
-
-    def close(self) -> None:
-        """Stop the lane, when the work that it is at has given up."""
-        # Before the join: it is what the work looks at.
-        self.is_closed = True
-        self.queue.close()

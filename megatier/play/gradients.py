@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from megatier.play.blocks import UnitBlocks
 from megatier.play.grad_blocks import grad_key
+from megatier.play.unit_blocks import UnitBlocks
 from megatier.play.updates import Updates
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Moves

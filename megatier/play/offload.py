@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from megatier.errors import ConfigError
-from megatier.play.blocks import activation_key
+from megatier.play.unit_blocks import activation_key
 from megatier.schedule.activations import SPILLING_MAX, AwayActivations
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Moves

@@ -18,16 +18,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from megatier.errors import TimelineError
-from megatier.play.blocks import UnitBlocks
 from megatier.play.collectives import Collectives
 from megatier.play.gate import Gate
-from megatier.play.generations import StateReader
 from megatier.play.gradients import UnitGradients
 from megatier.play.offload import Offload
 from megatier.play.optimizer import Optimizer
 from megatier.play.passes import Orders, Pass
+from megatier.play.state_reader import StateReader
+from megatier.play.unit_blocks import UnitBlocks
+from megatier.play.unit_weights import UnitWeights
 from megatier.play.updates import Updates
-from megatier.play.weights import UnitWeights
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Moves

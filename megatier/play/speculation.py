@@ -24,10 +24,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from megatier.play.blocks import UnitBlocks
 from megatier.play.generations import Generation
-from megatier.play.optimizer import Apply, Carrier, Optimizer
+from megatier.play.matrix_carrier import MatrixCarrier
+from megatier.play.optimizer import Apply, Optimizer
 from megatier.play.spilled import CHUNK_DEPTH, UpdateChunk, update_chunk
+from megatier.play.unit_blocks import UnitBlocks
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Move, carried, read, write
 from megatier.store.queue import Queue
@@ -68,7 +69,7 @@ class Speculation:
         self,
         blocks: UnitBlocks,
         optimizer: Optimizer,
-        carrier: Carrier,
+        carrier: MatrixCarrier,
         recorder: Recorder,
         demand: Demand,
         lane: Queue,

@@ -24,12 +24,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from megatier.errors import NonFiniteError, StepAbandonedError
-from megatier.play.blocks import UnitBlocks, block_key
 from megatier.play.gate import Gate
 from megatier.play.grad_blocks import grad_key, sum_key
-from megatier.play.optimizer import Applied, Carrier, Optimizer
+from megatier.play.matrix_carrier import MatrixCarrier
+from megatier.play.optimizer import Optimizer
 from megatier.play.speculation import Speculation
 from megatier.play.spilled import SpilledUpdates
+from megatier.play.unit_blocks import UnitBlocks, block_key
+from megatier.play.update_under_way import UpdateUnderWay
 from megatier.schedule.demand import Demand
 from megatier.schedule.timeline import Exchange, Update
 from megatier.store.queue import Queue
@@ -92,7 +94,7 @@ class Updates:
         self.queues = (self._in_ram, self._on_nvme, self._on_gpu)
         """The three lanes."""
 
-        self._carrier = Carrier(self._store, optimizer)
+        self._carrier = MatrixCarrier(self._store, optimizer)
         self._spilled = SpilledUpdates(blocks, optimizer, self._carrier, gate, recorder, self._on_nvme, self._check)
         self.speculation = Speculation(blocks, optimizer, self._carrier, recorder, demand, self._on_nvme)
         """The updates that run before the norm is known."""
@@ -312,7 +314,7 @@ class Updates:
 
     # ------------------------------------------------------------------ lane update
 
-    def _update_in_ram(self, unit: str) -> Applied | None:
+    def _update_in_ram(self, unit: str) -> UpdateUnderWay | None:
         """Run AdamW on a unit in RAM."""
         try:
             self._check(unit)
@@ -327,7 +329,7 @@ class Updates:
             # Even after an error, since a backward would wait for the slot for ever.
             self._blocks.grads.free(unit)
 
-    def _begin_update(self, unit: str) -> Applied | None:
+    def _begin_update(self, unit: str) -> UpdateUnderWay | None:
         """Start AdamW on a whole unit; None if it is done."""
         (elements,) = self._blocks.chunks(unit)
         with contextlib.ExitStack() as leases:
@@ -346,7 +348,7 @@ class Updates:
                 self._recorder.work("update", unit, start, time.perf_counter_ns())
                 return None
             leases.callback(lambda: self._recorder.work("update", unit, *work.span_ns()))
-            return Applied(work, leases.pop_all(), self._store.tear)
+            return UpdateUnderWay(work, leases.pop_all(), self._store.tear)
 
     def _accumulate(self, unit: str, group: int) -> None:
         """Add a group's gradient to the sum of those before."""

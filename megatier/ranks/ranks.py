@@ -2,8 +2,8 @@
 
 Weights and gradients go as bytes, unchanged: `gather` and `scatter`, in an order that is the same on all ranks.
 Everything small goes as Python objects: `agree`. What a checkpoint needs of other ranks goes by a channel of its own,
-`beside`. All three have process groups of their own, so none waits for another. This file, `channel` and `pulls` alone
-import `torch.distributed`, and one process alone never does.
+`beside`. All three have process groups of their own, so none waits for another. This file, `channel`, `pulls` and
+`rendezvous` alone import `torch.distributed`, and one process alone never does.
 
 Bytes go the first of these ways that all ranks have: copies between GPUs (`pulls`); RAM that the ranks of a host share
 (`shared_ram`); NCCL's kernels, or gloo on CPUs. `Ranks.way` says which it is.
@@ -14,42 +14,25 @@ thread that trains calls everything else; in a pass that is recorded, it is the 
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
-from megatier import _native
 from megatier.errors import ConfigError, MegatierError, PeerError, StepAbandonedError
 from megatier.ranks.board import RankCarrier
 from megatier.ranks.channel import Channel, gather_into
-from megatier.ranks.peers import Member, Peers, Store, comes_of_peers
+from megatier.ranks.peers import Peers
 from megatier.ranks.pulls import Pulls, allocate, hindrance, open_pulls
 from megatier.ranks.shared_ram import open_shared_ram, unshared
 from megatier.tier import Way
-from megatier.workers import Workers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Watch = Callable[[Callable[[], None]], Peers]
 """Begins to watch the other ranks; takes what ends the collectives under way when one of them fails."""
-
-TIMEOUT = timedelta(days=1)
-"""How long a collective waits for a late rank. A rank that hangs is found by other means, and sooner (`peers`)."""
-STORE_TIMEOUT = timedelta(minutes=1)
-"""How long the first look of a rank waits for the first sign of life of all others."""
-MEET_S = 0.01
-"""How often a rank looks whether all others have come."""
-MEET_LIMIT_S = 1800.0
-"""How long it waits for them."""
 
 
 class Ranks(Channel):
@@ -328,143 +311,3 @@ def check_groups(groups: int, size: int) -> None:
             f"train.groups is {groups}, which {size} ranks cannot share equally. Start {fitting} of them, or set "
             f"train.groups to a multiple of {size}; that is another sum, with other last digits."
         )
-
-
-@contextlib.contextmanager
-def joined(device: str, *, is_guest: bool = False) -> Iterator[Ranks | None]:
-    """The ranks that `torchrun` started, while they run together; None in a process that was started alone.
-
-    Args:
-        device: what computes, "cuda" or "cpu". A rank has the GPU of its number on its host.
-        is_guest: whether the program around may use `torch.distributed` itself, before, meanwhile and afterwards. Then
-            it stays initialized: torch cannot initialize it twice with the store of one torchrun.
-
-    Raises:
-        PeerError: instead of all that came of the failure of another rank. An error of this rank's own is raised as it
-            is, and the others are told.
-    """
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        yield None
-        return
-
-    import torch.distributed as dist
-
-    ranks = _join(device, is_guest=is_guest)
-    if device == "cuda":
-        torch.cuda.set_device(ranks.local_rank)
-    try:
-        yield ranks
-        if not ranks.is_here:
-            return
-        ranks.leave()
-        if not is_guest:
-            dist.destroy_process_group()
-    except BaseException as error:
-        # Others are told before anything is closed here: else they would see no more than a broken connection.
-        ranks.fail(error)
-        first = ranks.first_error() if comes_of_peers(error) else None
-        if first is None:
-            raise
-        raise first from error
-
-
-def _join(device: str, *, is_guest: bool) -> Ranks:
-    """Join the ranks that `torchrun` started.
-
-    Raises:
-        PeerError: some of them do not come.
-    """
-    # torch waits for the others in C++, where the main thread would hear no signal. So that is done on another thread,
-    # which ends soon if this one is interrupted, or stays asleep in C++ until the process ends.
-    is_given_up = _native.Latch()
-    joining = Workers(1, "megatier-join")
-    try:
-        ranks = joining.submit(lambda: _join_all(device, is_given_up, is_guest=is_guest)).result()
-    except BaseException:
-        is_given_up.set()
-        raise
-    joining.close()
-    return ranks
-
-
-def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ranks:
-    """Join the ranks, on a thread that hears no signals."""
-    import torch.distributed as dist
-    from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
-
-    # torchrun sets all four. Other launchers set the first two, as torch's `env://` asks for them.
-    rank = int(os.environ["RANK"])
-    size = int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if device == "cuda":
-        torch.cuda.set_device(local_rank)  # of this thread
-
-    # The program around finds a default group that takes tensors of its device. This run has groups of its own.
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if is_guest and device == "cuda" else "gloo"
-        store, _, _ = next(rendezvous("env://"))
-        name = _meet(store, rank, size, is_given_up)
-        met = PrefixStore(name, store)
-        dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=TIMEOUT)
-
-    # One for each thread that talks, so that none waits for what another one is at.
-    own = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    beside = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    data = dist.new_group(backend="nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
-    groups = own, beside, data
-
-    # Runs may follow each other in one process, so each has names of its own in the store.
-    told: list[tuple[Member, str] | None] = [None] * size
-    dist.all_gather_object(told, (Member.here(), secrets.token_hex(8)), group=own)
-    known = [found for found in told if found is not None]
-    members = [member for member, _ in known]
-    _, run = known[0]
-
-    # A connection of its own: a call of another thread would hold up the looks.
-    host = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
-    connection = TCPStore(host, port, timeout=STORE_TIMEOUT)
-    watched = partial(Peers, PrefixStore(f"megatier {run}", connection), rank, members, groups)
-    return Ranks(rank, size, local_rank, local_size, groups, watched)
-
-
-def _meet(store: Store, rank: int, size: int, is_given_up: _native.Latch) -> str:
-    """Return a name that all ranks have, and that no earlier start of them had.
-
-    torchrun keeps its store when it starts the ranks again. There they would find the addresses of processes that have
-    ended. So the first rank puts a new name there, and every other rank answers the name that it finds with a word of
-    its own. A rank goes by a name that has come back with its word: an old name cannot have it.
-
-    Raises:
-        PeerError: a rank does not come.
-        StepAbandonedError: nobody waits for the ranks any more.
-    """
-    word = secrets.token_hex(8)
-    end = time.monotonic() + MEET_LIMIT_S
-
-    def come(key: str, other: int) -> str:
-        # Not by a `get` that waits: nothing would end it when this process is told to stop.
-        while not store.check([key]):
-            if is_given_up.wait(MEET_S):
-                raise StepAbandonedError("nobody waits for the other ranks any more")
-            if time.monotonic() > end:
-                raise PeerError(other, "its host", f"it has not come within {MEET_LIMIT_S / 60:.0f} minutes.")
-        return store.get(key).decode()
-
-    if rank == 0:
-        store.set("megatier", word)
-        words = [come(f"{word} {other}", other) for other in range(1, size)]
-        store.set(f"{word} met", " ".join(words))
-        return word
-
-    while True:
-        name = come("megatier", 0)
-        store.set(f"{name} {rank}", word)
-
-        # Under an old name there may be an answer too, but to the words of processes that have ended.
-        answer = f"{name} met"
-        if store.check([answer]) and word in store.get(answer).decode():
-            return name
-        if is_given_up.wait(MEET_S):
-            raise StepAbandonedError("nobody waits for the other ranks any more")

@@ -16,8 +16,8 @@ from torch import Tensor
 from megatier.models.decoder import Unit
 from megatier.models.weights import PartReader, ReadPart
 from megatier.optim.masters import narrow, plane_dtype, split_master
-from megatier.play.blocks import UnitBlocks
 from megatier.play.optimizer import Elements
+from megatier.play.unit_blocks import UnitBlocks
 from megatier.schedule.slots import CHUNK_ELEMENTS_MAX, UPDATE_DEPTH
 from megatier.session.pieces import Piece, assemble
 from megatier.tier import Kind

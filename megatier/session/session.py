@@ -26,8 +26,8 @@ from megatier.models.weights import PartReader, WeightReader
 from megatier.optim.masters import join_master, plane_dtype
 from megatier.optim.optimizer import Hyperparameters, RunOptimizer
 from megatier.owner import Owner
-from megatier.play.blocks import block_key
 from megatier.play.player import Player
+from megatier.play.unit_blocks import block_key
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.placement import Placement, all_short, place

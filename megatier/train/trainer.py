@@ -41,7 +41,8 @@ from megatier.guards.unchanged import check_evaluates
 from megatier.models.decoder import check_stops_at_borders
 from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import Alone
-from megatier.ranks.ranks import Ranks, joined
+from megatier.ranks.ranks import Ranks
+from megatier.ranks.rendezvous import joined
 from megatier.report.metrics import MetricsLog, format_count
 from megatier.report.report import WorkBar
 from megatier.report.tensorboard import ScalarEvents, load_tensorboard

@@ -19,7 +19,8 @@ from megatier.config.schema import OF_LOOP, ModelConfig, NumericsConfig, RunConf
 from megatier.models.decoder import build_skeleton
 from megatier.models.initialiser import Initialiser
 from megatier.optimizers import MOMENTS, OPTIMIZERS
-from megatier.ranks.ranks import Ranks, joined
+from megatier.ranks.ranks import Ranks
+from megatier.ranks.rendezvous import joined
 from megatier.report.metrics import format_seconds
 from megatier.report.report import WorkBar
 from megatier.schedule.sizes import Policy, host_ram

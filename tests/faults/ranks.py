@@ -23,7 +23,7 @@ from test_ranks_checkpoints import train_beside
 from tiny_runs import Place
 
 from megatier.checkpoint.plane_writer import PlaneWriter
-from megatier.play.weights import UnitWeights
+from megatier.play.unit_weights import UnitWeights
 from megatier.ranks import peers
 from megatier.ranks.ranks import Ranks
 from megatier.tier import Phase, Way

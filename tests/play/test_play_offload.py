@@ -36,8 +36,8 @@ from tiny_runs import (
 
 from megatier.config.schema import TrainConfig
 from megatier.errors import BlockNotFoundError, ConfigError, IntegrityError, TransferError
-from megatier.play.blocks import activation_key
 from megatier.play.offload import Offload
+from megatier.play.unit_blocks import activation_key
 from megatier.session.session import Session
 from megatier.store.lanes import Lanes
 from megatier.store.transfer import Transfer

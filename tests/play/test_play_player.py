@@ -19,7 +19,7 @@ from late_reads import slow_reads
 from small_timelines import planned_loads
 
 from megatier.errors import IntegrityError, TimelineError
-from megatier.play.blocks import block_key
+from megatier.play.unit_blocks import block_key
 from megatier.schedule.sizes import UnitSpec
 from megatier.schedule.timeline import Access, Timeline, build
 from megatier.tier import Kind, Phase, Tier

@@ -15,9 +15,9 @@ from late_reads import slow_reads
 from small_timelines import planned_loads, planned_updates
 
 from megatier.errors import PlanError
-from megatier.play.blocks import block_key
 from megatier.play.generations import Generation
 from megatier.play.speculation import HISTORY
+from megatier.play.unit_blocks import block_key
 from megatier.schedule.placement import place
 from megatier.schedule.sizes import Budgets, Policy
 from megatier.tier import Kind, Tier

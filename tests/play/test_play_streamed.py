@@ -21,7 +21,7 @@ from integer_runs import (
 )
 
 from megatier.errors import TransferError
-from megatier.play.blocks import block_key
+from megatier.play.unit_blocks import block_key
 from megatier.schedule.sizes import UnitSpec
 from megatier.store.lanes import Lanes
 from megatier.tier import Kind, Phase, Tier

@@ -24,7 +24,7 @@ from late_reads import slow_reads
 from small_timelines import planned_loads, planned_updates
 
 from megatier.errors import NonFiniteError, TornStateError, TransferError
-from megatier.play.blocks import block_key
+from megatier.play.unit_blocks import block_key
 from megatier.schedule.moves import Moves, by_lane
 from megatier.tier import Tier
 from megatier.trace.events import stall_seconds

@@ -15,7 +15,7 @@ from rank_pool import POOL
 
 from megatier.errors import StepAbandonedError
 from megatier.ranks.board import OFFSET_BITS, OPEN, TURNS, Board, HostSigns, Sign, StreamSigns, share_memory
-from megatier.ranks.ranks import joined
+from megatier.ranks.rendezvous import joined
 
 SIZE = 3
 

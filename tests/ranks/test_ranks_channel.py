@@ -9,7 +9,7 @@ from rank_pool import POOL
 
 from megatier.errors import CapacityError, MegatierError, TransferError
 from megatier.ranks.channel import Channel
-from megatier.ranks.ranks import joined
+from megatier.ranks.rendezvous import joined
 
 FULL = TransferError("writing", "disk", "/mnt/a", 8, errno.ENOSPC)
 NO_ROOM = CapacityError("a checkpoint", 7, 5, "Free space.")

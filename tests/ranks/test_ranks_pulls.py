@@ -15,7 +15,8 @@ from rank_pool import POOL
 
 from megatier.ranks.board import Board, HostSigns, Sign, share_memory
 from megatier.ranks.pulls import Pulls
-from megatier.ranks.ranks import Ranks, joined
+from megatier.ranks.ranks import Ranks
+from megatier.ranks.rendezvous import joined
 from megatier.workers import Workers
 
 MEMORY_BYTES = 4096

@@ -16,7 +16,8 @@ from megatier.ranks import pulls as pulls_module
 from megatier.ranks import ranks as rank_module
 from megatier.ranks.board import Board
 from megatier.ranks.pulls import Pulls
-from megatier.ranks.ranks import Ranks, check_groups, joined
+from megatier.ranks.ranks import Ranks, check_groups
+from megatier.ranks.rendezvous import joined
 from megatier.tier import Way
 
 

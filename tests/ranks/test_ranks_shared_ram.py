@@ -15,7 +15,8 @@ from rank_pool import POOL
 from megatier.errors import PeerError, StepAbandonedError
 from megatier.ranks import shared_ram
 from megatier.ranks.board import HostSigns
-from megatier.ranks.ranks import Ranks, joined
+from megatier.ranks.ranks import Ranks
+from megatier.ranks.rendezvous import joined
 from megatier.ranks.shared_ram import SharedRam, open_shared_ram, unshared
 from megatier.tier import PAGE_BYTES, SHARED_STAGES, Way
 

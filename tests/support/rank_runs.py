@@ -33,7 +33,8 @@ from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.models.weights import WeightReader
 from megatier.ranks import ranks as ranks_module
-from megatier.ranks.ranks import Ranks, joined
+from megatier.ranks.ranks import Ranks
+from megatier.ranks.rendezvous import joined
 from megatier.schedule.sizes import Policy, host_ram
 from megatier.session.session import Session
 from megatier.setup.setup import Setup

@@ -16,7 +16,8 @@ from megatier.errors import TransferError
 from megatier.layout import Layout
 from megatier.optim.adamw import Planes, Scalars
 from megatier.optim.muon import Muon
-from megatier.play.optimizer import Apply, Carrier, Optimizer
+from megatier.play.matrix_carrier import MatrixCarrier
+from megatier.play.optimizer import Apply, Optimizer
 from megatier.state import MUON
 from megatier.store.lanes import Lanes
 from megatier.store.store import TieredStore
@@ -55,7 +56,7 @@ def carriage(device: str = "cpu") -> Iterator[Carriage]:
 
 
 def in_ram(store: Any, apply: Apply, optimizer: Any = None) -> Apply:
-    return Carrier(cast("TieredStore", store), cast("Optimizer", optimizer or Matrices())).in_ram(apply)
+    return MatrixCarrier(cast("TieredStore", store), cast("Optimizer", optimizer or Matrices())).in_ram(apply)
 
 
 def planes() -> dict[Kind, Tensor]:

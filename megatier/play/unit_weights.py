@@ -16,12 +16,12 @@ from functools import partial
 
 import torch
 
-from megatier.play.blocks import UnitBlocks
 from megatier.play.collectives import Collectives
 from megatier.play.gate import Gate
 from megatier.play.gradients import UnitGradients
 from megatier.play.offload import Offload
 from megatier.play.passes import Orders, Pass
+from megatier.play.unit_blocks import UnitBlocks
 from megatier.play.updates import Updates
 from megatier.rest import REST
 from megatier.schedule.demand import Demand
