@@ -5,13 +5,12 @@ stands between the two:
 
 - It gathers. A rank's own shard comes to its GPU like any weights, and from there to the GPUs of all ranks, into slots
   for whole weights.
-- It scatters. Each rank has computed another group of the step. Every rank gets the pieces of all these gradients that
-  belong to its shard, and adds them in fp32 in the order of the groups. The sum has the same bits however many ranks
+- It scatters. Each rank has computed another group of the step. Every rank gets of all these gradients what belongs to
+  its shard, and adds them in fp32 in the order of the groups. The sum has the same bits however many ranks
   there are, because one rank alone adds the same groups in the same order.
 
-Why no rank waits for ever: all ranks have the same timeline, and the lane works on its loads and scatters in their
-order, one after the other. On each rank a collective waits only for accesses and collectives that come before it, as
-the docstring of `Timeline` proves.
+All ranks have the same timeline, and the lane works on its loads and scatters in their order, one after the other. So
+no rank waits for ever, as `player` proves.
 
 Threads: compute hands gradients over (autograd's thread, in a backward). Everything else runs on the lane's worker.
 """
@@ -120,9 +119,9 @@ class Collectives:
         self._pass = Pass("")
         self._handovers: dict[tuple[str, int], Handover] = {}
         """The gradients that this pass hands over, by unit and group."""
-        self._handed_last: dict[str, Transfer] = {}
+        self._last_scatters: dict[str, Transfer] = {}
         """The scatter of the gradient that each unit handed over last."""
-        self._handed: set[str] = set()
+        self._units_with_grads: set[str] = set()
         """The units of which compute has made a gradient in this step."""
         self._buffers: dict[str, tuple[Lease, int]] = {}
         """The GPU buffers in which compute makes gradients now, by unit, and the bytes of an element in each."""
@@ -141,7 +140,7 @@ class Collectives:
         self._pass = played
         self._clear()
         if played.trains:
-            self._handed.clear()
+            self._units_with_grads.clear()
 
     def submit(self, planned: Load | Scatter, own: Sequence[Transfer] = ()) -> Transfer:
         """Append a planned collective to the lane.
@@ -152,11 +151,13 @@ class Collectives:
         """
         unit = planned.unit
         if isinstance(planned, Load):
-            return self._append(unit, partial(self._gather, unit, planned, own), own)
+            gather = partial(self._gather, unit, planned, own)
+            return self._append(unit, gather, own)
 
         handover = Handover(planned)
         self._handovers[unit, planned.group] = handover
-        handover.scattered = self._append(unit, partial(self._scatter, handover))
+        scatter = partial(self._scatter, handover)
+        handover.scattered = self._append(unit, scatter)
         return handover.scattered
 
     def wait(self) -> None:
@@ -171,23 +172,25 @@ class Collectives:
     def drop_left_out(self) -> None:
         """Forget the gradients of units that every rank has left out of the step: they are not updated."""
         with self._recorder.waiting("ranks"):
-            handed_by_rank = self._ranks.agree(self._handed)
-        handed = set[str]().union(*handed_by_rank)
-        self._gradients.final &= handed
+            units_by_rank = self._ranks.agree(self._units_with_grads)
+        units_of_any = set[str]().union(*units_by_rank)
+        self._gradients.final &= units_of_any
 
     def pass_over(self) -> None:
-        """Hand over zeros for what this rank left out of a group, where its turn has come: other ranks may use it."""
+        """Hand over zeros for what this rank left out of a group, as far as the pass has come: others may use it."""
         played = self._pass
         if played.timeline is None or not played.left_out or not played.trains:
             return
 
         # An earlier call may have handed some of them over.
-        missing = played.left_out - {(scatter.unit, scatter.group) for scatter in played.scatters}
+        handed_over = {(scatter.unit, scatter.group) for scatter in played.scatters}
+        missing = played.left_out - handed_over
+        num_over = len(played.accesses)
         for item in played.timeline.items:
-            if not isinstance(item, Scatter) or item.after_access >= len(played.accesses):
+            if not isinstance(item, Scatter) or item.after_access >= num_over:
                 continue
             if (item.unit, item.group) in missing:
-                self._make(item.unit, item.width).zero_()
+                self._take_buffer(item.unit, item.width).zero_()
                 self._hand_over(item.unit, item.group)
 
     def abandon(self) -> None:
@@ -195,7 +198,9 @@ class Collectives:
         # If the lane is at none, this rank can come to the next one with the others, and need not give up.
         for handover in self._handovers.values():
             handover.abandon()
-        if self._last is not None and not self._last.done():
+
+        is_at_one = self._last is not None and not self._last.done()
+        if is_at_one:
             self._ranks.give_up()
 
     def wait_for_end(self) -> None:
@@ -213,8 +218,8 @@ class Collectives:
     def drop(self) -> None:
         """Drop all gradients of groups. No lane may use them any more."""
         for unit in self._blocks.placement.grad_homes:
-            for key in (group_grad_key(unit), received_key(unit)):
-                self._store.evict(key, Tier.GPU)
+            self._store.evict(group_grad_key(unit), Tier.GPU)
+            self._store.evict(received_key(unit), Tier.GPU)
 
     def forget(self) -> None:
         """Forget the pass and all buffers, because the store takes all slots back."""
@@ -228,7 +233,8 @@ class Collectives:
     def gather(self, unit: str) -> Transfer:
         """Gather a unit's weights on demand, because no timeline says when."""
         self._check_order(f"gather {unit}")
-        return self._append(unit, partial(self._gather, unit, None, ()))
+        gather = partial(self._gather, unit, None, ())
+        return self._append(unit, gather)
 
     def take_grad(self, unit: str, *, fits: bool = False) -> torch.Tensor:
         """A GPU buffer for the whole unit's gradient of one group: uint8, contents unspecified.
@@ -237,34 +243,36 @@ class Collectives:
             unit: the unit.
             fits: whether the buffer is for elements of the compute dtype, which lose nothing; else it is for fp32.
         """
-        width = self._blocks.units[unit].schema.grad_width if fits else FP32_BYTES
-        return self._make(unit, width)
+        schema = self._blocks.units[unit].schema
+        width = schema.grad_width if fits else FP32_BYTES
+        return self._take_buffer(unit, width)
 
     def ship_grad(self, unit: str, *, group: int) -> None:
         """Hand over the gradient of a group, of which every rank gets its shard."""
-        self._handed.add(unit)
+        self._units_with_grads.add(unit)
         self._hand_over(unit, group)
 
     def sums_here(self, unit: str) -> bool:
-        """False: groups are added up when the pieces of all ranks are there."""
+        """Return False: groups are added up when the shards of all ranks are there."""
         return False
 
-    def _make(self, unit: str, width: int) -> torch.Tensor:
+    def _take_buffer(self, unit: str, width: int) -> torch.Tensor:
         """Lease a buffer for a unit's gradient of one group, once the one before was scattered from it."""
         if self._failure is not None:
             raise self._failure
 
         # Other ranks may be a whole group behind, and then the lane waits for them with that gradient.
         with self._recorder.waiting(self._recorder.busy["ranks"]):
-            before = self._handed_last.pop(unit, None)
-            if before is not None:
-                before.wait_on_stream()
+            last_scatter = self._last_scatters.pop(unit, None)
+            if last_scatter is not None:
+                last_scatter.wait_on_stream()
 
             # An interrupt between the lease and its entry would leave a lease that nobody gives back.
             with self._store.tear.call:
                 lease = self._store.lease(group_grad_key(unit), Tier.GPU, fresh=True, wait=True)
                 self._buffers[unit] = lease, width
-        return lease.bytes[: self._size(unit, width)]
+        num_bytes = self._grad_bytes(unit, width)
+        return lease.bytes[:num_bytes]
 
     def _hand_over(self, unit: str, group: int) -> None:
         """Give the lane a gradient that is made."""
@@ -273,7 +281,8 @@ class Collectives:
             lease.release()
         made = compute_point(self._store.clock, unit)
 
-        scatter = Scatter(unit=unit, group=group, after_access=len(self._pass.accesses) - 1, width=width)
+        last_access = len(self._pass.accesses) - 1
+        scatter = Scatter(unit=unit, group=group, after_access=last_access, width=width)
         self._pass.scatters.append(scatter)
         if self._pass.timeline is None:
             self._check_order(f"scatter {unit} {group} {width}")
@@ -287,14 +296,14 @@ class Collectives:
             )
         handover.give(made)
         if handover.scattered is not None:
-            self._handed_last[unit] = handover.scattered
+            self._last_scatters[unit] = handover.scattered
 
     def _clear(self) -> None:
         """Forget the gradients of a pass."""
         self._handovers.clear()
-        self._handed_last.clear()
+        self._last_scatters.clear()
 
-    def _size(self, unit: str, width: int) -> int:
+    def _grad_bytes(self, unit: str, width: int) -> int:
         """Bytes of a whole unit's gradient, with so many bytes for each element."""
         return self._ranks.size * self._blocks.units[unit].num_trained * width
 
@@ -305,8 +314,8 @@ class Collectives:
             TimelineError: another rank does something else.
         """
         with self._recorder.waiting("ranks"):
-            told = self._ranks.agree(what)
-        for rank, other in enumerate(told):
+            by_rank = self._ranks.agree(what)
+        for rank, other in enumerate(by_rank):
             if other != what:
                 raise TimelineError(
                     f"rank {self._ranks.rank} comes to {what!r}, and rank {rank} to {other!r}. Ranks need the same "
@@ -317,9 +326,11 @@ class Collectives:
 
     def _append(self, unit: str, work: partial[None], own: Sequence[Transfer] = ()) -> Transfer:
         """Append an item to the lane, behind what brings and updates this rank's own shard, if anything does."""
-        self._last = self.queue.submit(unit, 0, work, follows=own)
-        self._recorder.watch(self._last)
-        return self._last
+        # `_gather` waits for them itself, because their errors are to close the lane to all that come after.
+        collective = self.queue.submit(unit, 0, work, follows=own)
+        self._last = collective
+        self._recorder.watch(collective)
+        return collective
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
@@ -363,13 +374,14 @@ class Collectives:
             self._store.lease(gathered_key(unit), Tier.GPU, fresh=True, wait=True) as whole,
         ):
             # Frozen weights lie behind the trained ones in each shard, and behind all trained ones in the whole.
-            size = self._ranks.size
+            num_ranks = self._ranks.size
             for start, stop in self._blocks.gathered_spans(unit):
-                gathered = whole.bytes[size * start : size * stop]
-                self._ranks.gather(gathered, own.bytes[start:stop])
+                gathered = whole.bytes[num_ranks * start : num_ranks * stop]
+                shard = own.bytes[start:stop]
+                self._ranks.gather(gathered, shard)
 
     def _scatter(self, handover: Handover) -> None:
-        """Send a group's gradient to the owners of its shards, and add the pieces of this rank's shard to its sum."""
+        """Send a group's gradient to the owners of its shards, and add what comes of this rank's shard to its sum."""
         scatter = handover.planned
         unit = scatter.unit
         try:
@@ -379,12 +391,16 @@ class Collectives:
                 handover.wait()
 
                 self._recorder.busy["ranks"] = "ranks"
+                num_bytes = self._grad_bytes(unit, scatter.width)
                 with self._store.lease(received_key(unit), Tier.GPU, fresh=True, wait=True) as received:
-                    size = self._size(unit, scatter.width)
+                    shards = received.bytes[:num_bytes]
                     with self._store.lease(group_grad_key(unit), Tier.GPU) as made:
-                        self._ranks.scatter(received.bytes[:size], made.bytes[:size])
+                        self._ranks.scatter(shards, made.bytes[:num_bytes])
+
+                    # At once, so that compute can make the next gradient while the shards are added up.
                     self._store.evict(group_grad_key(unit), Tier.GPU)
-                    self._add(scatter, received.bytes[:size], received.bytes[size:])
+                    spare = received.bytes[num_bytes:]
+                    self._add(scatter, shards, spare)
                 self._store.evict(received_key(unit), Tier.GPU)
         except Exception:
             # Compute may wait for the slot. If it has not made this gradient yet, it makes none after it.
@@ -393,14 +409,24 @@ class Collectives:
             raise
 
     def _add(self, scatter: Scatter, received: torch.Tensor, spare: torch.Tensor) -> None:
-        """Add the pieces of all ranks to the sum of this rank's shard."""
+        """Add what came from all ranks to the sum of this rank's shard."""
         unit = scatter.unit
         gradients = self._gradients
-        adds = not gradients.is_first(unit)
-        is_last = scatter.group == self._blocks.policy.groups - 1
-        pieces = received.view(self._ranks.size, -1)
+        last_group = self._blocks.policy.groups - 1
+        shards = received.view(self._ranks.size, -1)
+
+        # Asked before the buffer is taken and handed over, after which a group's gradient is there.
+        has_sum = not gradients.is_first(unit)
         total = gradients.take_grad(unit)
-        self._optimizer.sum_groups(unit, total, pieces, spare, adds=adds, is_last=is_last)
+        self._optimizer.sum_groups(
+            unit,
+            total,
+            shards,
+            spare,
+            adds=has_sum,
+            is_last=scatter.group == last_group,
+        )
 
         # If this rank left the unit out, it does not know yet whether any rank has a gradient of it.
-        gradients.ship_grad(unit, group=scatter.group, speculates=unit in self._handed)
+        has_gradient = unit in self._units_with_grads
+        gradients.ship_grad(unit, group=scatter.group, speculates=has_gradient)

@@ -56,10 +56,11 @@ class Generations:
         """The places that there are for a unit's state of one kind."""
         placement = self._placement
         if placement.homes[unit, kind] is Tier.NVME:
-            return range(placement.generations if unit in placement.spilled else 1)
-
-        # Two are enough in RAM, where a savepoint keeps none.
-        return range(2 if unit in placement.speculative else 1)
+            num_places = placement.generations if unit in placement.spilled else 1
+        else:
+            # Two are enough in RAM, where a savepoint keeps none.
+            num_places = 2 if unit in placement.speculative else 1
+        return range(num_places)
 
     def place(self, unit: str, kind: Kind, generation: Generation | None = None) -> int:
         """The place of a unit's state of one kind, in the generation that holds unless another one is named."""
@@ -72,8 +73,9 @@ class Generations:
 
         # A savepoint keeps no place in RAM: it copies what lies there to its folder. So two places are enough.
         ram = 1 - valid.ram if unit in self._placement.speculative else 0
+        taken = valid.nvme, self.kept.get(unit)
         for place in range(self._placement.generations):
-            if place not in (valid.nvme, self.kept.get(unit)):
+            if place not in taken:
                 return Generation(place, ram)
         return None
 
@@ -116,8 +118,8 @@ class Generations:
             return []
 
         # One shared place is enough: two generations may differ on NVMe and have the same place in RAM.
-        shares = read.nvme == generation.nvme or read.ram == generation.ram
-        return [reader] if shares else []
+        shares_place = read.nvme == generation.nvme or read.ram == generation.ram
+        return [reader] if shares_place else []
 
     def forget_readers(self) -> None:
         """Forget all readers, which are over."""

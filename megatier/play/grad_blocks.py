@@ -41,7 +41,8 @@ class GradBlocks:
     def register(self, name: str) -> None:
         """Register the blocks of a unit's gradient and, if it is taken in RAM, of its sum over groups."""
         home = self._placement.grad_homes[name]
-        size = grad_bytes(self._units[name], self._policy)
+        unit = self._units[name]
+        size = grad_bytes(unit, self._policy)
         if self.sums_in_ram(name):
             # The sum takes the home, and the gradient of each group merely passes through slots.
             total = BlockSpec(sum_key(name), size, home, Kind.GRAD)
@@ -53,7 +54,7 @@ class GradBlocks:
 
     def sums_in_ram(self, name: str) -> bool:
         """Whether the gradients of several groups are added up in RAM; else that is done on the GPU."""
-        return self._policy.groups > 1 and self._placement.sums_at(name) is Tier.RAM
+        return self._policy.groups > 1 and self._placement.sum_tier(name) is Tier.RAM
 
     def send(self, name: str, *, final: bool) -> None:
         """Start taking a gradient from its GPU slot to its home or slot in RAM, or to NVMe; waits for RAM slots.
@@ -62,23 +63,25 @@ class GradBlocks:
         """
         key = grad_key(name)
         unit = self._units[name]
-        is_front = final and self._placement.sums_on_gpu
-        size = final_grad_bytes(unit, self._policy) if is_front else grad_bytes(unit, self._policy)
-        self._store.mark_dirty(key, Tier.GPU, (0, size))
+        is_front = final and self._placement.sum_tier(name) is Tier.GPU
+        bytes_of = final_grad_bytes if is_front else grad_bytes
+        num_bytes = bytes_of(unit, self._policy)
+        whole = 0, num_bytes
+        self._store.mark_dirty(key, Tier.GPU, whole)
 
-        # Chunk by chunk, and each one leaves for NVMe before the next comes: all of them may have to share one slot in
-        # RAM. Evicting now means that a slot is free as soon as its bytes are written.
-        if self._placement.grad_homes[name] is Tier.NVME:
+        if self._placement.grad_homes[name] is not Tier.NVME:
+            self._store.write_back(key, Tier.GPU, whole, wait=True)
+        else:
+            # Chunk by chunk, and each one leaves for NVMe before the next comes: all of them may have to share one slot
+            # in RAM. Evicting now means that a slot is free as soon as its bytes are written.
             chunk = self._placement.chunk_elements
             num_elements = max(chunk, updated_at_once(unit, chunk))
-            step = num_elements * unit.schema.grad_width
-            for start in range(0, size, step):
-                span = start, min(start + step, size)
+            step_bytes = num_elements * unit.schema.grad_width
+            for start in range(0, num_bytes, step_bytes):
+                span = start, min(start + step_bytes, num_bytes)
                 self._store.write_back(key, Tier.GPU, span, wait=True)
                 self._store.write_back(key, Tier.RAM, span)
                 self._store.evict(key, Tier.RAM, span)
-        else:
-            self._store.write_back(key, Tier.GPU, (0, size), wait=True)
 
         # The slot is free at once: the next gradient comes behind the copies from it.
         self._store.evict(key, Tier.GPU)
@@ -102,10 +105,11 @@ class GradBlocks:
 
         # The span may have padding at its end.
         first, end = elements
-        size = (end - first) * self._units[name].schema.grad_width
+        width = self._units[name].schema.grad_width
+        num_bytes = (end - first) * width
         tier = Tier.GPU if home is Tier.GPU else Tier.RAM
         with self._store.lease(key, tier, span, wait=True) as lease:
-            yield lease.bytes[:size]
+            yield lease.bytes[:num_bytes]
 
         # It is read once, so nobody needs its slot any more.
         if home is Tier.NVME:
@@ -118,21 +122,28 @@ class GradBlocks:
 
     def drop(self, name: str) -> None:
         """Drop a gradient of a step that was given up from all slots. No update and no sum of it is under way."""
+        key = grad_key(name)
         home = None if self.sums_in_ram(name) else self._placement.grad_homes[name]
         for tier in (Tier.GPU, Tier.RAM):
-            if home is not tier:
-                with contextlib.suppress(TransferError):  # it stays, and whoever writes it next has the error
-                    self._store.discard(grad_key(name), tier)
+            if home is tier:
+                continue
+
+            # If a write of it failed, it stays, and whoever writes it next has the error.
+            with contextlib.suppress(TransferError):
+                self._store.discard(key, tier)
 
     def span(self, name: str, elements: Elements) -> tuple[int, int]:
         """Bytes of a run of elements in the final gradient."""
-        # On NVMe a block is padded to whole granules, and the last run has the padding as well.
         unit = self._units[name]
         first, end = elements
         width = unit.schema.grad_width
-        if self._placement.grad_homes[name] is Tier.NVME and end == unit.num_trained:
-            return first * width, final_grad_bytes(unit, self._policy)
-        return first * width, end * width
+        start = first * width
+
+        # On NVMe a block is padded to whole granules, and the last run has the padding as well.
+        is_last = end == unit.num_trained
+        if is_last and self._placement.grad_homes[name] is Tier.NVME:
+            return start, final_grad_bytes(unit, self._policy)
+        return start, end * width
 
 
 def grad_key(unit: str) -> str:

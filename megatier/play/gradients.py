@@ -61,9 +61,9 @@ class UnitGradients:
         fresh = unit not in self._summed or not self.sums_here(unit)
         store = self._blocks.store
         with self._recorder.waiting("gpu_to_ram" if fresh else "ram_to_gpu"):
-            fetched = self._updates.take_fetch(unit)
-            if fetched is not None:
-                fetched.wait_for_end()
+            fetch = self._updates.take_fetch(unit)
+            if fetch is not None:
+                fetch.wait_for_end()
 
             # An interrupt between the lease and its entry would leave a lease that nobody gives back.
             with store.tear.call:
@@ -92,13 +92,15 @@ class UnitGradients:
             self._buffers.pop(unit).release()
 
         # This gradient takes the place of the last group's, which has to be added up before.
-        if group and (summed := self._updates.latest(unit)) is not None:
-            self._recorder.wait_until_done(summed)
+        last_sum = self._updates.latest(unit) if group else None
+        if last_sum is not None:
+            self._recorder.wait_until_done(last_sum)
 
         # It may wait for a slot in RAM: until drives have taken the gradient before, or an update has used it.
         if gradient.shipped:
             spills = self._blocks.placement.grad_homes[unit] is Tier.NVME
-            with self._recorder.waiting("ram_to_nvme" if spills else self._updates.wait_cause):
+            cause = "ram_to_nvme" if spills else self._updates.wait_cause
+            with self._recorder.waiting(cause):
                 self._blocks.grads.send(unit, final=gradient.is_final)
         if gradient.sums_in_ram:
             self._updates.submit_sum(unit, group)
@@ -113,8 +115,8 @@ class UnitGradients:
                 self._updates.submit_speculative(unit, made)
 
     def sums_here(self, unit: str) -> bool:
-        """True if the gradient's groups are added up on the GPU: it is at home there, or RAM is too short for it."""
-        return self._blocks.placement.sums_at(unit) is Tier.GPU
+        """Return whether groups are added up on the GPU: the gradient is at home there, or RAM is too short for it."""
+        return self._blocks.placement.sum_tier(unit) is Tier.GPU
 
     def fetch_sum(self, unit: str) -> None:
         """Start bringing the sum of the groups before to the GPU, if there is one: a backward will add to it."""

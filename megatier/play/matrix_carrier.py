@@ -46,15 +46,16 @@ class MatrixCarrier:
 
     No copy waits for products on the device either: it would hold up those behind it that compute waits for.
 
-    Threads: the lanes that update. They take turns, a unit each: one of them keeps the link and the GPU busy, and the
-    memory is that of one. Whoever has its turn waits for copies and products alone, and these wait for nobody's turn.
+    Threads: the lanes that update. One at a time carries a unit: that keeps the link and the GPU busy, and takes the
+    memory of one. It waits for copies and products alone, and these wait for no lane that updates.
     """
 
     def __init__(self, store: TieredStore, optimizer: Optimizer) -> None:
         """Take the store, whose lanes copy, and the optimizer, which knows the matrices of units."""
         self._store = store
         self._optimizer = optimizer
-        self._turn = threading.Lock()
+        self._one_unit = threading.Lock()
+        """Held by the lane that carries a unit."""
         self._stream = torch.cuda.Stream() if store.clock is not None else None
 
     def in_ram(self, apply: Apply) -> Apply:
@@ -69,10 +70,11 @@ class MatrixCarrier:
             return apply(unit, elements, planes, grad, before)
 
         # Each plane is read where the generation before has it, and written where the new one has it.
-        sources = _cut({**planes, **before, Kind.GRAD: grad}, elements, runs)
+        read = {**planes, **before, Kind.GRAD: grad}
+        sources = _cut(read, elements, runs)
         targets = _cut(planes, elements, runs)
         stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with self._turn, stream:
+        with self._one_unit, stream:
             self._carry(apply, unit, runs, sources, targets)
         return None
 
@@ -92,14 +94,16 @@ class MatrixCarrier:
                 _wait(matrix.moves)
                 grad = matrix.planes.pop(Kind.GRAD)
                 apply(unit, run, matrix.planes, grad, {})
+
+                # The host sees the end of the products before it enqueues copies, which must not wait on the device.
                 if self._stream is not None:
                     self._stream.synchronize()
                 del grad
 
-                target = targets[index]
                 matrix.moves.clear()
-                for kind, plane in target.items():
-                    matrix.moves.append(self._store.carry(unit, plane, matrix.planes[kind], to_gpu=False))
+                for kind, target in targets[index].items():
+                    copy = self._store.carry(unit, target, matrix.planes[kind], to_gpu=False)
+                    matrix.moves.append(copy)
 
             _end(under_way, 0)
         finally:
@@ -108,16 +112,17 @@ class MatrixCarrier:
                 for move in matrix.moves:
                     move.wait_for_end()
 
-    def _bring(self, unit: str, parts: Planes, under_way: deque[_Matrix]) -> None:
+    def _bring(self, unit: str, sources: Planes, under_way: deque[_Matrix]) -> None:
         """Take memory on the device for a matrix, and start copying it there."""
-        matrix = _Matrix({}, [])
-        for kind, part in parts.items():
-            matrix.planes[kind] = torch.empty_like(part, device=self._store.device)
+        device = self._store.device
+        planes = {kind: torch.empty_like(source, device=device) for kind, source in sources.items()}
+        matrix = _Matrix(planes, [])
 
         # In the list before its first copy begins: whatever fails then, `_carry` waits for those that did.
         under_way.append(matrix)
-        for kind, part in parts.items():
-            matrix.moves.append(self._store.carry(unit, matrix.planes[kind], part, to_gpu=True))
+        for kind, source in sources.items():
+            copy = self._store.carry(unit, planes[kind], source, to_gpu=True)
+            matrix.moves.append(copy)
 
 
 def _end(under_way: deque[_Matrix], left: int) -> None:
@@ -142,12 +147,13 @@ def _wait(moves: Sequence[Transfer]) -> None:
 
 def _cut(planes: Planes, elements: Elements, runs: Sequence[Elements]) -> list[Planes]:
     """Return the bytes that each run has in the planes of some elements."""
-    first, stop = elements
+    start, stop = elements
+    num_elements = stop - start
     cut: list[Planes] = []
-    for a, b in runs:
+    for first, last in runs:
         parts = {}
         for kind, plane in planes.items():
-            width = plane.numel() // (stop - first)
-            parts[kind] = plane[(a - first) * width : (b - first) * width]
+            width = plane.numel() // num_elements
+            parts[kind] = plane[(first - start) * width : (last - start) * width]
         cut.append(parts)
     return cut

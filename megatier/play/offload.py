@@ -102,9 +102,11 @@ class Offload:
         if len(self._spilling) == SPILLING_MAX:
             self._spilling[0].wait_for_end()
 
-        # Two moves: it goes on from RAM to NVMe.
         left = self._push(unit, tensor, tensor, 0)
-        if len(self._moves.stash(unit, tensor.nbytes)) > 1:
+
+        # Two moves: it goes on from RAM to NVMe.
+        moves = self._moves.stash(unit, tensor.nbytes)
+        if len(moves) > 1:
             self._spilling.append(left)
         self._activations.stash(unit)
 
@@ -124,7 +126,8 @@ class Offload:
 
         # In the place of the input before it: a queue is in order, so that one has left as well.
         left = self._push(unit, tensor, flat, start)
-        if len(self._moves.stash(unit, tensor.nbytes, start)) > 1:
+        moves = self._moves.stash(unit, tensor.nbytes, start)
+        if len(moves) > 1:
             self._spilling[-1] = left
         return True
 
@@ -157,20 +160,30 @@ class Offload:
 
     def _ask(self, unit: str) -> None:
         """Start bringing a unit's tensors back."""
-        back = self._fetched[unit] = []
+        fetched = self._fetched[unit] = []
         key = activation_key(unit)
-        device = self._store.device
         for stashed in self._stashed.pop(unit):
-            tensor = torch.empty_strided(stashed.shape, stashed.stride, dtype=stashed.dtype, device=device)
-            transfer = self._store.pull(key, _in_memory_order(tensor), stashed.start)
-            back.append((tensor, transfer))
-            self._demand.add(self._moves.unstash(unit, stashed.num_bytes, stashed.start))
+            tensor = torch.empty_strided(
+                stashed.shape,
+                stashed.stride,
+                dtype=stashed.dtype,
+                device=self._store.device,
+            )
+            flat = _in_memory_order(tensor)
+            transfer = self._store.pull(key, flat, stashed.start)
+            fetched.append((tensor, transfer))
+            moves = self._moves.unstash(unit, stashed.num_bytes, stashed.start)
+            self._demand.add(moves)
 
     def _push(self, unit: str, tensor: torch.Tensor, flat: torch.Tensor, start: int) -> Transfer:
         """Start moving a tensor home; returns the transfer after which it has left the GPU."""
         left = self._store.push(activation_key(unit), flat, start)
         stashed = _Stashed(
-            shape=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype, start=start, num_bytes=tensor.nbytes
+            shape=tensor.shape,
+            stride=tensor.stride(),
+            dtype=tensor.dtype,
+            start=start,
+            num_bytes=tensor.nbytes,
         )
         self._stashed.setdefault(unit, []).append(stashed)
         self._demand.add(self._moves.stash(unit, tensor.nbytes, start))

@@ -86,7 +86,7 @@ class Pass:
                 return True
         return False
 
-    def check_turn(self, *, is_alone: bool) -> None:
+    def check_can_replan(self, *, is_alone: bool) -> None:
         """Refuse to leave the planned course where what is left cannot be planned anew.
 
         Args:
@@ -178,10 +178,15 @@ class Orders:
         """Forget the courses of a name that came longest ago, if they are too many or too long. The last one stays."""
         courses = self._courses[name]
         num_accesses = sum(len(course.accesses) for course in courses.values())
-        while len(courses) > 1 and (len(courses) > COURSES_MAX or num_accesses > ACCESSES_MAX):
+        while len(courses) > 1:
+            too_many = len(courses) > COURSES_MAX
+            too_long = num_accesses > ACCESSES_MAX
+            if not (too_many or too_long):
+                break
+
             oldest = next(iter(courses))
-            gone = courses.pop(oldest)
-            num_accesses -= len(gone.accesses)
+            forgotten = courses.pop(oldest)
+            num_accesses -= len(forgotten.accesses)
             self._followed.pop((name, oldest), None)
 
     def knows(self, name: str) -> bool:
@@ -198,7 +203,8 @@ class Orders:
             return ""
         last = self._last(name)
         followed = self._followed.get((name, last), last)
-        return followed if followed in self._courses[name] else last
+        is_remembered = followed in self._courses[name]
+        return followed if is_remembered else last
 
     def timeline(self, name: str, due: frozenset[str], ahead: frozenset[str]) -> Timeline | None:
         """The timeline of the next pass, on the course that is expected; None before its order is known.
@@ -211,25 +217,27 @@ class Orders:
         if not self.knows(name):
             return None
 
-        known = self._courses[name][self.expected(name)]
-        found = known.timelines.pop((due, ahead), None)
-        if found is None:
-            found = build(
-                known.accesses,
+        course = self._courses[name][self.expected(name)]
+        timelines = course.timelines
+        timeline = timelines.pop((due, ahead), None)
+        if timeline is None:
+            timeline = build(
+                course.accesses,
                 self._placement,
                 due=due,
                 ahead=ahead,
-                scatters=known.scatters,
+                scatters=course.scatters,
                 trains=name == TRAIN,
             )
 
         # As with courses: what was played last is last.
-        known.timelines[due, ahead] = found
-        if len(known.timelines) > TIMELINES_MAX:
-            del known.timelines[next(iter(known.timelines))]
-        return found
+        timelines[due, ahead] = timeline
+        if len(timelines) > TIMELINES_MAX:
+            oldest = next(iter(timelines))
+            del timelines[oldest]
+        return timeline
 
-    def turn(self, played: Pass) -> None:
+    def replan(self, played: Pass) -> None:
         """Plan what is left of a pass that has left its course; or let it be recorded, if that course is not known.
 
         Its slots are empty, and nothing is updated in what is left.
@@ -238,9 +246,10 @@ class Orders:
         played.timeline = None
         played.recorded_from = done
 
+        # A course may begin with the same legs and use other units in them, so the accesses are compared too.
         so_far = tuple(played.accesses)
-        for course, known in self._courses[played.name].items():
-            if course.startswith(played.course) and known.accesses[:done] == so_far:
-                played.planned = course
-                played.timeline = rest(known.accesses, done, self._placement)
+        for legs, course in self._courses[played.name].items():
+            if legs.startswith(played.course) and course.accesses[:done] == so_far:
+                played.planned = legs
+                played.timeline = rest(course.accesses, done, self._placement)
                 return

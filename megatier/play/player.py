@@ -4,7 +4,27 @@
 belong to `Updates` from then on, which has lanes of its own. The player begins and ends passes, and says what all of
 them do.
 
-Why nothing deadlocks: the comments of `Player.begin` prove it, with the order that `Timeline` decides.
+Why nothing deadlocks. Number the accesses of a pass, and look at what each thread waits for. `Timeline` promises four
+rules of the order of its items, and each lane does its items in that order.
+
+1. Before a pass begins, nobody waits at the gate: each access of the last pass waited for its load and its unit's
+   update, and a pass that did not come to its end is cancelled first. So the gate may be reset.
+2. Without a recorded order every update that is due is finished first. From then on an access loads by itself; it waits
+   for slots and queues alone.
+3. With one, everything is handed to the lanes before the first access, or before the first one that is planned anew
+   (`UnitWeights.begin_leg`). So access k can only wait for work that some lane has already.
+4. Access k waits for what serves it, or an earlier access. By rules 1 and 2, all that stands before that waits for
+   accesses before k, too. So the earliest access that waits always gets what it waits for. By rule 3 an exchange holds
+   up no access. Updates also wait for gradients of the last step, which are made, and for readers on the lane
+   `checkpoint`, which waits for drives alone.
+5. Slots close no circle. GPU slots for weights: a load evicts the unit that the timeline names, after that unit's
+   access. RAM slots: they are leased while bytes move or AdamW runs, and bytes that were merely read ahead give way.
+   GPU slots for gradients: they are free as soon as the copy to RAM is submitted, and a RAM slot for that copy waits
+   for update lanes alone, which in the backward wait for no access any more.
+6. Ranks: by rule 4 all of them take part in the same loads and scatters, one after the other. Number these: the one
+   with the least number that is not over waits for compute alone, on each rank, and compute waits for none that comes
+   later.
+7. What breaks the order off (`cancel`, `close`) abandons the gate, so that no load waits for ever.
 
 Threads: the training thread begins and ends passes. In a backward, autograd's thread calls `UnitWeights` and
 `UnitGradients`, while the training thread waits. The watchdog looks at any time.
@@ -159,36 +179,24 @@ class Player:
         Raises:
             TornStateError: something was interrupted while state was changed.
         """
-        # Why nothing deadlocks. Number the accesses of a pass, and look at what each thread waits for:
-        #
-        # 1. Before the pass begins, nobody waits at the gate: each access of the last pass waited for its load and its
-        #    unit's update, and a pass that did not come to its end is cancelled here first. So the gate may be reset.
-        # 2. Without a recorded order every update that is due is finished first. From then on an access loads by
-        #    itself; it waits for slots and queues alone.
-        # 3. With one, `_submit` hands everything to the lanes before the first access, or before the first one that is
-        #    planned anew (`UnitWeights.begin_leg`): access k can only wait for work that some lane has already.
-        # 4. `Timeline` proves that whatever access k waits for waits only for accesses before k, if lanes do their
-        #    items in its order. Updates also wait for gradients of the last step, which are made, and for readers on
-        #    the lane `checkpoint`, which waits for drives alone. The exchange waits for updates, which never wait for
-        #    it.
-        # 5. Slots close no circle. GPU slots for weights: a load evicts the unit that the timeline names, after that
-        #    unit's access. RAM slots: they are leased while bytes move or AdamW runs, and bytes that were merely read
-        #    ahead give way. GPU slots for gradients: they are free as soon as the copy to RAM is submitted, and a RAM
-        #    slot for that copy waits for update lanes alone, which in the backward wait for no access any more.
-        # 6. What breaks the order off (`cancel`, `close`) abandons the gate, so that no load waits for ever.
-        self._leave_open_pass()  # 1
+        # The order of these steps is that of the proof at the head of this file: first its point 1.
+        self._leave_open_pass()
         self._pass = Pass(name)
         self.weights.begin(self._pass)
         if self._collectives is not None:
             self._collectives.begin(self._pass)
         self.gate.reset()
 
+        # Point 2.
         self.updates.check_exchange()
-        if not self._orders.knows(name):  # 2
+        if not self._orders.knows(name):
             with self.recorder.waiting(self.updates.wait_cause):
                 self.drain()
+
+        # What was updated ahead of the norm, and confirmed, is not updated again.
         due = self._updates_due - self.updates.speculation.updated
-        timeline = self._pass.timeline = self._orders.timeline(name, due, self.updates.ahead)
+        timeline = self._orders.timeline(name, due, self.updates.ahead)
+        self._pass.timeline = timeline
         self._pass.planned = self._orders.expected(name)
 
         # If ranks scatter gradients, the lane that does so asks for the sums.
@@ -203,7 +211,8 @@ class Player:
             if self._pass.trains:
                 self._grads.begin()
                 self.updates.begin()
-            if timeline is not None:  # 3
+            # Point 3.
+            if timeline is not None:
                 self._submit(timeline.items)
             self._updates_due = frozenset()
 
@@ -218,10 +227,11 @@ class Player:
                 case Load():
                     # A load looks for its unit's update as soon as its lane comes to it. The timeline has the update
                     # before it, else the load would bring weights that are about to change.
-                    brought = self.weights.submit(item)
+                    load = self.weights.submit(item)
                     if item.updates:
-                        self.updates.submit(Update(unit=item.unit), gradients, brought)
-                    self.weights.gather(item, brought)
+                        update = Update(unit=item.unit)
+                        self.updates.submit(update, gradients, load)
+                    self.weights.gather(item, load)
                 case Scatter():
                     assert self._collectives is not None, "one rank alone scatters nothing"
                     self._collectives.submit(item)
@@ -243,10 +253,13 @@ class Player:
                 raise
         else:
             # A pass that was recorded is counted as what it was.
-            for access in self._pass.accesses[self._pass.recorded_from :]:
-                self._demand.add(self._moves.load(access.unit))
+            recorded = self._pass.accesses[self._pass.recorded_from :]
+            for access in recorded:
+                loaded = self._moves.load(access.unit)
+                self._demand.add(loaded)
             for scatter in self._pass.scatters:
-                self._demand.add(self._moves.scatter(scatter))
+                scattered = self._moves.scatter(scatter)
+                self._demand.add(scattered)
 
         # The lane `ranks` makes gradients final, so it has to be through with this pass.
         if self._collectives is not None:
@@ -388,9 +401,11 @@ class Player:
         if self._updates_due:
             due = self._updates_due - self.updates.speculation.updated
             ordered = [unit for unit in self.blocks.units if unit in due]
+            items = drain_items(ordered, self._placement, self.updates.ahead)
+
             # As in `begin`: some of the updates are no whole step.
             with self._store.tear.change:
-                self._submit(drain_items(ordered, self._placement, self.updates.ahead))
+                self._submit(items)
                 self._updates_due = frozenset()
         self.updates.drain()
 

@@ -125,8 +125,10 @@ class Speculation:
 
         # Until steps have been decided, nothing speaks against it.
         num_clipped = sum(self._clipped)
-        if self._units and 2 * num_clipped <= len(self._clipped):
-            apply = self._carrier.in_ram(self._optimizer.unclipped())
+        is_promising = 2 * num_clipped <= len(self._clipped)
+        if self._units and is_promising:
+            unclipped = self._optimizer.unclipped()
+            apply = self._carrier.in_ram(unclipped)
             self._attempt = Attempt(apply=apply)
 
     def submit(self, unit: str, requires: Sequence[Transfer]) -> None:
@@ -156,6 +158,7 @@ class Speculation:
 
         with self._store.tear.change:
             attempt.units[unit] = new
+
             # Chunks come before the update that takes them from the front: the lane finds all of them there.
             self._planned.extend(chunks)
             self._transfers[unit] = self._lane.submit(unit, 0, work, requires, follows)
@@ -257,13 +260,15 @@ class Speculation:
         """Run AdamW on one chunk, and start its way to the new generation."""
         unit = chunk.unit
         attempt = chunk.attempt
-        update_chunk(self._blocks, self._recorder, attempt.apply, chunk, feeds=False)
+        blocks = self._blocks
+        update_chunk(blocks, self._recorder, attempt.apply, chunk, feeds=False)
 
-        for move in carried(self._blocks.units[unit]):
+        for move in carried(blocks.units[unit]):
             self._count(attempt, move)
-        for kind in self._blocks.spilled(unit):
-            start, stop = self._blocks.span(unit, kind, chunk.elements)
-            self._count(attempt, write(round_up(stop) - start))
+        for kind in blocks.spilled(unit):
+            start, stop = blocks.span(unit, kind, chunk.elements)
+            num_bytes = round_up(stop) - start
+            self._count(attempt, write(num_bytes))
 
     def _next(self) -> None:
         """Take the first chunk out. If it was read in vain, its slots are free again."""
@@ -279,4 +284,7 @@ class Speculation:
         self._demand.add([move])
         with self._lock:
             attempt.moved_bytes += move.num_bytes
-            self.void_bytes += move.num_bytes if attempt.is_void else 0
+
+            # `abandon` has counted what was moved before the attempt became void.
+            if attempt.is_void:
+                self.void_bytes += move.num_bytes

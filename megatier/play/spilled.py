@@ -63,11 +63,11 @@ def update_chunk(blocks: UnitBlocks, recorder: Recorder, apply: Apply, chunk: Up
         blocks.open_update(chunk.unit, chunk.elements, chunk.old, chunk.new) as state,
     ):
         recorder.busy["update_nvme"] = "update"
-        start = time.perf_counter_ns()
+        start_ns = time.perf_counter_ns()
         work = apply(chunk.unit, chunk.elements, state.planes, grad, state.before)
         if work is not None:
             work.wait()
-        recorder.work("update_nvme", chunk.unit, start, time.perf_counter_ns())
+        recorder.work("update_nvme", chunk.unit, start_ns, time.perf_counter_ns())
 
         state.write_back()
 
@@ -133,8 +133,10 @@ class SpilledUpdates:
             follows: what still uses the generation that is written.
         """
         unit = update.unit
-        runs = self._blocks.chunks(unit)
-        chunks = [UpdateChunk(unit=unit, elements=elements, old=old, new=new) for elements in runs]
+        chunks = []
+        for elements in self._blocks.chunks(unit):
+            chunk = UpdateChunk(unit=unit, elements=elements, old=old, new=new)
+            chunks.append(chunk)
 
         # The chunks come before the update: when the lane comes to the update, all of them are there to take.
         self._ahead.extend(chunks)
@@ -165,7 +167,7 @@ class SpilledUpdates:
                 update_chunk(self._blocks, self._recorder, apply, chunk, feeds=feeds)
 
             if feeds:
-                self._blocks.feed_frozen(unit)
+                self._blocks.prefetch_frozen(unit)
         finally:
             # If it failed half-way, the next unit must not take these chunks for its own.
             while self._ahead and self._ahead[0].unit == unit:
@@ -183,5 +185,7 @@ class SpilledUpdates:
 
     def _read_ahead(self) -> None:
         """Ask for the next chunks, also those of units that come later. What was asked for does not move again."""
-        for chunk in list(self._ahead)[:CHUNK_DEPTH]:
+        # The thread that submits appends to the list meanwhile, so it is copied in one step of the interpreter.
+        ahead = list(self._ahead)
+        for chunk in ahead[:CHUNK_DEPTH]:
             self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.old)

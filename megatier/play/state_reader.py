@@ -41,7 +41,7 @@ class StateReader:
             before: work of this lane; if it failed, this one fails with the same error, undone.
             unit: the unit that it reads, if it reads one; no update changes that unit's state before the work is over.
         """
-        requires = [before] if before is not None else []
+        requires = [] if before is None else [before]
         transfer = self.queue.submit(name, 0, work, requires)
         self._recorder.watch(transfer)
 

@@ -60,6 +60,7 @@ class StateRun:
             key = self.keys[kind]
             start, stop = span
 
+            # Bytes past the run's own ones lie in the user's files, which no run writes.
             extent = self.store.extents.get(key)
             if extent is not None and start >= extent.own_bytes:
                 assert self.store.files is not None
@@ -71,7 +72,9 @@ class StateRun:
 
             # The rest of a streamed unit's state follows later (`UnitBlocks.return_state`): the CPU's updates need all
             # that memory gives.
-            if home is Tier.NVME or (home is not self.tier and kind is Kind.WEIGHT):
+            is_streamed = home is not self.tier and home is not Tier.NVME
+            follows_later = is_streamed and kind is not Kind.WEIGHT
+            if home is not self.tier and not follows_later:
                 self.store.write_back(key, self.tier, span)
 
 
@@ -145,8 +148,14 @@ class UnitBlocks:
         unit = self.units[name]
         trained = 0, unit.num_trained
         frozen = unit.num_trained, unit.num_elements
-        spans = self.span(name, Kind.WEIGHT, trained), self.span(name, Kind.WEIGHT, frozen)
-        return [(start, stop) for start, stop in spans if start < stop]
+
+        # Each is gathered by itself, since the whole has the trained elements of all ranks before the frozen ones.
+        spans = []
+        for elements in (trained, frozen):
+            start, stop = self.span(name, Kind.WEIGHT, elements)
+            if start < stop:
+                spans.append((start, stop))
+        return spans
 
     def spilled(self, name: str) -> list[Kind]:
         """The kinds of a unit's state that are at home on NVMe."""
@@ -179,9 +188,14 @@ class UnitBlocks:
         """
         is_on_gpu = streamed or self.placement.homes[unit, Kind.WEIGHT] is Tier.GPU
         tier = Tier.GPU if is_on_gpu else Tier.RAM
-        spans = {kind: self.span(unit, kind, elements) for kind in kinds}
-        keys = {kind: self.key(unit, kind, generation) for kind in kinds}
-        homes = {kind: self.placement.homes[unit, kind] for kind in kinds}
+        spans: dict[Kind, tuple[int, int]] = {}
+        keys: dict[Kind, str] = {}
+        homes: dict[Kind, Tier] = {}
+        for kind in kinds:
+            spans[kind] = self.span(unit, kind, elements)
+            keys[kind] = self.key(unit, kind, generation)
+            homes[kind] = self.placement.homes[unit, kind]
+
         store = self.store
         tear = store.tear
 
@@ -190,10 +204,18 @@ class UnitBlocks:
         with tear.call, contextlib.ExitStack() as stack:
             planes = {}
             for kind in kinds:
-                lease = store.lease(keys[kind], tier, spans[kind], fresh=kind in fresh, wait=True)
+                is_fresh = kind in fresh
+                lease = store.lease(keys[kind], tier, spans[kind], fresh=is_fresh, wait=True)
                 planes[kind] = stack.enter_context(lease).bytes
             with tear.waiting():
-                yield StateRun(store=store, homes=homes, keys=keys, tier=tier, planes=planes, spans=spans)
+                yield StateRun(
+                    store=store,
+                    homes=homes,
+                    keys=keys,
+                    tier=tier,
+                    planes=planes,
+                    spans=spans,
+                )
 
         # After the leases, which forbid it. A copy that is being written stays until it is home.
         for kind in kinds:
@@ -205,7 +227,11 @@ class UnitBlocks:
         """Lease a run of a unit's state to update it from one generation into another, or in place."""
         # Kinds whose place is the same in both generations are updated in place.
         kinds = self.kinds(unit)
-        moved = [kind for kind in kinds if self.key(unit, kind, old) != self.key(unit, kind, new)]
+        moved = []
+        for kind in kinds:
+            if self.key(unit, kind, old) != self.key(unit, kind, new):
+                moved.append(kind)
+
         with (
             self.open_state(unit, elements, moved, generation=old) as before,
             self.open_state(unit, elements, kinds, fresh=moved, generation=new) as state,
@@ -217,6 +243,7 @@ class UnitBlocks:
 
         Call it when they were written to the generation that holds. No update would carry them over.
         """
+        weight = [Kind.WEIGHT]
         for place in self.generations.places(unit, Kind.WEIGHT):
             # Wherever the weights lie: the other number is not looked at.
             other = Generation(nvme=place, ram=place)
@@ -225,18 +252,20 @@ class UnitBlocks:
 
             for elements in self.frozen_chunks(unit):
                 with (
-                    self.open_state(unit, elements, [Kind.WEIGHT]) as held,
-                    self.open_state(unit, elements, [Kind.WEIGHT], fresh=[Kind.WEIGHT], generation=other) as state,
+                    self.open_state(unit, elements, weight) as valid,
+                    self.open_state(unit, elements, weight, fresh=weight, generation=other) as state,
                 ):
-                    state.planes[Kind.WEIGHT].copy_(held.planes[Kind.WEIGHT])
+                    state.planes[Kind.WEIGHT].copy_(valid.planes[Kind.WEIGHT])
                     state.write_back()
 
-    def feed_frozen(self, unit: str) -> None:
+    def prefetch_frozen(self, unit: str) -> None:
         """Start bringing a unit's frozen weights to the GPU slot that its update has fed with the trained ones."""
         spec = self.units[unit]
+        frozen = spec.num_trained, spec.num_elements
         if spec.num_trained < spec.num_elements:
-            span = self.span(unit, Kind.WEIGHT, (spec.num_trained, spec.num_elements))
-            self.store.prefetch(self.key(unit, Kind.WEIGHT), Tier.GPU, span, wait=True)
+            key = self.key(unit, Kind.WEIGHT)
+            span = self.span(unit, Kind.WEIGHT, frozen)
+            self.store.prefetch(key, Tier.GPU, span, wait=True)
 
     def make_room(self, load: Load, gate: Gate) -> None:
         """Free a load's GPU slot once the access that it displaces is over.
@@ -268,9 +297,12 @@ class UnitBlocks:
 
     def return_state(self, unit: str) -> None:
         """Start writing a streamed unit's state home. Its GPU slots are free when that is over."""
-        for kind in self.units[unit].schema.passing_kinds:
+        kinds = self.units[unit].schema.passing_kinds
+        for kind in kinds:
             key = self.key(unit, kind)
             self.store.write_back(key, Tier.GPU)
+
+            # The store keeps the copy until its bytes are home, and frees the slot then.
             self.store.evict(key, Tier.GPU)
 
     def read_ahead(self, name: str, elements: Elements, generation: Generation) -> int:
@@ -278,47 +310,58 @@ class UnitBlocks:
 
         What is there already, or on its way, is not read again.
         """
-        size = 0
-        for key, (start, stop) in self._read(name, elements, generation):
-            self.store.prefetch(key, Tier.RAM, (start, stop), wait=True)
-            size += round_up(stop) - start  # a block's last page moves whole
-        return size
+        num_bytes = 0
+        for key, span in self._spilled_spans(name, elements, generation):
+            self.store.prefetch(key, Tier.RAM, span, wait=True)
+
+            # A block's last page moves whole.
+            start, stop = span
+            num_bytes += round_up(stop) - start
+        return num_bytes
 
     def drop_read(self, name: str, elements: Elements, generation: Generation) -> None:
         """Free the slots of what was read ahead for a chunk."""
-        for key, span in self._read(name, elements, generation):
+        for key, span in self._spilled_spans(name, elements, generation):
             self.store.evict(key, Tier.RAM, span)
 
-    def _read(self, name: str, elements: Elements, generation: Generation) -> list[tuple[str, tuple[int, int]]]:
-        """The blocks and spans that a chunk's update reads from NVMe."""
-        found = []
+    def _spilled_spans(
+        self, name: str, elements: Elements, generation: Generation
+    ) -> list[tuple[str, tuple[int, int]]]:
+        """Return the blocks and spans that a chunk's update reads from NVMe."""
+        spilled = []
         for kind in self.spilled(name):
-            found.append((self.key(name, kind, generation), self.span(name, kind, elements)))
+            key = self.key(name, kind, generation)
+            span = self.span(name, kind, elements)
+            spilled.append((key, span))
+
         if self.placement.grad_homes[name] is Tier.NVME:
-            found.append((grad_key(name), self.grads.span(name, elements)))
-        return found
+            grad_span = self.grads.span(name, elements)
+            spilled.append((grad_key(name), grad_span))
+        return spilled
 
     def _register(self) -> None:
         """Register the blocks of all units, and reserve slots: homes are set aside first, then all slots."""
         for unit in self.units.values():
+            name = unit.name
             for kind in unit.kinds:
-                _, size = self.whole(unit.name, kind)
-                home = self.placement.homes[unit.name, kind]
+                _, size = self.whole(name, kind)
+                home = self.placement.homes[name, kind]
 
                 # A frozen base may lie in files of its own, which this run does not make.
                 elsewhere = block_bytes(unit, kind) - home_bytes(unit, kind, home)
-                for place in self.generations.places(unit.name, kind):
-                    key = block_key(unit.name, kind, place)
-                    self.store.register(BlockSpec(key, size, home, kind, elsewhere))
+                for place in self.generations.places(name, kind):
+                    key = block_key(name, kind, place)
+                    state = BlockSpec(key, size, home, kind, elsewhere)
+                    self.store.register(state)
 
             if unit.num_trained:
-                self.grads.register(unit.name)
+                self.grads.register(name)
             if self.policy.ranks > 1:
                 self._register_shared(unit)
             if unit.activation_bytes:
-                home = self.placement.activation_homes[unit.name]
-                key = activation_key(unit.name)
-                self.store.register(BlockSpec(key, unit.activation_bytes, home, Kind.ACTIVATION))
+                home = self.placement.activation_homes[name]
+                activation = BlockSpec(activation_key(name), unit.activation_bytes, home, Kind.ACTIVATION)
+                self.store.register(activation)
 
         for plan in self.placement.slots:
             self.store.reserve(plan.tier, plan.kind, plan.slot_bytes, plan.num_slots)
@@ -329,13 +372,19 @@ class UnitBlocks:
 
     def _register_shared(self, unit: UnitSpec) -> None:
         """Register what ranks send each other of a unit. These blocks have no home: their bytes are only in slots."""
-        store = self.store
-        size = gathered_bytes(unit, self.policy)
-        store.register(BlockSpec(gathered_key(unit.name), size, None, Kind.GATHERED))
-        if unit.num_trained:
-            size = group_grad_bytes(unit, self.policy)
-            store.register(BlockSpec(group_grad_key(unit.name), size, None, Kind.GROUP_GRAD))
-            store.register(BlockSpec(received_key(unit.name), size, None, Kind.RECEIVED))
+        name = unit.name
+        weight_bytes = gathered_bytes(unit, self.policy)
+        gathered = BlockSpec(gathered_key(name), weight_bytes, None, Kind.GATHERED)
+        self.store.register(gathered)
+        if not unit.num_trained:
+            return
+
+        # Every rank receives a shard from each rank, so both have the bytes of a whole gradient.
+        grad_bytes = group_grad_bytes(unit, self.policy)
+        made = BlockSpec(group_grad_key(name), grad_bytes, None, Kind.GROUP_GRAD)
+        received = BlockSpec(received_key(name), grad_bytes, None, Kind.RECEIVED)
+        self.store.register(made)
+        self.store.register(received)
 
 
 def block_key(unit: str, kind: Kind, place: int = 0) -> str:

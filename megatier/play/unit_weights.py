@@ -120,18 +120,18 @@ class UnitWeights:
         """Say that a forward or backward of a training pass follows. On another course its loads are planned anew.
 
         Raises:
-            TimelineError: see `Pass.check_turn`.
+            TimelineError: see `Pass.check_can_replan`.
         """
         played = self._pass
         played.course += leg
         if played.is_on_course:
             return
-        played.check_turn(is_alone=self._collectives is None)
+        played.check_can_replan(is_alone=self._collectives is None)
 
         # An interrupt tears nothing so far: weights in slots are copies.
         with self._recorder.waiting(self._recorder.busy["load"]):
             self._give_up()
-        self._orders.turn(played)
+        self._orders.replan(played)
         if played.timeline is None:
             played.sums_ahead = frozenset()
             return
@@ -159,7 +159,8 @@ class UnitWeights:
             self.pass_over(access)
 
         # Before the wait for the weights, so that the sum comes meanwhile.
-        if len(self._pass.accesses) in self._pass.sums_ahead:
+        index = len(self._pass.accesses)
+        if index in self._pass.sums_ahead:
             self._gradients.fetch_sum(unit)
         use = self._use(access)
         if phase is Phase.BACKWARD:
@@ -175,9 +176,11 @@ class UnitWeights:
             use.lease.release()
             self._held.remove(use.lease)
 
-        # The gate opens after the release: a load that it lets through evicts these weights, and a lease forbids that.
         self._recorder.access(use.access, use.cause, use.asked, use.entered, left)
-        self._gate.open_to(len(self._pass.accesses))
+
+        # The gate opens after the release: a load that it lets through evicts these weights, and a lease forbids that.
+        num_over = len(self._pass.accesses)
+        self._gate.open_to(num_over)
 
         # Without a timeline nothing is known of the unit's next use, so it makes room for others.
         if self._pass.timeline is None:
@@ -217,7 +220,9 @@ class UnitWeights:
 
         # An access that an update feeds has no load of its own: its weights are there after the update.
         causes: Counter[str] = Counter()
-        for transfer in (self._updates.latest(unit), self._pass.loads.get(index)):
+        update = self._updates.latest(unit)
+        load = self._pass.loads.get(index)
+        for transfer in (update, load):
             if transfer is not None:
                 self._wait(transfer, causes)
 
@@ -240,10 +245,14 @@ class UnitWeights:
         done = len(self._pass.accesses)
         self._gate.abandon()
         for load in timeline.items:
+            if load.access < done:
+                continue
+
             # One that began was moved, and counts. If a move failed, whoever asks for the weights next is told so.
-            brought = self._pass.loads.pop(load.access, None) if load.access >= done else None
+            brought = self._pass.loads.pop(load.access, None)
             if brought is not None and not brought.wait_for_end():
-                self._demand.take_back(self._moves.of(load))
+                moves = self._moves.of(load)
+                self._demand.take_back(moves)
 
         self.evict()
         self._gate.reset()
@@ -252,7 +261,9 @@ class UnitWeights:
     def _on_demand(self, unit: str, key: str, causes: Counter[str]) -> list[Transfer]:
         """Start bringing a unit's weights, unless a load did; returns what brings them."""
         if self._collectives is not None:
-            return [self._collectives.gather(unit)] if self._pass.timeline is None else []
+            if self._pass.timeline is not None:
+                return []
+            return [self._collectives.gather(unit)]
 
         began = time.monotonic()
         with REST:
@@ -288,12 +299,14 @@ class UnitWeights:
         `gather` follows, once the update of a streamed unit was submitted.
         """
         if self._collectives is None:
-            transfer = self.queue.submit(load.unit, 0, partial(self._load, load))
+            work = partial(self._load, load)
+            transfer = self.queue.submit(load.unit, 0, work)
             self._pass.loads[load.access] = transfer
             return transfer
 
         # A shard needs a slot. That of the gather before the last one is free when that is over.
-        before = [self._gathers[0]] if len(self._gathers) == SLOTS_MIN else []
+        are_slots_taken = len(self._gathers) == SLOTS_MIN
+        before = [self._gathers[0]] if are_slots_taken else []
         work = partial(self._bring, load.unit)
         return self.queue.submit(load.unit, 0, work, follows=before)
 
@@ -308,9 +321,12 @@ class UnitWeights:
             return
 
         # A streamed unit is updated where its shard came to. Any other one is updated before that.
+        shard_ready = [own]
         update = self._updates.latest(load.unit) if load.updates else None
-        before = [own] if update is None else [own, update]
-        transfer = self._collectives.submit(load, before)
+        if update is not None:
+            shard_ready.append(update)
+
+        transfer = self._collectives.submit(load, shard_ready)
         self._gathers.append(transfer)
         self._pass.loads[load.access] = transfer
 
@@ -325,7 +341,8 @@ class UnitWeights:
         Raises:
             TimelineError: the order is not the recorded one.
         """
-        for recorded in self._pass.leave_out(access, self._blocks.placement.grad_homes.keys()):
+        trained = self._blocks.placement.grad_homes.keys()
+        for recorded in self._pass.leave_out(access, trained):
             self._use(recorded).leave()
 
             # Before the next one: its gather may come after the scatter of what this one leaves out.
@@ -340,15 +357,18 @@ class UnitWeights:
         Args:
             group: the last group that is left out.
         """
-        timeline, collectives = self._pass.timeline, self._collectives
+        timeline = self._pass.timeline
+        collectives = self._collectives
         assert timeline is not None, "nothing is known of what is left"
         assert collectives is not None, "a rank that is alone cancels the pass"
-        self._pass.left_out.update((access.unit, access.group) for access in timeline.accesses)
+        for access in timeline.accesses:
+            self._pass.left_out.add((access.unit, access.group))
 
         # The access that failed was never left.
-        self._gate.open_to(len(self._pass.accesses))
+        done = len(self._pass.accesses)
+        self._gate.open_to(done)
         collectives.pass_over()
-        for access in timeline.accesses[len(self._pass.accesses) :]:
+        for access in timeline.accesses[done:]:
             if access.group > group:
                 break
             self._use(access).leave()
@@ -383,11 +403,12 @@ class UnitWeights:
         """Start bringing what this rank has of a unit's weights to a slot, once the unit is updated."""
         # A streamed unit is updated in its slot, so there the update comes behind the load.
         busy = self._recorder.busy
-        streamed = unit in self._blocks.placement.streamed
-        update = None if streamed else self._updates.latest(unit)
+        is_streamed = unit in self._blocks.placement.streamed
+        update = None if is_streamed else self._updates.latest(unit)
         if update is not None:
             busy["load"] = "update"
             update.wait()
 
         busy["load"] = "ram_to_gpu"
-        self._store.prefetch(self._blocks.key(unit, Kind.WEIGHT), Tier.GPU, wait=True)
+        key = self._blocks.key(unit, Kind.WEIGHT)
+        self._store.prefetch(key, Tier.GPU, wait=True)

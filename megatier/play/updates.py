@@ -10,8 +10,6 @@ soon as the norm is known, and goes home when the CPU is through with its own up
 If a unit has a spare generation of state, its update may run before the norm is known: `speculation` says when. If the
 generation that holds is kept as a savepoint, the update writes a spare one, which holds from then on.
 
-Why nothing deadlocks: `Player.begin` proves it.
-
 Threads: the thread that computes submits updates and sums (autograd's, in a backward). Any thread may ask for one of
 them (`of`).
 """
@@ -115,8 +113,9 @@ class Updates:
             load: the load of a streamed unit's weights. The update comes behind it even if it was given up: an update
                 that is due has to run.
         """
+        requires = [] if gradient is None else [gradient]
         with self._store.tear.change:
-            self._submit(update, [gradient] if gradient is not None else [], load)
+            self._submit(update, requires, load)
 
     def _submit(self, update: Update, requires: list[Transfer], load: Transfer | None) -> None:
         """Append an update to its lane, inside a region of the store's tear."""
@@ -151,16 +150,17 @@ class Updates:
 
     def submit_sum(self, unit: str, group: int) -> None:
         """Add a group's gradient, which is in RAM or on its way there, to those before it."""
+        work = partial(self._accumulate, unit, group)
         with self._store.tear.change:
             self.speculation.drop(unit)
             self._lane = "update"
-            work = partial(self._accumulate, unit, group)
             self._last[unit] = self._in_ram.submit(unit, 0, work)
 
     def submit_fetch(self, unit: str) -> None:
         """Bring the sum of the groups before to the GPU, for this group's gradient to be added."""
+        work = partial(self._fetch, unit)
         with self._store.tear.change:
-            self._fetched[unit] = self._in_ram.submit(unit, 0, partial(self._fetch, unit))
+            self._fetched[unit] = self._in_ram.submit(unit, 0, work)
 
     def take_fetch(self, unit: str) -> Transfer | None:
         """Take the transfer after which the unit's sum is on the GPU, or on its way there. It is given once."""
@@ -170,7 +170,8 @@ class Updates:
         """Update a unit whose gradient is final, if this pass speculates."""
         # What `_last` has is the sum of this step: it took the place of the update before.
         summed = self._last.get(unit) if self._policy.groups > 1 else None
-        self.speculation.submit(unit, [made for made in (gradient, summed) if made is not None])
+        made_by = [transfer for transfer in (gradient, summed) if transfer is not None]
+        self.speculation.submit(unit, made_by)
 
     def check_exchange(self) -> None:
         """Raise the error of the last exchange, if it failed: nobody else waits for it."""
@@ -188,7 +189,10 @@ class Updates:
 
         work = partial(self._exchange_state, exchange, on_cpu)
         self.exchange = self._on_gpu.submit("streamed state", 0, work)
-        self.ahead = self.ahead - set(exchange.home) | set(exchange.fetched)
+
+        # In this order: what goes home may come again in the same exchange.
+        still_ahead = self.ahead - set(exchange.home)
+        self.ahead = still_ahead | set(exchange.fetched)
 
     def latest(self, unit: str) -> Transfer | None:
         """The unit's update or sum that was submitted last."""
@@ -228,7 +232,8 @@ class Updates:
     def wait_for_end(self) -> None:
         """Wait until every update, every sum and the exchange have ended, well or not."""
         # Also sums on their way to the GPU that nobody will take: they still write to a slot.
-        for transfer in (*self._all(), *self._fetched.values()):
+        transfers = [*self._all(), *self._fetched.values()]
+        for transfer in transfers:
             transfer.wait_for_end()
         self._fetched.clear()
 
@@ -242,9 +247,11 @@ class Updates:
         for transfer in self._all():
             transfer.wait()
 
+        generations = self._blocks.generations
         for name, kind in self._placement.homes:
-            for place in self._blocks.generations.places(name, kind):
-                self._store.settle(block_key(name, kind, place))
+            for place in generations.places(name, kind):
+                key = block_key(name, kind, place)
+                self._store.settle(key)
         for name, home in self._placement.grad_homes.items():
             if home is Tier.NVME:
                 self._store.settle(grad_key(name))
@@ -288,7 +295,8 @@ class Updates:
         # Kernels of different streams can start in the order in which they were enqueued: one that waits on its stream
         # for a copy would hold up compute. So the host waits.
         if streamed:
-            for transfer in self._store.prefetch(self._blocks.key(unit, Kind.WEIGHT), Tier.GPU, wait=True):
+            key = self._blocks.key(unit, Kind.WEIGHT)
+            for transfer in self._store.prefetch(key, Tier.GPU, wait=True):
                 transfer.wait()
 
         with (
@@ -331,13 +339,16 @@ class Updates:
 
     def _begin_update(self, unit: str) -> UpdateUnderWay | None:
         """Start AdamW on a whole unit; None if it is done."""
-        (elements,) = self._blocks.chunks(unit)
+        blocks = self._blocks
+        (elements,) = blocks.chunks(unit)
+        kinds = blocks.kinds(unit)
         with contextlib.ExitStack() as leases:
-            grad = leases.enter_context(self._blocks.grads.open(unit, elements))
-            kinds = self._blocks.kinds(unit)
-            state = leases.enter_context(self._blocks.open_state(unit, elements, kinds))
+            open_grad = blocks.grads.open(unit, elements)
+            grad = leases.enter_context(open_grad)
+            open_state = blocks.open_state(unit, elements, kinds)
+            state = leases.enter_context(open_state)
 
-            start = time.perf_counter_ns()
+            start_ns = time.perf_counter_ns()
             apply = self._carrier.in_ram(self._optimizer.apply)
             work = apply(unit, elements, state.planes, grad, state.before)
 
@@ -345,21 +356,27 @@ class Updates:
             # leased, and the leases end.
             leases.callback(state.write_back)
             if work is None:
-                self._recorder.work("update", unit, start, time.perf_counter_ns())
+                self._recorder.work("update", unit, start_ns, time.perf_counter_ns())
                 return None
             leases.callback(lambda: self._recorder.work("update", unit, *work.span_ns()))
-            return UpdateUnderWay(work, leases.pop_all(), self._store.tear)
+
+            # Whoever waits for the update ends the leases.
+            taken_over = leases.pop_all()
+            return UpdateUnderWay(work, taken_over, self._store.tear)
 
     def _accumulate(self, unit: str, group: int) -> None:
         """Add a group's gradient to the sum of those before."""
-        total_key = sum_key(unit)
-        part_key = grad_key(unit)
+        store = self._store
+        grad = grad_key(unit)
         try:
-            with self._store.lease(total_key, Tier.RAM) as total, self._store.lease(part_key, Tier.RAM) as part:
+            with (
+                store.lease(sum_key(unit), Tier.RAM) as total,
+                store.lease(grad, Tier.RAM) as part,
+            ):
                 self._optimizer.accumulate(unit, total.bytes, part.bytes, group=group)
         finally:
             # Even after an error, since a backward would wait for the slot for ever.
-            self._store.evict(part_key, Tier.RAM)
+            store.evict(grad, Tier.RAM)
 
     def _fetch(self, unit: str) -> None:
         """Ask for the sum of the groups before, on the GPU."""

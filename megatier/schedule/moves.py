@@ -126,7 +126,7 @@ class Moves:
         return Gradient(
             fetched=self._fetch_sum(unit) if group else (),
             shipped=self._ship(unit, is_last=is_last),
-            sums_in_ram=self._policy.groups > 1 and placement.sums_at(unit) is Tier.RAM,
+            sums_in_ram=self._policy.groups > 1 and placement.sum_tier(unit) is Tier.RAM,
             is_final=is_last,
             update=Update(unit=unit) if updates else None,
         )

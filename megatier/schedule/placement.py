@@ -79,7 +79,7 @@ class Placement:
             return "update_nvme"
         return "update"
 
-    def sums_at(self, unit: str) -> Tier:
+    def sum_tier(self, unit: str) -> Tier:
         """The tier where the gradients of several groups are added up for a unit that is trained: gpu or ram."""
         if self.sums_on_gpu or self.grad_homes[unit] is Tier.GPU:
             return Tier.GPU

@@ -30,8 +30,8 @@ class Access:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """When an item of a timeline has its turn."""
+class Timing:
+    """When an item of a timeline is needed, and when it may begin."""
 
     access: int = -1
     """Index of the first access that needs it; -1: none in the pass does."""
@@ -40,7 +40,7 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load(Turn):
+class Load(Timing):
     """Weights of a unit come into a GPU slot, for one access and for those that follow while they stay there.
 
     If ranks share the state, each brings its shard to the GPU, and the slot takes what they gather.
@@ -57,7 +57,7 @@ class Load(Turn):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Update(Turn):
+class Update(Timing):
     """AdamW on a unit whose gradient is final."""
 
     unit: str
@@ -66,7 +66,7 @@ class Update(Turn):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scatter(Turn):
+class Scatter(Timing):
     """A group's gradient of a unit, whose shards go to the ranks that own them, after the access that makes it."""
 
     unit: str
@@ -77,7 +77,7 @@ class Scatter(Turn):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange(Turn):
+class Exchange(Timing):
     """State of streamed units, except weights, goes home and comes to the GPU for the next update."""
 
     home: tuple[str, ...]
@@ -97,21 +97,16 @@ class Timeline:
     The player hands the items to their lanes in this order, all of them before the first access. The simulator makes
     jobs of them in this order. `Moves.of` says what each one moves.
 
-    Why nothing deadlocks: number the accesses. A load or an update serves the access that needs it. Each lane works in
-    the order of the items.
+    The order has four rules, by which `play/player.py` proves that nothing deadlocks. A load or an update serves the
+    access that needs it.
 
     1. Loads and updates stand in the order of the accesses that they serve. One that serves access k waits for accesses
        before k, which use the slot that it fills, and for items that stand before it: a load for its unit's update.
     2. A scatter waits for its access s. It stands behind the loads that serve s and earlier accesses. It stands before
        the first load that waits for s, or that comes after such a load. So what stands before a load that serves access
        k waits for accesses before k alone.
-    3. Access k waits for what serves it, or an earlier access. All that stands before that waits for accesses before k,
-       too. So the earliest access that waits always gets what it waits for.
-    4. An exchange is last, and nothing in the pass waits for it; or it is first, and waits for no access.
-
-    The order of loads and scatters is the same on all ranks, whichever updates are due. Each of them takes part in one
-    after the other. Number them: the one with the least number that is not over waits for compute alone, on each rank,
-    and compute waits for none that comes later.
+    3. An exchange is last, and nothing in the pass waits for it; or it is first, and waits for no access.
+    4. The order of loads and scatters is the same on all ranks, whichever updates are due.
     """
 
     accesses: tuple[Access, ...]

@@ -117,7 +117,7 @@ class Broken:
         self.fails = fails
         self.is_over = False
 
-    def over(self) -> bool:
+    def wait_for_end(self) -> bool:
         self.is_over = True
         return not self.fails
 
@@ -162,7 +162,7 @@ class LateCopy:
         self.target, self.source = target, source
         self.is_over = False
 
-    def over(self) -> bool:
+    def wait_for_end(self) -> bool:
         if not self.is_over:
             target, source = self.target(), self.source()
             assert target is not None, "memory was given back before a copy to it was over"
