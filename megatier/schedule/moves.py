@@ -86,9 +86,12 @@ class Moves:
             case Scatter():
                 return self.scatter(item)
             case Exchange():
-                home = [move for unit in item.home for move in self.return_state(unit)]
-                fetched = [move for unit in item.fetched for move in self.fetch_state(unit)]
-                return (*home, *fetched)
+                moves: list[Move] = []
+                for unit in item.home:
+                    moves += self.return_state(unit)
+                for unit in item.fetched:
+                    moves += self.fetch_state(unit)
+                return tuple(moves)
 
     # ------------------------------------------------------------------ weights
 
@@ -102,7 +105,9 @@ class Moves:
         home = self._placement.homes[unit, Kind.WEIGHT]
         if home is Tier.GPU:
             return ()
-        return self._up(home, block_bytes(self._units[unit], Kind.WEIGHT))
+
+        size = block_bytes(self._units[unit], Kind.WEIGHT)
+        return self._up(home, size)
 
     def feed(self, unit: str) -> tuple[Move, ...]:
         """Moves that bring the weights that an update has just written to RAM slots to a GPU slot."""
@@ -112,21 +117,25 @@ class Moves:
         """Moves that bring the frozen weights, which no update feeds, after those that it feeds."""
         home = self._placement.homes[unit, Kind.WEIGHT]
         spec = self._units[unit]
-        frozen = block_bytes(spec, Kind.WEIGHT) - trained_bytes(spec, Kind.WEIGHT)
-        return self._up(home, frozen)
+        whole = block_bytes(spec, Kind.WEIGHT)
+        fed = trained_bytes(spec, Kind.WEIGHT)
+        return self._up(home, whole - fed)
 
     # ------------------------------------------------------------------ gradients
 
     def gradient(self, unit: str, group: int) -> Gradient:
         """What becomes of a unit's gradient of one group. If a step has a gradient of it, all its groups have one."""
-        # A speculative update runs as if nothing were clipped. The others of the deferred mode wait for the norm.
         placement = self._placement
-        is_last = group == self._policy.groups - 1
-        updates = is_last and (not self._policy.deferred or unit in placement.speculative)
+        policy = self._policy
+        is_last = group == policy.groups - 1
+
+        # A speculative update runs as if nothing were clipped. The others of the deferred mode wait for the norm.
+        waits_for_norm = policy.deferred and unit not in placement.speculative
+        updates = is_last and not waits_for_norm
         return Gradient(
             fetched=self._fetch_sum(unit) if group else (),
             shipped=self._ship(unit, is_last=is_last),
-            sums_in_ram=self._policy.groups > 1 and placement.sum_tier(unit) is Tier.RAM,
+            sums_in_ram=policy.groups > 1 and placement.sum_tier(unit) is Tier.RAM,
             is_final=is_last,
             update=Update(unit=unit) if updates else None,
         )
@@ -136,7 +145,8 @@ class Moves:
         moves: list[Move] = []
         for group in range(self._policy.groups):
             gradient = self.gradient(unit, group)
-            moves += (*gradient.fetched, *gradient.shipped)
+            moves += gradient.fetched
+            moves += gradient.shipped
         return tuple(moves)
 
     def sums_ahead(self, timeline: Timeline) -> frozenset[int]:
@@ -157,10 +167,11 @@ class Moves:
 
     def read_state(self, unit: str) -> tuple[Move, ...]:
         """Moves by which an update reads the state, and the gradient, that are at home on NVMe."""
-        size = self._spilled_bytes(unit)
-        if self._placement.grad_homes[unit] is Tier.NVME:
-            size += final_grad_bytes(self._units[unit], self._policy)
-        return (read(size),)
+        num_bytes = self._spilled_bytes(unit)
+        grad_home = self._placement.grad_homes[unit]
+        if grad_home is Tier.NVME:
+            num_bytes += final_grad_bytes(self._units[unit], self._policy)
+        return (read(num_bytes),)
 
     def write_state(self, unit: str) -> tuple[Move, ...]:
         """Moves by which an update writes the state that is at home on NVMe."""
@@ -197,14 +208,18 @@ class Moves:
         out = Move("gpu_to_ram", num_bytes)
         if self._placement.activation_homes[unit] is Tier.RAM:
             return (out,)
-        return out, write(self._on_drive(unit, num_bytes, start))
+
+        drive_bytes = self._on_drive(unit, num_bytes, start)
+        return out, write(drive_bytes)
 
     def unstash(self, unit: str, num_bytes: int, start: int = 0) -> tuple[Move, ...]:
         """Moves that bring them back."""
         back = Move("ram_to_gpu", num_bytes)
         if self._placement.activation_homes[unit] is Tier.RAM:
             return (back,)
-        return read(self._on_drive(unit, num_bytes, start)), back
+
+        drive_bytes = self._on_drive(unit, num_bytes, start)
+        return read(drive_bytes), back
 
     # ------------------------------------------------------------------ sizes
 
@@ -224,28 +239,32 @@ class Moves:
             unit: the unit.
             is_last: whether it is the last group. If groups are summed on the GPU, this gradient is the final one.
         """
-        home = self._placement.grad_homes[unit]
+        placement = self._placement
+        home = placement.grad_homes[unit]
         if home is Tier.GPU:
             return ()
 
         # A sum is fp32, and the final gradient in the compute dtype may be smaller. A sum in RAM is rounded there, so
         # the fp32 of the last group has to get there first.
-        is_rounded = is_last and self._placement.sums_on_gpu
+        is_rounded = is_last and placement.sum_tier(unit) is Tier.GPU
         bytes_of = final_grad_bytes if is_rounded else grad_bytes
-        size = bytes_of(self._units[unit], self._policy)
+        num_bytes = bytes_of(self._units[unit], self._policy)
 
-        out = Move("gpu_to_ram", size)
-        return (out, write(size)) if home is Tier.NVME else (out,)
+        out = Move("gpu_to_ram", num_bytes)
+        if home is Tier.NVME:
+            return out, write(num_bytes)
+        return (out,)
 
     def _fetch_sum(self, unit: str) -> tuple[Move, ...]:
         """Moves that bring the sum of the groups before to the GPU, if the gradients of groups are added there."""
         # A unit that is frozen whole has no gradient, and no entry.
-        home = self._placement.grad_homes.get(unit, Tier.GPU)
-        if home is Tier.GPU or not self._placement.sums_on_gpu:
+        placement = self._placement
+        home = placement.grad_homes.get(unit, Tier.GPU)
+        if home is Tier.GPU or placement.sum_tier(unit) is Tier.RAM:
             return ()
 
-        size = grad_bytes(self._units[unit], self._policy)
-        return self._up(home, size)
+        num_bytes = grad_bytes(self._units[unit], self._policy)
+        return self._up(home, num_bytes)
 
     def _up(self, home: Tier | None, size: int) -> tuple[Move, ...]:
         """Moves to the GPU from a home, or from a slot in RAM (None)."""
@@ -289,7 +308,9 @@ def carried(unit: UnitSpec) -> tuple[Move, ...]:
         return ()
     state = unit.num_trained * unit.schema.bytes_per_parameter
     grad = unit.num_trained * unit.schema.grad_width
-    return Move("state_to_gpu", state + grad), Move("state_to_ram", state)
+    there = Move("state_to_gpu", state + grad)
+    back = Move("state_to_ram", state)
+    return there, back
 
 
 def read(num_bytes: int) -> Move:

@@ -31,26 +31,37 @@ def passed_over(
     Raises:
         TimelineError: the order is another.
     """
-    skipped = list[Access]()
-    repeats = access is not None and access in used and (access.unit, access.group) not in left_out
+    repeats = False
+    is_new = False
+    if access is not None:
+        was_left_out = (access.unit, access.group) in left_out
+        repeats = access in used and not was_left_out
 
-    # A use that step 1 never made is of a unit that it left out, wherever in the order it comes.
-    is_new = access is not None and access not in recorded
+        # A use that step 1 never made is of a unit that it left out, wherever in the order it comes.
+        is_new = access not in recorded
 
-    for other in recorded[len(used) :]:
+    skipped: list[Access] = []
+    gone = set(left_out)
+    index = len(used)
+    for other in recorded[index:]:
         if other == access:
             return skipped
 
-        # A unit that is left out stays left out in its group. Of any other unit neither a gradient may be missing, nor
-        # the second of two equal uses.
-        is_lost = other.phase is Phase.BACKWARD and other.unit in trained
-        known = left_out | {(past.unit, past.group) for past in skipped}
-        if (other.unit, other.group) not in known and (is_lost or other in used):
-            raise _another_order(len(used), access, other, repeats=repeats or (other in used and not is_new))
+        # A unit that is left out stays left out in its group.
         skipped.append(other)
+        if (other.unit, other.group) in gone:
+            continue
+        gone.add((other.unit, other.group))
+
+        # Of any other unit neither a gradient may be missing, nor the second of two equal uses.
+        loses_gradient = other.phase is Phase.BACKWARD and other.unit in trained
+        is_second = other in used
+        if loses_gradient or is_second:
+            misses_use = is_second and not is_new
+            raise _another_order(index, access, other, repeats=repeats or misses_use)
 
     if access is not None:
-        raise _another_order(len(used), access, None, repeats=repeats)
+        raise _another_order(index, access, None, repeats=repeats)
     return skipped
 
 

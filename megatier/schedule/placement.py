@@ -71,13 +71,13 @@ class Placement:
 
     def update_lane(self, unit: str) -> UpdateLane:
         """The lane on which AdamW runs for a unit that is trained."""
-        if self.homes[unit, Kind.WEIGHT] is Tier.GPU or unit in self.streamed:
+        is_on_gpu = self.homes[unit, Kind.WEIGHT] is Tier.GPU
+        if is_on_gpu or unit in self.streamed:
             return "update_gpu"
 
         # A gradient on NVMe is read chunk by chunk too. No drive shall hold up units that are in RAM whole.
-        if unit in self.spilled or self.grad_homes[unit] is Tier.NVME:
-            return "update_nvme"
-        return "update"
+        reads_drives = unit in self.spilled or self.grad_homes[unit] is Tier.NVME
+        return "update_nvme" if reads_drives else "update"
 
     def sum_tier(self, unit: str) -> Tier:
         """The tier where the gradients of several groups are added up for a unit that is trained: gpu or ram."""
@@ -97,29 +97,32 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         PlanError: it does not fit; names what is short, the figures, and what to change.
     """
     # Slots for what ranks send each other come before all else, since nothing computes without them.
-    shared = total_bytes(collective_slots(units, 0, policy))
+    fewest_slots = collective_slots(units, 0, policy)
+    collective_bytes = total_bytes(fewest_slots)
 
     # The GPU first. Its slots depend only on the units that are not at home there.
-    on_gpu = _choose_gpu(units, budgets.gpu - shared, policy)
+    on_gpu = _choose_gpu(units, budgets.gpu - collective_bytes, policy)
     resident = [unit for unit in units if unit.name in on_gpu]
     rest = [unit for unit in units if unit.name not in on_gpu]
-    homed = sum(state_bytes(unit) + grad_bytes(unit, policy) for unit in resident)
-    streamed = _choose_streamed(rest, homed + shared, budgets, policy)
-    slots = gpu_slots(rest, homed + shared, streamed, budgets.gpu, policy)
+    homed_bytes = sum(state_bytes(unit) + grad_bytes(unit, policy) for unit in resident)
+    taken_bytes = homed_bytes + collective_bytes
+    streamed = _choose_streamed(rest, taken_bytes, budgets, policy)
+    slots = gpu_slots(rest, taken_bytes, streamed, budgets.gpu, policy)
 
     # Whole weights take what is left, so that few of them have to be gathered a second time.
-    waiting = sum(grad_bytes(unit, policy) for unit in streamed)
-    left = budgets.gpu - homed - waiting - total_bytes(slots)
-    slots += collective_slots(units, left, policy)
+    streamed_grad_bytes = sum(grad_bytes(unit, policy) for unit in streamed)
+    left_bytes = budgets.gpu - homed_bytes - streamed_grad_bytes - total_bytes(slots)
+    slots += collective_slots(units, left_bytes, policy)
 
     # RAM next. The gradient of a streamed unit stays on the GPU, where its update needs it.
-    names = tuple(unit.name for unit in streamed)
-    shipped = [unit for unit in trained(rest) if unit.name not in names]
+    streamed_names = tuple(unit.name for unit in streamed)
+    shipped = [unit for unit in trained(rest) if unit.name not in streamed_names]
     ram = fill_ram(units, rest, shipped, budgets, policy)
 
     # RAM is too short for all state, and a streamed unit has to be at home there whole: so none is streamed.
     if streamed and Tier.NVME in ram.homes.values():
-        return place(units, budgets, replace(policy, streamed_share=0.0))
+        none_streamed = replace(policy, streamed_share=0.0)
+        return place(units, budgets, none_streamed)
 
     homes = {(unit.name, kind): Tier.GPU for unit in resident for kind in unit.kinds}
     homes |= ram.homes
@@ -129,26 +132,29 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     spilled = [unit for unit in trained(rest) if spills(unit, homes)]
     generations = policy.generations if policy.deferred else 1
 
-    state = _bytes_by_home(units, homes)
+    one_generation = _bytes_by_home(units, homes)
     other = _gradient_and_slot_bytes(units, shipped, slots, ram, policy)
-    other.update(_further_bytes(spilled, homes, generations, policy))
-    needed = state[Tier.NVME] + other[Tier.NVME]
-    _check_nvme(needed, generations, budgets, policy, spills_activations=bool(ram.spilled_activations))
+    further = _further_bytes(spilled, homes, generations, policy)
+    other.update(further)
+    needed = one_generation[Tier.NVME] + other[Tier.NVME]
+    spills_activations = bool(ram.spilled_activations)
+    _check_nvme(needed, generations, budgets, policy, spills_activations=spills_activations)
 
     on_nvme = tuple(unit.name for unit in spilled)
+    sums_on_gpu = ram.spills_grads or policy.ranks > 1
     return Placement(
         homes=homes,
         slots=slots,
         chunk_elements=ram.chunk_elements,
         activation_homes=_activation_homes(units, ram.spilled_activations),
         grad_homes=_grad_homes(trained(units), shipped, ram.waiting, policy),
-        sums_on_gpu=(ram.spills_grads or policy.ranks > 1) and policy.groups > 1,
+        sums_on_gpu=sums_on_gpu and policy.groups > 1,
         ranks=policy.ranks,
-        streamed=names,
+        streamed=streamed_names,
         spilled=on_nvme,
         generations=generations,
         speculative=on_nvme if policy.speculates else (),
-        state_bytes=dict(state),
+        state_bytes=dict(one_generation),
         other_bytes=dict(other),
     )
 
@@ -174,10 +180,12 @@ def _grad_homes(
         policy: groups, and whether updates wait.
     """
     # With one group in the immediate mode, the update takes the gradient from its slot at once.
-    held = policy.deferred or policy.groups > 1
-    in_ram = Tier.RAM if held else None
+    is_held = policy.deferred or policy.groups > 1
+    in_ram = Tier.RAM if is_held else None
 
-    homes: dict[str, Tier | None] = {unit.name: Tier.GPU for unit in units}
+    homes: dict[str, Tier | None] = {}
+    for unit in units:
+        homes[unit.name] = Tier.GPU
     for unit in shipped:
         homes[unit.name] = in_ram if unit.name in waiting else Tier.NVME
     return homes
@@ -201,12 +209,15 @@ def _gradient_and_slot_bytes(
 
     leaving = {unit.name for unit in shipped}
     staying = [unit for unit in units if unit.name not in leaving]
-    spilled = [unit for unit in shipped if unit.name not in ram.waiting]
-    total[Tier.GPU] += sum(grad_bytes(unit, policy) for unit in staying)
-    total[Tier.NVME] += sum(grad_bytes(unit, policy) for unit in spilled)
+    staying_bytes = sum(grad_bytes(unit, policy) for unit in staying)
+    total[Tier.GPU] += staying_bytes
 
+    # What RAM takes of gradients and activations is in its fixed bytes, and NVMe has the others.
+    spilled = [unit for unit in shipped if unit.name not in ram.waiting]
+    spilled_bytes = sum(grad_bytes(unit, policy) for unit in spilled)
     offloaded = [unit for unit in units if unit.name in ram.spilled_activations]
-    total[Tier.NVME] += sum(round_up(unit.activation_bytes) for unit in offloaded)
+    activation_bytes = sum(round_up(unit.activation_bytes) for unit in offloaded)
+    total[Tier.NVME] += spilled_bytes + activation_bytes
     return total
 
 
@@ -219,7 +230,7 @@ def all_short(short: PlanError, units: Sequence[UnitSpec], budgets: Budgets, pol
         budgets: as for `place`.
         policy: as for `place`.
     """
-    found = {short.tier: short}
+    refusals = {short.tier: short}
     last = short
 
     # Each budget is raised to what is said of it, and what is short then is the next one. One that is short again is
@@ -229,22 +240,25 @@ def all_short(short: PlanError, units: Sequence[UnitSpec], budgets: Budgets, pol
             break
 
         # A refusal names bytes of the host, and budgets are those of a rank.
-        host = 1 if last.tier == Tier.GPU else policy.host_ranks
+        num_sharing = 1 if last.tier == Tier.GPU else policy.host_ranks
         shared = budgets.shared_ram if last.tier == Tier.RAM else 0
-        needed = -(-last.needed_bytes // host) - shared
-        raised = max(needed, getattr(budgets, last.tier) + 1)
-        budgets = replace(budgets, **{str(last.tier): raised})
+        needed = -(-last.needed_bytes // num_sharing) - shared
+        least_raise = getattr(budgets, last.tier) + 1
+        raised = {str(last.tier): max(needed, least_raise)}
+        budgets = replace(budgets, **raised)
         try:
             place(units, budgets, policy)
         except PlanError as other:
-            had = found.get(other.tier, other).had_bytes
+            # The budget is that of the user, and not the raised one.
+            had = refusals.get(other.tier, other).had_bytes
             last = PlanError(other.what, other.needed_bytes, had, other.remedy, other.tier)
-            found[other.tier] = last
+            refusals[other.tier] = last
         else:
             break
 
-    first = found.pop(short.tier)
-    remedy = " Besides, ".join([first.remedy, *map(str, found.values())])
+    first = refusals.pop(short.tier)
+    others = map(str, refusals.values())
+    remedy = " Besides, ".join([first.remedy, *others])
     return PlanError(first.what, first.needed_bytes, first.had_bytes, remedy, first.tier)
 
 
@@ -253,11 +267,13 @@ def _further_bytes(spilled: Sequence[UnitSpec], homes: Homes, generations: int, 
 
     An update into another generation leaves the one that holds as it is, in RAM too, so RAM has a second place.
     """
+    one_generation = _bytes_by_home(spilled, homes)
+    further: Counter[Tier] = Counter()
+    further[Tier.NVME] = one_generation[Tier.NVME] * (generations - 1)
+
     # A savepoint alone needs no place in RAM: what lies there is copied to its folder.
-    one = _bytes_by_home(spilled, homes)
-    in_ram = one[Tier.RAM] if policy.speculates else 0
-    on_nvme = one[Tier.NVME] * (generations - 1)
-    return Counter({Tier.RAM: in_ram, Tier.NVME: on_nvme})
+    further[Tier.RAM] = one_generation[Tier.RAM] if policy.speculates else 0
+    return further
 
 
 def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy, *, spills_activations: bool) -> None:
@@ -271,7 +287,9 @@ def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy,
         if generations > 1 + policy.savepoints:
             remedy = f"Set tiers.generations to {generations - 1}. {remedy}"
         what = "state and activations on NVMe" if spills_activations else "state on NVMe"
-        raise PlanError(what, needed * policy.host_ranks, budgets.nvme * policy.host_ranks, remedy, Tier.NVME)
+        host_needs = needed * policy.host_ranks
+        host_has = budgets.nvme * policy.host_ranks
+        raise PlanError(what, host_needs, host_has, remedy, Tier.NVME)
 
 
 def _bytes_by_home(units: Iterable[UnitSpec], homes: Homes) -> Counter[Tier]:
@@ -293,18 +311,20 @@ def _choose_gpu(units: Sequence[UnitSpec], room: int, policy: Policy) -> set[str
     chosen: set[str] = set()
     if Tier.GPU not in policy.state:
         return chosen
-    used = 0
-    usual = _usual_elements([unit.num_elements for unit in units])
 
     # The sort is stable: among the large ones, and among the others, forward order stays.
-    for unit in sorted(units, key=lambda unit: unit.num_elements <= usual):
-        size = state_bytes(unit) + grad_bytes(unit, policy)
+    usual = _usual_elements([unit.num_elements for unit in units])
+    large_first = sorted(units, key=lambda unit: unit.num_elements <= usual)
+    used = 0
+    for unit in large_first:
+        homed = state_bytes(unit) + grad_bytes(unit, policy)
 
         # All units that are not chosen yet have to pass through slots, unless they are chosen later.
-        rest = [other for other in units if other.name not in chosen and other is not unit]
-        if used + size + least_gpu_bytes(rest, policy) <= room:
+        unchosen = [other for other in units if other.name not in chosen]
+        rest = [other for other in unchosen if other is not unit]
+        if used + homed + least_gpu_bytes(rest, policy) <= room:
             chosen.add(unit.name)
-            used += size
+            used += homed
 
     return chosen
 
@@ -329,19 +349,21 @@ def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, pol
         policy: the share wanted, and all that decides sizes.
     """
     # State comes under the backward and is updated after it, which the immediate mode would not wait for.
-    able = trained(rest)
-    if not (policy.deferred and policy.streamed_share and able and Tier.RAM in policy.state):
+    candidates = trained(rest)
+    is_wanted = policy.deferred and policy.streamed_share
+    if not (is_wanted and candidates and Tier.RAM in policy.state):
         return []
 
     # All slots are as large as those of the largest unit that may be chosen.
-    at_most = _usual_elements([unit.num_trained for unit in able])
-    usual = [unit for unit in able if unit.num_trained <= at_most]
+    most_elements = _usual_elements([unit.num_trained for unit in candidates])
+    usual = [unit for unit in candidates if unit.num_trained <= most_elements]
     slot_bytes = {}
     for kind in passing_kinds_of(usual):
-        slot_bytes[kind] = max(trained_bytes(unit, kind) for unit in usual if kind in unit.kinds)
+        sizes = [trained_bytes(unit, kind) for unit in usual if kind in unit.kinds]
+        slot_bytes[kind] = max(sizes)
 
     # The fewest slots for weights and gradients are taken off first, because without them nothing runs.
-    wanted = policy.streamed_share * sum(unit.num_trained for unit in able)
+    wanted = policy.streamed_share * sum(unit.num_trained for unit in candidates)
     room = budgets.gpu - homed - least_gpu_bytes(rest, policy)
     chosen: list[UnitSpec] = []
 

@@ -140,18 +140,23 @@ def _fill(
     if used > budgets.ram:
         raise _no_room_for_gradients(used, waiting, budgets, policy)
 
-    everything = sum(state_bytes(unit) for unit in rest)
-    fits = Tier.RAM in policy.state and used + everything <= budgets.ram and not spills_grads
+    all_state = sum(state_bytes(unit) for unit in rest)
+    needed = used + all_state
+    fits = Tier.RAM in policy.state and needed <= budgets.ram and not spills_grads
     homes: Homes
     if fits or not rest:
         homes = {(unit.name, kind): Tier.RAM for unit in rest for kind in unit.kinds}
         longest = max((unit.num_elements for unit in rest), default=0)
-        chunk = max(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX), policy.align_elements)
-        slots = [_deepened(plan, budgets.ram - used - everything) for plan in slots]
+        wanted = policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX)
+        chunk = max(wanted, policy.align_elements)
+        free = budgets.ram - needed
+        slots = [_deepened(plan, free) for plan in slots]
     elif Tier.NVME not in policy.state or not budgets.nvme:
-        raise _no_room(units, used + everything, everything, budgets, policy)
+        raise _no_room(units, needed, all_state, budgets, policy)
     else:
-        spilling = {unit.name for unit in trained(rest) if spills_grads and unit not in waiting}
+        spilling: set[str] = set()
+        if spills_grads:
+            spilling = {unit.name for unit in trained(rest) if unit not in waiting}
         homes, passing, chunk = _spill_some(rest, spilling, used, budgets, policy, spills_grads)
         slots += passing
 
@@ -275,8 +280,13 @@ def _spill_some(
         chunk, slots = chunk_slots(room, rest, updated, policy, spills_grads=spills_grads)
         homes, passing = _fill_room(rest, slots, room, policy)
 
-        through = [unit.num_trained for unit in rest if unit.name in spilling or spills(unit, homes)]
-        if total_bytes(slots) <= room and max(through, default=0) <= largest:
+        largest_passing = 0
+        for unit in rest:
+            passes = unit.name in spilling or spills(unit, homes)
+            if passes:
+                largest_passing = max(largest_passing, unit.num_trained)
+
+        if total_bytes(slots) <= room and largest_passing <= largest:
             return homes, passing, chunk
 
     needed = host_ram(used + total_bytes(slots), policy)
@@ -293,18 +303,18 @@ def _fill_room(
 
     If all weights are at home in RAM, no slots for weights are needed, and their room is taken for homes.
     """
-
-    def choose(passing: Sequence[SlotPlan]) -> Homes:
-        left = room - total_bytes(passing) if Tier.RAM in policy.state else 0
-        return _homes_by_unit(rest, left) if policy.speculates else _homes_by_kind(rest, left)
-
+    choose = _homes_by_unit if policy.speculates else _homes_by_kind
+    takes_state = Tier.RAM in policy.state
     others = [plan for plan in slots if plan.kind is not Kind.WEIGHT]
-    homes = choose(others)
+    left = room - total_bytes(others) if takes_state else 0
+    homes = choose(rest, left)
     if all(homes[unit.name, Kind.WEIGHT] is Tier.RAM for unit in rest):
         return homes, others
 
     # Some weights pass through RAM after all, so their slots need room, and homes are chosen anew.
-    return choose(slots), list(slots)
+    left = room - total_bytes(slots) if takes_state else 0
+    homes = choose(rest, left)
+    return homes, list(slots)
 
 
 def _homes_by_kind(units: Sequence[UnitSpec], room: int) -> Homes:

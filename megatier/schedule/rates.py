@@ -31,7 +31,8 @@ class World:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        if self.ranks < 1 or self.hosts < 1 or self.ranks % self.hosts:
+        are_positive = self.ranks >= 1 and self.hosts >= 1
+        if not are_positive or self.ranks % self.hosts:
             raise ConfigError(
                 f"{self.ranks} ranks on {self.hosts} hosts: give a number of ranks that so many hosts share equally."
             )
@@ -116,8 +117,13 @@ class Rates:
         """The names of the rates that ranks need and that `of_rank` assumes because they are not known."""
         if world.ranks == 1:
             return ()
-        needed = [name for name in ASSUMED if name != "network_bytes_per_s" or world.hosts > 1]
-        return tuple(name for name in needed if getattr(self, name) is None)
+
+        assumed = []
+        for name in ASSUMED:
+            is_needed = name != "network_bytes_per_s" or world.hosts > 1
+            if is_needed and getattr(self, name) is None:
+                assumed.append(name)
+        return tuple(assumed)
 
     def of_rank(self, world: World) -> Rates:
         """The machine as one of several ranks has it: a GPU of its own, and its part of what a host's ranks share.
@@ -132,7 +138,10 @@ class Rates:
         # RAM, processors and drives are those of the host, of which each rank has an equal part.
         local = world.host_ranks
         memory = self.memory_bytes_per_s / local
-        gather, scatter, network, slowdown = (getattr(self, name) or rate for name, rate in ASSUMED.items())
+        gather = self.gather_bytes_per_s or ASSUMED["gather_bytes_per_s"]
+        scatter = self.scatter_bytes_per_s or ASSUMED["scatter_bytes_per_s"]
+        network = self.network_bytes_per_s or ASSUMED["network_bytes_per_s"]
+        slowdown = self.ranks_slowdown or ASSUMED["ranks_slowdown"]
         others = world.ranks - 1
         if world.hosts > 1:
             # Seconds for each byte of one shard: all links are at work at once, so the slower kind counts.
@@ -182,8 +191,11 @@ class Rates:
         """The machine with each drive scaled to a mixed rate, if that is known."""
         drives = []
         for drive, rate in zip(self.drives, mixed, strict=True):
-            scaled = drive if rate is None else drive.times(rate / drive.mixed_bytes_per_s)
-            drives.append(scaled)
+            if rate is None:
+                drives.append(drive)
+            else:
+                factor = rate / drive.mixed_bytes_per_s
+                drives.append(drive.times(factor))
         return dataclasses.replace(self, drives=tuple(drives))
 
 
@@ -214,19 +226,25 @@ def read_rates(path: Path) -> Rates:
     """
     parsed = read_yaml(path)
     if not isinstance(parsed, dict):
-        raise ConfigError(f"{path}: names and figures are expected: {', '.join(sorted(FIELDS))}.")
+        names = ", ".join(sorted(FIELDS))
+        raise ConfigError(f"{path}: names and figures are expected: {names}.")
 
     # The whole result of `megatier bench` has the rates in a part of their own.
     if isinstance(parsed.get("rates"), dict):
         parsed = parsed["rates"]
 
     given = dict(parsed)
-    drives = given.pop("drives", [])
-    if not isinstance(drives, list) or not all(isinstance(drive, dict) for drive in drives):
-        raise ConfigError(f"{path}: drives is a list of drives, each with {', '.join(sorted(DRIVE_FIELDS))}.")
+    listed = given.pop("drives", [])
+    if not isinstance(listed, list) or not all(isinstance(drive, dict) for drive in listed):
+        names = ", ".join(sorted(DRIVE_FIELDS))
+        raise ConfigError(f"{path}: drives is a list of drives, each with {names}.")
 
-    found = tuple(DriveRates(**_figures(path, drive, DRIVE_FIELDS)) for drive in drives)
-    return Rates(drives=found, **_figures(path, given, FIELDS - {"drives"}))
+    drives = []
+    for drive in listed:
+        figures = _figures(path, drive, DRIVE_FIELDS)
+        drives.append(DriveRates(**figures))
+    figures = _figures(path, given, FIELDS - {"drives"})
+    return Rates(drives=tuple(drives), **figures)
 
 
 def as_dict(rates: Rates) -> dict[str, Any]:
@@ -241,9 +259,13 @@ def _figures(path: Path, given: Mapping[str, Any], names: set[str]) -> dict[str,
     if missing or unknown:
         odd = [f"{name} is missing" for name in sorted(missing)]
         odd += [f"{name} is not known" for name in sorted(unknown, key=str)]
-        raise ConfigError(f"{path}: {'; '.join(odd)}.")
+        faults = "; ".join(odd)
+        raise ConfigError(f"{path}: {faults}.")
 
-    return {name: _value(path, name, value) for name, value in given.items()}
+    figures = {}
+    for name, value in given.items():
+        figures[name] = _value(path, name, value)
+    return figures
 
 
 def _value(path: Path, name: str, value: Any) -> object:  # noqa: ANN401 - whatever the file has
@@ -275,7 +297,8 @@ def _figure(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        figure = float(parse_bytes(value) if isinstance(value, str) else value)
+        number = parse_bytes(value) if isinstance(value, str) else value
+        figure = float(number)
     except (ConfigError, OverflowError):
         return None
 

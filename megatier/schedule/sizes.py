@@ -29,11 +29,13 @@ class Budgets:
 
     def of_rank(self, world: World) -> Budgets:
         """A rank's part of the budgets of a host, without what ranks share. Each rank has a GPU of its own."""
-        part = self.ram // world.host_ranks
+        ram = self.ram // world.host_ranks
+        nvme = self.nvme // world.host_ranks
         shared = 0
         if shares_ram(world.ranks, world.host_ranks):
-            shared = min(part, SHARED_STAGES * bay_bytes(part))
-        return Budgets(self.gpu, part - shared, self.nvme // world.host_ranks, shared)
+            bays = SHARED_STAGES * bay_bytes(ram)
+            shared = min(ram, bays)
+        return Budgets(self.gpu, ram - shared, nvme, shared)
 
     @classmethod
     def least(cls, found: Sequence[Budgets]) -> Self:
@@ -140,7 +142,8 @@ def host_ram(ram: int, policy: Policy) -> int:
     bay = BAY_BYTES_MIN
     while bay_bytes(ram + SHARED_STAGES * bay) > bay:
         bay *= 2
-    return (ram + SHARED_STAGES * bay) * policy.host_ranks
+    rank_ram = ram + SHARED_STAGES * bay
+    return rank_ram * policy.host_ranks
 
 
 def updated_at_once(unit: UnitSpec, chunk_elements: int) -> int:
@@ -167,7 +170,8 @@ def block_bytes(unit: UnitSpec, kind: Kind) -> int:
 
 def home_bytes(unit: UnitSpec, kind: Kind, home: Tier) -> int:
     """Bytes that a unit's block of state takes at home: frozen weights that are read in place take none on NVMe."""
-    if unit.is_in_place and kind is Kind.WEIGHT and home is Tier.NVME:
+    reads_in_place = unit.is_in_place and home is Tier.NVME
+    if reads_in_place and kind is Kind.WEIGHT:
         return trained_bytes(unit, kind)
     return block_bytes(unit, kind)
 
@@ -205,6 +209,6 @@ def grad_bytes(unit: UnitSpec, policy: Policy) -> int:
 def final_grad_bytes(unit: UnitSpec, policy: Policy) -> int:
     """Bytes of a unit's final gradient: the front of such a sum, in whole granules."""
     # Whole granules, since a drive verifies a checksum for each; but no more than its block has.
-    width = unit.schema.grad_width
-    granules = round_up(width * unit.num_trained, width * policy.align_elements)
+    num_elements = round_up(unit.num_trained, policy.align_elements)
+    granules = num_elements * unit.schema.grad_width
     return min(granules, grad_bytes(unit, policy))

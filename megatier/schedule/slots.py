@@ -60,10 +60,10 @@ def least_gpu_bytes(rest: Sequence[UnitSpec], policy: Policy) -> int:
     if not rest:
         return 0
 
-    weight = max(block_bytes(unit, Kind.WEIGHT) for unit in rest)
+    weight_bytes = max(block_bytes(unit, Kind.WEIGHT) for unit in rest)
     num_weights = min(len(rest), SLOTS_MIN)
-    grad, num_grads = _gpu_grads(rest, policy)
-    return num_weights * weight + num_grads * grad
+    grad = _gpu_grad_slots(rest, policy)
+    return num_weights * weight_bytes + grad.num_slots * grad.slot_bytes
 
 
 def gpu_slots(
@@ -90,27 +90,31 @@ def gpu_slots(
 
     # A streamed unit keeps its slots for the whole step: its update finds state and gradient there.
     passing = _streamed_slots(streamed)
-    used = homed + total_bytes(passing)
-    used += sum(grad_bytes(unit, policy) for unit in streamed)
+    streamed_grads = sum(grad_bytes(unit, policy) for unit in streamed)
+    used = homed + total_bytes(passing) + streamed_grads
 
     largest = max(rest, key=lambda unit: block_bytes(unit, Kind.WEIGHT))
-    least = least_gpu_bytes(rest, policy)
-    if used + least > budget:
+    needed = used + least_gpu_bytes(rest, policy)
+    if needed > budget:
         what = f"{GPU_SLOTS} for the largest unit, {largest.name}"
-        remedy = f"Raise tiers.gpu to at least {at_least(used + least)}."
-        raise PlanError(what, used + least, budget, remedy, Tier.GPU)
+        remedy = f"Raise tiers.gpu to at least {at_least(needed)}."
+        raise PlanError(what, needed, budget, remedy, Tier.GPU)
 
-    weight = block_bytes(largest, Kind.WEIGHT)
-    grad, num_grads = _gpu_grads(rest, policy)
+    weight_bytes = block_bytes(largest, Kind.WEIGHT)
+    grad = _gpu_grad_slots(rest, policy)
 
-    # `least` has the fewest slots in it, so there are at least as many. More than one for each unit would stay empty.
+    # The fewest slots were found to fit, so there are at least as many. More than one for each unit would stay empty.
     # If ranks share the state, shards merely pass on their way to a gather, and the room goes to whole weights.
-    most = SLOTS_MIN if policy.ranks > 1 else (budget - used - num_grads * grad) // weight
-    num_weights = min(len(rest), most)
-    slots = [SlotPlan(tier=Tier.GPU, kind=Kind.WEIGHT, slot_bytes=weight, num_slots=num_weights)]
-    if num_grads:
-        slots.append(SlotPlan(tier=Tier.GPU, kind=Kind.GRAD, slot_bytes=grad, num_slots=num_grads))
-    return (*slots, *passing)
+    room = budget - used - grad.num_slots * grad.slot_bytes
+    most = SLOTS_MIN if policy.ranks > 1 else room // weight_bytes
+    weight = SlotPlan(
+        tier=Tier.GPU,
+        kind=Kind.WEIGHT,
+        slot_bytes=weight_bytes,
+        num_slots=min(len(rest), most),
+    )
+    grads = [grad] if grad.num_slots else []
+    return (weight, *grads, *passing)
 
 
 def _streamed_slots(streamed: Sequence[UnitSpec]) -> list[SlotPlan]:
@@ -118,7 +122,13 @@ def _streamed_slots(streamed: Sequence[UnitSpec]) -> list[SlotPlan]:
     plans = []
     for kind in passing_kinds_of(streamed):
         sizes = [block_bytes(unit, kind) for unit in streamed if kind in unit.kinds]
-        plans.append(SlotPlan(tier=Tier.GPU, kind=kind, slot_bytes=max(sizes), num_slots=len(sizes)))
+        plan = SlotPlan(
+            tier=Tier.GPU,
+            kind=kind,
+            slot_bytes=max(sizes),
+            num_slots=len(sizes),
+        )
+        plans.append(plan)
     return plans
 
 
@@ -134,25 +144,36 @@ def collective_slots(units: Sequence[UnitSpec], room: int, policy: Policy) -> tu
         return ()
 
     # One group's gradient is made while the one before is sent. What has come is added up before the next one is sent.
-    grad = max((group_grad_bytes(unit, policy) for unit in trained(units)), default=0)
+    sizes = [group_grad_bytes(unit, policy) for unit in trained(units)]
+    largest = max(sizes, default=0)
     grads = []
-    if grad:
+    if largest:
         grads = [
-            SlotPlan(tier=Tier.GPU, kind=Kind.GROUP_GRAD, slot_bytes=grad, num_slots=SLOTS_MIN),
-            SlotPlan(tier=Tier.GPU, kind=Kind.RECEIVED, slot_bytes=grad, num_slots=1),
+            SlotPlan(tier=Tier.GPU, kind=Kind.GROUP_GRAD, slot_bytes=largest, num_slots=SLOTS_MIN),
+            SlotPlan(tier=Tier.GPU, kind=Kind.RECEIVED, slot_bytes=largest, num_slots=1),
         ]
 
     whole = max(gathered_bytes(unit, policy) for unit in units)
-    most = max(SLOTS_MIN, (room - total_bytes(grads)) // whole)
-    num_whole = min(len(units), most)
-    weights = SlotPlan(tier=Tier.GPU, kind=Kind.GATHERED, slot_bytes=whole, num_slots=num_whole)
+    left = room - total_bytes(grads)
+    most = max(SLOTS_MIN, left // whole)
+    weights = SlotPlan(
+        tier=Tier.GPU,
+        kind=Kind.GATHERED,
+        slot_bytes=whole,
+        num_slots=min(len(units), most),
+    )
     return (weights, *grads)
 
 
-def _gpu_grads(rest: Sequence[UnitSpec], policy: Policy) -> tuple[int, int]:
-    """Bytes of a slot through which gradients leave the GPU, and the number of such slots."""
+def _gpu_grad_slots(rest: Sequence[UnitSpec], policy: Policy) -> SlotPlan:
+    """The fewest slots through which gradients leave the GPU; 0 of them if nothing is trained."""
     sizes = [grad_bytes(unit, policy) for unit in trained(rest)]
-    return max(sizes, default=0), min(len(sizes), SLOTS_MIN)
+    return SlotPlan(
+        tier=Tier.GPU,
+        kind=Kind.GRAD,
+        slot_bytes=max(sizes, default=0),
+        num_slots=min(len(sizes), SLOTS_MIN),
+    )
 
 
 def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
@@ -163,8 +184,14 @@ def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
     if not waiting or waits_at_home or sums_on_gpu:
         return []
 
-    size = max(grad_bytes(unit, policy) for unit in waiting)
-    return [SlotPlan(tier=Tier.RAM, kind=Kind.GRAD, slot_bytes=size, num_slots=SLOTS_MIN)]
+    largest = max(grad_bytes(unit, policy) for unit in waiting)
+    plan = SlotPlan(
+        tier=Tier.RAM,
+        kind=Kind.GRAD,
+        slot_bytes=largest,
+        num_slots=SLOTS_MIN,
+    )
+    return [plan]
 
 
 def chunk_slots(
@@ -185,6 +212,7 @@ def chunk_slots(
     if any(unit.schema.by_matrix for unit in updated):
         least = update_slots(align, passing, updated, policy, spills_grads=spills_grads)
         room -= total_bytes(least)
+
     # Three quarters are left for state at home. If gradients spill, they were given what these chunks do not need.
     element_bytes = total_bytes(smallest) // align
     fits = max(0, room) // element_bytes
@@ -211,35 +239,49 @@ def update_slots(
         policy: groups, speculation.
         spills_grads: whether gradients pass too.
     """
-    depth = UPDATE_DEPTH + (SLOTS_MIN if policy.speculates else 0)
+    depth = UPDATE_DEPTH
+    if policy.speculates:
+        depth += SLOTS_MIN
 
-    # Weights pass for updates, and for loads of units that have none, such as frozen ones.
-    loaded = [min(chunk, unit.num_elements) * unit.schema.width(Kind.WEIGHT) for unit in passing]
-    taken = [updated_at_once(unit, chunk) * unit.schema.width(Kind.WEIGHT) for unit in updated]
-    largest = max(*loaded, *taken, 0)
-    slots = [SlotPlan(tier=Tier.RAM, kind=Kind.WEIGHT, slot_bytes=largest, num_slots=depth + SLOTS_MIN)]
+    # Weights pass for loads of units that have no update, such as frozen ones.
+    largest = 0
+    for unit in passing:
+        num_elements = min(chunk, unit.num_elements)
+        largest = max(largest, num_elements * unit.schema.width(Kind.WEIGHT))
 
     # Frozen elements have weights alone, so slots of the other planes need not take more than the trained ones.
     sizes: Counter[Kind] = Counter()
     for unit in updated:
         num_elements = updated_at_once(unit, chunk)
+        largest = max(largest, num_elements * unit.schema.width(Kind.WEIGHT))
         for kind in unit.schema.passing_kinds:
-            sizes[kind] = max(sizes[kind], num_elements * unit.schema.width(kind))
+            size = num_elements * unit.schema.width(kind)
+            sizes[kind] = max(sizes[kind], size)
 
     if spills_grads:
         for unit in updated:
             # It leaves in runs of a chunk, or of more if its update takes more at once.
-            piece = max(chunk, updated_at_once(unit, chunk)) * unit.schema.grad_width
-            sizes[Kind.GRAD] = max(sizes[Kind.GRAD], min(piece, grad_bytes(unit, policy)))
+            num_elements = max(chunk, updated_at_once(unit, chunk))
+            run_bytes = num_elements * unit.schema.grad_width
+            size = min(run_bytes, grad_bytes(unit, policy))
+            sizes[Kind.GRAD] = max(sizes[Kind.GRAD], size)
 
+    weight = SlotPlan(
+        tier=Tier.RAM,
+        kind=Kind.WEIGHT,
+        slot_bytes=largest,
+        num_slots=depth + SLOTS_MIN,
+    )
+    slots = [weight]
     for kind, size in sizes.items():
         if size:
-            slots.append(SlotPlan(tier=Tier.RAM, kind=kind, slot_bytes=size, num_slots=depth))
+            plan = SlotPlan(tier=Tier.RAM, kind=kind, slot_bytes=size, num_slots=depth)
+            slots.append(plan)
     return slots
 
 
 def activation_slots(spilled: Sequence[UnitSpec], ram: int, policy: Policy) -> list[SlotPlan]:
-    """RAM slots through which activations pass to NVMe and back, in pieces of whole granules.
+    """RAM slots through which activations pass to NVMe and back, in segments of whole granules.
 
     Args:
         spilled: the units whose activations lie on NVMe.
@@ -252,10 +294,15 @@ def activation_slots(spilled: Sequence[UnitSpec], ram: int, policy: Policy) -> l
     # Of whole granules, since a drive takes and verifies a checksum for each.
     granule = policy.granule_bytes
     most = min(ACTIVATION_BYTES_MAX, ram // ACTIVATION_SHARE)
-    piece = max(granule, most // granule * granule)
+    segment = max(granule, most // granule * granule)
     largest = max(round_up(unit.activation_bytes) for unit in spilled)
-    size = min(piece, largest)
-    return [SlotPlan(tier=Tier.RAM, kind=Kind.ACTIVATION, slot_bytes=size, num_slots=ACTIVATION_SLOTS)]
+    plan = SlotPlan(
+        tier=Tier.RAM,
+        kind=Kind.ACTIVATION,
+        slot_bytes=min(segment, largest),
+        num_slots=ACTIVATION_SLOTS,
+    )
+    return [plan]
 
 
 def total_bytes(slots: Iterable[SlotPlan]) -> int:

@@ -146,13 +146,17 @@ def build(
     num_slots = placement.num_slots(Tier.GPU, Kind.GATHERED if is_shared else Kind.WEIGHT)
 
     # Ranks have shards at home, so no unit is on the GPU whole.
-    weights = {unit: home for (unit, kind), home in placement.homes.items() if kind is Kind.WEIGHT}
-    resident = set() if is_shared else {unit for unit, home in weights.items() if home is Tier.GPU}
+    resident: set[str] = set()
+    for (unit, kind), home in placement.homes.items():
+        if kind is Kind.WEIGHT and home is Tier.GPU and not is_shared:
+            resident.add(unit)
+
     loads = {load.access: load for load in _assign(accesses, resident, num_slots)}
+
     # What is frozen has no gradient, and no update.
-    left = set(due).intersection(placement.grad_homes)
-    handed = deque(scatters)
-    after = -1
+    not_updated = set(due).intersection(placement.grad_homes)
+    waiting_scatters = deque(scatters)
+    waits_for = -1
     items: list[Item] = []
 
     for index, access in enumerate(accesses):
@@ -161,28 +165,37 @@ def build(
         if load is not None:
             # Loads stay in their own order, so one that waits for little comes behind those before it that wait for
             # more, and behind the scatters that stand before those.
-            after = max(after, load.after_access)
-            while handed and handed[0].after_access <= after:
-                items.append(handed.popleft())
+            waits_for = max(waits_for, load.after_access)
+            while waiting_scatters and waiting_scatters[0].after_access <= waits_for:
+                items.append(waiting_scatters.popleft())
 
-        if unit in left:
-            left.remove(unit)
+        if unit in not_updated:
+            not_updated.remove(unit)
+
             # AdamW on a streamed unit works in the slot that the load fills. Any other load takes the new weights.
             if unit in placement.streamed:
                 load = replace(loads[index], updates=True)
             elif placement.homes[unit, Kind.WEIGHT] is Tier.NVME and not is_shared:
-                items.append(Update(unit=unit, access=index, after_access=loads[index].after_access, load=load))
+                feeding = Update(
+                    unit=unit,
+                    access=index,
+                    after_access=loads[index].after_access,
+                    load=load,
+                )
+                items.append(feeding)
                 load = None
             else:
                 # A load that gathers cannot be fed: the shards of all ranks have to be there at once.
-                items.append(Update(unit=unit, access=index))
+                update = Update(unit=unit, access=index)
+                items.append(update)
 
         if load is not None:
             items.append(load)
 
     # The gradients of the first units, behind which no load comes.
-    items += handed
-    return Timeline(tuple(accesses), _exchanged(items, placement, ahead, comes_again=trains))
+    items += waiting_scatters
+    exchanged = _with_exchanges(items, placement, ahead, comes_again=trains)
+    return Timeline(tuple(accesses), exchanged)
 
 
 def rest(accesses: Sequence[Access], done: int, placement: Placement) -> Timeline:
@@ -194,13 +207,19 @@ def rest(accesses: Sequence[Access], done: int, placement: Placement) -> Timelin
         placement: homes and GPU slots, of one rank.
     """
     planned = build(accesses[done:], placement, trains=False)
-    later = []
-    for load in planned.items:
-        if isinstance(load, Load):
-            # Into an empty slot a load comes at once.
-            after = load.after_access + done if load.evicts else -1
-            later.append(replace(load, access=load.access + done, after_access=after))
-    return Timeline(tuple(accesses), tuple(later))
+    loads = []
+    for item in planned.items:
+        if not isinstance(item, Load):
+            continue
+
+        # Into an empty slot a load comes at once.
+        load = replace(
+            item,
+            access=item.access + done,
+            after_access=item.after_access + done if item.evicts else -1,
+        )
+        loads.append(load)
+    return Timeline(tuple(accesses), tuple(loads))
 
 
 def drain_items(due: Iterable[str], placement: Placement, ahead: Collection[str]) -> tuple[Item, ...]:
@@ -211,10 +230,11 @@ def drain_items(due: Iterable[str], placement: Placement, ahead: Collection[str]
         placement: homes.
         ahead: streamed units whose state is on the GPU.
     """
-    return _exchanged([Update(unit=unit) for unit in due], placement, ahead, comes_again=False)
+    updates = [Update(unit=unit) for unit in due]
+    return _with_exchanges(updates, placement, ahead, comes_again=False)
 
 
-def _exchanged(
+def _with_exchanges(
     items: Sequence[Item], placement: Placement, ahead: Collection[str], *, comes_again: bool
 ) -> tuple[Item, ...]:
     """Add the exchanges of streamed state before and behind the items of a pass.
@@ -238,11 +258,17 @@ def _exchanged(
     if comes_again:
         fetched = tuple(unit for unit in placement.streamed if unit in home or unit not in ahead)
 
-    # Before all else comes what the updates of this pass miss. What goes home does so when the CPU's updates are over,
-    # which need all that memory gives (docs/decisions/0011).
-    first = [Exchange(home=(), fetched=missing)] if missing else []
-    behind = [Exchange(home=home, fetched=fetched)] if home or fetched else []
-    return (*first, *items, *behind)
+    # Before all else comes what the updates of this pass miss.
+    all_items = list(items)
+    if missing:
+        first = Exchange(home=(), fetched=missing)
+        all_items.insert(0, first)
+
+    # What goes home does so when the CPU's updates are over, which need all that memory gives (docs/decisions/0011).
+    if home or fetched:
+        last = Exchange(home=home, fetched=fetched)
+        all_items.append(last)
+    return tuple(all_items)
 
 
 def scatters_of(accesses: Sequence[Access], units: Iterable[UnitSpec], policy: Policy) -> tuple[Scatter, ...]:
@@ -250,20 +276,28 @@ def scatters_of(accesses: Sequence[Access], units: Iterable[UnitSpec], policy: P
     if policy.ranks == 1:
         return ()
 
-    uses = Counter((access.unit, access.group) for access in accesses if access.phase is Phase.FORWARD)
+    forwards = [access for access in accesses if access.phase is Phase.FORWARD]
+    num_uses = Counter((access.unit, access.group) for access in forwards)
     widths = {unit.name: unit.schema.grad_width for unit in trained(units)}
-    made = []
+    scatters = []
     for (unit, group), index in _last_uses(accesses).items():
         if unit not in widths:
             continue
 
         # A sum of uses or slices has fp32 on its way, and so has what a fused head makes in the forward.
-        is_sum = uses[unit, group] * policy.slices > 1 or accesses[index].phase is Phase.FORWARD
-        width = 4 if is_sum else widths[unit]
-        made.append(Scatter(unit=unit, group=group, after_access=index, width=width))
+        num_summands = num_uses[unit, group] * policy.slices
+        is_fp32 = num_summands > 1 or accesses[index].phase is Phase.FORWARD
+        scatter = Scatter(
+            unit=unit,
+            group=group,
+            after_access=index,
+            width=4 if is_fp32 else widths[unit],
+        )
+        scatters.append(scatter)
 
     # Compute hands them over in the order of these accesses, and all ranks have to scatter in one order.
-    return tuple(sorted(made, key=lambda scatter: scatter.after_access))
+    scatters.sort(key=lambda scatter: scatter.after_access)
+    return tuple(scatters)
 
 
 def _last_uses(accesses: Sequence[Access]) -> dict[tuple[str, int], int]:
@@ -306,8 +340,15 @@ def _assign(accesses: Sequence[Access], resident: Container[str], num_slots: int
         # The occupant whose next use is furthest away gives way. No other choice needs fewer loads.
         slot = max(range(num_slots), key=lambda s: _next_use(uses, occupants[s], index))
 
-        # The occupant's last use must be over before the load: `last_use` becomes its `after_access`.
-        loads.append(Load(unit=unit, access=index, slot=slot, evicts=occupants[slot], after_access=last_use[slot]))
+        # The occupant's last use must be over before the load.
+        load = Load(
+            unit=unit,
+            access=index,
+            slot=slot,
+            evicts=occupants[slot],
+            after_access=last_use[slot],
+        )
+        loads.append(load)
         occupants[slot] = unit
         last_use[slot] = index
 

@@ -96,8 +96,8 @@ def test_pass_that_leaves_its_course_is_planned_anew_from_empty_slots() -> None:
     on_course = [played.is_on_course]
     played.course = "Ff"
     assert [*on_course, played.is_on_course] == [True, False]
-    played.check_turn(is_alone=True)
-    made.turn(played)
+    played.check_can_replan(is_alone=True)
+    made.replan(played)
     timeline = played.timeline
     assert played.planned == "FfB"
     assert timeline is not None
@@ -113,7 +113,7 @@ def test_pass_on_a_course_that_is_not_known_is_recorded_from_there() -> None:
     made = orders()
     played = played_on("Fa", accesses("abc"))
     played.timeline = made.timeline("train", frozenset(), frozenset())
-    made.turn(played)
+    made.replan(played)
     assert played.timeline is None
     assert played.recorded_from == 3
     played.accesses.extend(accesses("abccba"))
@@ -125,8 +125,8 @@ def test_course_is_not_left_by_several_ranks_or_before_all_updates_have_begun() 
     played = played_on("Ff", accesses("ab"))
     played.timeline = orders().timeline("train", frozenset(), frozenset())
     with pytest.raises(TimelineError, match=r"another course \(Ff\)"):
-        played.check_turn(is_alone=False)
-    played.check_turn(is_alone=True)
+        played.check_can_replan(is_alone=False)
+    played.check_can_replan(is_alone=True)
     played.timeline = orders().timeline("train", frozenset({"c"}), frozenset())
     with pytest.raises(TimelineError, match="leaves units out"):
-        played.check_turn(is_alone=True)
+        played.check_can_replan(is_alone=True)
