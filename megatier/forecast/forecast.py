@@ -85,10 +85,13 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[
     drives at its full rate, and both together get the mixed rate.
     """
     # Without drives nothing moves on these lanes, and any rate will do.
-    read = sum(drive.read_bytes_per_s for drive in rates.drives) or 1.0
-    write = sum(drive.write_bytes_per_s for drive in rates.drives) or 1.0
-    mixed = sum(drive.mixed_bytes_per_s for drive in rates.drives) or 1.0
+    drives = rates.drives
+    read = sum(drive.read_bytes_per_s for drive in drives) or 1.0
+    write = sum(drive.write_bytes_per_s for drive in drives) or 1.0
+    mixed = sum(drive.mixed_bytes_per_s for drive in drives) or 1.0
     disk = 26 / mixed / (14 / read + 12 / write)
+    to_gpu = rates.to_gpu_bytes_per_s
+    to_ram = rates.to_ram_bytes_per_s
     memory = rates.memory_bytes_per_s
 
     # `memory_bytes` are bytes of memory traffic for each byte, or each parameter, that the lane's rate counts.
@@ -109,9 +112,10 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[
     if ranks > 1 and rates.ranks_way is Way.RAM:
         # Bytes of the rank itself go to RAM for each byte that comes from there: its shard, which all others read, or
         # a piece for each of them.
-        for name, sent in (("gather", 1 / (ranks - 1)), ("scatter", 1.0)):
-            rate = min(shared[name].rate, rates.to_gpu_bytes_per_s, rates.to_ram_bytes_per_s / sent)
-            links = {"to_gpu": rate / rates.to_gpu_bytes_per_s, "to_ram": rate * sent / rates.to_ram_bytes_per_s}
+        sent_bytes = {"gather": 1 / (ranks - 1), "scatter": 1.0}
+        for name, sent in sent_bytes.items():
+            rate = min(shared[name].rate, to_gpu, to_ram / sent)
+            links = {"to_gpu": rate / to_gpu, "to_ram": rate * sent / to_ram}
             shared[name] = lane(rate, 1 + sent, **processors, **links)
 
     products = {"processors": 1.0} if multiplies else {}
@@ -119,12 +123,12 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[
         "host": Lane(1.0),
         "compute": Lane(1.0, products),
         "nvme_to_ram": lane(read, 2, disk=disk),
-        "nvme_to_gpu": lane(read, 2, disk=disk, to_gpu=min(1.0, read / rates.to_gpu_bytes_per_s)),
+        "nvme_to_gpu": lane(read, 2, disk=disk, to_gpu=min(1.0, read / to_gpu)),
         "ram_to_nvme": lane(write, 2, disk=disk),
-        "ram_to_gpu": lane(rates.to_gpu_bytes_per_s, 1, to_gpu=1.0),
-        "state_to_gpu": lane(rates.to_gpu_bytes_per_s, 1, to_gpu=1.0),
-        "gpu_to_ram": lane(rates.to_ram_bytes_per_s, 1, to_ram=1.0),
-        "state_to_ram": lane(rates.to_ram_bytes_per_s, 1, to_ram=1.0),
+        "ram_to_gpu": lane(to_gpu, 1, to_gpu=1.0),
+        "state_to_gpu": lane(to_gpu, 1, to_gpu=1.0),
+        "gpu_to_ram": lane(to_ram, 1, to_ram=1.0),
+        "state_to_ram": lane(to_ram, 1, to_ram=1.0),
         "update": lane(rates.update_parameters_per_s, UPDATE_BYTES),
         "update_nvme": lane(rates.update_parameters_per_s, UPDATE_BYTES),
         "update_gpu": Lane(rates.gpu_update_parameters_per_s, products),
@@ -153,41 +157,58 @@ def forecast(
     Raises:
         PlanError: a unit must be loaded and there is no GPU slot.
     """
-    jobs, first, later, lanes = _simulation(accesses, compute_seconds, units, placement, policy, rates)
+    steps, first, later, lanes = _simulation(accesses, compute_seconds, units, placement, policy, rates)
 
     # The first step has no updates to do. The second does those of the first; its last writes and its exchange reach
     # into the third, which is therefore as all later ones.
-    ends = [jobs.step(first)]
+    ends = [steps.step(first)]
     for _ in range(NUM_STEPS - 1):
-        ends.append(jobs.step(later))
-    times = simulate(jobs.jobs, lanes)
+        end = steps.step(later)
+        ends.append(end)
+    times = simulate(steps.jobs, lanes)
 
     *_, end_before, end_of_last = ends
     _, start = times[end_before]
     _, stop = times[end_of_last]
 
-    busy = dict.fromkeys((LANES.get(name, name) for name in lanes), 0.0)
+    names = [LANES.get(name, name) for name in lanes]
+    busy = dict.fromkeys(names, 0.0)
     alone = busy.copy()
     moved: dict[str, float] = {}
     spans = []
 
     # Busy seconds are counted by time: a job that runs in this step may belong to the one before.
-    for job, (begin, end) in zip(jobs.jobs, times, strict=True):
-        is_within = end > start and begin < stop
-        if is_within and end > begin:
-            lane = LANES.get(job.lane, job.lane)
-            busy[lane] += min(end, stop) - max(begin, start)
-            span = LaneSpan(lane=lane, name=job.name, start=begin - start, end=end - start)
-            spans.append(span)
+    for job, (begin, end_s) in zip(steps.jobs, times, strict=True):
+        is_within = end_s > start and begin < stop
+        if not (is_within and end_s > begin):
+            continue
+
+        lane = LANES.get(job.lane, job.lane)
+        busy[lane] += min(end_s, stop) - max(begin, start)
+        span = LaneSpan(
+            lane=lane,
+            name=job.name,
+            start=begin - start,
+            end=end_s - start,
+        )
+        spans.append(span)
 
     # Amounts are counted by job: one that belongs to this step may end in the next one.
-    for job in jobs.jobs[end_before + 1 : end_of_last + 1]:
+    own_jobs = steps.jobs[end_before + 1 : end_of_last + 1]
+    for job in own_jobs:
         lane = LANES.get(job.lane, job.lane)
         alone[lane] += job.amount / lanes[job.lane].rate
-        if "_to_" in lane or lane == "ranks":
+        moves_bytes = "_to_" in lane or lane == "ranks"
+        if moves_bytes:
             moved[lane] = moved.get(lane, 0.0) + job.amount
 
-    return Forecast(seconds=stop - start, busy_seconds=busy, alone_seconds=alone, moved_bytes=moved, spans=tuple(spans))
+    return Forecast(
+        seconds=stop - start,
+        busy_seconds=busy,
+        alone_seconds=alone,
+        moved_bytes=moved,
+        spans=tuple(spans),
+    )
 
 
 def floor(
@@ -204,10 +225,10 @@ def floor(
     to the next one (last writes, the exchange, updates in the backward) are not. Arguments and errors are those of
     `forecast`.
     """
-    jobs, _, later, lanes = _simulation(accesses, compute_seconds, units, placement, policy, rates)
-    jobs.follow_a_step()
-    jobs.step(later)
-    return least_seconds(jobs.jobs, lanes, "compute")
+    steps, _, later, lanes = _simulation(accesses, compute_seconds, units, placement, policy, rates)
+    steps.follow_a_step()
+    steps.step(later)
+    return least_seconds(steps.jobs, lanes, "compute")
 
 
 def _simulation(
@@ -226,14 +247,24 @@ def _simulation(
     """
     kind = RankJobs if policy.ranks > 1 else StepJobs
     per_flop = rates.gpu_update_parameters_per_s / rates.flops_per_s
-    jobs = kind(compute_seconds, units, placement, policy, per_flop)
+    steps = kind(compute_seconds, units, placement, policy, per_flop)
 
     # In the immediate mode all updates run in the backward, and none is left to the next step.
+    due: set[str] = set()
+    if policy.deferred:
+        due = placement.grad_homes.keys() - set(placement.speculative)
+
     scatters = scatters_of(accesses, units, policy)
-    due = placement.grad_homes.keys() - set(placement.speculative) if policy.deferred else set()
     first = build(accesses, placement, scatters=scatters)
-    later = build(accesses, placement, due=due, ahead=placement.streamed, scatters=scatters)
+    later = build(
+        accesses,
+        placement,
+        due=due,
+        ahead=placement.streamed,
+        scatters=scatters,
+    )
 
     # Products of matrices in updates on the GPU share the processors with compute.
     multiplies = any(unit.update_flops for unit in units)
-    return jobs, first, later, lanes_of(rates, policy.ranks, multiplies=multiplies)
+    lanes = lanes_of(rates, policy.ranks, multiplies=multiplies)
+    return steps, first, later, lanes

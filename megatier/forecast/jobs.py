@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatier.forecast.simulate import Job
+from megatier.forecast.job_list import PIECES_MAX, JobList
 from megatier.schedule.activations import SPILLING_MAX, AwayActivations
 from megatier.schedule.moves import Gradient, Move, Moves
 from megatier.schedule.placement import Placement
@@ -25,8 +25,6 @@ ByUnit = dict[str, int]
 """One job for each unit."""
 HOST_SECONDS = 0.03
 """Seconds of Python between two steps, when nothing else is going on."""
-PIECES_MAX = 4
-"""Pieces in which a spilled unit's state is simulated: reads, AdamW and writes of a unit overlap."""
 UPDATE_BYTES = 26
 """Memory traffic of AdamW for one parameter with bf16 compute and fp32 moments, which rates count: 14 bytes read, 12
 written. Parameters with another schema count as so many of these as their bytes say."""
@@ -35,11 +33,8 @@ SUM_BYTES = {False: 12, True: 24}
 rounded and measured too."""
 
 
-class StepJobs:
-    """The jobs of some steps in a row, in the order of their lanes.
-
-    All references to jobs are their indices in `jobs`.
-    """
+class StepJobs(JobList):
+    """The jobs of some steps in a row, in the order of their lanes."""
 
     def __init__(
         self,
@@ -59,15 +54,14 @@ class StepJobs:
             policy: groups, clipping.
             parameters_per_flop: parameters that AdamW on the GPU updates while a product does one operation.
         """
-        self.jobs: list[Job] = []
-        """All jobs so far."""
+        super().__init__(placement.chunk_elements)
         self._compute_seconds = compute_seconds
         self._units = {unit.name: unit for unit in units}
         self._placement = placement
         self._policy = policy
         self._parameters_per_flop = parameters_per_flop
         self._moves = Moves(self._units, placement, policy)
-        self._begun: int | None = None
+        self._last_end: int | None = None
         """The end of the last step, which lets the present one begin; None: this is the first."""
         self._uses: list[int] = []
         """The job that computes, for each access of the step so far."""
@@ -106,8 +100,9 @@ class StepJobs:
 
     def follow_a_step(self) -> None:
         """Go on as if a step had been before: there are updates to do, and those of its backward are over."""
-        self._begun = self._add("host", "step", 0.0)
-        self._speculated = dict.fromkeys(self._placement.speculative, self._begun)
+        end = self._add("host", "step", 0.0)
+        self._last_end = end
+        self._speculated = dict.fromkeys(self._placement.speculative, end)
 
     def step(self, timeline: Timeline) -> int:
         """Add a step; returns the job that ends it."""
@@ -123,29 +118,39 @@ class StepJobs:
 
         for index, access in enumerate(timeline.accesses):
             unit = self._units[access.unit]
+            key = unit.name, access.group
             self._add_items(items, index)
-            before = self._uses[-1] if self._uses else self._begun
+            before = self._uses[-1] if self._uses else self._last_end
             activation = None
-            if (unit.name, access.group) in offloaded:
+            if key in offloaded:
                 activation = self._offload(access, before)
 
             # The last use may be a forward: that of a fused head makes its gradient. What is frozen makes none.
-            makes_grad = last_uses[unit.name, access.group] == index and unit.num_trained > 0
+            is_last_use = last_uses[key] == index
+            makes_grad = is_last_use and unit.num_trained > 0
             use = self._compute(access, activation, makes_grad=makes_grad)
             self._uses.append(use)
             if makes_grad:
                 self._hand_over(unit, access.group, use, before)
 
         self._add_items(items, len(timeline.accesses))
-        self._begun = self._add("host", "step", HOST_SECONDS, self._uses[-1], *self._sums, *self._awaited())
-        return self._begun
+        self._last_end = self._add(
+            "host",
+            "step",
+            HOST_SECONDS,
+            self._uses[-1],
+            *self._sums,
+            *self._awaited(),
+        )
+        return self._last_end
 
     # ------------------------------------------------------------------ compute and activations
 
     def _compute(self, access: Access, activation: int | None, *, makes_grad: bool) -> int:
         """One use of a unit, when its weights and its activation are there and its update is over."""
         unit = access.unit
-        needs = [self._begun, self._arrivals.get(unit), activation]
+        weights = self._arrivals.get(unit)
+        needs = [self._last_end, weights, activation]
 
         # In the immediate mode the update of this step comes after the use, and that of the last step is over.
         if self._policy.deferred:
@@ -165,9 +170,11 @@ class StepJobs:
         ends = {access.group: index for index, access in enumerate(timeline.accesses)}
         offloaded = set()
         for index, access in enumerate(timeline.accesses):
+            unit = self._units[access.unit]
             is_last = index == ends[access.group]
-            if access.phase is Phase.BACKWARD and self._units[access.unit].activation_bytes and not is_last:
-                offloaded.add((access.unit, access.group))
+            is_backward = access.phase is Phase.BACKWARD
+            if is_backward and unit.activation_bytes and not is_last:
+                offloaded.add((unit.name, access.group))
         return offloaded
 
     def _offload(self, access: Access, before: int | None) -> int | None:
@@ -177,38 +184,44 @@ class StepJobs:
             access: the use.
             before: the job of the use before.
         """
-        unit = access.unit
         if access.phase is Phase.FORWARD:
-            self._activations.stash(unit)
-            moves = self._moves.stash(unit, self._units[unit].activation_bytes)
-            if len(moves) == 1:
-                self._stashed[unit] = self._chain(moves, unit, before)
-                return None
+            return self._stash(access.unit, before)
 
-            # Compute waits for older copies, since it would else make activations faster than the drives take them.
-            waited = self._copied[0] if len(self._copied) == SPILLING_MAX else None
-            written = self._pass(moves, unit, before)
-            self._stashed[unit] = written
-
-            # The job before the last write is the copy to RAM of the same piece.
-            self._copied.append(written - 1)
-            return waited
-
+        unit = access.unit
         for asked in self._activations.fetch(unit):
-            moves = self._moves.unstash(asked, self._units[asked].activation_bytes)
-            bring = self._chain if len(moves) == 1 else self._pass
+            num_bytes = self._units[asked].activation_bytes
+            moves = self._moves.unstash(asked, num_bytes)
+            bring = self._chain if len(moves) == 1 else self._move_through_slots
             stashed = self._stashed.pop(asked)
             self._fetched[asked] = bring(moves, asked, stashed, before)
         return self._fetched.pop(unit)
 
-    def _pass(self, moves: Sequence[Move], unit: str, *after: int | None) -> int:
+    def _stash(self, unit: str, before: int | None) -> int | None:
+        """Move a unit's input home; returns the job that its use waits for."""
+        self._activations.stash(unit)
+        num_bytes = self._units[unit].activation_bytes
+        moves = self._moves.stash(unit, num_bytes)
+        if len(moves) == 1:
+            self._stashed[unit] = self._chain(moves, unit, before)
+            return None
+
+        # Compute waits for older copies, since it would else make activations faster than the drives take them.
+        oldest = self._copied[0] if len(self._copied) == SPILLING_MAX else None
+        written = self._move_through_slots(moves, unit, before)
+        self._stashed[unit] = written
+
+        # The job before the last write is the copy to RAM of the same piece.
+        self._copied.append(written - 1)
+        return oldest
+
+    def _move_through_slots(self, moves: Sequence[Move], unit: str, *after: int | None) -> int:
         """Move an activation through slots in RAM, piece by piece; returns the last job."""
-        last = -1
         # Fewer pieces than there are: a drive is as busy with these, and each costs the simulation time.
+        last = -1
         slots = self._activation_slots
         for _ in range(PIECES_MAX):
             free = slots[0] if len(slots) == ACTIVATION_SLOTS else None
-            last = self._part(moves, unit, PIECES_MAX, free, *after)
+            last = self._add_piece(moves, unit, PIECES_MAX, free, *after)
             slots.append(last)
         return last
 
@@ -236,16 +249,17 @@ class StepJobs:
     def _load(self, load: Load) -> None:
         """Bring weights to the GPU, as soon as their slot is free and they are updated."""
         unit = self._units[load.unit]
-        moves = self._moves.load(unit.name)
+        name = unit.name
+        moves = self._moves.load(name)
         free = self._slot_free(load)
 
         # AdamW on a streamed unit works in the slot that this load fills, so it comes after.
-        updated = None if load.updates else self._updates.get(unit.name)
+        updated = None if load.updates else self._updates.get(name)
 
         # In pieces: one comes to RAM while the one before goes on to the GPU.
         pieces = self._num_pieces(unit.num_elements) if len(moves) > 1 else 1
-        arrived = self._chain(moves, unit.name, free, updated, pieces=pieces)
-        self._arrivals[unit.name] = arrived
+        arrived = self._chain(moves, name, free, updated, pieces=pieces)
+        self._arrivals[name] = arrived
         if load.updates:
             self._update_streamed(unit, arrived)
 
@@ -253,7 +267,7 @@ class StepJobs:
         """The job after which the slot of a load is free."""
         # A slot that is empty when the pass begins has nobody to wait for.
         if load.after_access < 0:
-            return self._begun
+            return self._last_end
         return self._uses[load.after_access]
 
     def _update(self, update: Update) -> None:
@@ -265,11 +279,13 @@ class StepJobs:
             return
 
         gradient = self._grads.get(unit.name)
-        self._updates[unit.name] = self._work(lane, unit, 1, self._begun, gradient)
+        updated = self._apply(lane, unit, 1, self._last_end, gradient)
+        self._updates[unit.name] = updated
 
     def _update_spilled(self, unit: UnitSpec, fed: Load | None) -> None:
         """Run AdamW on a unit with bytes on NVMe, piece by piece: read, update, feed, write."""
         name = unit.name
+        moves = self._moves
         gradient = self._grads.get(name)
         pieces = 1 if unit.schema.by_matrix else self._num_pieces(unit.num_trained)
         is_speculative = name in self._placement.speculative
@@ -278,19 +294,22 @@ class StepJobs:
         for _ in range(pieces):
             # Nothing is read ahead of an update that is not due yet, so reads wait for the gradient too.
             free = self._chunks[0] if len(self._chunks) == UPDATE_DEPTH else None
-            read = self._part(self._moves.read_state(name), name, pieces, self._begun, free, gradient)
-            updated = self._work("update_nvme", unit, pieces, read, elsewhere=is_speculative)
+            needs = self._last_end, free, gradient
+            read = self._add_piece(moves.read_state(name), name, pieces, *needs)
+            updated = self._apply("update_nvme", unit, pieces, read, elsewhere=is_speculative)
 
             if fed is not None:
                 slot = self._slot_free(fed)
-                self._arrivals[name] = self._part(self._moves.feed(name), name, pieces, updated, slot)
+                arrived = self._add_piece(moves.feed(name), name, pieces, updated, slot)
+                self._arrivals[name] = arrived
 
-            written = self._part(self._moves.write_state(name), name, pieces, updated)
+            written = self._add_piece(moves.write_state(name), name, pieces, updated)
             self._chunks.append(written)
 
         # Frozen weights lie behind the trained ones, and no update feeds them.
         if fed is not None and unit.frozen_elements:
-            self._arrivals[name] = self._chain(self._moves.load_frozen(name), name, updated)
+            frozen = moves.load_frozen(name)
+            self._arrivals[name] = self._chain(frozen, name, updated)
 
         # The next step counts what this backward updates.
         updates = self._speculated if is_speculative else self._updates
@@ -301,11 +320,12 @@ class StepJobs:
         name = unit.name
         gradient = self._grads.get(name)
         state = self._states.get(name)
-        updated = self._work("update_gpu", unit, 1, arrival, gradient, state)
+        updated = self._apply("update_gpu", unit, 1, arrival, gradient, state)
         self._updates[name] = updated
-        return self._chain(self._moves.return_weights(name), name, updated)
+        home = self._moves.return_weights(name)
+        return self._chain(home, name, updated)
 
-    def _work(self, lane: str, unit: UnitSpec, pieces: int, *after: int | None, elsewhere: bool = False) -> int:
+    def _apply(self, lane: str, unit: UnitSpec, pieces: int, *after: int | None, elsewhere: bool = False) -> int:
         """Do one of so many pieces of a unit's update, of matrices on the GPU; returns the job that ends it.
 
         Args:
@@ -321,17 +341,19 @@ class StepJobs:
             return self._add(lane, name, amount, *after)
 
         moves = self._moves.carry(name)
-        amount = _updated(unit) + unit.update_flops * self._parameters_per_flop
+        products = unit.update_flops * self._parameters_per_flop
+        amount = _updated(unit) + products
         if not moves:
             return self._add("update_gpu", name, amount, *after)
 
         # As if it had so many matrices of one size. The first one comes when all of the unit before are home.
         there, back = moves
-        homes: deque[int | None] = deque([self._carried.get(lane)], maxlen=MATRICES_CARRIED)
+        home = self._carried.get(lane)
+        homes = deque([home], maxlen=MATRICES_CARRIED)
         for _ in range(PIECES_MAX):
-            arrived = self._part([there], name, PIECES_MAX, homes[0], *after)
+            arrived = self._add_piece([there], name, PIECES_MAX, homes[0], *after)
             updated = self._add("update_gpu", name, amount / PIECES_MAX, arrived)
-            home = self._part([back], name, PIECES_MAX, updated)
+            home = self._add_piece([back], name, PIECES_MAX, updated)
             self._carried[lane] = home
             homes.append(home)
         return self._carried[lane]
@@ -339,24 +361,31 @@ class StepJobs:
     def _exchange(self, exchange: Exchange) -> None:
         """Move streamed state home when the CPU is through with its own updates, and to the GPU again."""
         # State would take from memory what AdamW on the CPU needs (docs/decisions/0011).
-        lane_of = self._placement.update_lane
-        on_cpu = [job for unit, job in self._updates.items() if lane_of(unit) != "update_gpu"]
+        on_cpu = []
+        for unit, job in self._updates.items():
+            if self._placement.update_lane(unit) != "update_gpu":
+                on_cpu.append(job)
+
         homes: ByUnit = {}
         for unit in exchange.home:
             moves = self._moves.return_state(unit)
-            homes[unit] = self._chain(moves, unit, *on_cpu, self._updates[unit])
+            updated = self._updates[unit]
+            homes[unit] = self._chain(moves, unit, *on_cpu, updated)
 
         # The new bytes fill the slot that the old ones leave.
         for unit in exchange.fetched:
             moves = self._moves.fetch_state(unit)
-            self._states[unit] = self._chain(moves, unit, homes.get(unit), self._begun)
+            left = homes.get(unit)
+            self._states[unit] = self._chain(moves, unit, left, self._last_end)
 
     # ------------------------------------------------------------------ gradients
 
     def _grad_slot(self, unit: str) -> int | None:
         """The job that empties a slot in which a unit's gradient is made; None: a slot is free."""
         # A gradient that stays on the GPU has a place of its own.
-        if self._placement.grad_homes[unit] is Tier.GPU or len(self._grad_slots) < SLOTS_MIN:
+        stays = self._placement.grad_homes[unit] is Tier.GPU
+        has_free = len(self._grad_slots) < SLOTS_MIN
+        if stays or has_free:
             return None
         return self._grad_slots[0]
 
@@ -372,7 +401,8 @@ class StepJobs:
         name = unit.name
         gradient = self._moves.gradient(name, group)
         if gradient.fetched:
-            arrived = self._chain(gradient.fetched, name, self._grads[name], before)
+            shipped = self._grads[name]
+            arrived = self._chain(gradient.fetched, name, shipped, before)
 
             # The addition takes next to no time, but the gradient is final only when the sum of the others has arrived.
             made = self._add("compute", f"{name} sum", 0.0, made, arrived)
@@ -380,20 +410,22 @@ class StepJobs:
 
     def _ship(self, unit: UnitSpec, gradient: Gradient, made: int) -> None:
         """Move a sum of groups, or the gradient of one, to where it waits. Its update may follow."""
+        name = unit.name
         last = made
         if gradient.shipped:
-            # A GPU slot is free again when the gradient is where it waits, in RAM or on NVMe.
             slot = self._sums[0] if len(self._sums) == GRAD_DEPTH else None
-            last = self._chain(gradient.shipped, unit.name, made, slot)
+            last = self._chain(gradient.shipped, name, made, slot)
+
+            # A GPU slot is free again when the gradient is where it waits, in RAM or on NVMe.
             self._grad_slots.append(last)
 
         if gradient.sums_in_ram:
-            amount = unit.num_trained * SUM_BYTES[gradient.is_final] / UPDATE_BYTES
-            last = self._add("update", unit.name, amount, last)
+            traffic = unit.num_trained * SUM_BYTES[gradient.is_final]
+            last = self._add("update", name, traffic / UPDATE_BYTES, last)
             self._sums.append(last)
 
         # Before the update, which looks for it here.
-        self._grads[unit.name] = last
+        self._grads[name] = last
         if gradient.update is not None:
             self._update(gradient.update)
 
@@ -401,43 +433,14 @@ class StepJobs:
         """What a step waits for in addition to compute and sums: its own updates, if they run in its backward."""
         return () if self._policy.deferred else self._updates.values()
 
-    # ------------------------------------------------------------------ adding jobs
-
-    def _chain(self, moves: Sequence[Move], name: str, *after: int | None, pieces: int = 1) -> int:
-        """Add moves of which each begins when the one before is over, piece by piece; returns the last job."""
-        last = -1
-        for _ in range(pieces):
-            last = self._part(moves, name, pieces, *after)
-        return last
-
-    def _part(self, moves: Sequence[Move], name: str, pieces: int, *after: int | None) -> int:
-        """Add one of so many pieces of each move, one after the other; returns the last job."""
-        last = -1
-        for move in moves:
-            last = self._add(move.lane, name, move.num_bytes / pieces, *after)
-            after = (last,)
-        return last
-
-    def _add(self, lane: str, name: str, amount: float, *after: int | None) -> int:
-        """Add one job, behind all others of its lane; returns its index."""
-        # Each once, since several slots may have been emptied by one job.
-        waited = {index for index in after if index is not None}
-        job = Job(lane=lane, name=name, amount=amount, after=tuple(waited))
-        self.jobs.append(job)
-        return len(self.jobs) - 1
-
-    def _num_pieces(self, elements: int) -> int:
-        """Pieces of a unit's state: its chunks, but no more than are worth simulating."""
-        num_chunks = -(-elements // self._placement.chunk_elements)
-        return max(1, min(PIECES_MAX, num_chunks))
-
 
 def _updated(unit: UnitSpec, *, elsewhere: bool = False) -> float:
     """Parameters of AdamW's work on a unit, in those that rates count.
 
     If it writes to another generation, a processor fetches the bytes that lie there before it overwrites them.
     """
-    # Read and written, or read, fetched and written.
+    # Read and written, or read, fetched and written. A gradient is read.
+    schema = unit.schema
     passes = 3 if elsewhere else 2
-    traffic = passes * unit.schema.bytes_per_parameter + unit.schema.grad_width
+    traffic = passes * schema.bytes_per_parameter + schema.grad_width
     return unit.num_trained * traffic / UPDATE_BYTES

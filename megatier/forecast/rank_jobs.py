@@ -63,20 +63,24 @@ class RankJobs(StepJobs):
         if own:
             slot = self._shards[0] if len(self._shards) == SLOTS_MIN else ()
             pieces = self._num_pieces(unit.num_elements) if len(own) > 1 else 1
-            arrived = self._chain(own, name, self._begun, *slot, updated, pieces=pieces)
+            needs = self._last_end, *slot, updated
+            arrived = self._chain(own, name, *needs, pieces=pieces)
 
         # A streamed unit's shard leaves its slot for the other ranks, and for home.
         returned: tuple[int, ...] = ()
         if load.updates:
             assert arrived is not None
-            returned = (self._update_streamed(unit, arrived),)
+            home = self._update_streamed(unit, arrived)
+            returned = (home,)
             arrived = self._updates[name]
 
         # Behind the collective before it, whichever lane of the simulation has that.
         free = self._slot_free(load)
-        self._last = self._add("gather", name, gather.num_bytes, self._last, arrived, free)
-        self._shards.append((self._last, *returned))
-        self._arrivals[name] = self._last
+        needs = self._last, arrived, free
+        gathered = self._add("gather", name, gather.num_bytes, *needs)
+        self._last = gathered
+        self._shards.append((gathered, *returned))
+        self._arrivals[name] = gathered
 
     def _hand_over(self, unit: UnitSpec, group: int, made: int, before: int | None) -> None:
         """Leave the gradient to the lane `ranks`."""
@@ -89,17 +93,20 @@ class RankJobs(StepJobs):
         gradient = self._moves.gradient(name, scatter.group)
         fetched = None
         if gradient.fetched:
-            fetched = self._chain(gradient.fetched, name, self._grads[name], self._last)
+            shipped = self._grads[name]
+            fetched = self._chain(gradient.fetched, name, shipped, self._last)
 
         (move,) = self._moves.scatter(scatter)
         made = self._made.pop((name, scatter.group))
-        self._last = self._add("scatter", name, move.num_bytes, self._last, made)
-        self._scatters.append(self._last)
+        scattered = self._add("scatter", name, move.num_bytes, self._last, made)
+        self._scatters.append(scattered)
 
         # The addition takes next to no time, but it needs the sum of the groups before, or a slot for a new one.
         slot = super()._grad_slot(name)
-        self._last = self._add("scatter", f"{name} sum", 0.0, self._last, fetched, slot)
-        self._ship(unit, gradient, self._last)
+        needs = scattered, fetched, slot
+        added = self._add("scatter", f"{name} sum", 0.0, *needs)
+        self._last = added
+        self._ship(unit, gradient, added)
 
     def _grad_slot(self, unit: str) -> int | None:
         """The job that empties a slot in which a whole gradient of a group is made; None: a slot is free."""

@@ -118,7 +118,7 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
         spine: a lane for all of whose jobs the last job waits. Resources are added up for these and for the last job.
     """
     ends = [0.0] * len(jobs)
-    behind: list[tuple[int, ...]] = []
+    needed: list[tuple[int, ...]] = []
     """The jobs that each job waits for, with the one before it on its lane."""
     latest: dict[str, int] = {}
     """The last job of each lane so far."""
@@ -129,22 +129,25 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
 
     for index, job in enumerate(jobs):
         before = (latest[job.lane],) if job.lane in latest else ()
-        behind.append((*job.after, *before))
         latest[job.lane] = index
-        start = max([ends[other] for other in behind[index]], default=0.0)
+        needed.append((*job.after, *before))
+        start = max([ends[other] for other in needed[index]], default=0.0)
 
         # Walk back from here to all that is not counted yet. Each job is visited once in all, so this stays linear.
-        if job.lane == spine or index == len(jobs) - 1:
-            stack = list(behind[index])
+        is_last = index == len(jobs) - 1
+        if job.lane == spine or is_last:
+            stack = list(needed[index])
             while stack:
                 other = stack.pop()
-                if not is_carried[other]:
-                    is_carried[other] = True
-                    stack += behind[other]
-                    lane = lanes[jobs[other].lane]
-                    for resource, share in lane.uses.items():
-                        seconds = share * jobs[other].amount / lane.rate
-                        carried[resource] = carried.get(resource, 0.0) + seconds
+                if is_carried[other]:
+                    continue
+
+                is_carried[other] = True
+                stack += needed[other]
+                lane = lanes[jobs[other].lane]
+                for resource, share in lane.uses.items():
+                    seconds = share * jobs[other].amount / lane.rate
+                    carried[resource] = carried.get(resource, 0.0) + seconds
 
             start = max([start, *carried.values()])
 

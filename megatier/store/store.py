@@ -127,8 +127,6 @@ class TieredStore(ClosedWhenDropped):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ before use
-
     def register(self, spec: BlockSpec) -> None:
         """Add a block. Its home is counted now and allocated by `seal`. A new block holds zeros.
 
@@ -181,8 +179,6 @@ class TieredStore(ClosedWhenDropped):
             if self._reader is not None:
                 self._reader.open(self.device)
 
-    # ------------------------------------------------------------------ use
-
     def prefetch(self, key: str, tier: Tier, span: Span | None = None, *, wait: bool = False) -> list[Transfer]:
         """Start bringing a block, or bytes [start, stop) of it, to a tier. Bytes that are there are not moved again.
 
@@ -206,7 +202,6 @@ class TieredStore(ClosedWhenDropped):
         with self._copies.lock, self.tear.call:
             block, span = self._blocks.span(key, span)
             copy = self._copies.copy_for(block, tier, span, wait=wait)
-
             # Nobody has a right to these bytes yet, so they give way if others need the slot.
             copy.is_ahead = not copy.num_leases
             self._fills.bring(copy, span, wait=wait)
@@ -242,14 +237,12 @@ class TieredStore(ClosedWhenDropped):
         with self._copies.lock, self.tear.call:
             block, span = self._blocks.span(key, span)
             copy = block.find(tier, span)
-            slotted = [other for other in block.copies if other.slot is not None]
-            others = [other for other in slotted if other.tier is not tier]
+            others = [other for other in block.copies if other.tier is not tier and other.slot is not None]
             self._copies.drop_stale(others, span)
 
             # Bytes at home are never dirty. A scratch block has no home: its bytes on the gpu may go to ram, and stay.
             home = block.spec.home
-            may_move = home is not None or tier is Tier.GPU
-            if home is not tier and may_move:
+            if home is not tier and (home is not None or tier is Tier.GPU):
                 copy.dirty(span)
 
     def write_back(self, key: str, tier: Tier, span: Span | None = None, *, wait: bool = False) -> Transfer | None:
@@ -398,7 +391,6 @@ class TieredStore(ClosedWhenDropped):
         self._disown()
         if not self._copies.owner.is_here:
             return
-
         # What was submitted starts first. The files wait for what was started, whose threads touch the memory.
         self._lanes.close()
         if self._reader is not None:
