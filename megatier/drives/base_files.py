@@ -33,7 +33,7 @@ class BaseFiles:
         self._direct = direct
         self._files: dict[Path, int] = {}
         """An open descriptor for each file."""
-        self._before: dict[Path, FileVersion] = {}
+        self._versions: dict[Path, FileVersion] = {}
         """What each file was when it was opened."""
 
     def open(self, parts: Iterable[FilePart]) -> None:
@@ -49,8 +49,10 @@ class BaseFiles:
                 # Noted as it is when it is opened, so that a later write is seen.
                 file = self._opened(path)
                 self._files[path] = file
-                self._before[path] = FileVersion.of(file)
-            if version not in (None, self._before[path]):
+                self._versions[path] = FileVersion.of(file)
+
+            opened = self._versions[path]
+            if version is not None and version != opened:
                 raise FileChangedError(str(path))
 
     def segments(
@@ -64,9 +66,11 @@ class BaseFiles:
             last = min(stop, part.start + part.num_bytes)
             if first >= last:
                 continue
+
+            file = self._files[part.path]
             offset = part.file_offset + first - part.start
             target = address + first - start
-            segments.append((self._files[part.path], offset, target, last - first))
+            segments.append((file, offset, target, last - first))
             paths.append(part.path)
         return segments, paths
 
@@ -80,7 +84,7 @@ class BaseFiles:
             # A block may lie in files of the base and in our own, which nobody else writes.
             if path not in self._files:
                 continue
-            before = self._before[path]
+            before = self._versions[path]
             now = FileVersion.of(self._files[path])
             if before != now:
                 raise BaseChangedError(str(path), before.num_bytes, now.num_bytes)

@@ -84,8 +84,10 @@ class FileBatch:
         # All of them end first, since a batch goes on to touch the memory if another one has failed.
         for batch, _ in self._batches:
             batch.wait()
+
         for batch, paths in self._batches:
-            if (error := batch.error()) is not None:
+            error = batch.error()
+            if error is not None:
                 self._fail(error, paths)
 
     def _fail(self, error: tuple[str, int, int, int, int, int], paths: Sequence[Path]) -> None:
@@ -99,9 +101,8 @@ class FileBatch:
             raise IntegrityError(self._key, str(path), offset, expected, found)
 
         # A file that ends too early is no error of the system, so there is no errno.
-        if kind != "io":
-            code = 0
-        raise TransferError(f"{self._what} of block {self._key}", "nvme", str(path), offset, code)
+        what = f"{self._what} of block {self._key}"
+        raise TransferError(what, "nvme", str(path), offset, code if kind == "io" else 0)
 
     def done(self) -> bool:
         """Return whether every request has ended."""
@@ -199,8 +200,9 @@ class BlockFiles:
         granule = self.options.granule_bytes
         assert start % granule == 0, "a span starts where a granule does"
         for first in range(start, stop, granule):
-            size = min(granule, stop - first)
-            checksum = _native.checksum(address + first - start, size)
+            granule_address = address + first - start
+            num_bytes = min(granule, stop - first)
+            checksum = _native.checksum(granule_address, num_bytes)
             extent.checksums[first // granule] = checksum
 
     def allocate(self) -> None:
@@ -218,8 +220,10 @@ class BlockFiles:
                 continue
 
             # Room is looked at first, since an attempt that fails would fill the drive for a moment.
-            remedy = f"Give {self._mounts[index].directory} a smaller size in tiers.nvme or free space on it."
-            if size > (free := free_bytes(path.parent)):
+            directory = self._mounts[index].directory
+            remedy = f"Give {directory} a smaller size in tiers.nvme or free space on it."
+            free = free_bytes(path.parent)
+            if size > free:
                 raise CapacityError("nvme", size, free, remedy)
 
             self._files.append(self._open(index))
@@ -295,51 +299,61 @@ class BlockFiles:
     def read(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
         """Start reading bytes [start, stop) of a block into page-aligned memory. Every granule is verified."""
         batches = []
-        own = min(stop, extent.own_bytes)
-        if start < own:
-            batches.append(self._move(extent, start, own, address, writes=False))
+        own_stop = min(stop, extent.own_bytes)
+        if start < own_stop:
+            own = self._move(extent, start, own_stop, address, writes=False)
+            batches.append(own)
 
         # What lies behind its own bytes is read where the base holds it.
-        first = max(start, own)
-        if first < stop:
-            batches.append(self._gather(extent, first, stop, address + first - start))
+        base_start = max(start, own_stop)
+        if base_start < stop:
+            base_address = address + base_start - start
+            of_base = self._gather(extent, base_start, stop, base_address)
+            batches.append(of_base)
         return FileBatch(batches, "read", key, self._base)
 
     # HOP 6/6: RAM slot -> NVMe extent
     def write(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
         """Start writing page-aligned memory to bytes [start, stop) of a block. Each granule's checksum is stored."""
         assert stop <= extent.own_bytes, "files of the base are never written"
-        return FileBatch([self._move(extent, start, stop, address, writes=True)], "write", key)
+        batch = self._move(extent, start, stop, address, writes=True)
+        return FileBatch([batch], "write", key)
 
     def _gather(self, extent: Extent, start: int, stop: int, address: int) -> tuple[IoBatch, Sequence[Path]]:
         """Hand the parts of a span in files of the base to the engine; returns their batch, and the file of each."""
         granule = self.options.granule_bytes
-        table = extent.checksums.ctypes.data + 4 * (start // granule)
+        table = self._checksums_at(extent, start)
         segments, paths = self._base.segments(extent.parts, start, stop, address)
         target = (address, stop - start)
-        return self._engine.gather(target, segments, table, granule), paths
+        batch = self._engine.gather(target, segments, table, granule)
+        return batch, paths
+
+    def _checksums_at(self, extent: Extent, start: int) -> int:
+        """Return the address of the checksum of the granule that starts at a byte of a block."""
+        # One checksum for each granule, in the order of the block's bytes, wherever its stripes lie.
+        granule_index = start // self.options.granule_bytes
+        return extent.checksums.ctypes.data + granule_index * extent.checksums.itemsize
 
     def _move(
         self, extent: Extent, start: int, stop: int, address: int, *, writes: bool
     ) -> tuple[IoBatch, Sequence[Path]]:
-        """Hand the pieces of a span to the engine; returns their batch, and the file of each."""
+        """Hand the stripes of a span to the engine; returns their batch, and the file of each."""
         granule = self.options.granule_bytes
         assert start % granule == 0, "a span starts where a granule does"
         assert stop % granule == 0 or stop == extent.num_bytes, "a span ends with a granule or with its block"
 
-        # The engine gets a segment for each piece of a stripe, all in one batch: mounts work at the same time.
+        # The engine gets a segment for each part of a stripe, all in one batch: mounts work at the same time.
         segments = []
         paths = []
-        for piece in extent.pieces(start, stop):
-            file = self._files[piece.mount]
-            segments.append((file, piece.file_offset, address + piece.start, piece.num_bytes))
-            paths.append(self.paths[piece.mount])
+        for part in extent.stripe_parts(start, stop):
+            file = self._files[part.mount]
+            segment = (file, part.file_offset, address + part.start, part.num_bytes)
+            segments.append(segment)
+            paths.append(self.paths[part.mount])
 
-        # One checksum for each granule, in the order of the block's bytes, wherever its stripes lie.
-        table = 0
-        if self.options.checksums:
-            table = extent.checksums.ctypes.data + 4 * (start // granule)
-        return self._engine.submit(segments, table, granule, writes=writes), paths
+        table = self._checksums_at(extent, start) if self.options.checksums else 0
+        batch = self._engine.submit(segments, table, granule, writes=writes)
+        return batch, paths
 
     def keep(self, keeps: bool) -> None:
         """Decide whether the files outlive this process, as they are when it ends. A mark next to them says so.
@@ -361,7 +375,8 @@ class BlockFiles:
         Raises:
             TransferError: a drive failed.
         """
-        for mount, (file, path) in enumerate(zip(self._files, self.paths, strict=True)):
+        for mount, file in enumerate(self._files):
+            path = self.paths[mount]
             try:
                 os.fsync(file)
                 self._directories.sync(mount)

@@ -65,7 +65,7 @@ class Extent:
         self.num_bytes = num_bytes
         """The size of the block, in whole pages."""
         self.stripes = stripes
-        """Its pieces, in order."""
+        """Its stripes, in order."""
         self.checksums = checksums
         """A uint32 for each granule, in RAM. Native threads store checksums here and compare with them."""
         self.own_bytes = sum(stripe.num_bytes for stripe in stripes)
@@ -77,7 +77,7 @@ class Extent:
         """Return the end on the drive of a span that ends at `stop`, since a block's last page is moved whole."""
         return round_up(stop)
 
-    def pieces(self, start: int, stop: int) -> Iterator[Stripe]:
+    def stripe_parts(self, start: int, stop: int) -> Iterator[Stripe]:
         """Yield the parts of stripes that hold bytes [start, stop) of the block. Their `start` counts from `start`."""
         for stripe in self.stripes:
             first = max(start, stripe.start)
@@ -128,11 +128,20 @@ class Striping:
                 free = self.capacity_bytes - sum(before)
                 self.used = before
                 raise CapacityError("nvme", total, free, "Raise a mount's size in tiers.nvme or add a mount.")
-            stripes.append(Stripe(mount=mount, file_offset=self.used[mount], start=start, num_bytes=size))
+            stripe = Stripe(
+                mount=mount,
+                file_offset=self.used[mount],
+                start=start,
+                num_bytes=size,
+            )
+            stripes.append(stripe)
             self.used[mount] += size
             start += size
 
-        return Extent(total + elsewhere, tuple(stripes), zero_checksums(total + elsewhere, granule))
+        # What lies elsewhere has checksums too, which `BlockFiles.note` puts there.
+        block_bytes = total + elsewhere
+        checksums = zero_checksums(block_bytes, granule)
+        return Extent(block_bytes, tuple(stripes), checksums)
 
     def _next_mount(self, missing: int) -> tuple[int, int]:
         """Return the mount that takes the next stripe, and the bytes that it takes; 0 if no mount has room.
@@ -166,8 +175,10 @@ def zero_checksum(num_bytes: int) -> int:
 
 def zero_checksums(num_bytes: int, granule_bytes: int) -> npt.NDArray[np.uint32]:
     """Return the checksum of each granule of so many zeros. The last granule may be shorter."""
+    num_granules = -(-num_bytes // granule_bytes)
     whole = zero_checksum(granule_bytes)
-    checksums = np.full(-(-num_bytes // granule_bytes), whole, dtype=np.uint32)
-    if tail := num_bytes % granule_bytes:
-        checksums[-1] = zero_checksum(tail)
+    checksums = np.full(num_granules, whole, dtype=np.uint32)
+    tail_bytes = num_bytes % granule_bytes
+    if tail_bytes:
+        checksums[-1] = zero_checksum(tail_bytes)
     return checksums

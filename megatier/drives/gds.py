@@ -49,10 +49,13 @@ class IoPath:
 
     def __str__(self) -> str:
         """Return it in words for people."""
+        posix = mib(self.posix_bytes)
         if not self.gds_bytes:
-            return f"kvikio in compatibility mode ({mib(self.posix_bytes)})"
+            return f"kvikio in compatibility mode ({posix})"
+
         doubt = "" if self.has_nvidia_fs else "; nvidia-fs is not loaded: peer-to-peer, or cuFile's own fallback"
-        return f"kvikio GDS ({mib(self.gds_bytes)}; {mib(self.posix_bytes)} in compatibility mode{doubt})"
+        gds = mib(self.gds_bytes)
+        return f"kvikio GDS ({gds}; {posix} in compatibility mode{doubt})"
 
 
 class GpuReader:
@@ -87,20 +90,25 @@ class GpuReader:
             "bounce_buffer_size": REQUEST_BYTES,
             "auto_direct_io_read": self._files.is_direct,
         }
+
         # kvikio's defaults belong to the whole process, so they go back to what they were when this closes.
         self._opened.enter_context(self._library.defaults.set(settings))
         self._counters = self._opened.enter_context(self._library.SummaryMonitor())
 
         for mount, path in enumerate(self._files.paths):
+            opened = self._files.opened(mount)
             with self._typed_errors("opening", path, 0):
-                self._handles.append(self._opened.enter_context(self._library.CuFile(self._files.opened(mount), "r")))
-            if size := min(PROBE_BYTES, path.stat().st_size):
-                zeros = Extent(
-                    size,
-                    (Stripe(mount=mount, file_offset=0, start=0, num_bytes=size),),
-                    zero_checksums(size, options.granule_bytes),
-                )
-                self.read("(zeros)", zeros, 0, torch.empty(size, dtype=torch.uint8, device=device))
+                file = self._library.CuFile(opened, "r")
+                handle = self._opened.enter_context(file)
+                self._handles.append(handle)
+
+            size = min(PROBE_BYTES, path.stat().st_size)
+            if size:
+                stripe = Stripe(mount=mount, file_offset=0, start=0, num_bytes=size)
+                checksums_of_zeros = zero_checksums(size, options.granule_bytes)
+                zeros = Extent(size, (stripe,), checksums_of_zeros)
+                target = torch.empty(size, dtype=torch.uint8, device=device)
+                self.read("(zeros)", zeros, 0, target)
 
     # Hops 1 and 2 of a byte's journey in one; the marks are in blockfile.py and store/lanes.py.
     def read(self, key: str, extent: Extent, start: int, target: torch.Tensor) -> None:
@@ -119,13 +127,14 @@ class GpuReader:
         # If one read fails, the stack still waits for the others. Otherwise they would go on writing to the target
         # after this transfer is over, and the slot may belong to another copy by then.
         with contextlib.ExitStack() as reads:
-            for piece in extent.pieces(start, start + target.numel()):
-                path = self._files.paths[piece.mount]
-                handle = self._handles[piece.mount]
-                part = target[piece.start : piece.start + piece.num_bytes]
-                with self._typed_errors(f"read of block {key}", path, piece.file_offset):
-                    future = handle.pread(part, piece.num_bytes, piece.file_offset)
-                reads.callback(self._finish, key, piece, future)
+            stop = start + target.numel()
+            for part in extent.stripe_parts(start, stop):
+                path = self._files.paths[part.mount]
+                handle = self._handles[part.mount]
+                memory = target[part.start : part.start + part.num_bytes]
+                with self._typed_errors(f"read of block {key}", path, part.file_offset):
+                    future = handle.pread(memory, part.num_bytes, part.file_offset)
+                reads.callback(self._finish, key, part, future)
 
         if self._files.options.checksums:
             self._verify(key, extent, start, target)
@@ -134,24 +143,27 @@ class GpuReader:
         """Return how the reads of the whole process went so far; None until the files are open."""
         if self._counters is None:
             return None
-        moved = self._counters.get().by_backend
-        gds, posix = (moved[name]["bytes_transferred"] if name in moved else 0 for name in ("GDS", "POSIX"))
-        return IoPath(gds, posix, nvidia_fs_is_loaded())
+
+        by_backend = self._counters.get().by_backend
+        gds_bytes = by_backend["GDS"]["bytes_transferred"] if "GDS" in by_backend else 0
+        posix_bytes = by_backend["POSIX"]["bytes_transferred"] if "POSIX" in by_backend else 0
+        return IoPath(gds_bytes, posix_bytes, nvidia_fs_is_loaded())
 
     def close(self) -> None:
         """Close the files, which has to come before they are removed. It is safe to call this twice."""
         self._opened.close()
 
-    def _finish(self, key: str, piece: Stripe, future: Any) -> None:  # noqa: ANN401  kvikio's
-        """Wait for one read. It must be as long as its piece."""
-        path = self._files.paths[piece.mount]
-        with self._typed_errors(f"read of block {key}", path, piece.file_offset):
+    def _finish(self, key: str, part: Stripe, future: Any) -> None:  # noqa: ANN401  kvikio's
+        """Wait for the read of a part of a stripe. It must be as long as that."""
+        path = self._files.paths[part.mount]
+        what = f"read of block {key}"
+        with self._typed_errors(what, path, part.file_offset):
             num_bytes = future.get()
 
         # kvikio says by a count alone that a file ends too early.
-        if num_bytes != piece.num_bytes:
-            end = piece.file_offset + num_bytes
-            raise TransferError(f"read of block {key} by kvikio", "nvme", str(path), end, 0)
+        if num_bytes != part.num_bytes:
+            end = part.file_offset + num_bytes
+            raise TransferError(f"{what} by kvikio", "nvme", str(path), end, 0)
 
     def _verify(self, key: str, extent: Extent, start: int, target: torch.Tensor) -> None:
         """Raise IntegrityError for the first granule whose checksum differs from the stored one."""
@@ -167,10 +179,16 @@ class GpuReader:
             return
 
         index = int(differing[0])
-        begin = start + index * granule
-        piece = next(extent.pieces(begin, begin + 1))
-        path = str(self._files.paths[piece.mount])
-        raise IntegrityError(key, path, piece.file_offset, int(expected[index]), int(found[index]))
+        first_byte = start + index * granule
+        part = next(extent.stripe_parts(first_byte, first_byte + 1))
+        path = str(self._files.paths[part.mount])
+        raise IntegrityError(
+            key,
+            path,
+            part.file_offset,
+            int(expected[index]),
+            int(found[index]),
+        )
 
     @contextlib.contextmanager
     def _typed_errors(self, what: str, path: os.PathLike[str], offset: int) -> Iterator[None]:

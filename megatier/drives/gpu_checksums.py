@@ -57,16 +57,26 @@ def checksums(region: torch.Tensor, granule_bytes: int) -> npt.NDArray[np.uint32
         region: uint8 [n] on the GPU. n is a multiple of 4,096.
         granule_bytes: a multiple of 4,096. The last granule may be shorter.
     """
-    granules = triton.cdiv(region.numel(), granule_bytes)
+    num_granules = triton.cdiv(region.numel(), granule_bytes)
     words = region.view(torch.int32)
     granule_words = granule_bytes // 4
     distances = _distances(region.device)
-    found = torch.empty(granules, dtype=torch.int32, device=region.device)
-    _check[(granules,)](words, distances, found, words.numel(), granule_words, num_warps=ROW_WARPS)
+    found = torch.empty(num_granules, dtype=torch.int32, device=region.device)
+    grid = (num_granules,)
+    _check[grid](
+        words,
+        distances,
+        found,
+        words.numel(),
+        granule_words,
+        num_warps=ROW_WARPS,
+    )
 
     # The sums leave out the checksum of zeros, which depends on the length alone.
-    flipped: npt.NDArray[np.uint32] = found.cpu().numpy().view(np.uint32)
-    return flipped ^ zero_checksums(region.numel(), granule_bytes)
+    on_host = found.cpu().numpy()
+    flipped: npt.NDArray[np.uint32] = on_host.view(np.uint32)
+    of_zeros = zero_checksums(region.numel(), granule_bytes)
+    return flipped ^ of_zeros
 
 
 @functools.cache
@@ -81,9 +91,12 @@ def _distances(device: torch.device) -> torch.Tensor:
     distances = np.empty_like(row)
     for word in range(row.size):
         row[word] = 1 << 31
-        distances[word] = _native.checksum(row.ctypes.data, row.nbytes) ^ zero
+        checksum = _native.checksum(row.ctypes.data, row.nbytes)
+        distances[word] = checksum ^ zero
         row[word] = 0
-    return torch.from_numpy(distances.view(np.int32)).to(device)
+
+    signed = distances.view(np.int32)
+    return torch.from_numpy(signed).to(device)
 
 
 @_jit

@@ -122,9 +122,11 @@ def _examined(path: Path, remove: bool) -> Leftover:
 def _examined_under_lock(path: Path, folder: int, remove: bool) -> Leftover:
     with os.scandir(folder) as entries:
         files = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
-    foreign = sorted(name for name, status in files.items() if not _is_a_runs(name, status))
+
+    foreign = [name for name, status in files.items() if not _is_a_runs(name, status)]
     if foreign:
-        return Leftover(path=path, stays=f"no run made {foreign[0]!r} in it")
+        first = min(foreign)
+        return Leftover(path=path, stays=f"no run made {first!r} in it")
 
     # Read before the files go.
     note = _note(folder) if NOTE_FILE in files else None
@@ -132,16 +134,23 @@ def _examined_under_lock(path: Path, folder: int, remove: bool) -> Leftover:
         _remove(path, folder)
 
     # `st_blocks` counts units of 512 bytes on every file system.
-    num_bytes = 512 * sum(status.st_blocks for status in files.values())
-    age_s = time.time() - max(status.st_mtime for status in files.values())
-    has_savepoint = KEPT_FILE in files
-    return Leftover(path=path, num_bytes=num_bytes, age_s=max(0.0, age_s), note=note, has_savepoint=has_savepoint)
+    num_blocks = sum(status.st_blocks for status in files.values())
+    last_write = max(status.st_mtime for status in files.values())
+    return Leftover(
+        path=path,
+        num_bytes=512 * num_blocks,
+        # The clock may have been set back since.
+        age_s=max(0.0, time.time() - last_write),
+        note=note,
+        has_savepoint=KEPT_FILE in files,
+    )
 
 
 def _note(folder: int) -> Note | None:
     file = os.open(NOTE_FILE, NOTE_FLAGS, dir_fd=folder)
     with os.fdopen(file, "rb") as opened:
-        return Note.read(opened.read(NOTE_BYTES_MAX))
+        content = opened.read(NOTE_BYTES_MAX)
+    return Note.read(content)
 
 
 def _is_a_runs(name: str, status: os.stat_result) -> bool:

@@ -157,7 +157,8 @@ class MountDirectories:
                 raise TransferError("marking", "nvme", str(mark), 0, error.errno or 0) from error
 
         # A name that was made is on the drive only once its directory is.
-        for directory in self._directories if keeps else ():
+        synchronised = self._directories if keeps else []
+        for directory in synchronised:
             try:
                 directory.sync()
             except OSError as error:

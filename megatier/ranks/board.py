@@ -37,7 +37,7 @@ TRIAL_S = 10.0
 NUMBER_BYTES = 4
 OFFSET_BYTES = 8
 OFFSET_BITS = 44
-TURNS = 2 ** (63 - OFFSET_BITS)
+NUMBERS = 2 ** (63 - OFFSET_BITS)
 """Numbers of collectives begin again after so many, where they stand above an offset."""
 PAUSE_MIN_S = 20e-6
 PAUSE_MAX_S = 1e-3
@@ -96,18 +96,20 @@ def share_memory(channel: Channel, num_bytes: int) -> mmap.mmap:
     made: list[int] = []
 
     def make() -> tuple[int, int]:
-        made.append(os.memfd_create("megatier", os.MFD_CLOEXEC))
-        os.fchmod(made[0], 0o600)
+        file = os.memfd_create("megatier", os.MFD_CLOEXEC)
+        made.append(file)
+        os.fchmod(file, 0o600)
 
         # Pages that are missing when they are touched end the process.
-        os.posix_fallocate(made[0], 0, num_bytes)
-        return os.getpid(), made[0]
+        os.posix_fallocate(file, 0, num_bytes)
+        return os.getpid(), file
 
     try:
         process, number = channel.first(make)
         with channel.together():
             if not made:
-                made.append(os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
+                file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+                made.append(file)
             return mmap.mmap(made[0], num_bytes)
     finally:
         for descriptor in made:
@@ -215,16 +217,18 @@ class Board:
             check: raises if a rank has failed; see `Peers.check`.
         """
         # One store of 8 bytes: no rank sees the number without the offset.
-        turn = number % TURNS
+        short_number = number % NUMBERS
         column = self._offsets[:, number % 2]
-        column[self.rank] = turn << OFFSET_BITS | offset
+        column[self.rank] = short_number << OFFSET_BITS | offset
 
         def have_come() -> bool:
-            return bool((column >> OFFSET_BITS == turn).all())
+            numbers = column >> OFFSET_BITS
+            return bool((numbers == short_number).all())
 
         self.wait(have_come, check)
-        offsets = column & (1 << OFFSET_BITS) - 1
-        return [int(found) for found in offsets]
+        offset_mask = (1 << OFFSET_BITS) - 1
+        offsets = column & offset_mask
+        return [int(offset) for offset in offsets]
 
     def wait(self, holds: Callable[[], bool], check: Check) -> None:
         """Wait until something holds that other ranks write here.
@@ -305,6 +309,7 @@ class StreamSigns:
         """
         self._board = board
         self._check = check
+
         # torch has no call for these two. A signal of its symmetric memory is a kernel, which nobody can end.
         driver = ctypes.CDLL(CUDA_DRIVER)
         self._write = driver.cuStreamWriteValue32_v2
@@ -312,7 +317,9 @@ class StreamSigns:
         for function in (self._write, self._wait):
             function.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
 
-        self._lock = PageLock(int(board.numbers.ctypes.data), [(0, board.numbers.nbytes)])
+        address = int(board.numbers.ctypes.data)
+        whole = 0, board.numbers.nbytes
+        self._lock = PageLock(address, [whole])
 
     def write(self, peer: int, sign: Sign, number: int) -> None:
         """See `Signs`."""

@@ -52,19 +52,22 @@ class Channel:
         Raises:
             PeerError: a rank has failed; so do all that call this.
         """
-        own = torch.frombuffer(bytearray(pickle.dumps(record)), dtype=torch.uint8)
+        pickled = bytearray(pickle.dumps(record))
+        own = torch.frombuffer(pickled, dtype=torch.uint8)
         own_size = torch.tensor([own.numel()], dtype=torch.int64, device="cpu")
         sizes = self._collect(own_size).tolist()
 
         # A collective takes tensors of one size.
-        padded = torch.nn.functional.pad(own, (0, max(sizes) - own.numel()))
+        padding = max(sizes) - own.numel()
+        padded = torch.nn.functional.pad(own, (0, padding))
         rows = self._collect(padded).view(self.size, -1)
 
         records: list[T] = []
         for row, size in zip(rows, sizes, strict=True):
-            found: T | None = pickle.loads(row[:size].numpy().tobytes())
-            if found is not None:
-                records.append(found)
+            content = row[:size].numpy().tobytes()
+            of_rank: T | None = pickle.loads(content)
+            if of_rank is not None:
+                records.append(of_rank)
         return records
 
     def any(self, flag: bool) -> bool:
@@ -92,9 +95,10 @@ class Channel:
                 made = self._told(error)
 
         told: list[tuple[T] | Exception] = self.agree(made)
-        if isinstance(told[0], Exception):
-            raise told[0]
-        return told[0][0]
+        result = told[0]
+        if isinstance(result, Exception):
+            raise result
+        return result[0]
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -143,7 +147,14 @@ class Channel:
         # For the reason that `_collect` has.
         self._peers.check()
         received = torch.empty(sum(taken), dtype=torch.float32, device="cpu")
-        work = dist.all_to_all_single(received, sent, list(taken), list(given), group=self._group, async_op=True)
+        work = dist.all_to_all_single(
+            received,
+            sent,
+            list(taken),
+            list(given),
+            group=self._group,
+            async_op=True,
+        )
         self.finish(work, self._peers.check)
         return received
 

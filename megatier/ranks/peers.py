@@ -63,7 +63,8 @@ class Member:
         """This process."""
         # Containers of one machine have the same boot, but number their processes apart.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return cls(socket.gethostname(), f"{boot} {Path('/proc/self/ns/pid').readlink()}", os.getpid())
+        namespace = Path("/proc/self/ns/pid").readlink()
+        return cls(socket.gethostname(), f"{boot} {namespace}", os.getpid())
 
 
 class Store(Protocol):
@@ -123,7 +124,7 @@ class Peers:
         """How long ranks were waited for since the last look ended."""
         self._num_looks = 0
         self._beats = [b""] * len(members)
-        self._still = [0] * len(members)
+        self._num_still = [0] * len(members)
         """For how many looks each beat has stood still."""
 
         self._wake = os.eventfd(0)
@@ -162,9 +163,11 @@ class Peers:
 
     def first_error(self) -> BaseException | None:
         """The same, or this rank's own error if it was the first."""
-        if self._error is not None and self._first is not None and self._first[0] == self._rank:
-            return self._error
-        return self.failed()
+        if self._error is None or self._first is None:
+            return self.failed()
+
+        first_rank, _ = self._first
+        return self._error if first_rank == self._rank else self.failed()
 
     def check(self, waited_s: float = 0.0) -> None:
         """Call this in a wait for another rank, every TICK_S.
@@ -188,10 +191,13 @@ class Peers:
 
     def fail(self, error: BaseException) -> None:
         """Post why this rank fails, unless another one failed before, or has caused this. A forked child is no rank."""
+        if not self._owner.is_here or comes_of_peers(error):
+            return
+
         # The first error counts: those after it are mostly what it has led to.
-        if self._owner.is_here and not comes_of_peers(error):
-            self._error = self._error or error
-            self._fail(cause_of(error))
+        self._error = self._error or error
+        cause = cause_of(error)
+        self._fail(cause)
 
     def _fail(self, cause: str) -> None:
         """Have the cause posted, and wait for that."""
@@ -272,20 +278,24 @@ class Peers:
 
         # A number that changes, and no time: clocks of two machines differ.
         self._num_looks += 1
-        self._store.set(f"beat {self._rank}", LEFT if self._is_leaving else str(self._num_looks))
-        beats = self._store.multi_get([f"beat {rank}" for rank in range(len(self._members))])
-        for rank, beat in enumerate(beats):
+        own_beat = LEFT if self._is_leaving else str(self._num_looks)
+        self._store.set(f"beat {self._rank}", own_beat)
+
+        keys = [f"beat {rank}" for rank in range(len(self._members))]
+        for rank, beat in enumerate(self._store.multi_get(keys)):
             self._see(rank, beat)
 
         if self._store.check([FIRST]):
-            rank, cause = json.loads(self._store.get(FIRST))
+            posted = self._store.get(FIRST)
+            rank, cause = json.loads(posted)
             self._note((rank, cause))
         self._waited_s = 0.0
 
     def _see(self, rank: int, beat: bytes) -> None:
         """Compare a rank's beat with that of the last look, and post that it died or is silent."""
         is_still = beat == self._beats[rank]
-        self._still[rank] = self._still[rank] + 1 if is_still else 0
+        num_still = self._num_still[rank] + 1 if is_still else 0
+        self._num_still[rank] = num_still
         self._beats[rank] = beat
 
         # A rank that has left ends its process without failing.
@@ -294,7 +304,7 @@ class Peers:
         patience = BROKEN_LOOKS if self._has_broken else SILENT_LOOKS
         if rank in self._dead:
             self._post(rank, DIED)
-        elif self._still[rank] >= patience:
+        elif num_still >= patience:
             self._post(rank, SILENT)
 
     def _post(self, rank: int, cause: str) -> None:

@@ -108,11 +108,14 @@ def views(memory: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
     import torch.distributed._symmetric_memory as symmetric
 
     shared = symmetric.rendezvous(memory, group)
-    found = [shared.get_buffer(rank, memory.shape, memory.dtype) for rank in range(shared.world_size)]
+    memories = []
+    for rank in range(shared.world_size):
+        seen = shared.get_buffer(rank, memory.shape, memory.dtype)
+        memories.append(seen)
 
     # Its own memory is the tensor that `allocate` gave, by whose addresses `Pulls` counts.
-    found[shared.rank] = memory
-    return found
+    memories[shared.rank] = memory
+    return memories
 
 
 class Pulls:
@@ -165,28 +168,30 @@ class Pulls:
         self._signs.close()
 
     def _pull(self, target: torch.Tensor, source: torch.Tensor, start: int) -> None:
-        """Fill piece r of the target from the source of rank r, from byte `start` of the source on."""
+        """Fill shard r of the target from the source of rank r, from byte `start` of the source on."""
         memory = self._memories[self._rank]
         offset = source.data_ptr() - memory.data_ptr()
         assert 0 <= offset <= memory.numel() - source.numel(), "others cannot see these bytes"
 
         # The slot that a block has may differ from rank to rank, since slots are given back at different times.
         self._number += 1
-        offsets = self._signs.meet(self._number, offset)
+        number = self._number
+        offsets = self._signs.meet(number, offset)
         for peer in self._others:
-            self._signs.write(peer, Sign.READY, self._number)
+            self._signs.write(peer, Sign.READY, number)
 
-        pieces = target.view(len(self._memories), -1)
-        size = pieces.shape[1]
-        pieces[self._rank].copy_(source[start : start + size], non_blocking=True)
+        shards = target.view(len(self._memories), -1)
+        shard_bytes = shards.shape[1]
+        own = source[start : start + shard_bytes]
+        shards[self._rank].copy_(own, non_blocking=True)
 
         for peer in self._others:
-            self._signs.wait(peer, Sign.READY, self._number)
+            self._signs.wait(peer, Sign.READY, number)
             first = offsets[peer] + start
-            theirs = self._memories[peer][first : first + size]
-            pieces[peer].copy_(theirs, non_blocking=True)
-            self._signs.write(peer, Sign.DONE, self._number)
+            theirs = self._memories[peer][first : first + shard_bytes]
+            shards[peer].copy_(theirs, non_blocking=True)
+            self._signs.write(peer, Sign.DONE, number)
 
         # The caller's next write to the source is in stream order, so it comes after the reads of all others.
         for peer in self._others:
-            self._signs.wait(peer, Sign.DONE, self._number)
+            self._signs.wait(peer, Sign.DONE, number)

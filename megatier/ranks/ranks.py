@@ -203,7 +203,9 @@ class Ranks(Channel):
         else:
             work = gather_into(whole, own, group=self._data, async_op=not self._is_nccl)
             self.finish(work, self._check_data)
-        self.moved_bytes["ranks"] += whole.numel() - own.numel()
+
+        received_bytes = whole.numel() - own.numel()
+        self.moved_bytes["ranks"] += received_bytes
 
     def scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Give every rank its shard of this rank's bytes, and take this rank's shard of the bytes of all.

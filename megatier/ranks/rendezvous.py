@@ -100,11 +100,16 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
 
     # The program around finds a default group that takes tensors of its device. This run has groups of its own.
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if is_guest and device == "cuda" else "gloo"
+        needs_nccl = is_guest and device == "cuda"
         store, _, _ = next(rendezvous("env://"))
         name = _meet(store, rank, size, is_given_up)
-        met = PrefixStore(name, store)
-        dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=TIMEOUT)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if needs_nccl else "gloo",
+            store=PrefixStore(name, store),
+            rank=rank,
+            world_size=size,
+            timeout=TIMEOUT,
+        )
 
     # One for each thread that talks, so that none waits for what another one is at.
     own = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -113,9 +118,10 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
     groups = own, beside, data
 
     # Runs may follow each other in one process, so each has names of its own in the store.
-    told: list[tuple[Member, str] | None] = [None] * size
-    dist.all_gather_object(told, (Member.here(), secrets.token_hex(8)), group=own)
-    known = [found for found in told if found is not None]
+    this = Member.here(), secrets.token_hex(8)
+    by_rank: list[tuple[Member, str] | None] = [None] * size
+    dist.all_gather_object(by_rank, this, group=own)
+    known = [each for each in by_rank if each is not None]
     members = [member for member, _ in known]
     _, run = known[0]
 
@@ -123,7 +129,8 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     connection = TCPStore(host, port, timeout=STORE_TIMEOUT)
-    watched = partial(Peers, PrefixStore(f"megatier {run}", connection), rank, members, groups)
+    own_store = PrefixStore(f"megatier {run}", connection)
+    watched = partial(Peers, own_store, rank, members, groups)
     return Ranks(rank, size, local_rank, local_size, groups, watched)
 
 
@@ -147,7 +154,8 @@ def _meet(store: Store, rank: int, size: int, is_given_up: _native.Latch) -> str
             if is_given_up.wait(MEET_S):
                 raise StepAbandonedError("nobody waits for the other ranks any more")
             if time.monotonic() > end:
-                raise PeerError(other, "its host", f"it has not come within {MEET_LIMIT_S / 60:.0f} minutes.")
+                minutes = f"{MEET_LIMIT_S / 60:.0f}"
+                raise PeerError(other, "its host", f"it has not come within {minutes} minutes.")
         return store.get(key).decode()
 
     if rank == 0:

@@ -82,12 +82,14 @@ class SharedRam:
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """See `RankCarrier`."""
-        self._move(whole.view(self._size, -1), own, [own])
+        shards = whole.view(self._size, -1)
+        self._move(shards, own, [own])
 
     def scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """See `RankCarrier`."""
-        pieces = sent.view(self._size, -1)
-        self._move(received.view(self._size, -1), pieces[self._rank], list(pieces))
+        taken = received.view(self._size, -1)
+        given = sent.view(self._size, -1)
+        self._move(taken, given[self._rank], list(given))
 
     def try_out(self, device: str) -> None:
         """Gather a few bytes of the GPU; see `brings_right_bytes`.
@@ -111,7 +113,7 @@ class SharedRam:
             self._lock.close()
 
     def _move(self, target: torch.Tensor, own: torch.Tensor, sent: Sequence[torch.Tensor]) -> None:
-        """Fill piece r of the target with what rank r sends to this one.
+        """Fill row r of the target with what rank r sends to this one.
 
         Args:
             target: uint8 [size, n], overwritten.
@@ -123,22 +125,27 @@ class SharedRam:
         self._signs.meet(self._collective, 0)
         target[self._rank].copy_(own, non_blocking=True)
 
-        # A bay holds a run for each piece that is sent.
+        # A bay holds a run for each tensor that is sent.
         bay_bytes = self._stages.shape[2]
         run_bytes = bay_bytes // len(sent) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        spans = [slice(start, start + run_bytes) for start in range(0, target.shape[1], run_bytes)]
+        starts = range(0, target.shape[1], run_bytes)
+        spans = [slice(start, start + run_bytes) for start in starts]
         first = self._rank * run_bytes if len(sent) > 1 else 0
+
+        # What is sent was made on the stream of the lane.
         if self._writes is not None:
             self._writes.wait_stream(torch.cuda.current_stream())
 
         # A round is written before the one before it is read, so that both directions of the link are busy.
-        for index in range(len(spans) + 1):
-            if index < len(spans):
-                runs = [piece[spans[index]] for piece in sent]
+        num_rounds = len(spans)
+        for index in range(num_rounds + 1):
+            if index < num_rounds:
+                runs = [tensor[spans[index]] for tensor in sent]
                 self._put(self._round + index + 1, run_bytes, runs)
             if index:
-                self._take(self._round + index, first, target[:, spans[index - 1]])
-        self._round += len(spans)
+                read = target[:, spans[index - 1]]
+                self._take(self._round + index, first, read)
+        self._round += num_rounds
 
         # What was sent may change from now on.
         if self._writes is not None:
@@ -159,7 +166,8 @@ class SharedRam:
                 is_for_others = len(runs) == 1 or place != self._rank
                 if is_for_others:
                     first = place * run_bytes
-                    bay[first : first + run.numel()].copy_(run, non_blocking=True)
+                    stop = first + run.numel()
+                    bay[first:stop].copy_(run, non_blocking=True)
 
             for peer in self._others:
                 self._signs.write(peer, Sign.READY, number)
@@ -169,7 +177,8 @@ class SharedRam:
         # The GPU is asked for few rounds at a time: copies of other lanes pass between, and there is no long queue of
         # work that has to wait for another rank.
         if len(self._reads) == SHARED_STAGES:
-            self._reads.popleft().synchronize()
+            oldest = self._reads.popleft()
+            oldest.synchronize()
 
         bays = self._stages[number % SHARED_STAGES]
         end = first + target.shape[1]
@@ -220,19 +229,19 @@ def open_shared_ram(channel: Channel, bay_bytes: int, check: Check, *, device: s
         # Counted from the first bay: bays are powers of two, so none of them, and no copy, crosses the end of a piece.
         lock = PageLock(stages.data_ptr(), cut_at_addresses(0, stages.nbytes, LOCKED_BYTES))
         opened.callback(lock.close)
-        found = SharedRam(channel.rank, stages, signs, lock)
+        shared = SharedRam(channel.rank, stages, signs, lock)
         opened.pop_all()
 
     try:
         with channel.together():
-            found.try_out(device)
+            shared.try_out(device)
     except (MegatierError, OSError, RuntimeError):
         # Streams may still wait for a number that will not come, and nothing may be unmapped under them.
-        found.release()
+        shared.release()
         torch.cuda.synchronize()
-        found.close()
+        shared.close()
         raise
-    return found
+    return shared
 
 
 def _stages(memory: mmap.mmap, first: int, size: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from rank_pool import POOL
 
 from megatier.errors import StepAbandonedError
-from megatier.ranks.board import OFFSET_BITS, OPEN, TURNS, Board, HostSigns, Sign, StreamSigns, share_memory
+from megatier.ranks.board import NUMBERS, OFFSET_BITS, OPEN, Board, HostSigns, Sign, StreamSigns, share_memory
 from megatier.ranks.rendezvous import joined
 
 SIZE = 3
@@ -36,7 +36,7 @@ def test_meeting_gives_offsets_of_all_also_where_numbers_begin_again_and_asks_wh
     memory = bytearray(Board.num_bytes(2))
     boards = [Board(memory, rank, 2) for rank in range(2)]
     large = 2**OFFSET_BITS - 1
-    for number in (1, 2, 3, TURNS - 1, TURNS, TURNS + 1):
+    for number in (1, 2, 3, NUMBERS - 1, NUMBERS, NUMBERS + 1):
         with pytest.raises(AssertionError, match="nobody came"):
             boards[0].meet(number, number, unmet)
         assert boards[1].meet(number, large, lambda _: None) == [number, large]
