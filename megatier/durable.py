@@ -135,7 +135,8 @@ def sync_tree(folder: Path) -> None:
     directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # Python has no call for this, so the C library is asked.
-        if ctypes.CDLL(None, use_errno=True).syncfs(directory):
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.syncfs(directory):
             raise OSError(ctypes.get_errno(), "syncfs", str(folder))
     finally:
         os.close(directory)

@@ -84,10 +84,13 @@ def note(path: Path, file: int | None = None) -> None:
     Raises:
         FileChangedError: it is another one than before.
     """
-    if (seen := _seen.get()) is not None:
-        version = FileVersion.at(path) if file is None else FileVersion.of(file)
-        if seen.setdefault(path, version) != version:
-            raise FileChangedError(str(path))
+    seen = _seen.get()
+    if seen is None:
+        return
+
+    version = FileVersion.at(path) if file is None else FileVersion.of(file)
+    if seen.setdefault(path, version) != version:
+        raise FileChangedError(str(path))
 
 
 def at_one_commit(snapshot: str) -> Path:
@@ -153,8 +156,9 @@ def read_text(path: Path, kind: Kind, *, pipes: bool = False) -> str:
     Raises:
         FileNotFoundError, MegatierError: as in `read_input`; or it is not UTF-8.
     """
+    raw = read_input(path, SETTINGS_BYTES_MAX, kind, pipes=pipes)
     try:
-        return read_input(path, SETTINGS_BYTES_MAX, kind, pipes=pipes).decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise kind(f"{path} is no text in UTF-8: {error.reason} at byte {error.start}.") from error
 
@@ -165,7 +169,8 @@ def read_json(path: Path, max_bytes: int, kind: Kind) -> Any:  # noqa: ANN401  J
     Raises:
         FileNotFoundError, MegatierError: as in `read_input` and `parse_json`.
     """
-    return parse_json(read_input(path, max_bytes, kind), str(path), kind)
+    raw = read_input(path, max_bytes, kind)
+    return parse_json(raw, str(path), kind)
 
 
 def read_object(path: Path, max_bytes: int, kind: Kind) -> dict[str, Any]:
@@ -193,13 +198,17 @@ def parse_json(raw: bytes, where: str, kind: Kind) -> Any:  # noqa: ANN401
     """
     # Counted in the text, because the parser takes the RAM before it has anything to count. Signs inside of strings
     # count too, which only makes the bound stricter.
-    if raw.count(b"{") + raw.count(b"[") > CONTAINERS_MAX or raw.count(b",") > VALUES_MAX:
+    num_containers = raw.count(b"{") + raw.count(b"[")
+    num_values = raw.count(b",")
+    if num_containers > CONTAINERS_MAX or num_values > VALUES_MAX:
         raise kind(f"{where} holds more than {CONTAINERS_MAX:,} lists and objects, or {VALUES_MAX:,} values.")
     try:
         # Python's parser would keep the last value of a repeated key, and other parsers the first.
-        tree = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        text = raw.decode("utf-8")
+        tree = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise kind(f"{where} is no valid JSON: {reason_of(error)}. Download or copy it again.") from error
+        reason = reason_of(error)
+        raise kind(f"{where} is no valid JSON: {reason}. Download or copy it again.") from error
 
     if _depth_exceeds(tree):
         raise kind(f"{where} holds lists or objects more than {DEPTH_MAX} deep.")
@@ -244,13 +253,23 @@ def reason_of(error: BaseException) -> str:
     That is its first line, and what this announces or leaves open. Of packages that are missing it is all that are to
     be installed.
     """
-    if isinstance(error, ImportError) and (packages := INSTALLED_BY.findall(str(error))):
-        found = " ".join(dict.fromkeys(packages))
-        return shown(f"{str(error).split()[0]} needs packages that are not installed: pip install {found}")
+    text = str(error)
+    missing = INSTALLED_BY.findall(text) if isinstance(error, ImportError) else []
+    if missing:
+        packages = " ".join(dict.fromkeys(missing))
+        needed_by = text.split()[0]
+        return shown(f"{needed_by} needs packages that are not installed: pip install {packages}")
 
-    lines = [line.strip() for line in str(error).strip().splitlines()]
-    number = next((number for number, line in enumerate(lines, 1) if not line.endswith(UNENDED)), len(lines))
-    return shown(" ".join(filter(None, lines[:number])) or type(error).__name__).rstrip(".")
+    sentence = []
+    for line in text.strip().splitlines():
+        words = line.strip()
+        if words:
+            sentence.append(words)
+        if not words.endswith(UNENDED):
+            break
+
+    reason = " ".join(sentence) or type(error).__name__
+    return shown(reason).rstrip(".")
 
 
 def first_sentence(error: BaseException) -> str:
@@ -278,7 +297,10 @@ def _depth_exceeds(tree: object) -> bool:
     level: list[Any] = [tree] if isinstance(tree, dict | list) else []
     depth = 0
     while level and depth <= DEPTH_MAX:
-        inner = (item for node in level for item in (node.values() if isinstance(node, dict) else node))
-        level = [item for item in inner if isinstance(item, dict | list)]
-        depth = depth + 1
+        inner: list[Any] = []
+        for node in level:
+            items = node.values() if isinstance(node, dict) else node
+            inner += [item for item in items if isinstance(item, dict | list)]
+        level = inner
+        depth += 1
     return bool(level)

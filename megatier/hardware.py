@@ -124,17 +124,20 @@ def ram_available_bytes(root: Path = ROOT) -> int:
     """Return the RAM that can be taken without swapping: the machine's, or the tightest cgroup's if that is less."""
     # The usage of a group includes its page cache. The part that was not read lately is given up before anything swaps,
     # so it counts as free, as it does in the kernel's own figure for the machine.
-    free = [
-        limit - max(0, (_number(group / version.usage) or 0) - _statistic(group / "memory.stat", version.reclaimable))
-        for version, group, limit in _memory_limits(root)
-    ]
-    return max(0, min([psutil.virtual_memory().available, *free]))
+    available = psutil.virtual_memory().available
+    for version, group, limit in _memory_limits(root):
+        usage = _number(group / version.usage) or 0
+        reclaimable = _statistic(group / "memory.stat", version.reclaimable)
+        taken = max(0, usage - reclaimable)
+        available = min(available, limit - taken)
+    return max(0, available)
 
 
 def ram_limit_bytes(root: Path = ROOT) -> int | None:
     """Return the tightest memory limit of a cgroup; None if there is none below the machine's RAM."""
     # A group without a limit may have a number all the same: version 1 writes the largest one there is.
-    limits = [limit for _, _, limit in _memory_limits(root) if limit < psutil.virtual_memory().total]
+    total = psutil.virtual_memory().total
+    limits = [limit for _, _, limit in _memory_limits(root) if limit < total]
     return min(limits, default=None)
 
 
@@ -147,7 +150,9 @@ def ram_total_bytes(root: Path = ROOT) -> int:
 def cores_usable(root: Path = ROOT) -> int:
     """Return how many cores this process may keep busy: its affinity, cut by the cgroup's quota; at least 1."""
     # A quota of 2.5 cores counts as 2: a third thread would be stopped for half of its time, and others wait for it.
-    return max(1, min([len(os.sched_getaffinity(0)), *(int(quota) for quota in _cpu_quotas(root))]))
+    affinity = len(os.sched_getaffinity(0))
+    quotas = [int(quota) for quota in _cpu_quotas(root)]
+    return max(1, min([affinity, *quotas]))
 
 
 def cpu_has_bf16(root: Path = ROOT) -> bool:
@@ -159,7 +164,8 @@ def cpu_has_bf16(root: Path = ROOT) -> bool:
 def cpu_instructions(root: Path = ROOT) -> str:
     """Return the maker of the CPU and the instructions by which libraries choose their kernels, in one line."""
     words = set(text_of(root / "proc/cpuinfo").split())
-    return " ".join(sorted(word for word in words if INSTRUCTIONS.fullmatch(word)))
+    told = [word for word in words if INSTRUCTIONS.fullmatch(word)]
+    return " ".join(sorted(told))
 
 
 def driver_version(root: Path = ROOT) -> str | None:
@@ -196,12 +202,23 @@ def transparent_huge_pages(root: Path = ROOT) -> str:
 def mount_of(directory: Path) -> Mount:
     """Return the drive that holds a directory, or would hold it: the nearest parent that exists counts."""
     # Resolved only then, since a path that does not exist leads nowhere. A link may lead to another drive.
-    path = directory.expanduser().absolute()
-    path = next(parent for parent in (path, *path.parents) if parent.exists()).resolve()
-    places = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
-    mountpoint = next((parent for parent in (path, *path.parents) if parent in places), Path(path.anchor))
+    named = directory.expanduser().absolute()
+    existing = next(parent for parent in (named, *named.parents) if parent.exists())
+    path = existing.resolve()
+
+    file_systems = {}
+    for partition in psutil.disk_partitions(all=True):
+        file_systems[Path(partition.mountpoint)] = partition.fstype
+
+    mountpoint = Path(path.anchor)
+    for parent in (path, *path.parents):
+        if parent in file_systems:
+            mountpoint = parent
+            break
+
     usage = psutil.disk_usage(str(path))
-    return Mount(mountpoint, places.get(mountpoint, "unknown"), usage.total, usage.free)
+    file_system = file_systems.get(mountpoint, "unknown")
+    return Mount(mountpoint, file_system, usage.total, usage.free)
 
 
 def scratch_directory() -> Path:
@@ -262,13 +279,15 @@ def pcie_links() -> dict[str, PcieLink]:
     except (OSError, subprocess.SubprocessError):
         return {}
 
-    # A virtual machine may hide a link. Then nvidia-smi has words such as [N/A] in place of a number.
-    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
-    return {
-        uuid.removeprefix("GPU-"): PcieLink(*map(int, numbers))
-        for uuid, *numbers in rows
-        if len(numbers) == 4 and all(number.isdigit() for number in numbers)
-    }
+    links = {}
+    for line in done.stdout.splitlines():
+        uuid, *numbers = [word.strip() for word in line.split(",")]
+
+        # A virtual machine may hide a link. Then nvidia-smi has words such as [N/A] in place of a number.
+        is_known = len(numbers) == 4 and all(number.isdigit() for number in numbers)
+        if is_known:
+            links[uuid.removeprefix("GPU-")] = PcieLink(*map(int, numbers))
+    return links
 
 
 def nvidia_fs_is_loaded(root: Path = ROOT) -> bool:
@@ -288,8 +307,11 @@ def default_budgets(device: str, root: Path = ROOT) -> DefaultBudgets:
         import torch  # slow, and a plan with budgets of its own does without
 
         current = gpus()[torch.cuda.current_device()]
-        return DefaultBudgets(readable_bytes(current.free_bytes * GPU_SHARE), readable_bytes(ram_bytes))
-    return DefaultBudgets(readable_bytes(ram_bytes / 2), readable_bytes(ram_bytes / 2))
+        gpu_bytes = current.free_bytes * GPU_SHARE
+        return DefaultBudgets(readable_bytes(gpu_bytes), readable_bytes(ram_bytes))
+
+    half = readable_bytes(ram_bytes / 2)
+    return DefaultBudgets(half, half)
 
 
 def readable_bytes(num_bytes: float) -> int:
@@ -315,8 +337,10 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
         # Both versions have two numbers: microseconds of cores in each period, and the length of the period. The first
         # is "max" or -1 if there is no quota. A quota below one core still leaves one core to plan with.
         words = text_of(group / "cpu.max").split() if version is V2 else _v1_quota(group)
-        if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
-            yield max(1.0, int(words[0]) / int(words[1]))
+        is_quota = len(words) == 2 and all(word.isdigit() for word in words)
+        if is_quota:
+            microseconds, period = map(int, words)
+            yield max(1.0, microseconds / period)
 
 
 def _v1_quota(group: Path) -> list[str]:

@@ -110,17 +110,22 @@ class Layout:
             frozen: names of parameters that are not trained.
             stands_for: of parameters that carry codes or scales, how many of the model an element stands for.
         """
-        pairs = [(name, shape, stands_for.get(name, 1)) for name, shape in shapes]
-        trained, offset = _placed([pair for pair in pairs if pair[0] not in frozen], 0)
+        of_trained: list[tuple[str, tuple[int, ...], int]] = []
+        of_frozen: list[tuple[str, tuple[int, ...], int]] = []
+        for name, shape in shapes:
+            pairs = of_frozen if name in frozen else of_trained
+            pairs.append((name, shape, stands_for.get(name, 1)))
 
         # A unit without parameters gets a page all the same, so that no block is empty.
-        if len(trained) == len(pairs):
+        trained, offset = _placed(of_trained, 0)
+        if not of_frozen:
             size = max(PAD_ELEMENTS, _padded(offset, PAD_ELEMENTS))
             return Layout(trained, size, size)
 
         num_trained = _padded(offset, CHECKED_ELEMENTS)
-        others, offset = _placed([pair for pair in pairs if pair[0] in frozen], num_trained)
-        return Layout((*trained, *others), _padded(offset, PAD_ELEMENTS), num_trained)
+        others, offset = _placed(of_frozen, num_trained)
+        num_elements = _padded(offset, PAD_ELEMENTS)
+        return Layout((*trained, *others), num_elements, num_trained)
 
     @property
     def trained(self) -> Layout:
@@ -133,13 +138,17 @@ class Layout:
     @property
     def frozen(self) -> frozenset[str]:
         """The names of the parameters that are not trained."""
-        return frozenset({tensor.name for tensor in self.tensors} - {tensor.name for tensor in self.trained.tensors})
+        names = {tensor.name for tensor in self.tensors}
+        trained = {tensor.name for tensor in self.trained.tensors}
+        return frozenset(names - trained)
 
     def without(self, names: Collection[str]) -> Layout:
         """The other parameters, which are whole, placed anew."""
-        shapes = [(tensor.name, tensor.shape) for tensor in self.tensors if tensor.name not in names]
-        stands_for = {tensor.name: tensor.stands_for for tensor in self.tensors}
-        return replace(Layout.of(shapes, self.frozen, stands_for), schema=self.schema, has_base=self.has_base)
+        kept = [tensor for tensor in self.tensors if tensor.name not in names]
+        shapes = [(tensor.name, tensor.shape) for tensor in kept]
+        stands_for = {tensor.name: tensor.stands_for for tensor in kept}
+        placed = Layout.of(shapes, self.frozen, stands_for)
+        return replace(placed, schema=self.schema, has_base=self.has_base)
 
     def padded(self, ranks: int) -> Layout:
         """Return a layout with more padding, so that trained and frozen elements can be cut into equal shards.
@@ -152,15 +161,21 @@ class Layout:
         # Trained and frozen elements are cut separately, so that every rank updates equally many. The padding after the
         # trained ones grows by that, and the frozen ones move up.
         multiple = ranks * SHARD_ELEMENTS
-        trained, num_trained = self.trained.tensors, _padded(self.num_trained, multiple)
+        trained = self.trained.tensors
+        num_trained = _padded(self.num_trained, multiple)
         if self.schema.by_matrix:
             trained, num_trained = _dealt(trained, ranks)
-        num_frozen = _padded(self.num_elements - self.num_trained, multiple)
+
         shift = num_trained - self.num_trained
         frozen = [tensor for tensor in self.tensors if tensor.start >= self.num_trained]
         moved = [replace(tensor, start=tensor.start + shift) for tensor in frozen]
-        tensors = (*trained, *moved)
-        return replace(self, tensors=tensors, num_elements=num_trained + num_frozen, num_trained=num_trained)
+        num_frozen = _padded(self.num_elements - self.num_trained, multiple)
+        return replace(
+            self,
+            tensors=(*trained, *moved),
+            num_elements=num_trained + num_frozen,
+            num_trained=num_trained,
+        )
 
     def shard(self, rank: int, ranks: int) -> Layout:
         """Return the layout of a rank's shard: its trained elements, and after them its frozen ones.
@@ -169,12 +184,9 @@ class Layout:
             rank: the rank, from 0.
             ranks: how many there are; the layout was `padded` for them.
         """
-        tensors = [
-            shifted
-            for first, last, start in self.shard_runs(rank, ranks)
-            for tensor in self.tensors
-            if (shifted := _clipped(tensor, first, last, start)) is not None
-        ]
+        tensors: list[TensorSlice] = []
+        for first, last, start in self.shard_runs(rank, ranks):
+            tensors += self._runs_within(first, last, start)
         return replace(
             self,
             tensors=tuple(tensors),
@@ -184,16 +196,24 @@ class Layout:
 
     def part(self, first: int, last: int) -> Layout:
         """Return the layout of a run [first, last) of the elements: its tensors, and runs of them, where they are."""
-        tensors = [_clipped(tensor, first, last, first) for tensor in self.tensors]
-        return replace(self, tensors=tuple(tensor for tensor in tensors if tensor is not None))
+        # They stay where they are, so a run begins at its own first element.
+        tensors = self._runs_within(first, last, first)
+        return replace(self, tensors=tuple(tensors))
+
+    def _runs_within(self, first: int, last: int, start: int) -> list[TensorSlice]:
+        """Return the runs of tensors' elements in [first, last), which begins at `start` now."""
+        runs = [_clip(tensor, first, last, start) for tensor in self.tensors]
+        return [tensor for tensor in runs if tensor is not None]
 
     def shard_runs(self, rank: int, ranks: int) -> tuple[tuple[int, int, int], ...]:
         """Return the runs [first, last) of elements that a rank owns, each with its first element inside the shard."""
-        trained = self.num_trained // ranks
-        frozen = self.num_elements // ranks - trained
-        first = self.num_trained + rank * frozen
-        runs = (rank * trained, (rank + 1) * trained, 0), (first, first + frozen, trained)
-        return tuple(run for run in runs if run[0] < run[1])
+        num_trained = self.num_trained // ranks
+        num_frozen = self.num_elements // ranks - num_trained
+        first_trained = rank * num_trained
+        first_frozen = self.num_trained + rank * num_frozen
+        trained = first_trained, first_trained + num_trained, 0
+        frozen = first_frozen, first_frozen + num_frozen, num_trained
+        return tuple((first, last, start) for first, last, start in (trained, frozen) if first < last)
 
 
 def _dealt(tensors: Sequence[TensorSlice], ranks: int) -> tuple[tuple[TensorSlice, ...], int]:
@@ -202,17 +222,23 @@ def _dealt(tensors: Sequence[TensorSlice], ranks: int) -> tuple[tuple[TensorSlic
     sizes = [0] * ranks
 
     # The largest come first, each to the shard that has least. The sort is stable, so all ranks deal alike.
-    for tensor in sorted(tensors, key=lambda tensor: -tensor.num_elements):
+    largest_first = sorted(tensors, key=lambda tensor: -tensor.num_elements)
+    for tensor in largest_first:
         least = sizes.index(min(sizes))
-        shards[least].append(replace(tensor, start=sizes[least]))
+        dealt = replace(tensor, start=sizes[least])
+        shards[least].append(dealt)
         sizes[least] += _padded(tensor.num_elements, ALIGN_ELEMENTS)
 
+    # Shards lie one after another, all as large as the largest.
     size = _padded(max(sizes), SHARD_ELEMENTS)
-    placed = [replace(t, start=rank * size + t.start) for rank, shard in enumerate(shards) for t in shard]
+    placed = []
+    for rank, shard in enumerate(shards):
+        for tensor in shard:
+            placed.append(replace(tensor, start=rank * size + tensor.start))
     return tuple(placed), ranks * size
 
 
-def _clipped(tensor: TensorSlice, first: int, last: int, start: int) -> TensorSlice | None:
+def _clip(tensor: TensorSlice, first: int, last: int, start: int) -> TensorSlice | None:
     """Return the run of a tensor's elements in [first, last), which begins at `start` now; None if there is none."""
     lower = max(tensor.start, first)
     upper = min(tensor.stop, last)
@@ -221,11 +247,12 @@ def _clipped(tensor: TensorSlice, first: int, last: int, start: int) -> TensorSl
 
     # A slice that is cut is a flat run of elements, and notes the shape of its parameter. One that lies whole in the
     # shard keeps its own shape.
+    is_whole = (lower, upper) == (tensor.start, tensor.stop)
     return replace(
         tensor,
-        shape=tensor.shape if (lower, upper) == (tensor.start, tensor.stop) else (upper - lower,),
+        shape=tensor.shape if is_whole else (upper - lower,),
         start=start + lower - first,
-        whole=tensor.parameter_shape if (lower, upper) != (tensor.start, tensor.stop) else tensor.whole,
+        whole=tensor.whole if is_whole else tensor.parameter_shape,
         offset=tensor.offset + lower - tensor.start,
     )
 
@@ -234,8 +261,9 @@ def _placed(shapes: Iterable[tuple[str, tuple[int, ...], int]], offset: int) -> 
     """Return slices from an offset on, and the first aligned element after them."""
     tensors = []
     for name, shape, stands_for in shapes:
-        tensors.append(TensorSlice(name, tuple(shape), offset, stands_for=stands_for))
-        offset += _padded(math.prod(shape), ALIGN_ELEMENTS)
+        tensor = TensorSlice(name, tuple(shape), offset, stands_for=stands_for)
+        tensors.append(tensor)
+        offset += _padded(tensor.num_elements, ALIGN_ELEMENTS)
     return tuple(tensors), offset
 
 

@@ -24,11 +24,13 @@ class PageLock:
         self._locked: list[int] = []
         cudart = torch.cuda.cudart()
         for start, stop in pieces:
-            code = cudart.cudaHostRegister(address + start, stop - start, 0)
+            first = address + start
+            code = cudart.cudaHostRegister(first, stop - start, 0)
             if code != cudart.cudaError.success:
                 self.close()
-                raise MegatierError(f"CUDA refused to page-lock memory ({cudart.cudaGetErrorString(code)}).")
-            self._locked.append(address + start)
+                reason = cudart.cudaGetErrorString(code)
+                raise MegatierError(f"CUDA refused to page-lock memory ({reason}).")
+            self._locked.append(first)
 
     def close(self) -> None:
         """Give the memory back. Closing twice is safe."""

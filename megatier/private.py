@@ -56,7 +56,9 @@ class PrivateDirectory:
             OSError: it cannot be opened or created, or it is a link.
         """
         # A new file must not be there yet: O_CREAT alone would take a file that somebody else had put there.
-        file = os.open(name, FILE_FLAGS | flags | (os.O_EXCL if flags & os.O_CREAT else 0), 0o600, dir_fd=self._folder)
+        if flags & os.O_CREAT:
+            flags |= os.O_EXCL
+        file = os.open(name, FILE_FLAGS | flags, 0o600, dir_fd=self._folder)
         try:
             _refuse_shared(self.path / name, file)
         except BaseException:
@@ -67,7 +69,8 @@ class PrivateDirectory:
     def mark(self, name: str) -> None:
         """Make an empty file, unless one of this name is there."""
         with contextlib.suppress(FileExistsError):
-            os.close(os.open(name, FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder))
+            file = self._create(name)
+            os.close(file)
 
     def write(self, name: str, content: bytes) -> None:
         """Make a small file with this content, in place of one of this name.
@@ -76,9 +79,14 @@ class PrivateDirectory:
             OSError: the drive refused.
         """
         self.remove(name)
-        file = os.open(name, FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder)
+        file = self._create(name)
         with os.fdopen(file, "wb") as opened:
             opened.write(content)
+
+    def _create(self, name: str) -> int:
+        """Create a file that is not there yet, for this user alone."""
+        flags = FILE_FLAGS | os.O_CREAT | os.O_EXCL
+        return os.open(name, flags, 0o600, dir_fd=self._folder)
 
     def remove(self, name: str) -> None:
         """Remove a file, or a link itself, if it is there.
@@ -144,11 +152,17 @@ def make_private(directory: Path) -> None:
     try:
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
-        above, status = directory.parent.stat(), directory.lstat()
+        above = directory.parent.stat()
+        status = directory.lstat()
     except OSError as error:
         raise _unusable(directory, error) from error
-    if found := "it is a link" if stat.S_ISLNK(status.st_mode) else _shared_by(status):
-        raise _refused(directory, found)
+
+    is_link = stat.S_ISLNK(status.st_mode)
+    reason = "it is a link" if is_link else _shared_by(status)
+    if reason:
+        raise _refused(directory, reason)
+
+    # Whoever may write in the parent may put another directory in the place of this one.
     if above.st_mode & stat.S_IWOTH:
         raise _refused(directory.parent, "all users may write in it")
 
@@ -177,7 +191,8 @@ def _opened_and_locked(directory: Path, flags: int, check: Callable[[Path, int],
 
         try:
             check(directory, folder)
-            if (lock := _locked(directory, folder, check)) is not None:
+            lock = _locked(directory, folder, check)
+            if lock is not None:
                 return folder, lock
         except BaseException:
             os.close(folder)
@@ -211,8 +226,9 @@ def _locked(directory: Path, folder: int, check: Callable[[Path, int], None]) ->
         # The last holder removes file and directory before it unlocks. A lock on a file that is gone guards nothing, so
         # both must still be the ones of these names.
         with contextlib.suppress(FileNotFoundError):
-            by_name = os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False)
-            if os.path.samestat(os.fstat(lock), by_name) and os.path.samestat(os.fstat(folder), directory.stat()):
+            named_lock = os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False)
+            has_lock = os.path.samestat(os.fstat(lock), named_lock)
+            if has_lock and os.path.samestat(os.fstat(folder), directory.stat()):
                 return lock
     except BaseException:
         os.close(lock)
@@ -230,8 +246,9 @@ def _refuse_special(path: Path, file: int) -> None:
 
 def _refuse_shared(path: Path, file: int) -> None:
     """Refuse anything but a directory or a regular file that no other user may open."""
-    if found := _shared_by(os.fstat(file)):
-        raise _refused(path, found)
+    reason = _shared_by(os.fstat(file))
+    if reason:
+        raise _refused(path, reason)
 
 
 def _shared_by(status: os.stat_result) -> str:
@@ -250,8 +267,12 @@ def _shared_by(status: os.stat_result) -> str:
 
 def _unusable(directory: Path, error: OSError) -> ConfigError:
     """Return the error of a directory that cannot be made or opened. It names what is in its place, or the parent."""
-    if error.errno in IN_ITS_PLACE and (directory.is_symlink() or directory.exists()):
-        return _refused(directory, "it is a link" if directory.is_symlink() else "it is no directory")
+    is_taken = error.errno in IN_ITS_PLACE
+    if is_taken and directory.is_symlink():
+        return _refused(directory, "it is a link")
+    if is_taken and directory.exists():
+        return _refused(directory, "it is no directory")
+
     reason = os.strerror(error.errno or 0)
     return ConfigError(f"cannot use {directory.parent}: {reason}. Name a directory that exists and is yours.")
 

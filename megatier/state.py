@@ -76,7 +76,8 @@ class StateSchema:
         """The groups of a checkpoint, and the planes from which each of them is written."""
         groups: dict[str, tuple[Kind, ...]] = {}
         for plane in self.planes:
-            groups[plane.array] = (*groups.get(plane.array, ()), plane.kind)
+            before = groups.get(plane.array, ())
+            groups[plane.array] = (*before, plane.kind)
         return groups
 
     @property

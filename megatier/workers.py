@@ -74,10 +74,14 @@ class Workers:
             name: the name of the threads, to which each adds its number.
         """
         self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, args=(f"{name}_{number}",), name=f"{name}_{number}", daemon=True)
-            for number in range(num_threads)
-        ]
+        self._threads = []
+        for number in range(num_threads):
+            worker = f"{name}_{number}"
+
+            # A daemon, since a thread that hangs in a drive must not keep the process from ending.
+            thread = threading.Thread(target=self._run, args=(worker,), name=worker, daemon=True)
+            self._threads.append(thread)
+
         for thread in self._threads:
             thread.start()
 

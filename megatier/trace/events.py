@@ -76,13 +76,16 @@ def account(events: Iterable[TraceEvent], start_ns: int, end_ns: int) -> Account
     stalled: Counter[str] = Counter()
     busy = waits = 0
     until = until_busy = start_ns
-    relevant = (event for event in events if event.lane in ("compute", "stall"))
-    for event in sorted(relevant, key=lambda event: event.start_ns):
+    relevant = [event for event in events if event.lane in ("compute", "stall")]
+    relevant.sort(key=lambda event: event.start_ns)
+    for event in relevant:
         stop = min(event.end_ns, end_ns)
-        busy += max(0, stop - max(event.start_ns, until_busy))
+        start_busy = max(event.start_ns, until_busy)
+        busy += max(0, stop - start_busy)
         until_busy = max(until_busy, stop)
         if event.lane == "stall":
-            lasted = max(0, stop - max(event.start_ns, until))
+            start = max(event.start_ns, until)
+            lasted = max(0, stop - start)
             until = max(until, stop)
             waits += lasted
             stalled[event.cause] += lasted
@@ -109,12 +112,17 @@ def busy_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
     until: dict[str, int] = {}
 
     # Events of a lane may overlap, since several moves of a queue are in flight. What was counted already is cut off.
-    for event in sorted(events, key=lambda event: event.start_ns):
+    by_start = sorted(events, key=lambda event: event.start_ns)
+    for event in by_start:
         lane = event.lane
-        if lane not in ("stall", STEP):
-            start_ns = max(event.start_ns, until.get(lane, event.start_ns))
-            total[lane] = total.get(lane, 0) + max(0, event.end_ns - start_ns)
-            until[lane] = max(event.end_ns, start_ns)
+        if lane in ("stall", STEP):
+            continue
+
+        counted_until = until.get(lane, event.start_ns)
+        start_ns = max(event.start_ns, counted_until)
+        lasted_ns = max(0, event.end_ns - start_ns)
+        total[lane] = total.get(lane, 0) + lasted_ns
+        until[lane] = max(event.end_ns, start_ns)
     return {lane: busy_ns / 1e9 for lane, busy_ns in total.items()}
 
 
@@ -133,32 +141,58 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
             track = lanes.setdefault(event.lane, len(lanes))
 
             # The format counts microseconds.
-            details = {"step": step, "bytes": event.num_bytes, "cause": event.cause}
-            start = event.start_ns / 1e3
-            length = (event.end_ns - event.start_ns) / 1e3
-            row = {"ph": "X", "pid": 0, "tid": track, "ts": start, "dur": length, "name": event.name, "args": details}
+            row = {
+                "ph": "X",
+                "pid": 0,
+                "tid": track,
+                "ts": event.start_ns / 1e3,
+                "dur": (event.end_ns - event.start_ns) / 1e3,
+                "name": event.name,
+                "args": {"step": step, "bytes": event.num_bytes, "cause": event.cause},
+            }
             rows.append(row)
         arrows += _flows(events, lanes, len(arrows))
 
-    names = [
-        {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": lane}}
-        for lane, track in lanes.items()
-    ]
+    names = []
+    for lane, track in lanes.items():
+        name = {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": lane}}
+        names.append(name)
 
+    content = json.dumps({"traceEvents": [*names, *arrows, *rows]})
     try:
-        with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-            file.write(json.dumps({"traceEvents": [*names, *arrows, *rows]}).encode())
+        descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode())
     except OSError as error:
         raise TransferError("writing the trace", "disk", str(path), 0, error.errno or 0) from error
 
 
 def _flows(events: Sequence[TraceEvent], lanes: Mapping[str, int], first: int) -> Iterator[dict[str, object]]:
     """Yield arrows from what compute waited for to the stall: the last event of that lane that the stall outlived."""
-    for number, stall in enumerate(event for event in events if event.lane == "stall"):
-        causes = (event for event in events if event.lane == stall.cause and event.start_ns < stall.end_ns)
-        cause = max(causes, key=lambda event: min(event.end_ns, stall.end_ns), default=None)
+    stalls = [event for event in events if event.lane == "stall"]
+    for number, stall in enumerate(stalls):
+        cause = _cause_of(stall, events)
         if cause is None:
             continue
-        flow = {"pid": 0, "id": first + number, "name": "waits for", "cat": "stall"}
-        yield {**flow, "ph": "s", "tid": lanes[cause.lane], "ts": cause.start_ns / 1e3}
-        yield {**flow, "ph": "f", "bp": "e", "tid": lanes["stall"], "ts": stall.end_ns / 1e3}
+
+        flow = {
+            "pid": 0,
+            "id": first + number,
+            "name": "waits for",
+            "cat": "stall",
+        }
+        start = {"ph": "s", "tid": lanes[cause.lane], "ts": cause.start_ns / 1e3}
+        end = {"ph": "f", "bp": "e", "tid": lanes["stall"], "ts": stall.end_ns / 1e3}
+        yield flow | start
+        yield flow | end
+
+
+def _cause_of(stall: TraceEvent, events: Sequence[TraceEvent]) -> TraceEvent | None:
+    """Return the event of a stall's cause that it waited for last; None if there is none."""
+    began_before = [event for event in events if event.start_ns < stall.end_ns]
+    of_cause = [event for event in began_before if event.lane == stall.cause]
+    return max(
+        of_cause,
+        key=lambda event: min(event.end_ns, stall.end_ns),
+        default=None,
+    )

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from megatier.rest import REST
 from megatier.schedule.timeline import Access
@@ -28,6 +29,24 @@ Pause = tuple[str, Instant, Instant]
 """A wait of compute within a use: its cause, when it began, and when compute went on."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Use:
+    """One use of a unit by compute."""
+
+    access: Access
+    """What was used."""
+    cause: str
+    """What compute waited for most before it; empty: nothing."""
+    asked: Instant
+    """When compute asked for the weights."""
+    entered: Instant
+    """When it had them."""
+    left: Instant
+    """When it gave them back."""
+    pauses: list[Pause]
+    """The waits of compute since the last use."""
+
+
 class Recorder:
     """Collects the events of a pass, and knows what each lane is at.
 
@@ -44,7 +63,7 @@ class Recorder:
         self.busy: dict[str, str] = {}
         """The queue or wait that each lane is at now, which is the cause of a stall that waits for this lane. Each lane
         writes its own entry."""
-        self._accesses: list[tuple[Access, str, Instant, Instant, Instant, list[Pause]]] = []
+        self._uses: list[_Use] = []
         """Uses whose end the device may not have reached yet."""
         self._pauses: list[Pause] = []
         """Waits of compute since the last use that was noted."""
@@ -64,7 +83,15 @@ class Recorder:
             entered: when it had them.
             left: when it gave them back.
         """
-        self._accesses.append((access, cause, asked, entered, left, self._pauses))
+        use = _Use(
+            access=access,
+            cause=cause,
+            asked=asked,
+            entered=entered,
+            left=left,
+            pauses=self._pauses,
+        )
+        self._uses.append(use)
         self._pauses = []
 
     def pause(self, cause: str, asked: Instant, resumed: Instant) -> None:
@@ -93,8 +120,11 @@ class Recorder:
         """Return what a transfer that is not over waits for."""
         # The cause is the first of those that it waits for that is not over. The transfer forgets them when it starts,
         # on another thread: then its own queue is the cause.
-        before = (*transfer.requires, *transfer.follows)
-        waits_for = next((other.queue for other in before if not other.done()), transfer.queue)
+        waits_for = transfer.queue
+        for other in (*transfer.requires, *transfer.follows):
+            if not other.done():
+                waits_for = other.queue
+                break
         return self.busy.get(waits_for, waits_for)
 
     def wait_until_started(self, transfer: Transfer, causes: Counter[str]) -> None:
@@ -129,7 +159,7 @@ class Recorder:
         transfer.wait()
 
     def work(self, lane: str, unit: str, start_ns: int, end_ns: int) -> None:
-        """Note what a lane of the host did from one time to another."""
+        """Note what a lane did from one time to another."""
         self._events.append(TraceEvent(lane=lane, name=unit, start_ns=start_ns, end_ns=end_ns))
 
     def watch(self, transfer: Transfer) -> None:
@@ -143,13 +173,13 @@ class Recorder:
         """
         # So most of the work is done before the device is idle, and `take` finds little left to do.
         self._transfers += transfers
-        accesses = self._accesses
-        self._accesses = []
-        for used in accesses:
-            if used[4].passed():
-                self._note_access(*used)
+        uses = self._uses
+        self._uses = []
+        for use in uses:
+            if use.left.passed():
+                self._note_use(use)
             else:
-                self._accesses.append(used)
+                self._uses.append(use)
 
         self._note_moves(lambda transfer: transfer.done() and not transfer.failed())
 
@@ -168,9 +198,9 @@ class Recorder:
             TransferError, IntegrityError: a move of the store failed.
         """
         # The times of compute may lie ahead on the device, so reading them waits for it.
-        for used in self._accesses:
-            self._note_access(*used)
-        self._accesses = []
+        for use in self._uses:
+            self._note_use(use)
+        self._uses = []
         self._note_rest()
 
         self._transfers += transfers
@@ -193,40 +223,49 @@ class Recorder:
         Args:
             transfers: the moves since the last call of this, of `collect` or of `take`.
         """
-        self._accesses = []
+        self._uses = []
         self._pauses = []
         self.collect(transfers)
         self._watched = [transfer for transfer in self._watched if not transfer.done()]
         self._events = []
 
-    def _note_access(
-        self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant, pauses: Iterable[Pause]
-    ) -> None:
+    def _note_use(self, use: _Use) -> None:
+        """Make events of a use, and of the waits of compute before and within it."""
+        access = use.access
         name = f"{access.unit} {access.phase} {access.group}"
-        from_ns = entered.ns()
-        self._note_stall(access.unit, cause, asked.ns(), from_ns)
-        for waits_for, begun, resumed in pauses:
+        from_ns = use.entered.ns()
+        self._note_stall(access.unit, use.cause, use.asked.ns(), from_ns)
+        for waits_for, begun, resumed in use.pauses:
             until_ns = begun.ns()
             is_long = self._note_stall(access.unit, waits_for, until_ns, resumed.ns())
 
             # Compute stands still in it, unless it lies before the use.
             if is_long and until_ns >= from_ns:
-                self._events.append(TraceEvent(lane="compute", name=name, start_ns=from_ns, end_ns=until_ns))
+                self.work("compute", name, from_ns, until_ns)
                 from_ns = resumed.ns()
-        self._events.append(TraceEvent(lane="compute", name=name, start_ns=from_ns, end_ns=left.ns()))
+        self.work("compute", name, from_ns, use.left.ns())
 
     def _note_rest(self) -> None:
         """Note the waits since the last use, once no use follows: the pass has ended."""
-        if not self._accesses:
-            for cause, begun, resumed in self._pauses:
-                self._note_stall(STEP_END, cause, begun.ns(), resumed.ns())
-            self._pauses = []
+        if self._uses:
+            return
+
+        for cause, begun, resumed in self._pauses:
+            self._note_stall(STEP_END, cause, begun.ns(), resumed.ns())
+        self._pauses = []
 
     def _note_stall(self, unit: str, cause: str, start_ns: int, end_ns: int) -> bool:
         """Note a wait of compute, and return whether it was one: something was waited for, and for long enough."""
+        # Without a cause nothing was waited for, so the time is the host's.
         is_long = cause != "" and end_ns - start_ns >= STALL_NS_MIN
         if is_long:
-            stall = TraceEvent(lane="stall", name=unit, start_ns=start_ns, end_ns=end_ns, cause=cause)
+            stall = TraceEvent(
+                lane="stall",
+                name=unit,
+                start_ns=start_ns,
+                end_ns=end_ns,
+                cause=cause,
+            )
             self._events.append(stall)
         return is_long
 
