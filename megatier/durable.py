@@ -76,6 +76,7 @@ def settle(target: Path) -> None:
     if not os.path.lexists(replaced):
         return
     try:
+        # With a target in its place the second rename was made too, and the old one is not needed any more.
         if os.path.lexists(target):
             discard(replaced)
         else:
@@ -148,6 +149,7 @@ def discard(path: Path) -> None:
     Raises:
         OSError: it could not be removed.
     """
+    # What a link leads to is not ours to remove.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -54,6 +54,8 @@ def create_file(path: Path) -> IO[bytes]:
         OSError: the system refused.
     """
     path.unlink(missing_ok=True)
+
+    # With x, a file or link that comes here in between is refused.
     return path.open("xb")
 
 

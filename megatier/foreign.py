@@ -59,6 +59,7 @@ def one_version() -> Iterator[None]:
     Raises:
         FileChangedError: a file was replaced, written, removed or put there meanwhile. Names the first.
     """
+    # One further outside compares for this one as well, and over a longer time.
     if _seen.get() is not None:
         yield
         return
@@ -279,6 +280,7 @@ def first_sentence(error: BaseException) -> str:
 
 def shown(text: str, max_characters: int = REASON_CHARACTERS_MAX) -> str:
     """Return text of others for a message: cut if it is long, with unprintable characters spelt out."""
+    # Escape sequences in a stranger's text would act on the terminal.
     cut = text if len(text) <= max_characters else f"{text[:max_characters]}..."
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in cut)
 

@@ -170,7 +170,8 @@ def cpu_instructions(root: Path = ROOT) -> str:
 
 def driver_version(root: Path = ROOT) -> str | None:
     """Return the version of NVIDIA's driver; None: there is none, or it does not say."""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text_of(root / "proc/driver/nvidia/version"))
+    text = text_of(root / "proc/driver/nvidia/version")
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
     return found[0] if found else None
 
 

@@ -122,6 +122,8 @@ class PrivateDirectory:
         for name in remove:
             with contextlib.suppress(OSError):
                 self.remove(name)
+
+        # It stays if anything else lies in it.
         with contextlib.suppress(OSError):
             self.path.rmdir()
         for file in (self._folder, self._lock):

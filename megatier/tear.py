@@ -73,7 +73,8 @@ class Tear:
 
         # The watchdog's error is one of megatier's, but a signal handler raises it, between any two statements.
         is_refusal = isinstance(error, MegatierError) and not isinstance(error, StallError)
-        return not is_refusal and not hasattr(error, HARMLESS)
+        was_in_wait = hasattr(error, HARMLESS)
+        return not is_refusal and not was_in_wait
 
 
 class Region:

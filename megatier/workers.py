@@ -100,6 +100,7 @@ class Workers:
         Raises:
             Exception: what the work raised with the first item with which it raised anything.
         """
+        # All are submitted before the first wait, so that all threads are busy.
         tasks = [self.submit(partial(work, item)) for item in items]
         return [task.result() for task in tasks]
 

@@ -134,6 +134,7 @@ class BlockFiles:
         """Whether access is by O_DIRECT, which is known once the files are allocated."""
         self._is_kept = options.reuses
         self._mounts = tuple(mounts)
+        # Before any directory is made: a mount that is refused leaves nothing on the others.
         for mount in mounts:
             check_directory(mount.directory)
 

@@ -102,6 +102,7 @@ class GpuReader:
                 handle = self._opened.enter_context(file)
                 self._handles.append(handle)
 
+            # Only a read shows whether kvikio takes the way past RAM.
             size = min(PROBE_BYTES, path.stat().st_size)
             if size:
                 stripe = Stripe(mount=mount, file_offset=0, start=0, num_bytes=size)

@@ -278,6 +278,7 @@ class StepJobs(JobList):
             self._update_spilled(unit, update.load)
             return
 
+        # No drive moves any of it, so there is nothing to overlap piece by piece.
         gradient = self._grads.get(unit.name)
         updated = self._apply(lane, unit, 1, self._last_end, gradient)
         self._updates[unit.name] = updated

@@ -98,6 +98,8 @@ class MatrixCarrier:
                 # The host sees the end of the products before it enqueues copies, which must not wait on the device.
                 if self._stream is not None:
                     self._stream.synchronize()
+
+                # Its memory serves the next matrix while the state goes home.
                 del grad
 
                 matrix.moves.clear()

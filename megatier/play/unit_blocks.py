@@ -112,6 +112,7 @@ class UnitBlocks:
     def chunks(self, name: str) -> list[Elements]:
         """The runs of trained elements of a unit: AdamW works on one run at a time."""
         unit = self.units[name]
+        # An update needs whole matrices, and a chunk might cut one.
         if unit.schema.by_matrix:
             return [(0, unit.num_trained)]
         return self._cut(name, 0, unit.num_trained)
@@ -131,6 +132,7 @@ class UnitBlocks:
 
     def _cut(self, name: str, start: int, stop: int) -> list[Elements]:
         """Cut elements into runs of a chunk each; into a single one, if the unit is updated whole."""
+        # A range takes no step of 0, which a unit without such elements would have.
         step = self.placement.chunk_elements if self.is_cut(name) else max(1, stop - start)
         return [(first, min(first + step, stop)) for first in range(start, stop, step)]
 

@@ -124,6 +124,7 @@ class Channel:
         try:
             yield
         except Exception as error:
+            # Told at once: the others may be waiting for what this rank will not say any more.
             self._peers.fail(error)
             raise
 

@@ -52,6 +52,8 @@ def joined(device: str, *, is_guest: bool = False) -> Iterator[Ranks | None]:
         torch.cuda.set_device(ranks.local_rank)
     try:
         yield ranks
+
+        # A forked child is no rank, and must not end the run of its parent.
         if not ranks.is_here:
             return
         ranks.leave()

@@ -111,6 +111,7 @@ class Moves:
 
     def feed(self, unit: str) -> tuple[Move, ...]:
         """Moves that bring the weights that an update has just written to RAM slots to a GPU slot."""
+        # The update has no frozen weights in its slots: they come by `load_frozen`.
         return (Move("ram_to_gpu", trained_bytes(self._units[unit], Kind.WEIGHT)),)
 
     def load_frozen(self, unit: str) -> tuple[Move, ...]:
@@ -183,6 +184,7 @@ class Moves:
 
     def carry(self, unit: str) -> tuple[Move, ...]:
         """Moves that carry a unit's matrices from RAM to the GPU and back; none if they are updated where they lie."""
+        # On that lane the state is on the GPU already.
         if self._placement.update_lane(unit) == "update_gpu":
             return ()
         return carried(self._units[unit])
@@ -199,6 +201,7 @@ class Moves:
 
     def return_weights(self, unit: str) -> tuple[Move, ...]:
         """Moves that take the weights of a streamed unit home after its update."""
+        # Frozen weights are as they were at home.
         return (Move("gpu_to_ram", trained_bytes(self._units[unit], Kind.WEIGHT)),)
 
     # ------------------------------------------------------------------ activations

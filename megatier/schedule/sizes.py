@@ -148,6 +148,7 @@ def host_ram(ram: int, policy: Policy) -> int:
 
 def updated_at_once(unit: UnitSpec, chunk_elements: int) -> int:
     """Elements that an update of a unit that spills takes at once: a chunk, or all if it is by matrix."""
+    # A chunk might cut a matrix.
     if unit.schema.by_matrix:
         return unit.num_trained
     return min(chunk_elements, unit.num_trained)

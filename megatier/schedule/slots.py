@@ -60,6 +60,7 @@ def least_gpu_bytes(rest: Sequence[UnitSpec], policy: Policy) -> int:
     if not rest:
         return 0
 
+    # Slots are equal, so the largest unit sets the size of all. A unit that is alone needs no slot for the next one.
     weight_bytes = max(block_bytes(unit, Kind.WEIGHT) for unit in rest)
     num_weights = min(len(rest), SLOTS_MIN)
     grad = _gpu_grad_slots(rest, policy)
@@ -239,6 +240,7 @@ def update_slots(
         policy: groups, speculation.
         spills_grads: whether gradients pass too.
     """
+    # New bytes of a speculative update do not replace the old ones, so both have slots.
     depth = UPDATE_DEPTH
     if policy.speculates:
         depth += SLOTS_MIN

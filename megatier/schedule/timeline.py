@@ -302,6 +302,7 @@ def scatters_of(accesses: Sequence[Access], units: Iterable[UnitSpec], policy: P
 
 def _last_uses(accesses: Sequence[Access]) -> dict[tuple[str, int], int]:
     """Index of each unit's last access in each group, which makes its gradient."""
+    # A later access takes the place of an earlier one.
     return {(access.unit, access.group): index for index, access in enumerate(accesses)}
 
 

@@ -156,6 +156,8 @@ class Recorder:
                 self.wait_until_started(transfer, causes)
                 causes[self.cause_of(transfer)] += 1
                 transfer.wait()
+
+        # Also one that was done before may have failed.
         transfer.wait()
 
     def work(self, lane: str, unit: str, start_ns: int, end_ns: int) -> None:
@@ -223,6 +225,7 @@ class Recorder:
         Args:
             transfers: the moves since the last call of this, of `collect` or of `take`.
         """
+        # Uses first: `collect` would read the times of those that the device has passed.
         self._uses = []
         self._pauses = []
         self.collect(transfers)
