@@ -24,8 +24,10 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--no-header", "-p", "no:cacheprovider", "-n", "0")
+FEW = 12
+"""Files with no more tests have long ones, which compile layers or make many steps. Two of them are one process."""
 TOGETHER = 24
-"""Tests of one process, which takes about ten seconds to start."""
+"""Tests of other files that are one process, which takes about ten seconds to start."""
 COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"
 """Says how many processes of the compiler each process of tests may have. By default they are as many as cores."""
 
@@ -45,8 +47,9 @@ def processes(tests: list[str]) -> Iterator[tuple[str, ...]]:
     """Cut the tests into those of one process, so that no process has tests of two files."""
     # Files with few tests have the long ones, which had better not begin last.
     for of_file in sorted((tuple(group) for _, group in groupby(tests, file_of)), key=len):
-        for first in range(0, len(of_file), TOGETHER):
-            yield of_file[first : first + TOGETHER]
+        size = 2 if len(of_file) <= FEW else TOGETHER
+        for first in range(0, len(of_file), size):
+            yield of_file[first : first + size]
 
 
 def run(number: int, tests: tuple[str, ...], gpus: list[str], log: Path) -> tuple[int, float, str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -172,6 +173,8 @@ _TRUTHS = ("size_hint_or_throw", "guarding_hint_or_throw", "to_symint_or_int")
 """What it asks for guards, and for numbers that become part of the code."""
 _PARTITION = ("size_hint", "optimization_hint", "hint_int")
 """What the cut of forward and backward asks."""
+_WIDTHS = ("expr_fits_within_32bit",)
+"""What the makers of kernels ask, which then guard the answer. Up to torch 2.12 it asks for a hint in between."""
 
 
 @functools.cache
@@ -180,6 +183,9 @@ def install() -> None:
     _wrap(SizeVarAllocator, _HINTS, _planning)
     _wrap(SizeVarAllocator, _TRUTHS, _telling)
     _wrap(partitioners, _PARTITION, _cutting)
+    # They are loaded with the first compiled function, and take seconds.
+    for maker in ("simd", "triton_utils"):
+        _wrap(importlib.import_module(f"torch._inductor.codegen.{maker}"), _WIDTHS, _telling)
 
 
 def _wrap(owner: object, names: Sequence[str], wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -206,7 +212,7 @@ def _planning(hint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of Inductor that has to have the true sizes."""
+    """Wrap a question of Inductor that has to be answered by the true sizes."""
 
     @functools.wraps(method)
     def telling(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

@@ -253,7 +253,7 @@ class QuantisedLinear(nn.Linear):
         if torch.compiler.is_compiling():
             product: Tensor = _product(input, self.bias, carriers, self._key)
         else:
-            product = _Product.apply(input, self.bias, self.scheme, *carriers)  # type: ignore[no-untyped-call]
+            product = _DecodedProduct.apply(input, self.bias, self.scheme, *carriers)  # type: ignore[no-untyped-call]
         return product
 
     def plain(self) -> nn.Linear:
@@ -272,7 +272,7 @@ def _shape_of_codes(num_bytes: int, rows: int, item: int) -> tuple[int, int]:
     return rows, -(-num_bytes // (rows * item))
 
 
-class _Product(torch.autograd.Function):
+class _DecodedProduct(torch.autograd.Function):
     """The product with a matrix that is frozen. Between forward and backward its codes stay, and no decoded weight."""
 
     @staticmethod

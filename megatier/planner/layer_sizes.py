@@ -56,7 +56,7 @@ class LayerSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
+class _ProductSizes:
     """A product of tokens with a matrix, in elements for each token; all are 0 for a vector."""
 
     is_of_expert: bool
@@ -133,7 +133,7 @@ def _sizes_of(setup: Setup, unit: Unit, absent: Collection[str], width: int, att
     )
 
 
-def _product(tensor: TensorSlice, chosen: int, width: int) -> _Product:
+def _product(tensor: TensorSlice, chosen: int, width: int) -> _ProductSizes:
     """Return the product with a parameter, by which each token goes through several experts if it is of experts.
 
     Args:
@@ -150,7 +150,7 @@ def _product(tensor: TensorSlice, chosen: int, width: int) -> _Product:
     output = output_elements(tensor)
     if num_elements == width:
         output *= copies
-    return _Product(is_of_expert, copies * num_elements, output)
+    return _ProductSizes(is_of_expert, copies * num_elements, output)
 
 
 def output_elements(tensor: TensorSlice) -> float:

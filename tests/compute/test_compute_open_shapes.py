@@ -15,9 +15,13 @@ import torch._inductor.config
 from tiny_runs import one_thread
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._inductor.codegen import simd, triton_utils
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
@@ -257,3 +261,18 @@ def test_backward_that_is_refused_runs_uncompiled_and_ends_no_run(any_shape: boo
         found = run(compiled, (2, 5))
     assert compiled.is_refused
     assert all(torch.equal(one, other) for one, other in zip(found, run(plain, (2, 5)), strict=True))
+
+
+def test_question_that_becomes_a_guard_is_answered_by_true_sizes_though_it_asks_for_hints() -> None:
+    """Such as whether 32 bits address a tensor. What a smaller size would answer is no true guard of a large batch."""
+    open_shapes.install()
+    sizes = ShapeEnv()
+    source = ConstantSource("tokens")
+    tokens = sizes.create_symbol(1 << 32, source, dynamic_dim=DimDynamic.DYNAMIC)
+    allocator = SizeVarAllocator(sizes)
+    hint = next(getattr(allocator, name) for name in open_shapes._HINTS if hasattr(allocator, name))
+    with open_shapes.planning():
+        assert hint(tokens) == open_shapes.TOKENS
+        assert open_shapes._telling(hint)(tokens) == 1 << 32
+    for maker in (simd, triton_utils):
+        assert hasattr(maker.expr_fits_within_32bit, "__wrapped__")
