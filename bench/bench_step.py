@@ -306,7 +306,7 @@ def _bound(run: Run, deterministic: bool) -> dict[str, Any] | None:
     # Weights, activations and gradients lie on the GPU at once there: more than 16 sequences of 8B have no room.
     batch = min(16, run.batch // groups)
     words = ["--shape", run.shape, "--batch", str(batch), "--sequence", str(run.sequence), "--attention", attention]
-    words += ["--rank", str(run.rank)]
+    words += ["--rank", str(run.rank), "--products", config.numerics.products]
     flag = "--deterministic" if deterministic else "--no-deterministic"
 
     return bound_of(

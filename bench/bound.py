@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatier.compute.compilation import Compilation
+from megatier.compute.fp8 import adopt
 from megatier.engine.loss import add_product, cross_entropy_and_grad
 
 
@@ -67,6 +68,7 @@ def measure(
     compiles: bool = True,
     saved_share: float = 1.0,
     rank: int = 0,
+    products: str = "bf16",
     device: str = "cuda",
 ) -> dict[str, Any]:
     """Measure the seconds of forward and backward on one group of batch x tokens random tokens.
@@ -82,6 +84,9 @@ def measure(
             model.to(torch.bfloat16)
         ids = torch.randint(0, config.vocab_size, (batch, tokens))
 
+    for name, linear in model.model.layers.named_modules() if products == "fp8" else ():
+        if type(linear) is torch.nn.Linear and ".lora_" not in name:
+            adopt(linear)
     for layer in model.model.layers if compiles else ():
         layer.forward = compilation(layer.forward, "a layer")
     kernel = compilation(cross_entropy_and_grad, "the loss") if compiles else cross_entropy_and_grad
@@ -111,6 +116,7 @@ def measure(
         "compiles": compiles,
         "saved_share": saved_share,
         "attention": attention,
+        "products": products,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "first_s": seconds[0][0],
         "seconds": [s for s, _ in seconds[2:]],
@@ -148,6 +154,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--saved-share", type=float, default=1.0)
     parser.add_argument("--rank", type=int, default=0, help="train adapters of this rank over a frozen base")
+    parser.add_argument("--products", choices=("bf16", "fp8"), default="bf16", help="of layers' linear ones")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a smoke run (default cuda)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
@@ -169,6 +176,7 @@ def main() -> None:
         compiles=options.compile,
         saved_share=options.saved_share,
         rank=options.rank,
+        products=options.products,
         device=options.device,
     )
     print(json.dumps(result), flush=True)
