@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_quantised import quantised_folders
 from tiny_runs import (
     PLACES,
     Run,
@@ -25,8 +26,14 @@ from torch import Tensor, nn
 
 import megatier
 from megatier.compute.fp8 import Fp8Linear, adopt
+from megatier.compute.quantised import QuantisedLinear
 from megatier.config.lora import LoraConfig
-from megatier.config.schema import NumericsConfig
+from megatier.config.schema import OF_LOOP, ModelConfig, NumericsConfig, RunConfig
+from megatier.errors import ConfigError
+from megatier.models.decoder import find_units
+from megatier.models.dtypes import with_schemas
+from megatier.models.products import products_of
+from megatier.setup.skeleton import open_model
 
 FP8 = Short(model="products", products="fp8")
 SOME = [("gpu", "recompute"), ("nvme", "offload")]
@@ -95,6 +102,40 @@ def test_fp8_adapters_over_a_base_in_fp8_have_the_same_bits_on_any_tier(tmp_path
         assert all(name.endswith(".base_layer") for name in layers)
         found.append([(result.loss, result.grad_norm) for result in results])
     assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize(("kind", "compiles"), [("channel", False), ("tensor", True)])
+def test_fp8_adapters_over_a_stored_base_in_fp8_multiply_its_codes_on_any_tier(
+    kind: str, compiles: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    quantised, _ = quantised_folders(tmp_path, kind, num_hidden_layers=2)
+    model = ModelConfig(path=str(quantised), lora={"rank": 4})
+    found = []
+    for place, activations in [("ram", "keep"), ("nvme", "recompute")]:
+        train = replace(FP8, activations=activations).train
+        skeleton, reader = open_model(RunConfig(model=model, data=OF_LOOP))
+        options: dict[str, Any] = {"numerics": NumericsConfig(guard=False, products="fp8"), "compile": compiles}
+        with opened(
+            skeleton.config, tmp_path, PLACES[place], train, source=reader, skeleton=skeleton, **options
+        ) as run:
+            layers = [layer for layer in run.model.modules() if isinstance(layer, QuantisedLinear)]
+            results = run_steps(run, train, 2)
+        assert [layer.multiplies_codes for layer in layers] == [True] * 14
+        found.append([(result.loss, result.grad_norm) for result in results])
+    assert found[0] == found[1]
+
+
+def test_fp8_products_leave_codes_that_they_do_not_take(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    quantised, _ = quantised_folders(tmp_path, "block", num_hidden_layers=2)
+    config = RunConfig(
+        model=ModelConfig(path=str(quantised), lora={"rank": 4}), data=OF_LOOP, numerics=NumericsConfig(products="fp8")
+    )
+    skeleton, _ = open_model(config)
+    with pytest.raises(ConfigError, match=r"is left for it \(whose codes are no FP8 with a scale for each row\)"):
+        products_of(skeleton, with_schemas(skeleton, find_units(skeleton), "bf16"), ())
 
 
 def test_fp8_layer_saves_its_input_in_fp8_alone_and_a_frozen_one_saves_none() -> None:

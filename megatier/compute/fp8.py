@@ -78,6 +78,23 @@ class Fp8Linear(nn.Linear):
         return result if bias is None else result + bias
 
 
+def linear_of_codes(input: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the product of an input with a frozen matrix that is stored in FP8, plus the bias.
+
+    Args:
+        input: [..., K].
+        codes: e4m3 [N, K].
+        scale: fp32 [N, 1] or [1, 1]: what the codes are multiplied with. Others have chosen it, so a result is rounded
+            twice: as a sum, and when it is multiplied.
+        bias: [N].
+    """
+    if input.shape[:-1].numel() == 0:
+        return functional.linear(input, codes.to(input.dtype), bias)
+    result = _multiplied_codes(input.reshape(-1, input.shape[-1]), codes, scale)
+    result = result.view(*input.shape[:-1], codes.shape[0])
+    return result if bias is None else result + bias
+
+
 def adopt(layer: nn.Linear, *, is_fp8: bool = True) -> None:
     """Let a plain linear layer take its products of FP8 numbers from now on, or those of its own dtype again."""
     assert type(layer) in (nn.Linear, Fp8Linear)
@@ -115,6 +132,22 @@ class _Product(torch.autograd.Function):
         return of_rows, of_weight
 
 
+class _CodesProduct(torch.autograd.Function):
+    """The product of rows with a frozen matrix in FP8, [M, K] and [N, K]. Nothing stays but the matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:  # noqa: ANN401
+        rows8, row_scale = _rounded(rows, 1, CODES)
+        ctx.save_for_backward(codes, scale)
+        return _product(rows8, codes, row_scale, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        codes, scale = ctx.saved_tensors
+        grad8, own = _rounded(grads[0].float() * scale.t(), 1, recipe.gradients)
+        return _product(grad8, codes.t().contiguous(), own), None, None
+
+
 def _apply(rows: Tensor, weight: Tensor) -> Tensor:
     """Return the product of rows with a weight."""
     result: Tensor = _Product.apply(rows, weight)  # type: ignore[no-untyped-call]
@@ -124,6 +157,15 @@ def _apply(rows: Tensor, weight: Tensor) -> Tensor:
 # The compiler takes it as one call, and looks into it when it makes the graph of forward and backward. Were it to look
 # into it before, it would make an object of the class, which torch itself warns of.
 _multiplied: Callable[[Tensor, Tensor], Tensor] = torch.compiler.allow_in_graph(_apply)
+
+
+def _apply_codes(rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """Return the product of rows with a frozen matrix."""
+    result: Tensor = _CodesProduct.apply(rows, codes, scale)  # type: ignore[no-untyped-call]
+    return result
+
+
+_multiplied_codes: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compiler.allow_in_graph(_apply_codes)
 
 
 def _rounded(tensor: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

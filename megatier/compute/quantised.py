@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
+from megatier.compute.fp8 import linear_of_codes
+
 CODES = "codes"
 """The part of a quantised matrix that has its numbers; the others are scales."""
 STANDS_FOR = "stands_for"
@@ -221,6 +223,8 @@ class QuantisedLinear(nn.Linear):
         self.out_features = plain.out_features
         self.scheme = scheme
         """The way in which the weight is quantised."""
+        self.multiplies_codes = False
+        """Whether it multiplies its codes as they are, with inputs that are rounded to FP8 (`numerics.products`)."""
         self._key = repr(scheme)
         SCHEMES[self._key] = scheme
         for name, part in scheme.parts.items():
@@ -248,6 +252,11 @@ class QuantisedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the product with the weight, plus the bias."""
         carriers = self._carriers()
+        if self.multiplies_codes and input.dtype is carriers[0].dtype:
+            codes, scale = (
+                part.seen_in(carrier) for part, carrier in zip(self.scheme.parts.values(), carriers, strict=True)
+            )
+            return linear_of_codes(input, codes, scale.float().view(-1, 1), self.bias)
 
         # To a compiler it is one operator, like any product: else it would save decoded weights for the backward.
         if torch.compiler.is_compiling():
@@ -255,6 +264,15 @@ class QuantisedLinear(nn.Linear):
         else:
             product = _DecodedProduct.apply(input, self.bias, self.scheme, *carriers)  # type: ignore[no-untyped-call]
         return product
+
+    @property
+    def has_rows_in_fp8(self) -> bool:
+        """Whether its codes are FP8 numbers with a scale for each row, or one for all, as FP8 products take them."""
+        if not isinstance(self.scheme, Fp8):
+            return False
+        num_rows, num_columns = self.scheme.shape
+        rows, columns = self.scheme.block
+        return columns >= num_columns and (rows == 1 or rows >= num_rows)
 
     def plain(self) -> nn.Linear:
         """Return a linear layer on meta of the same form, with a weight."""

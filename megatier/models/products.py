@@ -1,8 +1,9 @@
 """Products: which of a model's linear layers take theirs in FP8 (`numerics.products`), by one rule.
 
-They are the plain linear layers inside of decoder layers, with sizes that the products take. Embeddings, norms, head
-and what else is outside of decoder layers compute in bf16. So do routers, the matrices of adapters, quantised layers,
-and layers whose forward was replaced. Stacks of experts are refused, unless the user leaves them out by name.
+They are the plain linear layers inside of decoder layers, with sizes that the products take, and quantised ones whose
+codes are FP8 with a scale for each row. Embeddings, norms, head and what else is outside of decoder layers compute in
+bf16. So do routers, the matrices of adapters, other quantised layers, and layers whose forward was replaced. Stacks of
+experts are refused, unless the user leaves them out by name.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatier.compute.fp8 import ALIGNED, Fp8Linear, adopt, takes
+from megatier.compute.quantised import CODES, QuantisedLinear
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.models.decoder import Unit
 from megatier.models.experts import experts_in
@@ -26,7 +28,10 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Settings of a text config that say how many experts a layer has."""
 ROUTERS = ("gate", "router", "classifier", "wg")
 """Names of linear layers that are routers, if they give a number for each expert."""
+WEIGHTS = ("weight", CODES)
+"""Names of what a linear layer multiplies: a matrix, or the codes of one that is quantised."""
 ODD = f"whose sizes are no multiples of {ALIGNED}"
+CODED = "whose codes are no FP8 with a scale for each row"
 LEFT_OUT = f"named in {EXCEPT}"
 
 
@@ -41,8 +46,8 @@ class Products:
 
     @property
     def weights(self) -> frozenset[str]:
-        """The names of the weights of those that do."""
-        return frozenset(f"{name}.weight" for name in self.fp8)
+        """The names of the weights of those that do, or of their codes."""
+        return frozenset(f"{name}.{leaf}" for name in self.fp8 for leaf in WEIGHTS)
 
     def described(self) -> Iterator[str]:
         """Yield in sentences which they are, by the last part of their names."""
@@ -77,7 +82,7 @@ def products_of(model: PreTrainedModel, units: Sequence[Unit], excepted: Sequenc
 
     fp8, bf16 = [], []
     for name, layer in found:
-        reason = LEFT_OUT if _is_excepted(name, excepted) else "" if takes(layer) else ODD
+        reason = LEFT_OUT if _is_excepted(name, excepted) else _why_not(layer)
         if reason:
             bf16.append((name, reason))
         else:
@@ -91,15 +96,27 @@ def products_of(model: PreTrainedModel, units: Sequence[Unit], excepted: Sequenc
     return Products(tuple(fp8), tuple(bf16))
 
 
+def _why_not(layer: nn.Linear) -> str:
+    """Return why a linear layer cannot take its products in FP8; empty: it can."""
+    if isinstance(layer, QuantisedLinear) and not layer.has_rows_in_fp8:
+        return CODED
+    return "" if takes(layer) else ODD
+
+
 def set_products(model: PreTrainedModel, fp8: Sequence[str]) -> None:
     """Let these linear layers of a skeleton, and no others, take their products in FP8."""
     for layer in model.modules():
         if isinstance(layer, Fp8Linear):
             adopt(layer, is_fp8=False)
+        elif isinstance(layer, QuantisedLinear):
+            layer.multiplies_codes = False
     for name in fp8:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        adopt(layer)
+        if isinstance(layer, QuantisedLinear):
+            layer.multiplies_codes = True
+        else:
+            adopt(layer)
 
 
 def _linears(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Linear]]:
@@ -111,8 +128,9 @@ def _linears(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Linea
     for module_name in unit.module_names:
         for inside, layer in model.get_submodule(module_name).named_modules():
             name = f"{module_name}.{inside}".rstrip(".")
-            is_plain = type(layer) in (nn.Linear, Fp8Linear) and "forward" not in vars(layer)
-            if not is_plain or f"{name}.weight" not in own or ".lora_" in name:
+            is_linear = type(layer) in (nn.Linear, Fp8Linear, QuantisedLinear) and "forward" not in vars(layer)
+            is_own = any(f"{name}.{leaf}" in own for leaf in WEIGHTS)
+            if not (is_linear and is_own) or ".lora_" in name:
                 continue
             assert isinstance(layer, nn.Linear)
             is_router = name.rpartition(".")[2] in ROUTERS and layer.out_features in experts

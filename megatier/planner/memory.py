@@ -358,7 +358,7 @@ def _fp8_bytes(setup: Setup) -> int:
     in_fp8 = setup.work.products.weights
     largest = 0
     for unit in setup.work.units:
-        sizes = [tensor.num_elements for tensor in unit.layout.tensors if tensor.name in in_fp8]
+        sizes = [tensor.num_parameters for tensor in unit.layout.tensors if tensor.name in in_fp8]
         largest = max([largest, *sizes])
     return FP8_WEIGHTS * largest
 

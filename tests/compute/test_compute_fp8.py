@@ -172,3 +172,24 @@ def _kept(
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = function(rows)
     return result, *torch.autograd.grad(result.float().square().sum(), [rows, *weights])
+
+
+@pytest.mark.parametrize("scales", [48, 1])
+def test_fp8_products_with_a_stored_matrix_read_its_codes_and_keep_nothing_else(scales: int) -> None:
+    codes, scale = rows_of(48, 32, 100).to(CODES), torch.rand(scales, 1) + 0.1
+    weight, rows, slope = codes.float() * scale, rows_of(21, 32).requires_grad_(), rows_of(21, 48)
+    saved = list[Tensor]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = fp8.linear_of_codes(rows.view(3, 7, 32), codes, scale, None)
+    [grad] = torch.autograd.grad(result, rows, slope.view(3, 7, 48))
+    expected = linear(rows.detach().float(), weight), slope.float() @ weight
+    for found, wanted in zip((result.detach().flatten(0, 1), grad), expected, strict=True):
+        assert cosine_similarity(found.float().flatten(), wanted.flatten(), 0) > 0.998
+        assert float(found.float().norm()) == pytest.approx(float(wanted.norm()), rel=0.02)
+    assert {tensor.data_ptr() for tensor in saved} == {codes.data_ptr(), scale.data_ptr()}
+    assert fp8.linear_of_codes(rows[:0], codes, scale, None).shape == (0, 48)
