@@ -31,12 +31,13 @@ from megatier.compute import fp8
 from megatier.compute.compilation import Compilation
 
 RECIPES = {
-    "rows e4m3": fp8.Recipe(),
-    "rows e4m3, scales inside": fp8.Recipe(scales_inside=True),
-    "rows e5m2": fp8.Recipe(gradients=torch.float8_e5m2),
-    "tensors e4m3": fp8.Recipe(by_rows=False),
-    "tensors e4m3, scales inside": fp8.Recipe(by_rows=False, scales_inside=True),
-    "tensors e5m2": fp8.Recipe(by_rows=False, gradients=torch.float8_e5m2),
+    "rows": fp8.Recipe(),
+    "rows, scales inside": fp8.Recipe(scales_inside=True),
+    "rows, e5m2": fp8.Recipe(gradients=torch.float8_e5m2),
+    "tensors": fp8.Recipe(by_rows=False),
+    "tensors, e5m2": fp8.Recipe(by_rows=False, gradients=torch.float8_e5m2),
+    "rows, gradients by rows": fp8.Recipe(gradients_by_rows=True),
+    "rows, gradients by rows, scales inside": fp8.Recipe(gradients_by_rows=True, scales_inside=True),
 }
 """What is compared with bf16."""
 VOCAB = 8192

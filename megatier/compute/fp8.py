@@ -1,14 +1,15 @@
 """Linear layers whose three products are taken of FP8 numbers, with scales from the very tensors that are multiplied.
 
 Of y = x w^T, the rows of x (tokens) and those of w (outputs) have a scale each. The gradient takes on the scales of
-what it is multiplied with, along the axis that is summed over, before it is rounded with scales of its own:
+what it is multiplied with, along the axis that is summed over, before it is rounded with one scale of its own:
 
     y  = sx sw (x8 w8^T)        x8 = x / sx, w8 = w / sw, rounded to e4m3
-    dx = sg (g8 w8)             g8 = g sw^T / sg, rounded, with a scale for each row
-    dw = sg (g8^T x8)           g8 = g sx / sg, rounded, with a scale for each column
+    dx = s (g8 w8)              g8 = g sw^T / s, rounded to e4m3
+    dw = s (g8^T x8)            g8 = g sx / s, rounded to e4m3
 
 So the two products of the backward read the very numbers that the forward read, and x8 is all that stays of an input.
-A token's y and dx depend on no other token: slices, tiles of tokens and neighbours in a batch do not matter to them.
+A token's y depends on no other token: slices, tiles of tokens and neighbours in a batch do not matter to it. To its
+gradient they matter as far as their largest number decides below which size numbers lose bits, and become 0.
 
 Scales are powers of two, so that dividing by them is exact, and so is multiplying a rounded result. A maximum is the
 same in any order. So scales depend on no placement, kernel or rank.
@@ -49,11 +50,13 @@ class Recipe:
     """How numbers are rounded. `bench/bench_fp8.py` compares recipes; a run has the default."""
 
     by_rows: bool = True
-    """Whether each row has a scale; else whole tensors have one."""
+    """Whether each row of inputs and weights has a scale; else each of these tensors has one."""
+    gradients_by_rows: bool = False
+    """Whether each row of a gradient has a scale, and for the weight's gradient each column; else it has one."""
     gradients: torch.dtype = torch.float8_e4m3fn
     """The type of gradients: e4m3, or e5m2 with more range and 2 bits of mantissa."""
     scales_inside: bool = False
-    """Whether the product's own kernel multiplies with the scales; else whatever follows it does, with equal bits."""
+    """Whether the product's own kernel multiplies with scales of rows; else what follows it does, with equal bits."""
 
 
 recipe = Recipe()
@@ -111,8 +114,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
-        rows8, row_scale = _rounded(rows, 1, CODES)
-        weight8, weight_scale = _rounded(weight, 1, CODES)
+        dim = 1 if recipe.by_rows else None
+        rows8, row_scale = _rounded(rows, dim, CODES)
+        weight8, weight_scale = _rounded(weight, dim, CODES)
         # The weight itself, of which an address is kept, and not what it was rounded to.
         kept = (rows8, row_scale) if ctx.needs_input_grad[1] else (None, None)
         ctx.save_for_backward(*kept, weight, weight_scale)
@@ -123,11 +127,22 @@ class _Product(torch.autograd.Function):
         rows8, row_scale, weight, weight_scale = ctx.saved_tensors
         grad = grads[0].float()
         of_rows = of_weight = None
+        along = recipe.gradients_by_rows
+        if not (recipe.by_rows or along):
+            # With one scale for all of a tensor, both products take the same numbers.
+            grad8, scale = _rounded(grad, None, recipe.gradients)
+            if ctx.needs_input_grad[0]:
+                weight8 = _divided(weight, weight_scale, CODES).t().contiguous()
+                of_rows = _product(grad8, weight8, scale * weight_scale)
+            if ctx.needs_input_grad[1]:
+                of_weight = _product(_columns(grad8), _columns(rows8), scale * row_scale)
+            return of_rows, of_weight
+
         if ctx.needs_input_grad[0]:
-            grad8, scale = _rounded(grad * weight_scale.t(), 1, recipe.gradients)
+            grad8, scale = _rounded(grad * weight_scale.t(), 1 if along else None, recipe.gradients)
             of_rows = _product(grad8, _divided(weight, weight_scale, CODES).t().contiguous(), scale)
         if ctx.needs_input_grad[1]:
-            grad8, scale = _rounded(grad * row_scale, 0, recipe.gradients)
+            grad8, scale = _rounded(grad * row_scale, 0 if along else None, recipe.gradients)
             of_weight = _product(_columns(grad8), _columns(rows8), scale.view(-1, 1))
         return of_rows, of_weight
 
@@ -137,14 +152,15 @@ class _CodesProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:  # noqa: ANN401
-        rows8, row_scale = _rounded(rows, 1, CODES)
+        rows8, row_scale = _rounded(rows, 1 if recipe.by_rows else None, CODES)
         ctx.save_for_backward(codes, scale)
         return _product(rows8, codes, row_scale, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         codes, scale = ctx.saved_tensors
-        grad8, own = _rounded(grads[0].float() * scale.t(), 1, recipe.gradients)
+        dim = 1 if recipe.gradients_by_rows else None
+        grad8, own = _rounded(grads[0].float() * scale.t(), dim, recipe.gradients)
         return _product(grad8, codes.t().contiguous(), own), None, None
 
 
@@ -168,13 +184,13 @@ def _apply_codes(rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 _multiplied_codes: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compiler.allow_in_graph(_apply_codes)
 
 
-def _rounded(tensor: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a matrix in FP8, and the fp32 scales that it was divided by: one for each of what lies along a dimension.
+def _rounded(tensor: Tensor, dim: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a matrix in FP8, and the fp32 scales that it was divided by: one for each line along a dimension, or one.
 
     A scale is the least power of two that makes the largest number fit, or twice that.
     """
     magnitudes = tensor.abs()
-    largest = (magnitudes.amax(dim, keepdim=True) if recipe.by_rows else magnitudes.amax().view(1, 1)).float()
+    largest = (magnitudes.amax().view(1, 1) if dim is None else magnitudes.amax(dim, keepdim=True)).float()
     bits = (largest * (2 / torch.finfo(dtype).max)).clamp(min=LEAST).view(torch.int32) & EXPONENT
     scale = bits.view(torch.float32)
     return _divided(tensor, scale, dtype), scale
@@ -197,13 +213,16 @@ def _product(left: Tensor, right: Tensor, scale: Tensor, other: Tensor | None = 
         other: fp32 [N, 1] or [1, 1].
     """
     multiply = partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=other is not None)
-    if recipe.scales_inside:
-        along = torch.ones_like(scale[:1]).expand(right.shape[0], 1) if other is None else other
-        if not recipe.by_rows:
-            return multiply(left, right.t(), scale.view(()), along[:1].view(()))
-        return multiply(left, right.t(), scale, along.t().contiguous())
-
     one = torch.ones((), dtype=torch.float32, device=left.device)
+    is_single = scale.numel() == 1 and (other is None or other.numel() == 1)
+    if is_single:
+        return multiply(left, right.t(), scale.view(()), one if other is None else other.view(()))
+
+    if recipe.scales_inside:
+        across = one if other is None else other.t()
+        rows = scale.expand(left.shape[0], 1).contiguous()
+        return multiply(left, right.t(), rows, across.expand(1, right.shape[0]).contiguous())
+
     raw = multiply(left, right.t(), one, one)
     return (raw.float() * (scale if other is None else scale * other.t())).to(torch.bfloat16)
 
