@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch._inductor.config
 from peers.shapes import SHAPES, llama_config
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
@@ -72,6 +73,8 @@ def speed(options: argparse.Namespace) -> None:
         run = Compilation(options.saved_share)(layer.forward, "a layer") if is_gpu else layer.forward
         hidden.requires_grad_()
         row = {"recipe": recipe} | measured(run, hidden, arguments, layer, options.steps)
+        if options.kernels:
+            row["kernels_ms"] = kernels_of(run, hidden, arguments, layer, options.kernels)
         first = first or row["seconds"]
         print(json.dumps(row | {"times": first / row["seconds"]}), flush=True)
 
@@ -109,6 +112,26 @@ def measured(
     forward, backward = (median(each[side] for each in times[2:]) for side in (0, 1))
     row: dict[str, Any] = {"seconds": forward + backward, "forward_s": forward, "backward_s": backward}
     return row | {"saved_mb": saved / 1e6, "peak_mb": peak / 1e6, "same_bits_twice": same, "first_s": sum(times[0])}
+
+
+def kernels_of(
+    run: Callable[..., Any], hidden: Tensor, arguments: dict[str, Any], layer: nn.Module, count: int
+) -> dict[str, float]:
+    """Return the milliseconds of the kernels that take longest in one forward and backward."""
+    with torch.profiler.profile() as profile:
+        output = run(hidden, **arguments)
+        output = output if torch.is_tensor(output) else output[0]
+        torch.autograd.grad(output, [hidden, *layer.parameters()], torch.ones_like(output))
+        if hidden.is_cuda:
+            torch.cuda.synchronize()
+    total: dict[str, float] = {}
+    for event in profile.events():
+        # Without a GPU these are operators on the CPU, those inside of others too.
+        if event.device_type.name == ("CUDA" if hidden.is_cuda else "CPU"):
+            name = event.name[:90]
+            total[name] = total.get(name, 0.0) + event.time_range.elapsed_us() / 1e3
+    longest = sorted(total.items(), key=lambda item: -item[1])[:count]
+    return {name: round(milliseconds, 3) for name, milliseconds in longest}
 
 
 def gradients(options: argparse.Namespace) -> None:
@@ -165,10 +188,14 @@ def main() -> None:
     parser.add_argument("--attention", choices=("sdpa", "flex_attention"), default="sdpa")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, help="those to compare (default: all)")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--kernels", type=int, default=0, help="also print so many kernels that take longest")
+    parser.add_argument("--realize-reads", type=int, help="Inductor's realize_reads_threshold (its default: 4)")
     parser.add_argument("--model", help="a folder of a model whose gradients are taken")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
 
+    if options.realize_reads is not None:
+        torch._inductor.config.realize_reads_threshold = options.realize_reads
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
