@@ -21,6 +21,7 @@ Source: float8 training with current scaling in torchao and Transformer Engine, 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +58,8 @@ class Recipe:
     """The type of gradients: e4m3, or e5m2 with more range and 2 bits of mantissa."""
     scales_inside: bool = False
     """Whether the product's own kernel multiplies with scales of rows; else what follows it does, with equal bits."""
+    transposes: bool = False
+    """Whether a kernel of our own turns rows into columns on a GPU; else the compiler does."""
 
 
 recipe = Recipe()
@@ -132,7 +135,7 @@ class _Product(torch.autograd.Function):
             # With one scale for all of a tensor, both products take the same numbers.
             grad8, scale = _rounded(grad, None, recipe.gradients)
             if ctx.needs_input_grad[0]:
-                weight8 = _divided(weight, weight_scale, CODES).t().contiguous()
+                weight8 = _columns(_divided(weight, weight_scale, CODES))
                 of_rows = _product(grad8, weight8, scale * weight_scale)
             if ctx.needs_input_grad[1]:
                 of_weight = _product(_columns(grad8), _columns(rows8), scale * row_scale)
@@ -140,7 +143,7 @@ class _Product(torch.autograd.Function):
 
         if ctx.needs_input_grad[0]:
             grad8, scale = _rounded(grad * weight_scale.t(), 1 if along else None, recipe.gradients)
-            of_rows = _product(grad8, _divided(weight, weight_scale, CODES).t().contiguous(), scale)
+            of_rows = _product(grad8, _columns(_divided(weight, weight_scale, CODES)), scale)
         if ctx.needs_input_grad[1]:
             grad8, scale = _rounded(grad * row_scale, 0 if along else None, recipe.gradients)
             of_weight = _product(_columns(grad8), _columns(rows8), scale.view(-1, 1))
@@ -161,7 +164,7 @@ class _CodesProduct(torch.autograd.Function):
         codes, scale = ctx.saved_tensors
         dim = 1 if recipe.gradients_by_rows else None
         grad8, own = _rounded(grads[0].float() * scale.t(), dim, recipe.gradients)
-        return _product(grad8, codes.t().contiguous(), own), None, None
+        return _product(grad8, _columns(codes), own), None, None
 
 
 def _apply(rows: Tensor, weight: Tensor) -> Tensor:
@@ -229,10 +232,32 @@ def _product(left: Tensor, right: Tensor, scale: Tensor, other: Tensor | None = 
 
 def _columns(codes: Tensor) -> Tensor:
     """Return the columns of FP8 [M, N] as rows, contiguous, with zeros up to a length that a product takes."""
+    if recipe.transposes:
+        columns: Tensor = torch.ops.megatier.fp8_columns(codes)
+        return columns
+    return _turned(codes)
+
+
+def _turned(codes: Tensor) -> Tensor:
+    """Return the same by operations of torch."""
     spare = -codes.shape[0] % ALIGNED
     # As bytes, since not every version fills FP8.
     columns = functional.pad(codes.t().view(torch.uint8), (0, spare)) if spare else codes.t().contiguous()
     return columns.view(codes.dtype)
+
+
+def _turned_here(codes: Tensor) -> Tensor:
+    """Return the same by the kernel of the device."""
+    if not codes.is_cuda:
+        return _turned(codes)
+    kernels = importlib.import_module("megatier.compute.fp8_kernels")
+    result: Tensor = kernels.transpose(codes.contiguous(), codes.shape[0] + -codes.shape[0] % ALIGNED)
+    return result
+
+
+torch.library.custom_op(
+    "megatier::fp8_columns", _turned_here, mutates_args=(), schema="(Tensor codes) -> Tensor"
+).register_fake(lambda codes: codes.new_empty(codes.shape[1], codes.shape[0] + -codes.shape[0] % ALIGNED))
 
 
 def rounded_weights(graph: Graph) -> list[Node]:

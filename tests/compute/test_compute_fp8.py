@@ -143,6 +143,17 @@ def test_fp8_scales_of_rows_inside_a_products_kernel_give_the_same_bits(
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fp8_rows_are_turned_into_columns_alike_by_an_operator(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in (256, 300, 21):
+        layer, rows, slope = layer_of(64, 208).to(device), rows_of(count, 64).to(device), rows_of(count, 208).to(device)
+        expected = gradients(layer, rows, slope)
+        with monkeypatch.context() as patch:
+            patch.setattr(fp8, "recipe", fp8.Recipe(transposes=True))
+            assert all(map(torch.equal, gradients(layer, rows, slope), expected))
+
+
 @pytest.mark.parametrize("along", [True, False])
 def test_fp8_scales_of_whole_tensors_give_nearly_those_of_rows(along: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, rows, slope = layer_of(64, 48), rows_of(32, 64), rows_of(32, 48)
