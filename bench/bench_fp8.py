@@ -36,6 +36,7 @@ RECIPES = {
     "rows, scales inside": fp8.Recipe(scales_inside=True),
     "rows, e5m2": fp8.Recipe(gradients=torch.float8_e5m2),
     "rows, own transpose": fp8.Recipe(transposes=True),
+    "rows, both ways": fp8.Recipe(transposes=True, rounds_both_ways=True),
     "tensors": fp8.Recipe(by_rows=False),
     "tensors, own transpose": fp8.Recipe(by_rows=False, transposes=True),
     "tensors, e5m2": fp8.Recipe(by_rows=False, gradients=torch.float8_e5m2),

@@ -60,6 +60,8 @@ class Recipe:
     """Whether the product's own kernel multiplies with scales of rows; else what follows it does, with equal bits."""
     transposes: bool = False
     """Whether a kernel of our own turns rows into columns on a GPU; else the compiler does."""
+    rounds_both_ways: bool = False
+    """Whether a kernel of our own rounds a gradient for both products at once; it has one scale for each then."""
 
 
 recipe = Recipe()
@@ -141,6 +143,14 @@ class _Product(torch.autograd.Function):
                 of_weight = _product(_columns(grad8), _columns(rows8), scale * row_scale)
             return of_rows, of_weight
 
+        if recipe.rounds_both_ways and all(ctx.needs_input_grad):
+            scale = _scale_of(grad * weight_scale.t(), None, recipe.gradients)
+            other = _scale_of(grad * row_scale, None, recipe.gradients)
+            factors = (weight_scale * _inverse(scale)).view(-1), (row_scale * _inverse(other)).view(-1)
+            straight, turned = torch.ops.megatier.fp8_both_ways(grads[0], *factors, recipe.gradients)
+            of_rows = _product(straight, _columns(_divided(weight, weight_scale, CODES)), scale)
+            return of_rows, _product(turned, _columns(rows8), other)
+
         if ctx.needs_input_grad[0]:
             grad8, scale = _rounded(grad * weight_scale.t(), 1 if along else None, recipe.gradients)
             of_rows = _product(grad8, _columns(_divided(weight, weight_scale, CODES)), scale)
@@ -192,18 +202,26 @@ def _rounded(tensor: Tensor, dim: int | None, dtype: torch.dtype) -> tuple[Tenso
 
     A scale is the least power of two that makes the largest number fit, or twice that.
     """
+    scale = _scale_of(tensor, dim, dtype)
+    return _divided(tensor, scale, dtype), scale
+
+
+def _scale_of(tensor: Tensor, dim: int | None, dtype: torch.dtype) -> Tensor:
+    """Return the scales of `_rounded`."""
     magnitudes = tensor.abs()
     largest = (magnitudes.amax().view(1, 1) if dim is None else magnitudes.amax(dim, keepdim=True)).float()
     bits = (largest * (2 / torch.finfo(dtype).max)).clamp(min=LEAST).view(torch.int32) & EXPONENT
-    scale = bits.view(torch.float32)
-    return _divided(tensor, scale, dtype), scale
+    return bits.view(torch.float32)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """Return the inverse of powers of two, which is exact. A division need not be, on a GPU."""
+    return (INVERSE - scale.view(torch.int32)).view(torch.float32)
 
 
 def _divided(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a matrix in FP8, divided by its scales, which are powers of two."""
-    # By the inverse, which is exact. A division need not be, on a GPU.
-    inverse = (INVERSE - scale.view(torch.int32)).view(torch.float32)
-    return (tensor.float() * inverse).to(dtype)
+    return (tensor.float() * _inverse(scale)).to(dtype)
 
 
 def _product(left: Tensor, right: Tensor, scale: Tensor, other: Tensor | None = None) -> Tensor:
@@ -258,6 +276,33 @@ def _turned_here(codes: Tensor) -> Tensor:
 torch.library.custom_op(
     "megatier::fp8_columns", _turned_here, mutates_args=(), schema="(Tensor codes) -> Tensor"
 ).register_fake(lambda codes: codes.new_empty(codes.shape[1], codes.shape[0] + -codes.shape[0] % ALIGNED))
+
+
+def _both_ways(grad: Tensor, column_factor: Tensor, row_factor: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return a gradient in FP8 twice: times a factor for each column, and times one for each row and in columns."""
+    if grad.is_cuda:
+        kernels = importlib.import_module("megatier.compute.fp8_kernels")
+        padded = grad.shape[0] + -grad.shape[0] % ALIGNED
+        found: list[Tensor] = kernels.both_ways(
+            grad.contiguous(), column_factor.expand(grad.shape[1]).contiguous(), row_factor, dtype, padded
+        )
+        return found
+    wide = grad.float()
+    return [(wide * column_factor).to(dtype), _turned((wide * row_factor[:, None]).to(dtype))]
+
+
+def _both_ways_like(grad: Tensor, column_factor: Tensor, row_factor: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return what that gives, without its numbers."""
+    padded = grad.shape[0] + -grad.shape[0] % ALIGNED
+    return [grad.new_empty(grad.shape, dtype=dtype), grad.new_empty((grad.shape[1], padded), dtype=dtype)]
+
+
+torch.library.custom_op(
+    "megatier::fp8_both_ways",
+    _both_ways,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor column_factor, Tensor row_factor, ScalarType dtype) -> Tensor[]",
+).register_fake(_both_ways_like)
 
 
 def rounded_weights(graph: Graph) -> list[Node]:

@@ -1,4 +1,6 @@
-"""The transpose of FP8 matrices on a GPU, in Triton: reads and writes are both along lines of memory.
+"""FP8 matrices on a GPU, in Triton: their transpose, and gradients that are rounded as rows and as columns at once.
+
+Reads and writes are along lines of memory, whichever way a matrix is turned.
 
 Import it only if CUDA is available: Triton comes with torch's CUDA builds alone. Launches go to the current stream.
 """
@@ -15,6 +17,8 @@ from torch import Tensor
 
 BLOCK = 128
 """Rows and columns of what one program turns: 16 KiB."""
+HALF = 64
+"""Rows of what one program rounds both ways."""
 WARPS = 8
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["rows"])
@@ -39,3 +43,48 @@ def _transpose(source: Any, target: Any, rows: Any, columns: Any, padded: Any, s
     block = tl.load(source + row[:, None] * columns + column[None, :], mask=is_there, other=0)
     is_wanted = (column[:, None] < columns) & (row[None, :] < padded)
     tl.store(target + column[:, None] * padded + row[None, :], tl.trans(block), mask=is_wanted)
+
+
+def both_ways(grad: Tensor, column_factor: Tensor, row_factor: Tensor, dtype: torch.dtype, padded: int) -> list[Tensor]:
+    """Return bf16 [M, N] in FP8 twice: times a factor for each column, and turned, times one for each row.
+
+    Args:
+        grad: the matrix.
+        column_factor: fp32 [N].
+        row_factor: fp32 [M].
+        dtype: e4m3 or e5m2.
+        padded: length of a turned row, with zeros beyond M.
+    """
+    rows, columns = grad.shape
+    straight = torch.empty(rows, columns, dtype=dtype, device=grad.device)
+    turned = torch.empty(columns, padded, dtype=dtype, device=grad.device)
+    grid = triton.cdiv(padded, HALF), triton.cdiv(columns, BLOCK)
+    _both[grid](grad, column_factor, row_factor, straight, turned, rows, columns, padded, HALF, BLOCK, num_warps=WARPS)
+    return [straight, turned]
+
+
+@_jit
+def _both(
+    grad: Any,  # noqa: ANN401
+    column_factor: Any,  # noqa: ANN401
+    row_factor: Any,  # noqa: ANN401
+    straight: Any,  # noqa: ANN401
+    turned: Any,  # noqa: ANN401
+    rows: Any,  # noqa: ANN401
+    columns: Any,  # noqa: ANN401
+    padded: Any,  # noqa: ANN401
+    height: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    """Round one block both ways."""
+    row = tl.program_id(0).to(tl.int64) * height + tl.arange(0, height)
+    column = tl.program_id(1).to(tl.int64) * width + tl.arange(0, width)
+    is_there = (row[:, None] < rows) & (column[None, :] < columns)
+    place = row[:, None] * columns + column[None, :]
+    block = tl.load(grad + place, mask=is_there, other=0).to(tl.float32)
+    of_columns = tl.load(column_factor + column, mask=column < columns, other=0)
+    of_rows = tl.load(row_factor + row, mask=row < rows, other=0)
+    tl.store(straight + place, (block * of_columns[None, :]).to(straight.dtype.element_ty), mask=is_there)
+    other = (block * of_rows[:, None]).to(turned.dtype.element_ty)
+    is_wanted = (column[:, None] < columns) & (row[None, :] < padded)
+    tl.store(turned + column[:, None] * padded + row[None, :], tl.trans(other), mask=is_wanted)

@@ -149,9 +149,10 @@ def test_fp8_rows_are_turned_into_columns_alike_by_an_operator(device: str, monk
     for count in (256, 300, 21):
         layer, rows, slope = layer_of(64, 208).to(device), rows_of(count, 64).to(device), rows_of(count, 208).to(device)
         expected = gradients(layer, rows, slope)
-        with monkeypatch.context() as patch:
-            patch.setattr(fp8, "recipe", fp8.Recipe(transposes=True))
-            assert all(map(torch.equal, gradients(layer, rows, slope), expected))
+        for is_both in (False, True):
+            with monkeypatch.context() as patch:
+                patch.setattr(fp8, "recipe", fp8.Recipe(transposes=True, rounds_both_ways=is_both))
+                assert all(map(torch.equal, gradients(layer, rows, slope), expected))
 
 
 @pytest.mark.parametrize("along", [True, False])
