@@ -256,18 +256,18 @@ class BlockFiles:
         address = zeros.ctypes.data + -zeros.ctypes.data % PAGE_BYTES
         batches = []
 
-        # All mounts are filled at once. The native threads take only so many requests, which holds this loop back.
-        for file, path, used in zip(self._files, self.paths, self._striping.used, strict=True):
-            for offset in range(0, used, REQUEST_BYTES):
-                num_bytes = min(REQUEST_BYTES, used - offset)
-                segment = (file, offset, address, num_bytes)
-
-                # Without checksums: every extent begins with those of zeros.
-                batch = self._engine.submit([segment], 0, self.options.granule_bytes, writes=True)
-                batches.append(FileBatch([(batch, [path])], "write", "(zeros)"))
-                progress(num_bytes)
-
         try:
+            # All mounts are filled at once. The native threads take only so many requests, which holds this loop back.
+            for file, path, used in zip(self._files, self.paths, self._striping.used, strict=True):
+                for offset in range(0, used, REQUEST_BYTES):
+                    num_bytes = min(REQUEST_BYTES, used - offset)
+                    segment = (file, offset, address, num_bytes)
+
+                    # Without checksums: every extent begins with those of zeros.
+                    batch = self._engine.submit([segment], 0, self.options.granule_bytes, writes=True)
+                    batches.append(FileBatch([(batch, [path])], "write", "(zeros)"))
+                    progress(num_bytes)
+
             for file_batch in batches:
                 file_batch.wait()
         except BaseException:
@@ -309,7 +309,13 @@ class BlockFiles:
         base_start = max(start, own_stop)
         if base_start < stop:
             base_address = address + base_start - start
-            of_base = self._gather(extent, base_start, stop, base_address)
+            try:
+                of_base = self._gather(extent, base_start, stop, base_address)
+            except BaseException:
+                # Whoever gets the error takes the memory for free, and the engine would go on to write into it.
+                for batch, _ in batches:
+                    batch.wait()
+                raise
             batches.append(of_base)
         return FileBatch(batches, "read", key, self._base)
 

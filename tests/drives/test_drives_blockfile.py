@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from block_files import GRANULE_BYTES, NUM_BYTES, memory, open_files, prepared, read, write
 
 from megatier.drives.blockfile import BlockFiles
+from megatier.drives.extent import FilePart
+from megatier.drives.io_engine import IoBatch, Memory, NativeEngine, Segment
 from megatier.errors import IntegrityError, TransferError
 
 
@@ -115,3 +117,58 @@ def test_span_off_the_granules_asserts(files: BlockFiles) -> None:
     for start, stop in ((100, GRANULE_BYTES), (0, GRANULE_BYTES + 100)):
         with pytest.raises(AssertionError, match="granule"):
             files.read("block", extent, start, stop, 0)
+
+
+class OneWay(NativeEngine):
+    """Moves bytes of block files, and refuses those of the base."""
+
+    waited: ClassVar[list[IoBatch]] = []
+
+    def submit(self, segments: Sequence[Segment], checksums: int, granule_bytes: int, *, writes: bool) -> IoBatch:
+        batch = super().submit(segments, checksums, granule_bytes, writes=writes)
+        return batch if writes else Watched(batch)
+
+    def gather(self, target: Memory, parts: Sequence[Segment], checksums: int, granule_bytes: int) -> IoBatch:
+        raise MemoryError
+
+
+class Watched:
+    """A batch of which is known whether somebody has waited for it."""
+
+    def __init__(self, batch: IoBatch) -> None:
+        self._batch = batch
+        self.done, self.span_ns, self.error = batch.done, batch.span_ns, batch.error
+
+    def wait(self) -> bool:
+        OneWay.waited.append(self._batch)
+        return self._batch.wait()
+
+
+def test_read_whose_second_half_cannot_begin_ends_the_first_before_it_fails(tmp_path: Path) -> None:
+    files = open_files(tmp_path, engine=OneWay)
+    extent = files.reserve(NUM_BYTES, elsewhere=4 * GRANULE_BYTES)
+    base = tmp_path / "base"
+    base.write_bytes(bytes(4 * GRANULE_BYTES))
+    start = extent.own_bytes
+    files.attach(extent, [FilePart(path=base, file_offset=0, start=start, num_bytes=NUM_BYTES - start)])
+    files.allocate()
+    files.fill()
+    target = memory(NUM_BYTES)
+    with pytest.raises(MemoryError):
+        files.read("block", extent, 0, NUM_BYTES, target.ctypes.data)
+    (batch,) = OneWay.waited
+    assert batch.done()
+    files.close()
+
+
+def test_filling_that_is_broken_off_ends_what_reads_its_zeros(files: BlockFiles) -> None:
+    files.reserve(NUM_BYTES)
+    files.allocate()
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        files.fill(stop)
+    with pytest.raises(RuntimeError, match="closed"):
+        files.write("block", files.reserve(GRANULE_BYTES), 0, GRANULE_BYTES, memory(GRANULE_BYTES).ctypes.data)
