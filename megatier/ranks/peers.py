@@ -86,6 +86,15 @@ class Store(Protocol):
         """Set a value if the one before was as expected."""
 
 
+class _Waited(threading.local):
+    """How long a thread has waited for other ranks since the last look ended. Each thread has a count of its own."""
+
+    num_ended = 0
+    """The looks that had ended when it last waited."""
+    seconds = 0.0
+    """The time that it has waited since."""
+
+
 class Peers:
     """The other ranks of a run, as this one watches them. `end` stops that."""
 
@@ -120,9 +129,10 @@ class Peers:
         self._is_leaving = False
         self._has_ended = False
         self._has_broken = False
-        self._waited_s = 0.0
-        """How long ranks were waited for since the last look ended."""
+        self._waited = _Waited()
         self._num_looks = 0
+        self._num_ended = 0
+        """How many looks have ended. Its thread alone writes it."""
         self._beats = [b""] * len(members)
         self._num_still = [0] * len(members)
         """For how many looks each beat has stood still."""
@@ -180,9 +190,14 @@ class Peers:
         """
         self._owner.check()
 
-        # Added up, because the clock goes on while this process is stopped.
-        self._waited_s += waited_s
-        if self._first is None and self._waited_s > SILENT_LOOKS * LOOK_S:
+        # Added up, because the clock goes on while this process is stopped. For each thread alone, because threads that
+        # wait at once wait for no longer than one of them.
+        waited = self._waited
+        if waited.num_ended != self._num_ended:
+            waited.num_ended = self._num_ended
+            waited.seconds = 0.0
+        waited.seconds += waited_s
+        if self._first is None and waited.seconds > SILENT_LOOKS * LOOK_S:
             self._note((0, NO_STORE))
 
         error = self.failed()
@@ -289,7 +304,7 @@ class Peers:
             posted = self._store.get(FIRST)
             rank, cause = json.loads(posted)
             self._note((rank, cause))
-        self._waited_s = 0.0
+        self._num_ended += 1
 
     def _see(self, rank: int, beat: bytes) -> None:
         """Compare a rank's beat with that of the last look, and post that it died or is silent."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -163,6 +165,30 @@ def test_store_that_never_answers_is_named_by_who_waits(
     with pytest.raises(PeerError, match="no longer answers"):
         while time.monotonic() < deadline:
             watcher.check(peers.TICK_S)
+    shelf.answers.set()
+
+
+def test_store_that_is_slow_is_not_given_up_sooner_because_several_threads_wait(
+    watch: Watch, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "SILENT_LOOKS", 600)
+    watcher = watch(0)
+    shelf.answers = _native.Latch()
+    time.sleep(50 * peers.LOOK_S)
+    limit_s = peers.SILENT_LOOKS * peers.LOOK_S
+    with ThreadPoolExecutor(3) as threads:
+        together = Barrier(3)
+
+        def wait(_: int) -> None:
+            together.wait(SOON_S)
+            watcher.check(0.6 * limit_s)
+
+        list(threads.map(wait, range(3)))
+
+    # One thread alone has the whole of its patience, and no more.
+    watcher.check(0.9 * limit_s)
+    with pytest.raises(PeerError, match="no longer answers"):
+        watcher.check(0.2 * limit_s)
     shelf.answers.set()
 
 
