@@ -76,6 +76,10 @@ class GpuMemoryError(MegatierError, MemoryError):
         )
 
 
+class BlockError(MegatierError, ValueError):
+    """A block cannot be registered: its key or its size, or the time, is wrong."""
+
+
 class SpanError(MegatierError, ValueError):
     """Bytes [start, stop) of a block cannot be moved by themselves."""
 

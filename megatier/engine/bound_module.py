@@ -76,7 +76,7 @@ class BoundModule:
         self.bindings = bindings
         """For each place of a weight in the module, the dictionary, the key and the slice of the unit's layout."""
         self._places = [*bindings, *lent]
-        """The same, and then the places of weights that are lent to it."""
+        """`bindings`, then the places of weights that are lent to the module."""
         self.rows = Rows(module_name)
         """Which arguments and results of the module have the batch in front."""
         self.tiled = {name: self._tiled(name) for name in tiled}
@@ -87,7 +87,7 @@ class BoundModule:
         take_over(self._adapters)
         self._forward: Callable[..., Any] = module.forward
         self._compiled: Compiled[..., Any] | None = None
-        # To look rows up there is nothing to gain.
+        # Compiling an embedding gains nothing: it only looks rows up.
         if self.compiles and stage.compilation is not None and not isinstance(module, nn.Embedding):
             self._compiled = stage.compilation(module.forward, type(module).__name__)
 

@@ -60,7 +60,7 @@ class GradSink(Protocol):
 
 
 class Measure(Protocol):
-    """What takes the norm."""
+    """Notes sums of squares, of which the norm is made."""
 
     def measure(self, unit: str, grad: Tensor) -> None:
         """Note the sums of squares of a final gradient, which is flat and in the dtype of the unit's weights."""

@@ -7,10 +7,12 @@ updates: before each unit's next forward (deferred), or inside the backward (imm
 A deferred step is left out if its loss or norm is not finite: its gradients are never applied, so weights and moments
 stay as they were, bit for bit. Its number counts all the same, for the learning rate and the bias correction.
 
-Whoever runs forward and backward in a loop of their own calls the parts of a step: `begin_step`; for each group
-`begin_group`, forward and backward; `measure`; `finish_step`. A group may have more forwards before its backward: those
-with gradients after `begin_forward`, others inside `aside`. Or `abandon`, at any time; of several ranks `sit_out` of
-the player, and `drop_step`.
+Whoever runs forward and backward in a loop of their own calls the parts of a step:
+
+- One process: `begin_step`; for each group `begin_group`, forward and backward; `measure`; `finish_step`. Another forward
+  of a group, before its backward, comes after `begin_forward`. `abandon` ends a step at any time.
+- Several ranks: the same. A rank that cannot go on with a step calls `sit_out` of the player, and all call `drop_step`.
+- An evaluation in between, before a backward: one forward without gradients, inside `aside`.
 """
 
 from __future__ import annotations

@@ -371,7 +371,7 @@ def _check_retain_graph(record: _ForwardRecord) -> None:
         return
     raise StreamedModelError(
         f"retain_graph=True, of autograd.grad or of a backward with inputs: {node.module_name} has one backward only, "
-        "since " + why + ". Leave retain_graph out and make the forward again, or open the model with "
+        f"since {why}. Leave retain_graph out and run the forward again, or open the model with "
         "activations='recompute'."
     )
 

@@ -51,7 +51,7 @@ class ShortArguments(TypedDict, total=False):
 
 
 class Short(NamedTuple):
-    """A short argument."""
+    """One keyword of `megatier.stream`, and the settings that it stands for."""
 
     default: Any
     settings: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ by random numbers that depend on the run's seed, the step, the unit, and the num
 
 The norm is that of the rounded gradients. Sums of squares are taken in fp64, in a fixed order, of what each tensor has
 of each tile of its unit, 65,536 elements, or of its own tiles if the unit is updated by matrix. They are added exactly
-and rounded once, so slots, slices and devices do not matter, nor does it if a unit is cut between tiles.
+and rounded once. So neither slots, slices and devices nor where a unit is cut (between tiles) change it.
 
 Source: Loshchilov and Hutter, arXiv 1711.05101. The split is megatier's: 12 bytes of state a parameter.
 """

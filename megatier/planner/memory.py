@@ -3,16 +3,20 @@
 Each term is a tensor that is there at a peak, in bytes. Activations are counted in boundary activations: hidden sizes
 of each token of a group. Of a layer, c are the outputs of its products and of attention (where the output of the last
 product is the next layer's input), and f is the widest input of a product, that of a gated MLP's last one. There are
-two peaks, and what layers have saved is there at both:
+two peaks, and what layers have saved is there at both. At the loss there are:
 
-    at the loss      the logits of a chunk, their gradient, the fp32 sum of the head's gradient, and the input, the
-                     output and the gradient of the last norm
-    in the backward  of the layer that is worked on: 6 f, which are gate, up, their product and the gradients of these,
-                     less what it has saved of them; about 3 boundaries; the outputs of attention's products and their
-                     rotated copies, if attention is computed again; or the gradients of its weights, which come when
-                     the MLP is through. With slices, all but the last two are of one slice, and there are also the
-                     sum of the slices before (in the compute dtype of one slice, in fp32 of several), and the
-                     gradients of its whole output and input
+- `LOSS_BYTES`: the logits of a chunk and their gradient, and the fp32 sum of the head's gradient.
+- `BOUNDARIES_AT_LOSS`: the input, the output and the gradient of the last norm.
+
+In the backward there are, of the layer that is worked on:
+
+- 6 f: gate, up, their product and the gradients of these, less what the layer has saved of them.
+- `IN_LAYER`: about 3 boundaries.
+- `ATTENTION_AGAIN`: the outputs of attention's products and their rotated copies, if attention is computed again.
+- `ATTENTION_BACKWARD`: instead of the above, the gradients of its weights, which come when the MLP is through.
+
+With slices, all but the last two are of one slice. Then there are also the sum of the slices before (in the compute
+dtype of one slice, in fp32 of several), and the gradients of the layer's whole output and input.
 
 A compiled layer saves the share s of all that it could, 1 + s (c + f + 1), which are its input, c, f and the outputs of
 two norms; c at most, and its input at least. The compiler picks whole tensors, so it may save less. At s = 1 all of it

@@ -25,7 +25,7 @@ import torch
 
 from megatier import _native
 from megatier.errors import StepAbandonedError, TimelineError
-from megatier.play.gate import Gate
+from megatier.play.gate import GIVEN_UP, Gate
 from megatier.play.gradients import UnitGradients
 from megatier.play.optimizer import Optimizer
 from megatier.play.passes import Pass
@@ -82,13 +82,13 @@ class Handover:
         """
         self._latch.wait()
         if self._is_abandoned:
-            raise StepAbandonedError("the step was abandoned")
+            raise StepAbandonedError(GIVEN_UP)
         if self._made is not None:
             self._made.wait_on_stream()
 
 
 class Collectives:
-    """What one rank gathers and scatters. To compute it is what takes gradients."""
+    """What one rank gathers and scatters. Compute sees it as the sink of gradients."""
 
     def __init__(
         self,

@@ -7,6 +7,9 @@ import threading
 from megatier import _native
 from megatier.errors import StepAbandonedError
 
+GIVEN_UP = "the step was given up (cancel, close or an error before); the first error says why"
+"""Said by whatever waited for something that will not come."""
+
 
 class Gate:
     """A counter that threads wait on: how many accesses compute has released in this pass. It only grows."""
@@ -58,7 +61,7 @@ class Gate:
                 is_abandoned = self._is_abandoned
 
         if is_abandoned:
-            raise StepAbandonedError("the step was abandoned")
+            raise StepAbandonedError(GIVEN_UP)
 
     def reset(self) -> None:
         """Go back to 0. Nobody may be waiting."""

@@ -124,7 +124,7 @@ class Offload:
         if not fits or not flat.is_contiguous():
             return False
 
-        # In the place of the input before it: a queue is in order, so that one has left as well.
+        # This copy replaces the input's entry: the queue is in order, so the input has left too.
         left = self._push(unit, tensor, flat, start)
         moves = self._moves.stash(unit, tensor.nbytes, start)
         if len(moves) > 1:

@@ -164,7 +164,10 @@ class Player:
         return self.recorder.take(self._store.take_log())
 
     def own_seconds(self) -> float:
-        """Seconds since then that this rank took itself: compute, and waits for its own lanes. The device is idle."""
+        """Return the seconds since the last `take_events` in which this rank computed or waited for its own lanes.
+
+        Call it when the device is idle.
+        """
         return self.recorder.own_seconds()
 
     def waiting(self, cause: str) -> AbstractContextManager[object]:

@@ -183,7 +183,7 @@ class Speculation:
             self.abandon()
             return
 
-        # The new generation holds though the lane may still be writing it: whoever uses the unit waits for `of` first.
+        # The new generation holds though the lane may still be writing it: whoever uses it waits for `latest` first.
         self._attempt = None
         self.updated = frozenset(attempt.units)
         self._blocks.generations.valid.update(attempt.units)

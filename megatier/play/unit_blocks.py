@@ -275,7 +275,7 @@ class UnitBlocks:
         Raises:
             StepAbandonedError: the gate was abandoned.
         """
-        # Then nobody leases it any more, and what compute still reads there is noted in the slot.
+        # Once that access is over, nobody leases the evicted weights. What compute still reads is noted in the slot.
         gate.wait_for(load.after_access + 1)
         if load.evicts is not None:
             self.drop_weights(load.evicts)

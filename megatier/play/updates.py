@@ -11,7 +11,7 @@ If a unit has a spare generation of state, its update may run before the norm is
 generation that holds is kept as a savepoint, the update writes a spare one, which holds from then on.
 
 Threads: the thread that computes submits updates and sums (autograd's, in a backward). Any thread may ask for one of
-them (`of`).
+them (`latest`).
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Updates:
         unit = update.unit
         old, new = self._blocks.generations.advance(unit)
 
-        # Behind whoever still reads the generation that this update overwrites, such as a checkpoint. The load is no
-        # `after`: the update runs even if that failed or was given up.
+        # Behind whoever still reads the generation that this update overwrites, such as a checkpoint. The load is not
+        # in `requires`: the update runs even if that failed or was given up.
         follows = self._blocks.generations.readers(unit, new)
         if load is not None:
             follows.append(load)

@@ -70,7 +70,10 @@ class Moves:
         self._policy = policy
 
     def of(self, item: Item) -> tuple[Move, ...]:
-        """All moves of a planned item, of one that feeds or updates those of both parts."""
+        """Return the moves of an item.
+
+        An update that feeds a load, and a load with an update, have those of both.
+        """
         match item:
             case Load(updates=True):
                 return (*self.load(item.unit), *self.return_weights(item.unit))

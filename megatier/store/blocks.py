@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from megatier.drives.blockfile import BlockFiles
 from megatier.drives.extent import Extent
-from megatier.errors import BlockNotFoundError, CapacityError, SpanError
+from megatier.errors import BlockError, BlockNotFoundError, CapacityError, SpanError
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span
 from megatier.tier import BlockSpec, Tier
@@ -33,13 +33,13 @@ class Blocks:
 
         Raises:
             CapacityError: the home tier's budget is used up.
-            ValueError: it is not of a whole number of bytes, at least 1, of which `elsewhere` are a part.
+            BlockError: it is not of a whole number of bytes, at least 1, of which `elsewhere` are a part.
         """
         size = spec.num_bytes
         elsewhere = spec.elsewhere
         are_whole = type(size) is int and type(elsewhere) is int
         if not are_whole or size < 1 or not 0 <= elsewhere <= size:
-            raise ValueError(f"block {spec.key} has {size!r} bytes, {elsewhere!r} elsewhere. Give it 1 at least.")
+            raise BlockError(f"block {spec.key} has {size!r} bytes, {elsewhere!r} elsewhere. Give it 1 at least.")
 
         # A scratch block has no home: its bytes are in slots and in no other place.
         block = Block(spec=spec)

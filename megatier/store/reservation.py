@@ -86,7 +86,7 @@ class Reservation:
         Raises:
             CapacityError: the system has less memory than the budgets say.
         """
-        # The homes lie at the offsets that `home` gave, so the slots come after them.
+        # The homes lie at the offsets that `reserve_home` gave, so the slots come after them.
         for tier in (Tier.GPU, Tier.RAM):
             size = self._home_bytes(tier)
             for (pool_tier, kind), (slot_bytes, num_slots) in self._wanted.items():

@@ -35,7 +35,7 @@ from megatier.config.values import byte_count, parse_list, parse_mount
 from megatier.drives.blockfile import BlockFiles, IoOptions
 from megatier.drives.gds import GpuReader, IoPath
 from megatier.dropped import ClosedWhenDropped
-from megatier.errors import LastCopyError
+from megatier.errors import BlockError, LastCopyError
 from megatier.store.arena import Allocate
 from megatier.store.blocks import Blocks
 from megatier.store.copies import Copies
@@ -132,11 +132,13 @@ class TieredStore(ClosedWhenDropped):
 
         Raises:
             CapacityError: the home tier's budget is used up.
-            ValueError: the key exists, the store is sealed, or no block can be of that size.
+            BlockError: the key exists, the store is sealed, or no block can be of that size.
         """
         with self._copies.lock:
-            if self._is_sealed or spec.key in self._blocks.by_key:
-                raise ValueError(f"cannot register {spec.key}: it exists, or the store is in use already.")
+            if self._is_sealed:
+                raise BlockError(f"block {spec.key} comes too late: the store is in use. Register all blocks before.")
+            if spec.key in self._blocks.by_key:
+                raise BlockError(f"block {spec.key} is registered already. Give each block a key of its own.")
 
             self._blocks.add(spec)
 

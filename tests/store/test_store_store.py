@@ -17,6 +17,7 @@ from store_contract import StoreContract
 
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import (
+    BlockError,
     CapacityError,
     ClosedError,
     ConfigError,
@@ -407,5 +408,5 @@ def test_store_that_is_closed_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("num_bytes", "elsewhere"), [(0, 0), (-5, 0), (True, 0), (1.0, 0), ("1", 0), (1, 2), (1, -1)])
 def test_register_of_a_block_of_no_size_that_a_block_can_have_is_refused(num_bytes: int, elsewhere: int) -> None:
-    with TieredStore.open(ram="256KiB") as store, pytest.raises(ValueError, match="Give it 1 at least"):
+    with TieredStore.open(ram="256KiB") as store, pytest.raises(BlockError, match="Give it 1 at least"):
         store.register(BlockSpec("b", num_bytes, home=Tier.RAM, elsewhere=elsewhere))

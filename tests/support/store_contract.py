@@ -16,6 +16,7 @@ from store_blocks import KEYS, MIB, NUM_BYTES, NUM_GRANULES, SPAN, ZERO, has_cop
 from megatier.drives.blockfile import IoOptions
 from megatier.drives.io_engine import IoEngine, NativeEngine
 from megatier.errors import (
+    BlockError,
     BlockNotFoundError,
     CapacityError,
     DirtyBlockError,
@@ -347,10 +348,10 @@ class StoreContract:
                     store.lease("a", Tier.RAM, span)
 
     def test_register_twice_or_late_raises(self, store: TieredStore) -> None:
-        with pytest.raises(ValueError, match="cannot register a"):
+        with pytest.raises(BlockError, match="a is registered already"):
             store.register(BlockSpec("a", NUM_BYTES, self.home))
         store.seal()
-        with pytest.raises(ValueError, match="cannot register z"):
+        with pytest.raises(BlockError, match="z comes too late"):
             store.register(BlockSpec("z", NUM_BYTES, self.home))
 
     def test_register_beyond_the_budget_raises_with_figures_and_leaves_no_trace(self, store: TieredStore) -> None:
