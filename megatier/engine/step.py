@@ -436,12 +436,16 @@ class Engine:
         """
         self.model.check_labels()
         where = f"; first in the gradient of {parameter}" if parameter is not None else ""
-        self.model.stage.checks_finite = True
 
-        try:
-            self.evaluate([] if batch is None else [batch])
-        except NonFiniteError as error:
-            where = f"{where}; {error}"
+        # Without a batch, nothing can be run again. The caller may go on after this error, without the checks.
+        if batch is not None:
+            self.model.stage.checks_finite = True
+            try:
+                self.evaluate([batch])
+            except NonFiniteError as error:
+                where = f"{where}; {error}"
+            finally:
+                self.model.stage.checks_finite = False
 
         num_before = self._skips - 1
         row = f", and {num_before} steps before it were left out" if num_before > 0 else ""

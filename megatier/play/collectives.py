@@ -65,8 +65,9 @@ class Handover:
         self._latch.set()
 
     def abandon(self) -> None:
-        """Say that it will not come."""
-        self._is_abandoned = not self._latch.is_set()
+        """Say that it will not come, unless it has. It may be said again."""
+        if not self._latch.is_set():
+            self._is_abandoned = True
         self._latch.set()
 
     @property

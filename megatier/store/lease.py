@@ -12,7 +12,7 @@ from megatier.store.blocks import Blocks
 from megatier.store.copies import Copies
 from megatier.store.fills import Fills
 from megatier.store.lanes import Lanes
-from megatier.store.residency import Copy, Span, assign
+from megatier.store.residency import Copy, Span, assign, restore
 from megatier.tier import Tier
 
 
@@ -75,6 +75,7 @@ class Leases:
                 # A fresh lease has no move that brings its bytes and would wait for the slot's earlier users. So the
                 # lease waits for them itself. They are asked for before the span counts as valid.
                 earlier_users = self.copies.occupants(copy) if fresh else []
+                marks = dict(copy.fills)
                 if fresh:
                     assign(copy.fills, span, None)
                 else:
@@ -88,6 +89,10 @@ class Leases:
                     for transfer in (*earlier_users, *arriving):
                         transfer.wait_before_use(tier, raises=transfer in arriving)
             except BaseException:
+                # Nothing was overwritten: the bytes are what they were, and not valid if they were not.
+                if fresh:
+                    with self.copies.lock:
+                        restore(copy.fills, span, marks)
                 self.give_back(copy)
                 raise
             return Lease(self, copy, span)

@@ -107,6 +107,16 @@ def assign(marks: dict[Span, Transfer | None], span: Span, mark: Transfer | None
     marks[span] = mark
 
 
+def restore(marks: dict[Span, Transfer | None], span: Span, earlier: dict[Span, Transfer | None]) -> None:
+    """Give a span the marks back that it had earlier; the bytes beside it keep those that they have now."""
+    cut(marks, span)
+    for marked, mark in earlier.items():
+        if overlap(marked, span):
+            start = max(marked[0], span[0])
+            stop = min(marked[1], span[1])
+            marks[start, stop] = mark
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Copy:
     """Bytes of a block in gpu or ram, at an offset in the tier's arena. The head of this file has their states."""

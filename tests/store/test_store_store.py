@@ -223,6 +223,31 @@ def test_lease_fresh_is_not_overwritten_by_a_late_prefetch(
     assert torch.equal(probe(store, "a"), pattern(6, NUM_BYTES))
 
 
+@pytest.mark.parametrize("is_prefetched", [False, True])
+def test_lease_fresh_that_is_interrupted_in_its_wait_leaves_no_bytes_that_count_as_valid(
+    open_nvme: Callable[..., TieredStore], monkeypatch: pytest.MonkeyPatch, is_prefetched: bool
+) -> None:
+    store = open_nvme(num_slots=1)
+    write(store, "a", Tier.RAM, pattern(3, NUM_BYTES))
+    send_home(store, "a")
+    store.evict("a", Tier.RAM)
+    may_end = held_reads(monkeypatch)
+    store.prefetch("a" if is_prefetched else "b", Tier.RAM)
+    if not is_prefetched:
+        store.evict("b", Tier.RAM)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("megatier.store.transfer.Transfer.wait_before_use", interrupt)
+        store.lease("a", Tier.RAM, fresh=True)
+    assert not store.tear.is_torn
+    assert Tier.RAM not in store.residency("a")
+    may_end.set()
+    assert torch.equal(read(store, "a", Tier.RAM), pattern(3, NUM_BYTES))
+
+
 def test_prefetch_returns_before_the_bytes_are_there(
     open_nvme: Callable[..., TieredStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
