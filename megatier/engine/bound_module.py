@@ -128,7 +128,7 @@ class BoundModule:
 
     # HOP 3/6: GPU slot -> weights: views, no copy
     def leaves(self, weights: Tensor) -> list[Tensor]:
-        """Views of the unit's parameters in a slot: an autograd leaf for each tensor, cached by address.
+        """Return views of the unit's parameters in a slot: an autograd leaf for each tensor, cached by address.
 
         Frozen parameters require no gradient.
 
@@ -276,7 +276,7 @@ class BoundModule:
 
 
 def _assignment(owners: Sequence[Any], leaves: Sequence[str], tensors: Sequence[Any]) -> Callable[[], object]:
-    """A call that puts each tensor into its owner's dictionary, and that no interrupt can come into."""
+    """Return a call that puts each tensor into its owner's dictionary, and that no interrupt can come into."""
     # One call past Python's interpreter, which looks for interrupts after a call: one that came between two parameters,
     # or before they are put back, would leave a slot's bytes in the module for good.
     return functools.partial(deque, map(setitem, owners, leaves, tensors), 0)

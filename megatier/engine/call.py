@@ -103,11 +103,11 @@ class Call:
         return inputs
 
     def is_lent(self, position: int) -> bool:
-        """Whether a flat input is a weight that is lent to the module, and no argument."""
+        """Return whether a flat input is a weight that is lent to the module, and no argument."""
         return position >= len(self.arguments.leaves)
 
     def is_cut(self, position: int) -> bool | None:
-        """Whether a flat input is cut into slices; None: nobody knows."""
+        """Return whether a flat input is cut into slices; None: nobody knows."""
         return False if self.is_lent(position) else self.node.rows.are_cut(position)
 
     def run(self, leaves: Sequence[Tensor], flat: Sequence[Any]) -> list[Tensor | None]:
@@ -256,7 +256,7 @@ def concatenate(slices: list[list[Any]]) -> list[Any]:
 
 
 def _is_finite(tensor: Tensor | None) -> bool:
-    """Whether all numbers of a tensor are finite. The host waits for the device."""
+    """Return whether all numbers of a tensor are finite. The host waits for the device."""
     if tensor is None or not tensor.is_floating_point():
         return True
     return bool(tensor.isfinite().all())

@@ -196,7 +196,7 @@ class Written:
     """For each tensor that was written, its position in `leaves` and the path of its container."""
 
     def is_like(self, other: Written) -> bool:
-        """Whether another run wrote to the same places."""
+        """Return whether another run wrote to the same places."""
         return self._shape() == other._shape()
 
     def _shape(self) -> tuple[object, ...]:
@@ -207,7 +207,7 @@ class Written:
         return self.changed, kinds, contents, positions
 
     def leaves_with(self, tensors: Sequence[Tensor | None]) -> list[Any]:
-        """The leaves that were written, with these tensors in place of the forward's own."""
+        """Return the leaves that were written, with these tensors in place of the forward's own."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
             position, _ = place
@@ -304,7 +304,7 @@ class ContainerCopy:
             )
 
     def _tensors(self) -> Iterator[tuple[int, Tensor]]:
-        """The tensors among the leaves, with their positions. Those of inference mode have no version."""
+        """Return the tensors among the leaves, with their positions. Those of inference mode have no version."""
         return ((i, x) for i, x in enumerate(self._leaves) if torch.is_tensor(x) and not x.is_inference())
 
 
@@ -336,13 +336,13 @@ def copy_inside(values: Sequence[Any], memory: Sequence[Tensor]) -> bool:
 
 
 def _holds_the_same(before: Mapping[Place, Any], after: Mapping[Place, Any]) -> bool:
-    """Whether a container has the very same values in the same places, in the same order."""
+    """Return whether a container has the very same values in the same places, in the same order."""
     # By identity: comparing tensors by value would take the device, and a class may define equality as it likes.
     return list(before) == list(after) and all(before[place] is after[place] for place in before)
 
 
 def _empty_ones(recipes: Sequence[_Container]) -> list[Any]:
-    """An empty container for each recipe."""
+    """Return an empty container for each recipe."""
     return [empty(recipe.kind, recipe.maxlen) for recipe in recipes]
 
 
@@ -394,7 +394,7 @@ class _Maker:
         self._values = {_Kind.LEAF: leaves, _Kind.CONTAINER: containers, _Kind.GIVEN: given}
 
     def value(self, form: _Form) -> Any:  # noqa: ANN401
-        """The value of a form."""
+        """Return the value of a form."""
         if isinstance(form, _Ref):
             of_kind = self._values[form.kind]
             return of_kind[form.index]
@@ -402,5 +402,5 @@ class _Maker:
         return tree_unflatten(children, form.spec)
 
     def contents(self, forms: Mapping[Place, _Form]) -> dict[Place, Any]:
-        """The values in the places of a container."""
+        """Return the values in the places of a container."""
         return {place: self.value(form) for place, form in forms.items()}

@@ -29,13 +29,13 @@ BASES: tuple[type, ...] = (OrderedDict, defaultdict, dict, deque, list, SimpleNa
 
 
 def is_container(kind: type) -> bool:
-    """Whether values of a kind are containers: what they hold can be taken out, and put into another one."""
+    """Return whether values of a kind are containers: what they hold can be taken out, and put into another one."""
     return _base(kind) is not None
 
 
 @cache
 def _base(kind: Any) -> Any:  # noqa: ANN401 - mypy takes no type for hashable
-    """The base whose `__new__` makes an empty container of this kind; None if the kind is no container.
+    """Return the base whose `__new__` makes an empty container of this kind; None if the kind is no container.
 
     It is a known kind of container, or object if the contents of this one are fields alone.
     """
@@ -63,7 +63,7 @@ def _base(kind: Any) -> Any:  # noqa: ANN401 - mypy takes no type for hashable
 
 
 def contents_of(container: Any) -> dict[Place, Any]:  # noqa: ANN401
-    """All that a container holds, past whatever its class does when it is read."""
+    """Return all that a container holds, past whatever its class does when it is read."""
     kind: Any = type(container)
     base = _base(kind)
     contents: dict[Place, Any] = {}

@@ -173,7 +173,7 @@ class Gradients:
         self.forward += 1
 
     def takes(self, unit: str, name: str) -> bool:
-        """Whether a parameter of a unit has a gradient. The others are frozen."""
+        """Return whether a parameter of a unit has a gradient. The others are frozen."""
         return unit in self._layouts and any(tensor.name == name for tensor in self._layouts[unit].tensors)
 
     @property
@@ -406,7 +406,7 @@ class Gradients:
         return self._sink.take_grad(unit, fits=fits).view(torch.float32 if is_summand else self._dtypes[unit])
 
     def _adds(self, unit: str, group: int) -> bool:
-        """Whether the buffer holds the sum of the groups before."""
+        """Return whether the buffer holds the sum of the groups before."""
         return group > 0 and self._sink.sums_here(unit)
 
     def _send(self, unit: str, group: int, buffer: Tensor) -> None:
@@ -441,7 +441,7 @@ class Gradients:
 
 
 def _padding_of(layout: Layout, buffer: Tensor) -> list[Tensor]:
-    """The elements of a unit's buffer that lie before, between and behind its tensors."""
+    """Return the elements of a unit's buffer that lie before, between and behind its tensors."""
     # AdamW updates padding like any element, so it must not see what the slot held before.
     padding: list[Tensor] = []
     end = 0

@@ -113,7 +113,7 @@ def product_of(head: nn.Module | None) -> nn.Linear | None:
 
 
 def has_hooks(head: nn.Module) -> bool:
-    """Whether anything looks at what an output embedding gives, or at its gradient."""
+    """Return whether anything looks at what an output embedding gives, or at its gradient."""
     # Hooks before it see hidden states in either case.
     return bool(head._forward_hooks or head._backward_hooks or head._backward_pre_hooks)
 
@@ -132,13 +132,13 @@ def check_calls_loss_function(model: PreTrainedModel, remedy: str) -> None:
 
 
 def _calls_loss_function(model: PreTrainedModel) -> bool:
-    """Whether the model's forward names `loss_function`."""
+    """Return whether the model's forward names `loss_function`."""
     forward = inspect.unwrap(vars(model).get("forward", type(model).forward))
     return "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
 def _is_cross_entropy(function: Callable[..., Tensor]) -> bool:
-    """Whether a loss function is the one that a fused loss computes. What it calls may have been replaced."""
+    """Return whether a loss function is the one that a fused loss computes. What it calls may have been replaced."""
     vocab_size = 5
     numbers = torch.linspace(-1.0, 7.0, ROWS * TOKENS * vocab_size, dtype=torch.float32, device="cpu")
     logits = 3 * numbers.square().sin().view(ROWS, TOKENS, vocab_size)
@@ -186,7 +186,7 @@ def without_softcap(model: PreTrainedModel) -> Iterator[float | None]:
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Logits with a soft cap, of the same shape and dtype."""
+    """Return logits with a soft cap, of the same shape and dtype."""
     return torch.tanh(logits / cap) * cap if cap else logits
 
 
@@ -310,11 +310,11 @@ def _body(model: PreTrainedModel, head: nn.Module) -> nn.Module:
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether fp64 numbers are equal in pairs, but for rounding in fp32."""
+    """Return whether fp64 numbers are equal in pairs, but for rounding in fp32."""
     tolerance = ROUNDING * torch.finfo(torch.float32).eps * expected.abs()
     return bool(((found - expected).abs() <= tolerance).all())
 
 
 def name_of(function: object) -> str:
-    """The name of a function, or the kind of what is none."""
+    """Return the name of a function, or the kind of what is none."""
     return getattr(function, "__name__", type(function).__name__)

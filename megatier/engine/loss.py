@@ -279,7 +279,7 @@ class FusedLoss:
         return loss
 
     def _weights(self, plane: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The head's weight [V, H] and, if it has one, bias [V]; under autocast these are copies."""
+        """Return the head's weight [V, H] and, if it has one, bias [V]; under autocast these are copies."""
         by_name = dict(zip(self.head.names, self.head.leaves(plane), strict=True))
 
         # Detached, since this forward makes the gradients itself: a graph would hold the logits of every chunk.
@@ -384,7 +384,7 @@ def cross_entropy_and_grad(logits: Tensor, targets: Tensor, cap: float | None, s
 
 
 def _of_targets(targets: Tensor, values: Tensor) -> Tensor:
-    """The values of tokens that count, 0 for those that do not, and NaN where the target is unknown."""
+    """Return the values of tokens that count, 0 for those that do not, and NaN where the target is unknown."""
     return torch.where(targets == UNKNOWN, math.nan, torch.where(targets != IGNORED, values, 0.0))
 
 

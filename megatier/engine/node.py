@@ -94,7 +94,7 @@ class Node(BoundModule):
         return call.unpack(list(results))
 
     def _copies(self) -> list[Tensor]:
-        """The weights that are lent to the module.
+        """Return the weights that are lent to the module.
 
         Raises:
             UnsupportedModelError: nothing is lent now.

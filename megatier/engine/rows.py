@@ -86,7 +86,7 @@ class Rows:
         self._joins = is_same_number and all(map(_are_batched, one, shapes))
 
     def are_cut(self, position: int) -> bool | None:
-        """Whether an argument is cut; None: it was not there while the module learnt."""
+        """Return whether an argument is cut; None: it was not there while the module learnt."""
         if self.batched is None:
             return False
         if position >= len(self.batched):
@@ -107,12 +107,12 @@ class Rows:
 
 
 def _differ_in_front(one: Shape, other: Shape) -> bool:
-    """Whether two shapes differ in the first dimension at most, or one of the two is none."""
+    """Return whether two shapes differ in the first dimension at most, or one of the two is none."""
     return one is None or other is None or one[1:] == other[1:]
 
 
 def _are_batched(one: Shape, other: Shape) -> bool:
-    """Whether two shapes differ in the first dimension, and in that alone."""
+    """Return whether two shapes differ in the first dimension, and in that alone."""
     if one is None or other is None:
         return False
     return one[0] != other[0] and one[1:] == other[1:]

@@ -9,8 +9,8 @@ stay as they were, bit for bit. Its number counts all the same, for the learning
 
 Whoever runs forward and backward in a loop of their own calls the parts of a step:
 
-- One process: `begin_step`; for each group `begin_group`, forward and backward; `measure`; `finish_step`. Another forward
-  of a group, before its backward, comes after `begin_forward`. `abandon` ends a step at any time.
+- One process: `begin_step`; for each group `begin_group`, forward and backward; `measure`; `finish_step`. Another
+  forward of a group, before its backward, comes after `begin_forward`. `abandon` ends a step at any time.
 - Several ranks: the same. A rank that cannot go on with a step calls `sit_out` of the player, and all call `drop_step`.
 - An evaluation in between, before a backward: one forward without gradients, inside `aside`.
 """

@@ -50,7 +50,7 @@ class _SliceGraph:
     def of(
         cls, outputs: Sequence[Tensor | None], inputs: list[Tensor], leaves: list[Tensor], rebinding: Rebinding
     ) -> Self:
-        """The graph that ends in these outputs."""
+        """Return the graph that ends in these outputs."""
         return cls(
             inputs=inputs,
             leaves=leaves,
@@ -349,7 +349,7 @@ def _fetch(record: _ForwardRecord) -> list[Tensor]:
 
 
 def _saved_inputs(record: _ForwardRecord, saved: Sequence[Tensor], fetched: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs of the forward, with the offloaded one in its place."""
+    """Return the inputs of the forward, with the offloaded one in its place."""
     inputs = list(saved)
     if record.offloaded is not None:
         inputs[record.offloaded] = fetched[0]
@@ -377,7 +377,7 @@ def _check_retain_graph(record: _ForwardRecord) -> None:
 
 
 def _take_graph(record: _ForwardRecord, index: int, purpose: Purpose, *regions: Tensor) -> _SliceGraph:
-    """The graph of a slice that the forward left, bound to where its memory lies now."""
+    """Return the graph of a slice that the forward left, bound to where its memory lies now."""
     graph = record.graphs[index]
     if graph is None:
         raise RuntimeError(GONE)
@@ -416,7 +416,7 @@ def _make_graph(
 
 
 def _cut_grads(grads: Sequence[Tensor | None], rows: Sequence[int], index: int, count: int) -> list[Tensor | None]:
-    """The rows of each output's gradient that belong to one slice of so many."""
+    """Return the rows of each output's gradient that belong to one slice of so many."""
     if count == 1:
         return list(grads)
     return [

@@ -175,7 +175,7 @@ class UnitModel:
                 node.forget_leaves()
 
     def head(self) -> Node:
-        """The node of the output embedding.
+        """Return the node of the output embedding.
 
         Raises:
             UnsupportedModelError: it has none of its own.
@@ -432,7 +432,7 @@ def _arithmetic(options: EngineOptions) -> Callable[[], AbstractContextManager[o
 
 
 def _lent(skeleton: PreTrainedModel, units: Sequence[Unit], user: Unit, name: str) -> list[Binding]:
-    """The places below one module of a unit in which weights lie that are lent to it by a module around it."""
+    """Return the places below one module of a unit in which weights lie that are lent to it by a module around it."""
     if user.is_lent or user.experts is not None:
         return []
 
@@ -444,7 +444,7 @@ def _lent(skeleton: PreTrainedModel, units: Sequence[Unit], user: Unit, name: st
 
 
 def num_learnt(batch: Batch) -> int:
-    """The number of tokens whose prediction counts. Nothing predicts the first token of a row."""
+    """Return the number of tokens whose prediction counts. Nothing predicts the first token of a row."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 

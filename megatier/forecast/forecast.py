@@ -74,7 +74,7 @@ class Forecast:
 
 
 def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[str, Lane]:
-    """The lanes of a machine, with the drives and the host's memory that they share.
+    """Return the lanes of a machine, with the drives and the host's memory that they share.
 
     One of several ranks has the rates of `Rates.of_rank`. While bytes come from other ranks, its compute is slower: the
     two share the GPU's processors, of which collectives take the share `ranks_slowdown`. If updates on the GPU multiply
@@ -219,7 +219,7 @@ def floor(
     policy: Policy,
     rates: Rates,
 ) -> float:
-    """Seconds that the forecast of a step has at least, counted and not simulated.
+    """Return the seconds that the forecast of a step has at least, counted and not simulated.
 
     All that a step waits for begins when the step before is over; that is counted. Moves and updates that a step leaves
     to the next one (last writes, the exchange, updates in the backward) are not. Arguments and errors are those of

@@ -46,6 +46,6 @@ class JobList:
         return index
 
     def _num_pieces(self, elements: int) -> int:
-        """Pieces of a unit's state: its chunks, but no more than are worth simulating."""
+        """Return the pieces of a unit's state: its chunks, but no more than are worth simulating."""
         num_chunks = -(-elements // self._chunk_elements)
         return max(1, min(PIECES_MAX, num_chunks))

@@ -163,7 +163,7 @@ class StepJobs(JobList):
         return self._add("compute", name, seconds, *needs)
 
     def _offloaded(self, timeline: Timeline) -> set[tuple[str, int]]:
-        """Units and groups with an activation to offload.
+        """Return the units and groups with an activation to offload.
 
         The last unit of a backward has none, because its input needs no gradient.
         """
@@ -233,7 +233,7 @@ class StepJobs(JobList):
             self._add_item(items.popleft())
 
     def _comes_before(self, item: Item, index: int) -> bool:
-        """Whether an item is added before an access, because that needs it."""
+        """Return whether an item is added before an access, because that needs it."""
         return item.access <= index
 
     def _add_item(self, item: Item) -> None:
@@ -264,7 +264,7 @@ class StepJobs(JobList):
             self._update_streamed(unit, arrived)
 
     def _slot_free(self, load: Load) -> int | None:
-        """The job after which the slot of a load is free."""
+        """Return the job after which the slot of a load is free."""
         # A slot that is empty when the pass begins has nobody to wait for.
         if load.after_access < 0:
             return self._last_end
@@ -382,7 +382,7 @@ class StepJobs(JobList):
     # ------------------------------------------------------------------ gradients
 
     def _grad_slot(self, unit: str) -> int | None:
-        """The job that empties a slot in which a unit's gradient is made; None: a slot is free."""
+        """Return the job that empties a slot in which a unit's gradient is made; None: a slot is free."""
         # A gradient that stays on the GPU has a place of its own.
         stays = self._placement.grad_homes[unit] is Tier.GPU
         has_free = len(self._grad_slots) < SLOTS_MIN
@@ -436,7 +436,7 @@ class StepJobs(JobList):
 
 
 def _updated(unit: UnitSpec, *, elsewhere: bool = False) -> float:
-    """Parameters of AdamW's work on a unit, in those that rates count.
+    """Return the parameters of AdamW's work on a unit, in those that rates count.
 
     If it writes to another generation, a processor fetches the bytes that lie there before it overwrites them.
     """

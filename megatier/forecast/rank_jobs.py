@@ -43,7 +43,7 @@ class RankJobs(StepJobs):
         """The last scatters, each of which emptied a GPU slot for the gradient of a group."""
 
     def _comes_before(self, item: Item, index: int) -> bool:
-        """Whether an item is added before an access, because all is there that it may wait for."""
+        """Return whether an item is added before an access, because all is there that it may wait for."""
         return item.after_access < index
 
     def _add_item(self, item: Item) -> None:
@@ -109,7 +109,7 @@ class RankJobs(StepJobs):
         self._ship(unit, gradient, added)
 
     def _grad_slot(self, unit: str) -> int | None:
-        """The job that empties a slot in which a whole gradient of a group is made; None: a slot is free."""
+        """Return the job that empties a slot in which a whole gradient of a group is made; None: a slot is free."""
         return self._scatters[0] if len(self._scatters) == SLOTS_MIN else None
 
     def _awaited(self) -> Iterable[int | None]:

@@ -103,7 +103,7 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
 
 
 def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) -> float:
-    """The least seconds from the start to the end of the last job, counted and not simulated.
+    """Return the least seconds from the start to the end of the last job, counted and not simulated.
 
     A job begins when all that it waits for is over, however far back, and so are its lane's earlier jobs. So it begins
     no sooner than the last of them would end if it had everything to itself, and no sooner than each resource could
@@ -157,7 +157,7 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
 
 
 def _shared(together: Collection[str], lanes: Mapping[str, Lane]) -> dict[str, float]:
-    """The speeds of lanes that run at once, as shares of their own rates."""
+    """Return the speeds of lanes that run at once, as shares of their own rates."""
     # They are sorted because a set has another order in each process, and sums of floats depend on the order.
     speeds = dict.fromkeys(sorted(together), 0.0)
     rising = list(speeds)

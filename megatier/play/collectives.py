@@ -238,7 +238,7 @@ class Collectives:
         return self._append(unit, gather)
 
     def take_grad(self, unit: str, *, fits: bool = False) -> torch.Tensor:
-        """A GPU buffer for the whole unit's gradient of one group: uint8, contents unspecified.
+        """Return a GPU buffer for the whole unit's gradient of one group: uint8, contents unspecified.
 
         Args:
             unit: the unit.
@@ -305,7 +305,7 @@ class Collectives:
         self._last_scatters.clear()
 
     def _grad_bytes(self, unit: str, width: int) -> int:
-        """Bytes of a whole unit's gradient, with so many bytes for each element."""
+        """Return the bytes of a whole unit's gradient, with so many bytes for each element."""
         return self._ranks.size * self._blocks.units[unit].num_trained * width
 
     def _check_order(self, what: str) -> None:

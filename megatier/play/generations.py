@@ -53,7 +53,7 @@ class Generations:
         since all of them are items of one lane."""
 
     def places(self, unit: str, kind: Kind) -> range:
-        """The places that there are for a unit's state of one kind."""
+        """Return the places that there are for a unit's state of one kind."""
         placement = self._placement
         if placement.homes[unit, kind] is Tier.NVME:
             num_places = placement.generations if unit in placement.spilled else 1
@@ -63,12 +63,12 @@ class Generations:
         return range(num_places)
 
     def place(self, unit: str, kind: Kind, generation: Generation | None = None) -> int:
-        """The place of a unit's state of one kind, in the generation that holds unless another one is named."""
+        """Return the place of a unit's state of one kind, in the generation that holds unless another one is named."""
         generation = generation or self.valid[unit]
         return generation.nvme if self._placement.homes[unit, kind] is Tier.NVME else generation.ram
 
     def spare(self, unit: str) -> Generation | None:
-        """A generation that neither holds nor is kept, if there is one: it may be overwritten."""
+        """Return a generation that neither holds nor is kept, if there is one: it may be overwritten."""
         valid = self.valid[unit]
 
         # A savepoint keeps no place in RAM: it copies what lies there to its folder. So two places are enough.
@@ -80,7 +80,7 @@ class Generations:
         return None
 
     def advance(self, unit: str) -> tuple[Generation, Generation]:
-        """The generations from which and into which a unit's next update goes. The latter holds from now on.
+        """Return the generations from which and into which a unit's next update goes. The latter holds from now on.
 
         They are one, for an update in place, unless the one that holds is kept.
         """
@@ -98,7 +98,7 @@ class Generations:
         return old, new
 
     def keep(self) -> None:
-        """A savepoint keeps the generations that hold from now on, and no longer those that it kept before."""
+        """Keep for a savepoint the generations that hold from now on, and no longer those that it kept before."""
         self.kept = {unit: self.valid[unit].nvme for unit in self._placement.spilled}
 
     def release(self) -> None:
@@ -110,7 +110,7 @@ class Generations:
         self._readers[unit] = self.valid[unit], reader
 
     def readers(self, unit: str, generation: Generation) -> list[Transfer]:
-        """The transfers that read from a place of this generation. Whatever overwrites it comes behind them."""
+        """Return the transfers that read from a place of this generation. Whatever overwrites it comes behind them."""
         if unit not in self._readers:
             return []
         read, reader = self._readers[unit]

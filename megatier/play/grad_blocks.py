@@ -53,7 +53,7 @@ class GradBlocks:
         self._store.register(gradient)
 
     def sums_in_ram(self, name: str) -> bool:
-        """Whether the gradients of several groups are added up in RAM; else that is done on the GPU."""
+        """Return whether the gradients of several groups are added up in RAM; else that is done on the GPU."""
         return self._policy.groups > 1 and self._placement.sum_tier(name) is Tier.RAM
 
     def send(self, name: str, *, final: bool) -> None:
@@ -133,7 +133,7 @@ class GradBlocks:
                 self._store.discard(key, tier)
 
     def span(self, name: str, elements: Elements) -> tuple[int, int]:
-        """Bytes of a run of elements in the final gradient."""
+        """Return the bytes of a run of elements in the final gradient."""
         unit = self._units[name]
         first, end = elements
         width = unit.schema.grad_width
@@ -147,10 +147,10 @@ class GradBlocks:
 
 
 def grad_key(unit: str) -> str:
-    """Name of a unit's gradient, of one group or whole."""
+    """Return the name of a unit's gradient, of one group or whole."""
     return f"{unit}/{Kind.GRAD}"
 
 
 def sum_key(unit: str) -> str:
-    """Name of the fp32 sum of a unit's gradients over groups in RAM."""
+    """Return the name of the fp32 sum of a unit's gradients over groups in RAM."""
     return f"{unit}/{Kind.GRAD}_sum"

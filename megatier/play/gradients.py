@@ -52,11 +52,11 @@ class UnitGradients:
         self.final.clear()
 
     def is_first(self, unit: str) -> bool:
-        """Whether no group's gradient of this unit was handed over in this step."""
+        """Return whether no group's gradient of this unit was handed over in this step."""
         return unit not in self._summed
 
     def take_grad(self, unit: str, *, fits: bool = False) -> torch.Tensor:
-        """A GPU buffer for the unit's gradient of this group: uint8, contents unspecified unless `sums_here`."""
+        """Return a GPU buffer for the unit's gradient of this group: uint8, contents unspecified unless `sums_here`."""
         # The sum was asked for when the unit was used. If that failed, the lease below asks again, and has the error.
         fresh = unit not in self._summed or not self.sums_here(unit)
         store = self._blocks.store

@@ -26,7 +26,7 @@ class Work(Protocol):
         """True when wait() would not block."""
 
     def span_ns(self) -> tuple[int, int]:
-        """Start and end, in time.perf_counter_ns."""
+        """Return the start and end, in time.perf_counter_ns."""
 
 
 Planes = Mapping[Kind, torch.Tensor]
@@ -48,7 +48,7 @@ class Optimizer(Protocol):
         """AdamW of the step that has begun, with a clip coefficient of 1."""
 
     def matrices(self, unit: str) -> Sequence[Elements]:
-        """The runs of a unit's elements that are updated one at a time, on the device that computes.
+        """Return the runs of a unit's elements that are updated one at a time, on the device that computes.
 
         They have no gaps between them. There are none if any run of elements may be updated wherever it lies.
         """

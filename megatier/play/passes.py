@@ -103,12 +103,12 @@ class Pass:
             )
 
     def expects(self, access: Access) -> bool:
-        """Whether an access is the next one of the record. Without a record, any access is."""
+        """Return whether an access is the next one of the record. Without a record, any access is."""
         done = len(self.accesses)
         return self.timeline is None or self.timeline.accesses[done : done + 1] == (access,)
 
     def leave_out(self, access: Access | None, trained: Set[str]) -> list[Access]:
-        """The recorded accesses that this pass leaves out before one that comes now.
+        """Return the recorded accesses that this pass leaves out before one that comes now.
 
         Args:
             access: the one that comes now; None: the end of the pass.
@@ -171,7 +171,7 @@ class Orders:
         self._forget(name)
 
     def _last(self, name: str) -> str:
-        """The last course of the passes of a name that was recorded."""
+        """Return the last course of the passes of a name that was recorded."""
         return next(reversed(self._courses[name]))
 
     def _forget(self, name: str) -> None:
@@ -190,7 +190,7 @@ class Orders:
             self._followed.pop((name, oldest), None)
 
     def knows(self, name: str) -> bool:
-        """Whether the order of a pass was recorded."""
+        """Return whether the order of a pass was recorded."""
         return name in self._courses
 
     def expected(self, name: str) -> str:
@@ -207,7 +207,7 @@ class Orders:
         return followed if is_remembered else last
 
     def timeline(self, name: str, due: frozenset[str], ahead: frozenset[str]) -> Timeline | None:
-        """The timeline of the next pass, on the course that is expected; None before its order is known.
+        """Return the timeline of the next pass, on the course that is expected; None before its order is known.
 
         Args:
             name: the name of the pass.

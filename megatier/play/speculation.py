@@ -207,7 +207,7 @@ class Speculation:
         self._asked.clear()
 
     def latest(self, unit: str) -> Transfer | None:
-        """The unit's speculative update, until another update takes its place."""
+        """Return the unit's speculative update, until another update takes its place."""
         return self._transfers.get(unit)
 
     def drop(self, unit: str) -> None:
@@ -215,7 +215,7 @@ class Speculation:
         self._transfers.pop(unit, None)
 
     def all(self) -> list[Transfer]:
-        """The last speculative update of each unit, if none took its place."""
+        """Return the last speculative update of each unit, if none took its place."""
         return list(self._transfers.values())
 
     def close(self) -> None:

@@ -102,15 +102,15 @@ class UnitBlocks:
         return block_key(unit, kind, self.generations.place(unit, kind, generation))
 
     def compute_key(self, unit: str) -> str:
-        """Name of the block from which compute reads a unit's weights."""
+        """Return the name of the block from which compute reads a unit's weights."""
         return gathered_key(unit) if self.policy.ranks > 1 else self.key(unit, Kind.WEIGHT)
 
     def kinds(self, name: str) -> tuple[Kind, ...]:
-        """The kinds of a unit's state: weights alone if it is frozen."""
+        """Return the kinds of a unit's state: weights alone if it is frozen."""
         return self.units[name].kinds
 
     def chunks(self, name: str) -> list[Elements]:
-        """The runs of trained elements of a unit: AdamW works on one run at a time."""
+        """Return the runs of trained elements of a unit: AdamW works on one run at a time."""
         unit = self.units[name]
         # An update needs whole matrices, and a chunk might cut one.
         if unit.schema.by_matrix:
@@ -118,11 +118,11 @@ class UnitBlocks:
         return self._cut(name, 0, unit.num_trained)
 
     def frozen_chunks(self, name: str) -> list[Elements]:
-        """The runs of a unit's frozen elements, which follow the trained ones."""
+        """Return the runs of a unit's frozen elements, which follow the trained ones."""
         return self._cut(name, self.units[name].num_trained, self.units[name].num_elements)
 
     def runs(self, name: str) -> list[tuple[Elements, tuple[Kind, ...]]]:
-        """All runs of a unit's elements, in order, each with the kinds of state that it has."""
+        """Return all runs of a unit's elements, in order, each with the kinds of state that it has."""
         runs = []
         for elements in self.chunks(name):
             runs.append((elements, self.kinds(name)))
@@ -137,11 +137,11 @@ class UnitBlocks:
         return [(first, min(first + step, stop)) for first in range(start, stop, step)]
 
     def whole(self, name: str, kind: Kind) -> tuple[int, int]:
-        """The bytes of a unit's whole block of one kind."""
+        """Return the bytes of a unit's whole block of one kind."""
         return self.span(name, kind, (0, self.units[name].elements_of(kind)))
 
     def span(self, name: str, kind: Kind, elements: Elements) -> tuple[int, int]:
-        """The bytes that a run of elements has in a block of one kind."""
+        """Return the bytes that a run of elements has in a block of one kind."""
         width = self.units[name].schema.width(kind)
         return elements[0] * width, elements[1] * width
 
@@ -160,11 +160,11 @@ class UnitBlocks:
         return spans
 
     def spilled(self, name: str) -> list[Kind]:
-        """The kinds of a unit's state that are at home on NVMe."""
+        """Return the kinds of a unit's state that are at home on NVMe."""
         return [kind for kind in self.kinds(name) if self.placement.homes[name, kind] is Tier.NVME]
 
     def is_cut(self, name: str) -> bool:
-        """Whether a unit's update reads from NVMe, so that it works chunk by chunk."""
+        """Return whether a unit's update reads from NVMe, so that it works chunk by chunk."""
         return bool(self.spilled(name)) or self.placement.grad_homes.get(name) is Tier.NVME
 
     @contextlib.contextmanager
@@ -390,25 +390,25 @@ class UnitBlocks:
 
 
 def block_key(unit: str, kind: Kind, place: int = 0) -> str:
-    """Name of a unit's block of one kind of state, in one of the unit's places."""
+    """Return the name of a unit's block of one kind of state, in one of the unit's places."""
     return f"{unit}/{kind}" if not place else f"{unit}/{kind}@{place}"
 
 
 def gathered_key(unit: str) -> str:
-    """Name of a unit's whole weights, gathered from all ranks."""
+    """Return the name of a unit's whole weights, gathered from all ranks."""
     return f"{unit}/{Kind.GATHERED}"
 
 
 def group_grad_key(unit: str) -> str:
-    """Name of a whole unit's gradient of one group, before its shards go to their owners."""
+    """Return the name of a whole unit's gradient of one group, before its shards go to their owners."""
     return f"{unit}/{Kind.GROUP_GRAD}"
 
 
 def received_key(unit: str) -> str:
-    """Name of the gradients of a rank's shard of a unit that came from all ranks."""
+    """Return the name of the gradients of a rank's shard of a unit that came from all ranks."""
     return f"{unit}/{Kind.RECEIVED}"
 
 
 def activation_key(unit: str) -> str:
-    """Name of a unit's offloaded boundary activation."""
+    """Return the name of a unit's offloaded boundary activation."""
     return f"{unit}/{Kind.ACTIVATION}"

@@ -145,7 +145,7 @@ class UnitWeights:
                 self.submit(load)
 
     def enter(self, unit: str, phase: Phase, group: int) -> Use:
-        """The unit's weights on the GPU; waits for them and notes the stall.
+        """Return the unit's weights on the GPU; waits for them and notes the stall.
 
         Raises:
             TimelineError: the order is not the recorded one.
@@ -208,7 +208,7 @@ class UnitWeights:
         return fetched
 
     def _spills(self, unit: str) -> bool:
-        """Whether a unit's activation goes on to NVMe."""
+        """Return whether a unit's activation goes on to NVMe."""
         return self._blocks.placement.activation_homes.get(unit) is Tier.NVME
 
     def _use(self, access: Access) -> Use:

@@ -51,5 +51,5 @@ class UpdateUnderWay:
         return self._work.done()
 
     def span_ns(self) -> tuple[int, int]:
-        """Start and end, in time.perf_counter_ns."""
+        """Return the start and end, in time.perf_counter_ns."""
         return self._work.span_ns()

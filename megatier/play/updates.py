@@ -195,7 +195,7 @@ class Updates:
         self.ahead = still_ahead | set(exchange.fetched)
 
     def latest(self, unit: str) -> Transfer | None:
-        """The unit's update or sum that was submitted last."""
+        """Return the unit's update or sum that was submitted last."""
         # A lane may ask while another thread submits. It never asks about a unit whose update is just being submitted:
         # a unit's load is submitted after its update, and a gradient is final after the unit's last use. A sum may be
         # submitted meanwhile, but that changes no weights.
@@ -279,7 +279,7 @@ class Updates:
             lane.close()
 
     def _all(self) -> list[Transfer]:
-        """Every update or sum that was submitted last, and the exchange."""
+        """Return every update or sum that was submitted last, and the exchange."""
         exchange = [self.exchange] if self.exchange is not None else []
         return [*self._last.values(), *self.speculation.all(), *exchange]
 

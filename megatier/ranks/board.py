@@ -197,11 +197,11 @@ class Board:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """The bytes of the board of so many ranks."""
+        """Return the bytes of the board of so many ranks."""
         return size * (len(Sign) * size * NUMBER_BYTES + 2 * OFFSET_BYTES)
 
     def place(self, reader: int, sign: Sign, writer: int) -> int:
-        """The address of a number."""
+        """Return the address of a number."""
         # As `numbers` lies in memory. A driver takes an address, and no array.
         index = (reader * len(Sign) + sign) * self._size + writer
         return int(self.numbers.ctypes.data) + index * NUMBER_BYTES

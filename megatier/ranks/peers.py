@@ -165,14 +165,14 @@ class Peers:
         return self._owner.is_here
 
     def failed(self) -> PeerError | None:
-        """The error that names the rank that failed first; None if none has."""
+        """Return the error that names the rank that failed first; None if none has."""
         if self._first is None:
             return None
         rank, cause = self._first
         return PeerError(rank, self._members[rank].host, cause)
 
     def first_error(self) -> BaseException | None:
-        """The same, or this rank's own error if it was the first."""
+        """Return the error of the rank that failed first, or this rank's own if it was the first."""
         if self._error is None or self._first is None:
             return self.failed()
 
@@ -356,13 +356,13 @@ def cause_of(error: BaseException) -> str:
 
 
 def sentence(text: str) -> str:
-    """A text with a full stop."""
+    """Return a text with a full stop."""
     text = text.strip()
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def comes_of_peers(error: BaseException) -> bool:
-    """Whether an error is what the failure of another rank has led to here."""
+    """Return whether an error is what the failure of another rank has led to here."""
     # A chain may lead back into itself, since Python lets an error be raised from itself.
     seen: list[BaseException] = []
     found: BaseException | None = error

@@ -104,7 +104,7 @@ def open_pulls(channel: Channel, group: ProcessGroup, memory: torch.Tensor, chec
 
 
 def views(memory: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
-    """The memory of every rank as this one sees it, in the order of the ranks. Every rank has to call it."""
+    """Return the memory of every rank as this one sees it, in the order of the ranks. Every rank has to call it."""
     import torch.distributed._symmetric_memory as symmetric
 
     shared = symmetric.rendezvous(memory, group)

@@ -179,7 +179,7 @@ class Ranks(Channel):
         return None if self._peers.is_one_machine else "several hosts or containers"
 
     def _first_of(self, reason: str | None) -> str | None:
-        """The first reason of all ranks; None if none has any."""
+        """Return the first reason of all ranks; None if none has any."""
         return next(iter(self.agree(reason)), None)
 
     def drop_memory(self) -> None:
@@ -259,7 +259,7 @@ class Ranks(Channel):
         return torch.cat(self.agree(values.cpu()))
 
     def groups_of(self, groups: int) -> range:
-        """The groups of a step that this rank computes: in round j, rank r has group j * size + r.
+        """Return the groups of a step that this rank computes: in round j, rank r has group j * size + r.
 
         Raises:
             ConfigError: the ranks cannot share them equally.

@@ -245,7 +245,7 @@ def open_shared_ram(channel: Channel, bay_bytes: int, check: Check, *, device: s
 
 
 def _stages(memory: mmap.mmap, first: int, size: int) -> torch.Tensor:
-    """The bays of all ranks: uint8 [SHARED_STAGES, size, n]."""
+    """Return the bays of all ranks: uint8 [SHARED_STAGES, size, n]."""
     # np.frombuffer holds the mapping, so that it outlives every view.
     stages = np.frombuffer(memory, dtype=np.uint8, offset=first)
     return torch.from_numpy(stages).view(SHARED_STAGES, size, -1)

@@ -27,7 +27,7 @@ class AwayActivations:
         self._stashed.append(unit)
 
     def fetch(self, unit: str) -> list[str]:
-        """The units whose activations are asked for now, because the backward has come to a unit."""
+        """Return the units whose activations are asked for now, because the backward has come to a unit."""
         # It is on its way already, unless the backward comes to units in another order than the forward's reversed.
         asked = [] if unit in self._fetched else [unit]
         if asked:

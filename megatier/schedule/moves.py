@@ -99,12 +99,12 @@ class Moves:
     # ------------------------------------------------------------------ weights
 
     def load(self, unit: str) -> tuple[Move, ...]:
-        """Moves that bring a unit's weights, whole, to a GPU slot, if no update feeds them."""
+        """Return the moves that bring a unit's weights, whole, to a GPU slot, if no update feeds them."""
         size = block_bytes(self._units[unit], Kind.WEIGHT)
         return (*self.bring(unit), *self._from_others(size))
 
     def bring(self, unit: str) -> tuple[Move, ...]:
-        """Moves that bring what this rank has of a unit's weights to a GPU slot, unless it is at home there."""
+        """Return moves that bring what this rank has of a unit's weights to a GPU slot, unless it is at home there."""
         home = self._placement.homes[unit, Kind.WEIGHT]
         if home is Tier.GPU:
             return ()
@@ -113,12 +113,12 @@ class Moves:
         return self._up(home, size)
 
     def feed(self, unit: str) -> tuple[Move, ...]:
-        """Moves that bring the weights that an update has just written to RAM slots to a GPU slot."""
+        """Return the moves that bring the weights that an update has just written to RAM slots to a GPU slot."""
         # The update has no frozen weights in its slots: they come by `load_frozen`.
         return (Move("ram_to_gpu", trained_bytes(self._units[unit], Kind.WEIGHT)),)
 
     def load_frozen(self, unit: str) -> tuple[Move, ...]:
-        """Moves that bring the frozen weights, which no update feeds, after those that it feeds."""
+        """Return the moves that bring the frozen weights, which no update feeds, after those that it feeds."""
         home = self._placement.homes[unit, Kind.WEIGHT]
         spec = self._units[unit]
         whole = block_bytes(spec, Kind.WEIGHT)
@@ -145,7 +145,7 @@ class Moves:
         )
 
     def gradients(self, unit: str) -> tuple[Move, ...]:
-        """Moves of a unit's gradients in all groups of a step, until the gradient is final."""
+        """Return the moves of a unit's gradients in all groups of a step, until the gradient is final."""
         moves: list[Move] = []
         for group in range(self._policy.groups):
             gradient = self.gradient(unit, group)
@@ -162,7 +162,7 @@ class Moves:
         return frozenset(ahead)
 
     def scatter(self, scatter: Scatter) -> tuple[Move, ...]:
-        """Moves by which a rank receives the others' gradients of its shard, of one group each."""
+        """Return the moves by which a rank receives the others' gradients of its shard, of one group each."""
         # Sizes of units are those of a shard.
         shard_bytes = self._units[scatter.unit].num_trained * scatter.width
         return self._from_others(shard_bytes)
@@ -170,7 +170,7 @@ class Moves:
     # ------------------------------------------------------------------ updates
 
     def read_state(self, unit: str) -> tuple[Move, ...]:
-        """Moves by which an update reads the state, and the gradient, that are at home on NVMe."""
+        """Return the moves by which an update reads the state, and the gradient, that are at home on NVMe."""
         num_bytes = self._spilled_bytes(unit)
         grad_home = self._placement.grad_homes[unit]
         if grad_home is Tier.NVME:
@@ -178,11 +178,11 @@ class Moves:
         return (read(num_bytes),)
 
     def write_state(self, unit: str) -> tuple[Move, ...]:
-        """Moves by which an update writes the state that is at home on NVMe."""
+        """Return the moves by which an update writes the state that is at home on NVMe."""
         return (write(self._spilled_bytes(unit)),)
 
     def update(self, unit: str) -> tuple[Move, ...]:
-        """Moves of an update on the CPU, or of one that is carried to the GPU, that feeds nothing."""
+        """Return the moves of an update on the CPU, or of one that is carried to the GPU, that feeds nothing."""
         return (*self.read_state(unit), *self.carry(unit), *self.write_state(unit))
 
     def carry(self, unit: str) -> tuple[Move, ...]:
@@ -195,15 +195,15 @@ class Moves:
     # ------------------------------------------------------------------ streamed state
 
     def fetch_state(self, unit: str) -> tuple[Move, ...]:
-        """Moves that bring the state of a streamed unit, except its weights, to the GPU."""
+        """Return the moves that bring the state of a streamed unit, except its weights, to the GPU."""
         return (Move("state_to_gpu", self._passing_bytes(unit)),)
 
     def return_state(self, unit: str) -> tuple[Move, ...]:
-        """Moves that take the state of a streamed unit, except its weights, home."""
+        """Return the moves that take the state of a streamed unit, except its weights, home."""
         return (Move("state_to_ram", self._passing_bytes(unit)),)
 
     def return_weights(self, unit: str) -> tuple[Move, ...]:
-        """Moves that take the weights of a streamed unit home after its update."""
+        """Return the moves that take the weights of a streamed unit home after its update."""
         # Frozen weights are as they were at home.
         return (Move("gpu_to_ram", trained_bytes(self._units[unit], Kind.WEIGHT)),)
 
@@ -219,7 +219,7 @@ class Moves:
         return out, write(drive_bytes)
 
     def unstash(self, unit: str, num_bytes: int, start: int = 0) -> tuple[Move, ...]:
-        """Moves that bring them back."""
+        """Return the moves that bring them back."""
         back = Move("ram_to_gpu", num_bytes)
         if self._placement.activation_homes[unit] is Tier.RAM:
             return (back,)
@@ -230,16 +230,16 @@ class Moves:
     # ------------------------------------------------------------------ sizes
 
     def next_part(self, stop: int) -> int:
-        """The first byte of the next tensor of an activation, if the one before ends here: that of a granule."""
+        """Return the first byte of the next tensor of an activation, if the one before ends here: that of a granule."""
         return round_up(stop, self._policy.granule_bytes)
 
     def _on_drive(self, unit: str, num_bytes: int, start: int) -> int:
-        """Bytes on a drive of a part of an activation: whole granules, but no more than its block has."""
+        """Return the bytes on a drive of a part of an activation: whole granules, but no more than its block has."""
         block_end = round_up(self._units[unit].activation_bytes)
         return min(self.next_part(start + num_bytes), block_end) - start
 
     def _ship(self, unit: str, *, is_last: bool) -> tuple[Move, ...]:
-        """Moves that take the gradient of a group from the GPU to its home.
+        """Return the moves that take the gradient of a group from the GPU to its home.
 
         Args:
             unit: the unit.
@@ -273,7 +273,7 @@ class Moves:
         return self._up(home, num_bytes)
 
     def _up(self, home: Tier | None, size: int) -> tuple[Move, ...]:
-        """Moves to the GPU from a home, or from a slot in RAM (None)."""
+        """Return the moves to the GPU from a home, or from a slot in RAM (None)."""
         if home is not Tier.NVME:
             return (Move("ram_to_gpu", size),)
         if self._policy.gpu_direct:
@@ -281,12 +281,12 @@ class Moves:
         return (read(size), Move("ram_to_gpu", size))
 
     def _from_others(self, size: int) -> tuple[Move, ...]:
-        """Moves that bring as many bytes from each other rank; none if there is no other."""
+        """Return the moves that bring as many bytes from each other rank; none if there is no other."""
         others = self._policy.ranks - 1
         return (Move("ranks", others * size),) if others else ()
 
     def _spilled_bytes(self, unit: str) -> int:
-        """Bytes of a unit's state that are at home on NVMe and that its update changes."""
+        """Return the bytes of a unit's state that are at home on NVMe and that its update changes."""
         spec = self._units[unit]
         size = 0
         for kind in spec.kinds:
@@ -295,13 +295,13 @@ class Moves:
         return size
 
     def _passing_bytes(self, unit: str) -> int:
-        """Bytes of a streamed unit's state, except its weights."""
+        """Return the bytes of a streamed unit's state, except its weights."""
         spec = self._units[unit]
         return sum(block_bytes(spec, kind) for kind in spec.schema.passing_kinds)
 
 
 def by_lane(moves: Iterable[Move]) -> Counter[str]:
-    """Bytes that each lane moves; lanes that move none are left out."""
+    """Return the bytes that each lane moves; lanes that move none are left out."""
     moved: Counter[str] = Counter()
     for move in moves:
         moved[move.lane] += move.num_bytes
@@ -320,10 +320,10 @@ def carried(unit: UnitSpec) -> tuple[Move, ...]:
 
 
 def read(num_bytes: int) -> Move:
-    """A move from NVMe to RAM."""
+    """Return a move from NVMe to RAM."""
     return Move("nvme_to_ram", num_bytes)
 
 
 def write(num_bytes: int) -> Move:
-    """A move from RAM to NVMe."""
+    """Return a move from RAM to NVMe."""
     return Move("ram_to_nvme", num_bytes)

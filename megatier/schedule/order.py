@@ -16,7 +16,7 @@ def passed_over(
     left_out: Set[tuple[str, int]],
     trained: Container[str],
 ) -> list[Access]:
-    """The accesses that a pass leaves out before its next one.
+    """Return the accesses that a pass leaves out before its next one.
 
     A pass leaves out all accesses of a unit in a group. It may also leave out the backward of a frozen unit alone:
     without an image, no gradient passes through it.
@@ -66,7 +66,7 @@ def passed_over(
 
 
 def _another_order(index: int, access: Access | None, recorded: Access | None, *, repeats: bool) -> TimelineError:
-    """The error that names the difference.
+    """Return the error that names the difference.
 
     Args:
         index: number of the access in the pass.

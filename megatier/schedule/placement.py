@@ -70,7 +70,7 @@ class Placement:
     """Bytes of gradients, activations, slots and further generations in each tier."""
 
     def update_lane(self, unit: str) -> UpdateLane:
-        """The lane on which AdamW runs for a unit that is trained."""
+        """Return the lane on which AdamW runs for a unit that is trained."""
         is_on_gpu = self.homes[unit, Kind.WEIGHT] is Tier.GPU
         if is_on_gpu or unit in self.streamed:
             return "update_gpu"
@@ -80,13 +80,13 @@ class Placement:
         return "update_nvme" if reads_drives else "update"
 
     def sum_tier(self, unit: str) -> Tier:
-        """The tier where the gradients of several groups are added up for a unit that is trained: gpu or ram."""
+        """Return the tier where the gradients of several groups are added up for a unit that is trained: gpu or ram."""
         if self.sums_on_gpu or self.grad_homes[unit] is Tier.GPU:
             return Tier.GPU
         return Tier.RAM
 
     def num_slots(self, tier: Tier, kind: Kind) -> int:
-        """The number of slots for one kind of block; 0 if none are planned."""
+        """Return the number of slots for one kind of block; 0 if none are planned."""
         return sum(plan.num_slots for plan in self.slots if (plan.tier, plan.kind) == (tier, kind))
 
 
@@ -160,7 +160,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
 
 
 def _activation_homes(units: Iterable[UnitSpec], spilled: Collection[str]) -> dict[str, Tier]:
-    """The tier where the activation of each unit that offloads it waits for the backward."""
+    """Return the tier where the activation of each unit that offloads it waits for the backward."""
     homes = {}
     for unit in units:
         if unit.activation_bytes:
@@ -171,7 +171,7 @@ def _activation_homes(units: Iterable[UnitSpec], spilled: Collection[str]) -> di
 def _grad_homes(
     units: Sequence[UnitSpec], shipped: Sequence[UnitSpec], waiting: Collection[str], policy: Policy
 ) -> dict[str, Tier | None]:
-    """The tier where each unit's finished gradient waits for its update; None: only in a slot.
+    """Return the tier where each unit's finished gradient waits for its update; None: only in a slot.
 
     Args:
         units: those that are trained.
@@ -194,7 +194,7 @@ def _grad_homes(
 def _gradient_and_slot_bytes(
     units: Sequence[UnitSpec], shipped: Sequence[UnitSpec], slots: Sequence[SlotPlan], ram: RamShare, policy: Policy
 ) -> Counter[Tier]:
-    """Bytes of gradients, offloaded activations and slots, in each tier.
+    """Return the bytes of gradients, offloaded activations and slots, in each tier.
 
     Args:
         units: all units.
@@ -263,7 +263,7 @@ def all_short(short: PlanError, units: Sequence[UnitSpec], budgets: Budgets, pol
 
 
 def _further_bytes(spilled: Sequence[UnitSpec], homes: Homes, generations: int, policy: Policy) -> Counter[Tier]:
-    """Bytes of all generations but one of the units that spill, in each tier.
+    """Return the bytes of all generations but one of the units that spill, in each tier.
 
     An update into another generation leaves the one that holds as it is, in RAM too, so RAM has a second place.
     """
@@ -293,7 +293,7 @@ def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy,
 
 
 def _bytes_by_home(units: Iterable[UnitSpec], homes: Homes) -> Counter[Tier]:
-    """Bytes of one generation of the units' state, by home."""
+    """Return the bytes of one generation of the units' state, by home."""
     total: Counter[Tier] = Counter()
     for unit in units:
         for kind in unit.kinds:
@@ -330,7 +330,7 @@ def _choose_gpu(units: Sequence[UnitSpec], room: int, policy: Policy) -> set[str
 
 
 def _usual_elements(sizes: Sequence[int]) -> int:
-    """Twice the size of the middle unit. A unit above that is larger than most."""
+    """Return twice the size of the middle unit. A unit above that is larger than most."""
     if not sizes:
         return 0
     middle = sorted(sizes)[len(sizes) // 2]

@@ -172,7 +172,7 @@ def _fill(
 
 
 def spills(unit: UnitSpec, homes: Homes) -> bool:
-    """Whether any of a unit's state is at home on NVMe."""
+    """Return whether any of a unit's state is at home on NVMe."""
     return any(homes[unit.name, kind] is Tier.NVME for kind in unit.kinds)
 
 
@@ -242,7 +242,7 @@ def _held_bytes(waiting: Sequence[UnitSpec], policy: Policy) -> int:
 
 
 def _deepened(plan: SlotPlan, free: int) -> SlotPlan:
-    """Slots for gradients, more of them as far as free bytes of RAM go, which nothing else wants.
+    """Return the slots for gradients, more of them as far as free bytes of RAM go, which nothing else wants.
 
     With more slots, gradients come while the CPU still adds up others.
     """
@@ -370,12 +370,12 @@ def _homes_by_unit(units: Sequence[UnitSpec], room: int) -> Homes:
 
 
 def _host_ram_of(budgets: Budgets, policy: Policy) -> int:
-    """The RAM of the host of which these are a rank's part."""
+    """Return the RAM of the host of which these are a rank's part."""
     return (budgets.ram + budgets.shared_ram) * policy.host_ranks
 
 
 def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> PlanError:
-    """The error that says why RAM does not take the gradients, when NVMe takes none."""
+    """Return the error that says why RAM does not take the gradients, when NVMe takes none."""
     what = "gradients and activations in RAM"
     other = "."
     if not waiting:  # no gradient counts
@@ -394,7 +394,7 @@ def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budg
 
 
 def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budgets, policy: Policy) -> PlanError:
-    """The error that says why state finds no home, when NVMe takes none."""
+    """Return the error that says why state finds no home, when NVMe takes none."""
     mount = ", or give tiers.nvme a mount." if Tier.NVME in policy.state else ", or add nvme to tiers.state."
     host = policy.host_ranks
     if Tier.RAM in policy.state:

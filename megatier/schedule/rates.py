@@ -68,7 +68,7 @@ class DriveRates:
     """The mixed rate in the fastest seconds; None: not known."""
 
     def times(self, factor: float) -> DriveRates:
-        """A drive that does so many times as much a second."""
+        """Return a drive that does so many times as much a second."""
         # Slow, usual and fast seconds waver together, so all rates change by the same factor.
         rates = {}
         for field in dataclasses.fields(self):
@@ -114,7 +114,7 @@ class Rates:
     a GPU and RAM, and of RAM itself."""
 
     def assumed(self, world: World) -> tuple[str, ...]:
-        """The names of the rates that ranks need and that `of_rank` assumes because they are not known."""
+        """Return the names of the rates that ranks need and that `of_rank` assumes because they are not known."""
         if world.ranks == 1:
             return ()
 
@@ -174,7 +174,7 @@ class Rates:
         return total or None
 
     def times(self, factor: float) -> Rates:
-        """The machine with drives that do so many times as much a second."""
+        """Return the machine with drives that do so many times as much a second."""
         return dataclasses.replace(self, drives=tuple(drive.times(factor) for drive in self.drives))
 
     @property
@@ -188,7 +188,7 @@ class Rates:
         return self._as_in([drive.mixed_high_bytes_per_s for drive in self.drives])
 
     def _as_in(self, mixed: Sequence[float | None]) -> Rates:
-        """The machine with each drive scaled to a mixed rate, if that is known."""
+        """Return the machine with each drive scaled to a mixed rate, if that is known."""
         drives = []
         for drive, rate in zip(self.drives, mixed, strict=True):
             if rate is None:
@@ -253,7 +253,7 @@ def as_dict(rates: Rates) -> dict[str, Any]:
 
 
 def _figures(path: Path, given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """The values of some names, of which all but the optional ones must be there."""
+    """Return the values of some names, of which all but the optional ones must be there."""
     missing = names - given.keys() - OPTIONAL
     unknown = given.keys() - names
     if missing or unknown:
@@ -292,7 +292,7 @@ def _value(path: Path, name: str, value: Any) -> object:  # noqa: ANN401 - whate
 
 
 def _figure(value: object) -> float | None:
-    """A positive number; None if it is none."""
+    """Return a positive number; None if it is none."""
     # A bool is an int to Python, and no rate.
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None

@@ -28,7 +28,7 @@ class Budgets:
     """Bytes of a rank's part of RAM that `ram` leaves out, since the ranks of the host share them."""
 
     def of_rank(self, world: World) -> Budgets:
-        """A rank's part of the budgets of a host, without what ranks share. Each rank has a GPU of its own."""
+        """Return a rank's part of the budgets of a host, without what ranks share. Each rank has a GPU of its own."""
         ram = self.ram // world.host_ranks
         nvme = self.nvme // world.host_ranks
         shared = 0
@@ -45,7 +45,7 @@ class Budgets:
 
 
 def shares_ram(ranks: int, host_ranks: int) -> bool:
-    """Whether ranks may send weights and gradients through RAM that all of them share: those of one host."""
+    """Return whether ranks may send weights and gradients through RAM that all of them share: those of one host."""
     return 1 < ranks == host_ranks
 
 
@@ -86,7 +86,7 @@ class UnitSpec:
         return self.schema.kinds if self.num_trained else (Kind.WEIGHT,)
 
     def elements_of(self, kind: Kind) -> int:
-        """Elements of the unit's block of one kind of state."""
+        """Return the elements of the unit's block of one kind of state."""
         return self.num_elements if kind is Kind.WEIGHT else self.num_trained
 
 
@@ -134,7 +134,7 @@ class Policy:
 
 
 def host_ram(ram: int, policy: Policy) -> int:
-    """The least RAM of a host of which each rank has so many bytes for itself."""
+    """Return the least RAM of a host of which each rank has so many bytes for itself."""
     if not shares_ram(policy.ranks, policy.host_ranks):
         return ram * policy.host_ranks
 
@@ -147,7 +147,7 @@ def host_ram(ram: int, policy: Policy) -> int:
 
 
 def updated_at_once(unit: UnitSpec, chunk_elements: int) -> int:
-    """Elements that an update of a unit that spills takes at once: a chunk, or all if it is by matrix."""
+    """Return the elements that an update of a unit that spills takes at once: a chunk, or all if it is by matrix."""
     # A chunk might cut a matrix.
     if unit.schema.by_matrix:
         return unit.num_trained
@@ -155,17 +155,17 @@ def updated_at_once(unit: UnitSpec, chunk_elements: int) -> int:
 
 
 def trained(units: Iterable[UnitSpec]) -> list[UnitSpec]:
-    """The units of which at least a part is trained."""
+    """Return the units of which at least a part is trained."""
     return [unit for unit in units if unit.num_trained]
 
 
 def passing_kinds_of(units: Iterable[UnitSpec]) -> tuple[Kind, ...]:
-    """The kinds of state, except weights, that any of these trained units has, each once."""
+    """Return the kinds of state, except weights, that any of these trained units has, each once."""
     return tuple(dict.fromkeys(kind for unit in units for kind in unit.schema.passing_kinds))
 
 
 def block_bytes(unit: UnitSpec, kind: Kind) -> int:
-    """Bytes of a unit's block of state, in whole pages."""
+    """Return the bytes of a unit's block of state, in whole pages."""
     return round_up(unit.elements_of(kind) * unit.schema.width(kind))
 
 
@@ -178,17 +178,17 @@ def home_bytes(unit: UnitSpec, kind: Kind, home: Tier) -> int:
 
 
 def trained_bytes(unit: UnitSpec, kind: Kind) -> int:
-    """Bytes of a unit's block of state that its update changes: all but frozen weights."""
+    """Return the bytes of a unit's block of state that its update changes: all but frozen weights."""
     return round_up(unit.num_trained * unit.schema.width(kind))
 
 
 def state_bytes(unit: UnitSpec) -> int:
-    """Bytes of all kinds of a unit's state."""
+    """Return the bytes of all kinds of a unit's state."""
     return sum(block_bytes(unit, kind) for kind in unit.kinds)
 
 
 def gathered_bytes(unit: UnitSpec, policy: Policy) -> int:
-    """Bytes of a whole unit's weights, gathered from the shards of all ranks."""
+    """Return the bytes of a whole unit's weights, gathered from the shards of all ranks."""
     return policy.ranks * block_bytes(unit, Kind.WEIGHT)
 
 
@@ -199,7 +199,7 @@ def group_grad_bytes(unit: UnitSpec, policy: Policy) -> int:
 
 
 def grad_bytes(unit: UnitSpec, policy: Policy) -> int:
-    """Bytes of a unit's gradient on its way.
+    """Return the bytes of a unit's gradient on its way.
 
     With several groups it is a summand of an fp32 sum; else it has the compute dtype.
     """
@@ -208,7 +208,7 @@ def grad_bytes(unit: UnitSpec, policy: Policy) -> int:
 
 
 def final_grad_bytes(unit: UnitSpec, policy: Policy) -> int:
-    """Bytes of a unit's final gradient: the front of such a sum, in whole granules."""
+    """Return the bytes of a unit's final gradient: the front of such a sum, in whole granules."""
     # Whole granules, since a drive verifies a checksum for each; but no more than its block has.
     num_elements = round_up(unit.num_trained, policy.align_elements)
     granules = num_elements * unit.schema.grad_width

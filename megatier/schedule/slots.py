@@ -56,7 +56,7 @@ class SlotPlan:
 
 
 def least_gpu_bytes(rest: Sequence[UnitSpec], policy: Policy) -> int:
-    """Bytes of the fewest GPU slots with which units that are not at home there can run."""
+    """Return the bytes of the fewest GPU slots with which units that are not at home there can run."""
     if not rest:
         return 0
 
@@ -167,7 +167,7 @@ def collective_slots(units: Sequence[UnitSpec], room: int, policy: Policy) -> tu
 
 
 def _gpu_grad_slots(rest: Sequence[UnitSpec], policy: Policy) -> SlotPlan:
-    """The fewest slots through which gradients leave the GPU; 0 of them if nothing is trained."""
+    """Return the fewest slots through which gradients leave the GPU; 0 of them if nothing is trained."""
     sizes = [grad_bytes(unit, policy) for unit in trained(rest)]
     return SlotPlan(
         tier=Tier.GPU,
@@ -178,7 +178,7 @@ def _gpu_grad_slots(rest: Sequence[UnitSpec], policy: Policy) -> SlotPlan:
 
 
 def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
-    """RAM slots through which gradients pass to their sums, or to their updates in the immediate mode."""
+    """Return the RAM slots through which gradients pass to their sums, or to their updates in the immediate mode."""
     # Gradients that go home pass through no slots: of a single group that wait, and sums that ranks take on the GPU.
     waits_at_home = policy.deferred and policy.groups == 1
     sums_on_gpu = policy.ranks > 1 and policy.groups > 1
@@ -198,7 +198,7 @@ def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
 def chunk_slots(
     room: int, passing: Sequence[UnitSpec], updated: Sequence[UnitSpec], policy: Policy, *, spills_grads: bool
 ) -> tuple[int, list[SlotPlan]]:
-    """The elements of an update chunk, and its slots. They take more than the room if that is too small for any.
+    """Return the elements of an update chunk, and its slots. They take more than the room if that is too small for any.
 
     A chunk is as large as a quarter of the room allows, or all of the room if gradients have to spill. The other
     arguments are those of `update_slots`.
@@ -231,7 +231,7 @@ def chunk_slots(
 def update_slots(
     chunk: int, passing: Sequence[UnitSpec], updated: Sequence[UnitSpec], policy: Policy, *, spills_grads: bool
 ) -> list[SlotPlan]:
-    """RAM slots for update chunks, with two more for weights, through which loads pass.
+    """Return the RAM slots for update chunks, with two more for weights, through which loads pass.
 
     Args:
         chunk: elements of a chunk.
@@ -283,7 +283,7 @@ def update_slots(
 
 
 def activation_slots(spilled: Sequence[UnitSpec], ram: int, policy: Policy) -> list[SlotPlan]:
-    """RAM slots through which activations pass to NVMe and back, in segments of whole granules.
+    """Return the RAM slots through which activations pass to NVMe and back, in segments of whole granules.
 
     Args:
         spilled: the units whose activations lie on NVMe.
@@ -308,5 +308,5 @@ def activation_slots(spilled: Sequence[UnitSpec], ram: int, policy: Policy) -> l
 
 
 def total_bytes(slots: Iterable[SlotPlan]) -> int:
-    """Bytes that the slots take, in whole pages."""
+    """Return the bytes that the slots take, in whole pages."""
     return sum(round_up(plan.slot_bytes) * plan.num_slots for plan in slots)

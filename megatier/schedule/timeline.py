@@ -115,7 +115,7 @@ class Timeline:
     """Everything that the lanes do, in the order in which they are handed it."""
 
     def last_uses(self) -> dict[tuple[str, int], int]:
-        """Index of each unit's last access in each group, which makes its gradient."""
+        """Return the index of each unit's last access in each group, which makes its gradient."""
         return _last_uses(self.accesses)
 
 
@@ -272,7 +272,7 @@ def _with_exchanges(
 
 
 def scatters_of(accesses: Sequence[Access], units: Iterable[UnitSpec], policy: Policy) -> tuple[Scatter, ...]:
-    """The gradients that ranks scatter in a pass, as a run would record them; none if a rank is alone."""
+    """Return the gradients that ranks scatter in a pass, as a run would record them; none if a rank is alone."""
     if policy.ranks == 1:
         return ()
 
@@ -301,7 +301,7 @@ def scatters_of(accesses: Sequence[Access], units: Iterable[UnitSpec], policy: P
 
 
 def _last_uses(accesses: Sequence[Access]) -> dict[tuple[str, int], int]:
-    """Index of each unit's last access in each group, which makes its gradient."""
+    """Return the index of each unit's last access in each group, which makes its gradient."""
     # A later access takes the place of an earlier one.
     return {(access.unit, access.group): index for index, access in enumerate(accesses)}
 

@@ -33,8 +33,11 @@ class Blocks:
 
         Raises:
             CapacityError: the home tier's budget is used up.
-            BlockError: it is not of a whole number of bytes, at least 1, of which `elsewhere` are a part.
+            BlockError: the key exists, or it is not of a whole number of bytes, at least 1, of which `elsewhere` are a part.
         """
+        if spec.key in self.by_key:
+            raise BlockError(f"block {spec.key} is registered already. Give each block a key of its own.")
+
         size = spec.num_bytes
         elsewhere = spec.elsewhere
         are_whole = type(size) is int and type(elsewhere) is int

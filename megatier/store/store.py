@@ -137,8 +137,6 @@ class TieredStore(ClosedWhenDropped):
         with self._copies.lock:
             if self._is_sealed:
                 raise BlockError(f"block {spec.key} comes too late: the store is in use. Register all blocks before.")
-            if spec.key in self._blocks.by_key:
-                raise BlockError(f"block {spec.key} is registered already. Give each block a key of its own.")
 
             self._blocks.add(spec)
 
