@@ -87,10 +87,10 @@ def open_session(options: argparse.Namespace, homes: str, ranks: Ranks | None) -
 
 def seconds_of(crew: Ranks | Alone, work: Callable[[], object]) -> float:
     """Return the seconds from when all ranks are ready until the work is done on all of them."""
-    crew.agree(None)
+    crew.gather_objects(None)
     began = time.perf_counter()
     work()
-    crew.agree(None)
+    crew.gather_objects(None)
     return time.perf_counter() - began
 
 
@@ -129,10 +129,10 @@ def measure(options: argparse.Namespace, homes: str, ranks: Ranks | None) -> dic
         rounds = [timed_round(session, run, 1 + number) for number in range(options.rounds)]
         own = {str(tier): size for tier, size in session.placement.state_bytes.items() if tier is not Tier.GPU}
         drop_savepoint(session, run / "b" / SAVEPOINT_FOLDER)
-        state = crew.agree(own)
+        state = crew.gather_objects(own)
         size = checkpoint_bytes(session.wholes)
 
-    crew.first(lambda: shutil.rmtree(run))
+    crew.from_first(lambda: shutil.rmtree(run))
     medians = {key: median(each[key] for each in rounds) for key in rounds[0]}
     # One process has no ranks to tell apart.
     return {"state_bytes": own if ranks is None else state, "checkpoint_bytes": size, "rounds": rounds, **medians}

@@ -204,7 +204,7 @@ class CheckpointWriter:
             with self._crew.together():
                 chunks = self._end_writing(last)
 
-            written = self._crew.agree(chunks)
+            written = self._crew.gather_objects(chunks)
             if self._leads:
                 checksums = _joined(written)
                 _write_metadata(self._partial, self._session.wholes, self.step, self._state, checksums)

@@ -184,7 +184,7 @@ class Savepoint:
             for unit in session.placement.spilled:
                 blocks.share_frozen(unit)
 
-        crew.first(lambda: prune(self.path.parent, 1))
+        crew.from_first(lambda: prune(self.path.parent, 1))
 
 
 def _fits(part: RankPart, session: Session) -> bool:
@@ -222,7 +222,7 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
 
     # Only now: until the new one is whole, the run may have to go on from the generation that the one before keeps.
     session.blocks.generations.keep()
-    session.crew.first(lambda: prune(folder, 1))
+    session.crew.from_first(lambda: prune(folder, 1))
     return num_bytes
 
 
@@ -233,11 +233,11 @@ def _write(session: Session, target: Path, step: int, state: Mapping[str, Any]) 
     # The regions lie inside each other as in `CheckpointWriter._finish`, and for the same reasons.
     named = becoming(partial, target, "a savepoint") if crew.rank == 0 else contextlib.nullcontext()
     with crew.together(), named:
-        crew.first(lambda: _make_folder(partial))
+        crew.from_first(lambda: _make_folder(partial))
         with crew.together():
             num_bytes, part = _write_part(session, partial, step)
 
-        written = crew.agree((num_bytes, part))
+        written = crew.gather_objects((num_bytes, part))
         with crew.together():
             if crew.rank == 0:
                 parts = [part for _, part in written]
@@ -281,7 +281,7 @@ def _free_files(session: Session, folder: Path, error: BaseException) -> None:
     if crew.size > 1 and not isinstance(error, Exception):
         return
     with contextlib.suppress(OSError, PeerError):
-        if not crew.first(lambda: bool(checkpoints(folder))):
+        if not crew.from_first(lambda: bool(checkpoints(folder))):
             _keep_files(session, False)
 
 
@@ -292,7 +292,7 @@ def drop_savepoint(session: Session, folder: Path) -> None:
         TransferError: it cannot be removed.
     """
     # In this order: files that go with the run while there is a savepoint would leave one that nobody can go on from.
-    session.crew.first(lambda: remove_savepoints(folder))
+    session.crew.from_first(lambda: remove_savepoints(folder))
     session.blocks.generations.release()
     _keep_files(session, False)
 

@@ -58,13 +58,13 @@ def run(argv: Sequence[str]) -> int:
         console = Console(quiet=options.json or crew.rank > 0)
 
         # The first rank measures the host, and keeps all figures. The others wait meanwhile.
-        host = crew.first(lambda: _measured(options, mounts, sustained, threads, device, console))
+        host = crew.from_first(lambda: _measured(options, mounts, sustained, threads, device, console))
         between = None
         if ranks is not None:
             with console.status("measuring links between ranks"):
                 between = rank_probe.probe_ranks(ranks, device, seconds=options.seconds)
             _print_ranks(console, between)
-        return crew.first(lambda: _end(options, device, console, *host, between))
+        return crew.from_first(lambda: _end(options, device, console, *host, between))
 
 
 def _measured(

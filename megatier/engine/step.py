@@ -159,7 +159,7 @@ class Engine:
         own_losses = [on_host(loss).item() for loss in losses]
         own_seconds = self._player.own_seconds()
         with self._player.waiting("ranks"):
-            of_ranks = self._crew.agree((own_losses, own_seconds))
+            of_ranks = self._crew.gather_objects((own_losses, own_seconds))
 
         # Sums are exact and rounded once, so the order of the losses does not matter.
         step_loss = math.fsum(loss for rank_losses, _ in of_ranks for loss in rank_losses)
@@ -298,7 +298,7 @@ class Engine:
                 if is_own:
                     losses.append(loss * count)
 
-        total = math.fsum(loss for rank_losses in self._crew.agree(losses) for loss in rank_losses)
+        total = math.fsum(loss for rank_losses in self._crew.gather_objects(losses) for loss in rank_losses)
         num_counted = sum(count for _, count in counted)
         return total / max(1, num_counted)
 

@@ -364,7 +364,7 @@ class UnitModel:
 
         # Ranks have tried with other tokens, and have to compute alike. The first one has those with which a single
         # process would have tried.
-        decided = crew.first(lambda: [tiled.decision for tiled in undecided])
+        decided = crew.from_first(lambda: [tiled.decision for tiled in undecided])
         for tiled, decision in zip(undecided, decided, strict=True):
             if decision is not None:
                 tiled.decide(decision)

@@ -178,7 +178,7 @@ class StreamedState(ABC):
     def all_of(self, value: T) -> list[T]:
         """Return what each rank gives, in the order of the ranks: losses to add up, for example. Any object will do."""
         self._meet("all_of()")
-        return self._crew.agree(value)
+        return self._crew.gather_objects(value)
 
     def read(self, name: str) -> Tensor:
         """Return the fp32 master of a parameter after all steps so far, as a copy on the CPU. All ranks get it.
@@ -276,7 +276,7 @@ class StreamedState(ABC):
         path = Path(folder)
 
         # By the first rank, before any of them writes there.
-        self._crew.first(lambda: _make_ready(path))
+        self._crew.from_first(lambda: _make_ready(path))
         tiles = self._session.engine.model.tiles
         state = {
             # By this key `restore` tells such a checkpoint from one of `megatier train`.
@@ -300,7 +300,7 @@ class StreamedState(ABC):
         Raises:
             CheckpointError: see `restore`.
         """
-        return self._crew.first(lambda: SavedStream.find(Path(folder)).groups)
+        return self._crew.from_first(lambda: SavedStream.find(Path(folder)).groups)
 
     def restore(self, folder: StrPath) -> None:
         """Take the state of the last checkpoint of a folder, bit by bit. The tiers may be others than those it is from.
@@ -355,7 +355,7 @@ class StreamedState(ABC):
                 warnings.warn(remark, stacklevel=5)  # the line that called `restore` or `restore_weights`
             return saved
 
-        return self._crew.first(find)
+        return self._crew.from_first(find)
 
     @property
     def _compiled(self) -> str:
@@ -390,7 +390,7 @@ class StreamedState(ABC):
             StreamedModelError: another rank has come to another call.
         """
         # A rank that makes another call meets the others here as well, so that all of them name it, and none hangs.
-        told = self._crew.agree((call, dropped))
+        told = self._crew.gather_objects((call, dropped))
         for rank, (other, _) in enumerate(told):
             if other != call:
                 raise StreamedModelError(

@@ -113,7 +113,7 @@ def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = 
     num_bytes = (1 + ranks.size) * own_bytes
     bay = bay_bytes(ram_available_bytes() // ranks.local_size)
     if device == "cuda":
-        memory = ranks.memory(num_bytes, bay, prefers=prefers)
+        memory = ranks.allocate_gpu_tier(num_bytes, bay, prefers=prefers)
     else:
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         ranks.share_ram(bay)
@@ -131,7 +131,7 @@ def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = 
 
         # All ranks begin together, since a collective waits for the last of them.
         count = max(1, round(seconds / (gather_s + scatter_s)))
-        ranks.agree(None)
+        ranks.gather_objects(None)
         moves = _submit(lane, [gather, scatter] * count)
         beside_per_s = repeats_per_s(product, device, moves[-1].done)
         beside_s = _span_s(moves)
@@ -140,7 +140,7 @@ def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = 
     shares = [beside_per_s / alone_per_s, count * (gather_s + scatter_s) / beside_s]
 
     # A step waits for its slowest rank, so the least of all ranks counts.
-    compute, collective = (min(of_ranks) for of_ranks in zip(*ranks.agree(shares), strict=True))
+    compute, collective = (min(of_ranks) for of_ranks in zip(*ranks.gather_objects(shares), strict=True))
     return RankFigures(
         ranks=ranks.size,
         hosts=ranks.size // ranks.local_size,
@@ -159,7 +159,7 @@ def _seconds_each(ranks: Ranks, lane: Queue, work: Callable[[], None], seconds: 
 
     def longest_s(count: int) -> float:
         moves = _submit(lane, [work] * count)
-        return max(ranks.agree(_span_s(moves)))
+        return max(ranks.gather_objects(_span_s(moves)))
 
     warm_ups = _submit(lane, [work] * WARM_UPS)
     _span_s(warm_ups)

@@ -173,7 +173,7 @@ class Collectives:
     def drop_left_out(self) -> None:
         """Forget the gradients of units that every rank has left out of the step: they are not updated."""
         with self._recorder.waiting("ranks"):
-            units_by_rank = self._ranks.agree(self._units_with_grads)
+            units_by_rank = self._ranks.gather_objects(self._units_with_grads)
         units_of_any = set[str]().union(*units_by_rank)
         self._gradients.final &= units_of_any
 
@@ -315,7 +315,7 @@ class Collectives:
             TimelineError: another rank does something else.
         """
         with self._recorder.waiting("ranks"):
-            by_rank = self._ranks.agree(what)
+            by_rank = self._ranks.gather_objects(what)
         for rank, other in enumerate(by_rank):
             if other != what:
                 raise TimelineError(

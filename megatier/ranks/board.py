@@ -105,7 +105,7 @@ def share_memory(channel: Channel, num_bytes: int) -> mmap.mmap:
         return os.getpid(), file
 
     try:
-        process, number = channel.first(make)
+        process, number = channel.from_first(make)
         with channel.together():
             if not made:
                 file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)

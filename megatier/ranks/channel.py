@@ -46,7 +46,7 @@ class Channel:
         self._group = group
         self._peers = peers
 
-    def agree(self, record: T | None) -> list[T]:
+    def gather_objects(self, record: T | None) -> list[T]:
         """Return the records of all ranks, in the order of the ranks, without those that are None.
 
         Raises:
@@ -72,7 +72,7 @@ class Channel:
 
     def any(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank."""
-        return any(self.agree(flag))
+        return any(self.gather_objects(flag))
 
     def _collect(self, own: torch.Tensor) -> torch.Tensor:
         """Return small tensors of one size, end to end in the order of the ranks."""
@@ -84,7 +84,7 @@ class Channel:
         self.finish(work, self._peers.check)
         return whole
 
-    def first(self, make: Callable[[], T]) -> T:
+    def from_first(self, make: Callable[[], T]) -> T:
         """Return what the first rank makes, or raise its error. The others do not make any."""
         # An error is told like a result: the others wait for one of the two. In a tuple, since None may be a result.
         made: tuple[T] | Exception | None = None
@@ -94,7 +94,7 @@ class Channel:
             except Exception as error:  # noqa: BLE001 - raised below, when the others know of it
                 made = self._told(error)
 
-        told: list[tuple[T] | Exception] = self.agree(made)
+        told: list[tuple[T] | Exception] = self.gather_objects(made)
         result = told[0]
         if isinstance(result, Exception):
             raise result
@@ -114,7 +114,7 @@ class Channel:
 
         # Also those that did not fail come here, or the others would wait for them.
         told = None if error is None else self._told(error)
-        errors = self.agree(told)
+        errors = self.gather_objects(told)
         if errors:
             raise errors[0] from error
 
@@ -190,7 +190,7 @@ class Alone:
     size = 1
     local_size = 1
 
-    def agree(self, record: T) -> list[T]:
+    def gather_objects(self, record: T) -> list[T]:
         """Return the only record."""
         return [record]
 
@@ -198,7 +198,7 @@ class Alone:
         """Return the only flag."""
         return flag
 
-    def first(self, make: Callable[[], T]) -> T:
+    def from_first(self, make: Callable[[], T]) -> T:
         """Return what this process makes."""
         return make()
 

@@ -1,9 +1,9 @@
 """Ranks: the processes of one run, each with a GPU of its own, and what they tell and send each other.
 
 Weights and gradients go as bytes, unchanged: `gather` and `scatter`, in an order that is the same on all ranks.
-Everything small goes as Python objects: `agree`. What a checkpoint needs of other ranks goes by a channel of its own,
-`beside`. All three have process groups of their own, so none waits for another. This file, `channel`, `pulls` and
-`rendezvous` alone import `torch.distributed`, and one process alone never does.
+Everything small goes as Python objects: `gather_objects`. What a checkpoint needs of other ranks goes by a channel of
+its own, `beside`. All three have process groups of their own, so none waits for another. This file, `channel`, `pulls`
+and `rendezvous` alone import `torch.distributed`, and one process alone never does.
 
 Bytes go the first of these ways that all ranks have: copies between GPUs (`pulls`); RAM that the ranks of a host share
 (`shared_ram`); NCCL's kernels, or gloo on CPUs. `Ranks.way` says which it is.
@@ -85,7 +85,7 @@ class Ranks(Channel):
 
     # ------------------------------------------------------------------ data
 
-    def memory(self, num_bytes: int, bay_bytes: int, *, prefers: Way | None = None) -> torch.Tensor:
+    def allocate_gpu_tier(self, num_bytes: int, bay_bytes: int, *, prefers: Way | None = None) -> torch.Tensor:
         """Allocate the GPU tier, so that the other GPUs of the host can read it by copy engines, if they can at all.
 
         Every rank has to call it, for as many bytes. What is gathered and scattered from now on has to lie in it.
@@ -134,7 +134,7 @@ class Ranks(Channel):
         reason = self._first_of(reason)
         if reason is None:
             device = "cuda" if self._is_nccl else "cpu"
-            least_bytes = min(self.agree(bay_bytes))
+            least_bytes = min(self.gather_objects(bay_bytes))
             try:
                 self._carrier = open_shared_ram(self, least_bytes, self._check_data, device=device)
                 self.way = Way.RAM
@@ -180,7 +180,7 @@ class Ranks(Channel):
 
     def _first_of(self, reason: str | None) -> str | None:
         """Return the first reason of all ranks; None if none has any."""
-        return next(iter(self.agree(reason)), None)
+        return next(iter(self.gather_objects(reason)), None)
 
     def drop_memory(self) -> None:
         """Let go of the memory, which nobody reads any more."""
@@ -253,10 +253,10 @@ class Ranks(Channel):
 
     # ------------------------------------------------------------------ the thread that trains
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
+    def concatenated(self, values: torch.Tensor) -> torch.Tensor:
         """Return the flat tensors of all ranks, end to end in the order of the ranks. They may differ in length."""
         # By the CPU, where the host needs them anyway to add them exactly.
-        return torch.cat(self.agree(values.cpu()))
+        return torch.cat(self.gather_objects(values.cpu()))
 
     def groups_of(self, groups: int) -> range:
         """Return the groups of a step that this rank computes: in round j, rank r has group j * size + r.

@@ -45,6 +45,7 @@ def memory_bytes(device: torch.device, ranks: Ranks | None) -> dict[str, int]:
     if device.type != "cuda":
         return {"resident_bytes": resident_bytes}
 
-    # A gpu tier that other ranks read does not come from torch's allocator (`Ranks.memory`), so that does not count it.
+    # A gpu tier that other ranks read does not come from torch's allocator (`Ranks.allocate_gpu_tier`), which does not
+    # count it then.
     shared_bytes = 0 if ranks is None else ranks.shared_bytes
     return {"resident_bytes": resident_bytes, "gpu_bytes": torch.cuda.memory_reserved(device) + shared_bytes}

@@ -298,7 +298,7 @@ def _open_store(
     nvme = [f"{mount.directory}:{(mount.num_bytes or 0) // local_size}" for mount in machine.mounts]
     if ranks is not None:
         # Each rank has a directory of its own on every mount, which `leftovers` knows by this form of name.
-        run_id = rank_id(ranks.first(lambda: run_id or secrets.token_hex(6)), ranks.rank)
+        run_id = rank_id(ranks.from_first(lambda: run_id or secrets.token_hex(6)), ranks.rank)
     if machine.device.type == "cuda":
         limit_gpu(setup.config.tiers.gpu_limit)
 
@@ -309,7 +309,7 @@ def _open_store(
         opened.callback(ranks.drop_memory)
         bay = bay_bytes(setup.budgets.ram // local_size)
         if machine.device.type == "cuda":
-            allocate = partial(ranks.memory, bay_bytes=bay, prefers=machine.rates.ranks_way)
+            allocate = partial(ranks.allocate_gpu_tier, bay_bytes=bay, prefers=machine.rates.ranks_way)
         else:
             ranks.share_ram(bay)
     device = str(machine.device)
@@ -319,7 +319,7 @@ def _open_store(
     opened.enter_context(store)
     budgets = replace(own, nvme=store.usage(Tier.NVME)["budget"])
     if ranks is not None:
-        budgets = Budgets.least(ranks.agree(budgets))
+        budgets = Budgets.least(ranks.gather_objects(budgets))
     return store, budgets
 
 

@@ -76,7 +76,7 @@ class Machine:
                 *budgets_of(tiers, device),
                 *(budget_bytes(mount, left_bytes(mount.directory, ids)) for mount in tiers.mounts),
             )
-        gpu, ram, *sizes = map(min, zip(*crew.agree(own), strict=True))
+        gpu, ram, *sizes = map(min, zip(*crew.gather_objects(own), strict=True))
         directories = [mount.directory for mount in tiers.mounts]
         rates, assumed = rates_or_assumed(directories, device.type)
         return cls(

@@ -33,7 +33,8 @@ class Blocks:
 
         Raises:
             CapacityError: the home tier's budget is used up.
-            BlockError: the key exists, or it is not of a whole number of bytes, at least 1, of which `elsewhere` are a part.
+            BlockError: the key exists, or its size is no whole number of bytes, at least 1, of which `elsewhere` are a
+                part.
         """
         if spec.key in self.by_key:
             raise BlockError(f"block {spec.key} is registered already. Give each block a key of its own.")

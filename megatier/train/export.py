@@ -255,7 +255,7 @@ def export_end(
         error = _write_end(console, session, folder, tokenizer, dtype)
 
     # The first rank has written, and all of them save what it could not write.
-    if (reason := crew.first(lambda: None if error is None else str(error))) is not None:
+    if (reason := crew.from_first(lambda: None if error is None else str(error))) is not None:
         saved = saves.keep_end(step, partial(say, console))
         raise ExportError(reason, step, _way_on(directory, saved)) from error
 

@@ -50,7 +50,7 @@ class SavePlan:
         """
         room = Room.of(output, session.model, session.wholes)
         crew = session.crew
-        num_kept = crew.first(lambda: _checked_count(output, session, room, is_done=is_done))
+        num_kept = crew.from_first(lambda: _checked_count(output, session, room, is_done=is_done))
         cost_s = expected_cost(session, expected)
         return cls(
             output=output,

@@ -63,7 +63,7 @@ def setup_of(
     def fitted() -> tuple[RunConfig, str]:
         return with_kernel(fit_positions(config, given, model_config), model_config, machine)
 
-    chosen, why_not_flex = crew.first(fitted)
+    chosen, why_not_flex = crew.from_first(fitted)
     if why_not_flex:
         say(console_of(ranks, console), WITHOUT_FLEX.format(chosen.model.attention, why_not_flex))
 
@@ -71,7 +71,7 @@ def setup_of(
     model, reader = open_model(chosen, model_config)
     setup = settled(Setup.of(chosen, model, machine))
     setup = with_budgets_kept(setup)
-    planned, expected = crew.first(lambda: plan_choices(setup, given, console))
+    planned, expected = crew.from_first(lambda: plan_choices(setup, given, console))
     return setup.with_config(planned), reader, expected
 
 
@@ -101,7 +101,7 @@ def run_before_restart(
     if not crew.any(num_restarts > 0):
         return None
     path = Path(config.output.directory) / CONFIG_FILE
-    stored = crew.first(lambda: to_dict(load_saved(path)) if path.is_file() else None)
+    stored = crew.from_first(lambda: to_dict(load_saved(path)) if path.is_file() else None)
     if stored is None:
         return None
 
@@ -137,7 +137,7 @@ class SharedDirectory:
         self.own = own
 
         # The others read there only once it is locked.
-        self.run_id = crew.first(lambda: "" if own is None else own.run_id)
+        self.run_id = crew.from_first(lambda: "" if own is None else own.run_id)
         with crew.together():
             self._check_is_shared(crew.rank)
 
@@ -176,7 +176,7 @@ class SharedText:
 
     def batch(self, step: int, batch: int) -> dict[str, torch.Tensor]:
         """Return the training batch of a step, counted from 0."""
-        return self._crew.first(lambda: self.own.batch(step, batch))
+        return self._crew.from_first(lambda: self.own.batch(step, batch))
 
     def holdout(self, batch: int) -> Iterator[dict[str, torch.Tensor]]:
         """Yield held-out batches in order."""
@@ -185,7 +185,7 @@ class SharedText:
         if self._text is not None:
             batches = self._text.holdout(batch)
         while True:
-            rows = self._crew.first(lambda: next(batches, None))
+            rows = self._crew.from_first(lambda: next(batches, None))
             if rows is None:
                 return
             yield rows
@@ -198,7 +198,7 @@ class SharedText:
         """
         if train.epochs is None:
             return train
-        steps = self._crew.first(lambda: steps_of(self.own, train))
+        steps = self._crew.from_first(lambda: steps_of(self.own, train))
         fewest = min(steps, train.steps)
 
         # Steps that nobody gave stand for as many as there may be, and are no news.
@@ -213,7 +213,7 @@ class SharedText:
     @property
     def state(self) -> dict[str, Any]:
         """The note of this text, and of the position in it, that a checkpoint has."""
-        return self._crew.first(lambda: self.own.state)
+        return self._crew.from_first(lambda: self.own.state)
 
     @property
     def own(self) -> PackedText | TextStream:

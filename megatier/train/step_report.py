@@ -82,7 +82,7 @@ class StepReports:
         self._session = session
         self._crew = session.crew
         self._device = session.engine.options.device
-        self._hosts = self._crew.agree(platform.node())
+        self._hosts = self._crew.gather_objects(platform.node())
         self.tokens_seen = 0
         """Tokens of all steps so far, those of earlier processes included."""
         self._compile_seconds = 0.0
@@ -175,7 +175,7 @@ class StepReports:
 
         # The table has this rank's bytes. Of the others only what differs is told.
         odd = [row.queue for row in rows if row.moved_bytes != row.demanded_bytes]
-        for rank, queues in enumerate(self._crew.agree(odd)):
+        for rank, queues in enumerate(self._crew.gather_objects(odd)):
             if rank and queues:
                 words = ", ".join(queues)
                 say(console, f"rank {rank} on {self._hosts[rank]} moved other bytes than demanded: {words}")
@@ -209,7 +209,7 @@ class StepReports:
             "moved_bytes": dict(self._moved_bytes()),
         }
         own_memory = memory_bytes(self._device, self._session.ranks)
-        of_ranks = self._crew.agree((own_memory, own_lanes))
+        of_ranks = self._crew.gather_objects((own_memory, own_lanes))
         # The process with the most memory decides whether a run fits.
         most_memory = {name: max(memory[name] for memory, _ in of_ranks) for name in own_memory}
 

@@ -114,7 +114,7 @@ def train(
         # is replaced meanwhile, the run is refused.
         with one_version():
             # Block files of this run that a kill has left count as free: the run takes their place.
-            left_id = crew.first(lambda: noted_id(Path(config.output.directory))) if resumes else None
+            left_id = crew.from_first(lambda: noted_id(Path(config.output.directory))) if resumes else None
             machine = Machine.here(config.tiers, device, ranks, left_id)
             setup, reader, expected = setup_of(config, given, machine, ranks, console)
             config = setup.config
@@ -126,7 +126,7 @@ def train(
 
             # Locked before `Start` looks for saved steps there, which another run could write or remove.
             directory = SharedDirectory(stack, config, ranks, resumes=resumes)
-            start = crew.first(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
+            start = crew.from_first(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
             tokenizer, origin, changes = _open_sources(setup, start, console, resumes=resumes)
         if not resumes and directory.own is not None:
             write_numbers(directory.path / NUMBERS_FILE, config, origin)

@@ -183,7 +183,7 @@ def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks, 
         for name, placement in RANK_PLACEMENTS.items():
             digest, moved = _run(device, directory, placement, Activations.KEEP, mode, groups=ranks.size, ranks=ranks)
             # Every rank compares, so a GPU that computes other bits than the others is found.
-            is_equal = all(ranks.agree(digest == expected))
+            is_equal = all(ranks.gather_objects(digest == expected))
             agree &= is_equal
             table.add_row(name, str(ranks.size), *_words(mode), megabytes(moved), digest, _verdict(is_equal))
 
@@ -315,7 +315,7 @@ def _add_state(digest: hashlib._Hash, session: Session) -> None:
         tensors = sorted(whole.layout.tensors, key=lambda tensor: tensor.name)
         for kind in unit.layout.schema.kinds:
             own = session.read_plane(unit, kind, 0, unit.layout.num_elements)
-            plane = torch.cat(crew.agree(own))
+            plane = torch.cat(crew.gather_objects(own))
             for tensor in tensors:
                 # As bytes, since numpy has no bf16.
                 elements = plane[tensor.start : tensor.stop]

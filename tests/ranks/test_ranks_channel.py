@@ -47,9 +47,9 @@ def refuse() -> int:
 def ask_first() -> tuple[int, str]:
     with joined("cpu") as ranks:
         assert ranks is not None
-        made = ranks.first(lambda: 10 + ranks.rank)
+        made = ranks.from_first(lambda: 10 + ranks.rank)
         try:
-            ranks.first(refuse)
+            ranks.from_first(refuse)
         except CapacityError as error:
             return made, str(error)
         return made, ""
@@ -77,9 +77,9 @@ def test_exchange_of_pieces_of_different_sizes_brings_each_to_its_rank() -> None
 def talk() -> tuple[list[str], list[bool], list[float], list[int]]:
     with joined("cpu") as ranks:
         assert ranks is not None
-        records = ranks.agree("a" * (1 + 1000 * ranks.rank) if ranks.rank != 1 else None)
+        records = ranks.gather_objects("a" * (1 + 1000 * ranks.rank) if ranks.rank != 1 else None)
         flags = [ranks.any(False), ranks.any(ranks.rank == 2), ranks.any(True)]
-        total = ranks.total(torch.full((ranks.rank,), float(ranks.rank)))
+        total = ranks.concatenated(torch.full((ranks.rank,), float(ranks.rank)))
         return [record[:2] + str(len(record)) for record in records], flags, total.tolist(), list(ranks.groups_of(6))
 
 

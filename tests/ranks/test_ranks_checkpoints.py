@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import crossed
 from rank_pool import POOL
 from rank_runs import RankRun, first_weights, session_on_ranks, train_step
 from test_ranks_exactness import PLACES
@@ -153,7 +153,17 @@ def copy(run: RankRun, mount: Path, source: Path, folder: Path, chunks: int) -> 
         CheckpointWriter(session, folder, 2, {"step": 2}).wait()
 
 
-@pytest.mark.parametrize(("name", "chunks"), crossed(RUNS, [300, 1500, 5000], by=3))
+# What cuts the others into shards of ranks is met above.
+USUALLY_CUT = {("expert parts", 300), ("frozen", 1500), ("muon on experts", 5000)}
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        pytest.param(*case, marks=[] if case in USUALLY_CUT else [pytest.mark.slow])
+        for case in itertools.product(RUNS, (300, 1500, 5000))
+    ],
+)
 def test_checkpoint_that_shards_cut_everywhere_has_the_bytes_of_one_process(
     name: str, chunks: int, tmp_path: Path
 ) -> None:
@@ -177,7 +187,7 @@ def train_beside(run: RankRun, place: Place, mount: Path, folder: Path) -> list[
         return [(result.loss, result.grad_norm) for result in results]
 
 
-@pytest.mark.parametrize("place", ["ram", "nvme twice"])
+@pytest.mark.parametrize("place", ["nvme twice", pytest.param("ram", marks=pytest.mark.slow)])
 def test_checkpoint_that_ranks_write_beside_training_changes_no_bit_of_either(place: str, tmp_path: Path) -> None:
     run = RankRun(steps=4)
     folder = tmp_path / "checkpoints"
@@ -222,9 +232,9 @@ def save_with(what: str, mount: Path, folder: Path) -> list[Any]:
                 except MegatierError as error:
                     seen.append((type(error), getattr(error, "errno", None)))
             session.reader.is_closed = False
-            session.ranks.agree(step)
+            session.ranks.gather_objects(step)
             seen.append(sorted(path.name for path in folder.iterdir()))
-            session.ranks.agree(step)
+            session.ranks.gather_objects(step)
         return seen
 
 

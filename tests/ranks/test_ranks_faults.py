@@ -79,7 +79,7 @@ def cases(*usual: str) -> list[object]:
     return [place if place in usual else pytest.param(place, marks=pytest.mark.slow) for place in PLACES]
 
 
-@pytest.mark.parametrize("place", [*cases("forward"), "exchange"])
+@pytest.mark.parametrize("place", [*cases(), "exchange"])
 def test_rank_with_an_error_ends_all_ranks_with_it(place: str, tmp_path: Path, python: WarmPython) -> None:
     other, failed = endings(python, tmp_path, "error", place)
     check_other(other, f"ValueError: odd in {place}.")
@@ -87,7 +87,7 @@ def test_rank_with_an_error_ends_all_ranks_with_it(place: str, tmp_path: Path, p
     assert (failed["error"], failed["text"], failed["left"]) == ("ValueError", f"odd in {place}", [])
 
 
-@pytest.mark.parametrize("place", [*cases("gather"), "checkpoint"])
+@pytest.mark.parametrize("place", [*cases("gather"), pytest.param("checkpoint", marks=pytest.mark.slow)])
 def test_rank_that_is_killed_ends_all_ranks(place: str, tmp_path: Path, python: WarmPython) -> None:
     other, failed = endings(python, tmp_path, "SIGKILL", place)
     check_other(other, "its process ended without a word")
@@ -173,7 +173,10 @@ def test_train_of_which_ranks_are_told_to_stop_stops_on_all_with_a_checkpoint(
     assert list(drive.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["terminate", "interrupt"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.slow, id="terminate"), pytest.param(signal.SIGINT, id="interrupt")],
+)
 def test_train_that_waits_for_other_ranks_ends_at_a_signal(
     number: signal.Signals, tmp_path: Path, python: WarmPython
 ) -> None:

@@ -83,7 +83,7 @@ def share_memory(refused: str) -> tuple[str, str, int]:
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr(rank_module, "open_shared_ram", open_ram)
         patch.setattr(ranks, "_is_nccl", True)
-        memory = ranks.memory(100, 4096, prefers=Way.KERNELS if refused == "views" else None)
+        memory = ranks.allocate_gpu_tier(100, 4096, prefers=Way.KERNELS if refused == "views" else None)
         assert ranks.shared_bytes == memory.numel()
         ranks.drop_memory()
         assert ranks.shared_bytes == 0

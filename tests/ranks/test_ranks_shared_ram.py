@@ -219,7 +219,7 @@ def move_between_gpus(bay_bytes: int) -> tuple[str, list[bool]]:
     with joined("cuda") as ranks, pytest.MonkeyPatch.context() as patch:
         assert ranks is not None
         patch.setenv("NCCL_P2P_DISABLE", "1")
-        memory = ranks.memory(1 << 20, bay_bytes)
+        memory = ranks.allocate_gpu_tier(1 << 20, bay_bytes)
         found = []
         for number in range(ROUNDS):
             size = 16 * SIZES[number % len(SIZES)]

@@ -102,7 +102,7 @@ CASES: dict[str, tuple[dict[str, Any], str, int, str]] = {
 }
 
 
-QUICK = ("dispatched", "split", "by length", "endless, cut", "endless, apart, cut")
+QUICK = ("split", "by length", "endless, cut", "endless, apart, cut")
 
 
 @pytest.mark.parametrize(
