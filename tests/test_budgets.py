@@ -64,7 +64,7 @@ def num_parameters(hidden: int, layers: int) -> int:
     [
         pytest.param("null", 5, 384, id="clip-off-quarter"),
         pytest.param("null", 5, 768, id="clip-off", marks=pytest.mark.slow),
-        pytest.param(1.0, 3, 384, id="exact-clip-quarter"),
+        pytest.param(1.0, 3, 384, id="exact-clip-quarter", marks=pytest.mark.slow),
         pytest.param(1.0, 3, 768, id="exact-clip", marks=pytest.mark.slow),
     ],
 )

@@ -34,10 +34,12 @@ def _one_thread() -> Iterator[None]:
 def test_compiled_run_that_keeps_attention_gives_the_same_bits_under_any_policy(dtype: str, tmp_path: Path) -> None:
     run = replace(PLAIN, dtype=dtype, compile=True, saved_share=0.0)
     expected = run(tmp_path)
-    settings = [("keep", "ram"), ("recompute", "nvme"), ("offload", "ram_streamed")]
-    found = [replace(run, kept_attention=True, activations=a, place=p)(tmp_path) for a, p in settings]
-    found.append(replace(run, kept_attention=True, offload_attention=True, activations="offload")(tmp_path))
-    assert [result == expected for result in found] == [True] * 4
+    kept = replace(run, kept_attention=True)
+    runs = [replace(kept, activations="recompute", place="nvme")]
+    runs += [replace(kept, activations="offload", offload_attention=True)]
+    if dtype == "bf16":  # which is slow
+        runs += [replace(kept, activations="keep"), replace(kept, activations="offload", place="ram_streamed")]
+    assert [each(tmp_path) == expected for each in runs] == [True] * len(runs)
 
 
 @pytest.mark.gpu

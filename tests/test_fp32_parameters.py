@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from crossed import some
 from safetensors.torch import load_file
 from streamed_loops import TIERS
 from test_checkpoint_checkpoint import go_on_elsewhere
@@ -136,14 +137,16 @@ def test_step_too_small_for_bf16_shows_in_the_next_forward(ernie: PreTrainedMode
 # ---------------------------------------------------------------------- on any tier
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "groups in slices")) for name in RUNS]
+)
 def test_routers_in_fp32_have_the_same_bits_on_any_tier_and_under_any_policy(name: str, tmp_path: Path) -> None:
     run, settings = RUNS[name]
     first, *others = (replace(run, place=place, activations=how)(tmp_path) for place, how in settings.items())
     assert [other == first for other in others] == [True] * len(others)
 
 
-@pytest.mark.parametrize("place", ["ram", "nvme"])
+@pytest.mark.parametrize("place", [pytest.param("ram", marks=pytest.mark.slow), "nvme"])
 def test_frozen_routers_keep_their_fp32_bits_and_change_none_of_the_others(
     place: str, ernie: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -159,7 +162,7 @@ def test_frozen_routers_keep_their_fp32_bits_and_change_none_of_the_others(
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.parametrize(("before", "after"), [("ram", "nvme"), ("gpu_ram_nvme", "gpu")])
+@pytest.mark.parametrize(("before", "after"), some([("ram", "nvme"), ("gpu_ram_nvme", "gpu")], by=2))
 def test_run_with_routers_in_fp32_goes_on_from_a_checkpoint_to_the_same_bits(
     before: str, after: str, tmp_path: Path
 ) -> None:

@@ -118,7 +118,7 @@ def test_resume_and_export_refuse_another_base_by_name(tmp_path: Path, capsys: p
     assert main(["resume", str(run), "--accept-changes"]) == 0
 
 
-@pytest.mark.parametrize("saved", ["checkpoint", "savepoint", "nothing"])
+@pytest.mark.parametrize("saved", ["checkpoint", "nothing", pytest.param("savepoint", marks=pytest.mark.slow)])
 def test_resume_and_export_over_a_base_that_was_moved_say_which_option_names_its_place(
     saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: tuple[list[float], bytes]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import some
 from safetensors.torch import load_file
 from small_commands import after_step, command
 from test_adapters import POLICIES, ROOMY
@@ -55,7 +56,7 @@ def _one_thread() -> Iterator[None]:
     ("case", "name", "activations"),
     [
         *((case, list(ROOMY)[number % len(ROOMY)], POLICIES[number % 3]) for number, case in enumerate(CASES)),
-        *(("qwen3", name, POLICIES[number % 3]) for number, name in enumerate(list(ROOMY)[1:], 1)),
+        *some([("qwen3", name, POLICIES[number % 3]) for number, name in enumerate(list(ROOMY)[1:], 1)], by=2),
     ],
 )
 def test_adapted_parameters_take_three_steps_like_peft_over_a_plain_model_bit_for_bit(
@@ -84,14 +85,14 @@ def test_adapted_parameters_in_bf16_give_the_same_bits_on_any_tier(
     found = []
     for index, name in enumerate(places):
         policy: Any = POLICIES[index % 3]
-        train = TrainConfig(steps=3, batch=6, clip=0.5, weight_decay=0.1, groups=3, activations=policy)
+        train = TrainConfig(steps=2, batch=6, clip=0.5, weight_decay=0.1, groups=2, activations=policy)
         options: dict[str, Any] = {"source": source, "lora": lora, "device": device, "compile": False}
         with opened(config, tmp_path, ROOMY[name], train, **options) as session:
-            results = run_steps(session, train, 3)
+            results = run_steps(session, train, 2)
             session.player.drain()
             found.append(outcome(session, results))
     assert [name for name, result in zip(places, found, strict=True) if result != found[0]] == []
-    assert len(set(found[0].losses)) == 3
+    assert len(set(found[0].losses)) == 2
 
 
 @pytest.mark.gpu

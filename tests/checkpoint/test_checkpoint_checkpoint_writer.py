@@ -163,7 +163,7 @@ def name_of(run: Run) -> str:
     return f"{run.model}-{run.place}-{run.clip}-{run.groups}-{run.device}"
 
 
-@pytest.mark.parametrize("run", [*some(RUNS, by=2), *ON_A_GPU], ids=name_of)
+@pytest.mark.parametrize("run", [*some(RUNS, by=4, first=2), *ON_A_GPU], ids=name_of)
 def test_checkpoint_written_beside_training_changes_no_bit_of_either(
     run: Run, tmp_path: Path, held: threading.Event, expected: dict[Run, tuple[Outcome, str]]
 ) -> None:
@@ -258,7 +258,7 @@ TIERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("tiers", some(TIERS, by=2), ids=str)
+@pytest.mark.parametrize("tiers", some(TIERS, by=4), ids=str)
 def test_train_with_a_checkpoint_of_every_step_has_the_bits_of_a_run_with_none(
     tiers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,14 +305,14 @@ def test_train_whose_checkpoint_fails_ends_at_the_next_step_with_the_one_before(
             raise OSError(errno.EIO, "Input/output error", str(tmp_path))
 
     monkeypatch.setattr(CheckpointWriter, "_begin", begin_and_fail)
-    assert main(command(tmp_path, {**EVERY, "train.steps": 9})) == 2
+    assert main(command(tmp_path, {**EVERY, "train.steps": 6})) == 2
     assert "writing a checkpoint failed in " in capsys.readouterr().err
     assert begun == [1, 2]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
     assert [record["step"] for record in metrics(tmp_path) if "loss" in record][:2] == [1, 2]
     monkeypatch.undo()
     assert main(["resume", str(tmp_path / "run")]) == 0
-    assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == list(range(1, 10))
+    assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == list(range(1, 7))
 
 
 @pytest.fixture

@@ -158,10 +158,10 @@ PAIRS = [(place, ACTIVATIONS[(row + shift) % 3]) for shift in range(3) for row, 
 
 
 MATRIX = [
-    pytest.param(replace(MOE, steps=3), 6, id="bf16"),
-    pytest.param(replace(MOE, steps=3, dtype="fp32", clip=None, groups=3), 7, id="fp32-unclipped-3x1"),
+    pytest.param(replace(MOE, steps=3), 11, id="bf16"),
+    pytest.param(replace(MOE, steps=3, dtype="fp32", clip=None, groups=3), 11, id="fp32-unclipped-3x1"),
     pytest.param(replace(MOE, steps=3, groups=3, slices=2), 15, id="bf16-3x2"),
-    pytest.param(replace(MOE, steps=3, expert_parts=3, fused_loss=True, clip=None), 7, id="bf16-unclipped-three"),
+    pytest.param(replace(MOE, steps=3, expert_parts=3, fused_loss=True, clip=None), 11, id="bf16-unclipped-three"),
     pytest.param(MOE, 1, id="all", marks=pytest.mark.slow),
 ]
 

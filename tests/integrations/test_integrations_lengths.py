@@ -157,7 +157,7 @@ CASES: dict[str, tuple[Model, dict[str, Any], Step, int]] = {
     "images": (vision, {}, with_images, 7),
 }
 """The model, options of `megatier.stream`, a step, and how many graphs serve all batches."""
-QUICK = {"padded", "apart", "forwards"}
+QUICK = {"padded", "forwards"}
 
 
 def losses_of(streamed: Streamed, shapes: list[tuple[int, int]], step: Step, graphs: list[Any]) -> list[Any]:

@@ -99,7 +99,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "run", some(CASES, by=2, first=1), ids=lambda run: f"{run.model}-{run.dtype}-{run.groups}x{run.slices}"
+    "run", some(CASES, by=6, first=3), ids=lambda run: f"{run.model}-{run.dtype}-{run.groups}x{run.slices}"
 )
 def test_activations_give_the_same_bits_wherever_they_lie_and_move_what_is_demanded(run: Run, tmp_path: Path) -> None:
     expected = replace(run, activations="keep")(tmp_path)
@@ -222,7 +222,9 @@ def test_weights_on_demand_come_before_the_activation_that_is_asked_for_ahead(
     assert found[: 2 * len(names)] == [last, *chain(*zip(weights, ahead, strict=False)), weights[-1]]
 
 
-@pytest.mark.parametrize(("op", "error"), [("write", errno.ENOSPC), ("write", errno.EIO), ("read", errno.EIO)])
+@pytest.mark.parametrize(
+    ("op", "error"), some([("write", errno.ENOSPC), ("write", errno.EIO), ("read", errno.EIO)], by=2)
+)
 def test_drive_that_fails_with_an_activation_ends_the_step_which_can_be_made_again(
     op: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

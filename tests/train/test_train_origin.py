@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import crossed
+from crossed import crossed, some
 from safetensors.torch import load_file, save_file
 from small_commands import after_step, all_records, command, outcome
 from tiny_models import tiny_config
@@ -184,7 +184,7 @@ def test_resume_over_files_that_say_the_same_in_other_words_goes_on(tmp_path: Pa
     assert main(["resume", str(run)]) == 0
 
 
-@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("saved", some(SAVED, by=2))
 def test_resume_of_a_model_that_was_moved_needs_its_weights_in_what_was_saved(
     saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
