@@ -302,38 +302,32 @@ class BlockFiles:
         batches = []
         own_stop = min(stop, extent.own_bytes)
         if start < own_stop:
-            own = self._move(extent, start, own_stop, address, writes=False)
-            batches.append(own)
+            batches.append(self._move(extent, start, own_stop, address, writes=False))
 
         # What lies behind its own bytes is read where the base holds it.
         base_start = max(start, own_stop)
         if base_start < stop:
-            base_address = address + base_start - start
             try:
-                of_base = self._gather(extent, base_start, stop, base_address)
+                batches.append(self._gather(extent, base_start, stop, address + base_start - start))
             except BaseException:
                 # Whoever gets the error takes the memory for free, and the engine would go on to write into it.
                 for batch, _ in batches:
                     batch.wait()
                 raise
-            batches.append(of_base)
         return FileBatch(batches, "read", key, self._base)
 
     # HOP 6/6: RAM slot -> NVMe extent
     def write(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
         """Start writing page-aligned memory to bytes [start, stop) of a block. Each granule's checksum is stored."""
         assert stop <= extent.own_bytes, "files of the base are never written"
-        batch = self._move(extent, start, stop, address, writes=True)
-        return FileBatch([batch], "write", key)
+        return FileBatch([self._move(extent, start, stop, address, writes=True)], "write", key)
 
     def _gather(self, extent: Extent, start: int, stop: int, address: int) -> tuple[IoBatch, Sequence[Path]]:
         """Hand the parts of a span in files of the base to the engine; returns their batch, and the file of each."""
         granule = self.options.granule_bytes
         table = self._checksums_at(extent, start)
         segments, paths = self._base.segments(extent.parts, start, stop, address)
-        target = (address, stop - start)
-        batch = self._engine.gather(target, segments, table, granule)
-        return batch, paths
+        return self._engine.gather((address, stop - start), segments, table, granule), paths
 
     def _checksums_at(self, extent: Extent, start: int) -> int:
         """Return the address of the checksum of the granule that starts at a byte of a block."""
