@@ -222,14 +222,19 @@ def open_shared_ram(channel: Channel, bay_bytes: int, check: Check, *, device: s
     if device == "cpu":
         return SharedRam(channel.rank, stages, HostSigns(board, check))
 
-    with channel.together(), contextlib.ExitStack() as opened:
-        signs = StreamSigns(board, check)
-        opened.callback(signs.close)
+    with contextlib.ExitStack() as opened:
+        with channel.together():
+            signs = StreamSigns(board, check)
+            opened.callback(signs.close)
 
-        # Counted from the first bay: bays are powers of two, so none of them, and no copy, crosses the end of a piece.
-        lock = PageLock(stages.data_ptr(), cut_at_addresses(0, stages.nbytes, LOCKED_BYTES))
-        opened.callback(lock.close)
-        shared = SharedRam(channel.rank, stages, signs, lock)
+            # Counted from the first bay: bays are powers of two, so none of them, and no copy, crosses the end of a
+            # piece.
+            lock = PageLock(stages.data_ptr(), cut_at_addresses(0, stages.nbytes, LOCKED_BYTES))
+            opened.callback(lock.close)
+            shared = SharedRam(channel.rank, stages, signs, lock)
+
+        # Only here it is known that no rank failed. Where one did, the pages of the others may not stay locked: CUDA
+        # would refuse to lock what is mapped next at their addresses.
         opened.pop_all()
 
     try:

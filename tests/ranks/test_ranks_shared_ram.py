@@ -191,7 +191,8 @@ def move_by_streams(refused: str) -> tuple[str, list[bool], int, list[str]]:
         patch.setattr(torch.cuda, "Event", events)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr(shared_ram, "StreamSigns", HostSigns)
-        patch.setattr(shared_ram, "PageLock", partial(FakeLock, locks))
+        refuses_lock = refused == "lock" and ranks.rank == 1
+        patch.setattr(shared_ram, "PageLock", (lambda *_: _refuse()) if refuses_lock else partial(FakeLock, locks))
         patch.setattr(shared_ram, "LOCKED_BYTES", 2 * PAGE_BYTES)
         patch.setattr(SharedRam, "try_out", lambda *_: None if right else _refuse())
         try:
@@ -212,6 +213,13 @@ def test_gpus_are_asked_for_few_rounds_at_a_time() -> None:
 def test_trial_that_fails_on_one_gpu_gives_memory_back_on_all() -> None:
     for found in POOL.run(move_by_streams, 2, "trial"):
         assert found == ("no memory to map", [], 0, [f"lock of {2 * SHARED_STAGES} bays in {SHARED_STAGES}", "unlock"])
+
+
+def test_lock_that_one_gpu_is_refused_gives_memory_back_on_all() -> None:
+    (said, _, _, locks), (refused, _, _, none) = POOL.run(move_by_streams, 2, "lock")
+    assert said == refused == "no memory to map"
+    assert locks == [f"lock of {2 * SHARED_STAGES} bays in {SHARED_STAGES}", "unlock"]
+    assert none == []
 
 
 def move_between_gpus(bay_bytes: int) -> tuple[str, list[bool]]:
