@@ -75,7 +75,7 @@ class Leases:
                 # A fresh lease has no move that brings its bytes and would wait for the slot's earlier users. So the
                 # lease waits for them itself. They are asked for before the span counts as valid.
                 earlier_users = self.copies.occupants(copy) if fresh else []
-                marks = dict(copy.fills)
+                marks = dict(copy.fills) if fresh else {}
                 if fresh:
                     assign(copy.fills, span, None)
                 else:
