@@ -215,8 +215,10 @@ class Recorder:
             elif transfer.wait_for_end():  # an error is not raised here: whoever waits for an update has it
                 self._note_transfer(transfer)
 
-        events = self._events
-        self._events = []
+        # Lanes append at the same time. The list stays the same one, since they may have looked it up already.
+        count = len(self._events)
+        events = self._events[:count]
+        del self._events[:count]
         return sorted(events, key=lambda event: event.start_ns)
 
     def drop(self, transfers: Iterable[Transfer]) -> None:
@@ -230,7 +232,7 @@ class Recorder:
         self._pauses = []
         self.collect(transfers)
         self._watched = [transfer for transfer in self._watched if not transfer.done()]
-        self._events = []
+        self._events.clear()
 
     def _note_use(self, use: _Use) -> None:
         """Make events of a use, and of the waits of compute before and within it."""

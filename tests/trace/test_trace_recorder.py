@@ -147,3 +147,12 @@ def test_wait_from_which_the_thread_was_woken_late_has_a_cause(monkeypatch: pyte
     recorder.wait_until_started(second, causes)
     assert causes == {"nvme_to_ram": 1}, "it has started long ago"
     lanes.close()
+
+
+def test_event_that_a_lane_notes_while_others_are_taken_belongs_to_the_next_call() -> None:
+    recorder = Recorder()
+    looked_up = recorder._events
+    assert recorder.take([]) == []
+    event = TraceEvent(lane="update", name="c", start_ns=1, end_ns=2)
+    looked_up.append(event)
+    assert recorder.take([]) == [event]
