@@ -131,9 +131,11 @@ def test_train_interrupted_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_verify_result_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, agrees: bool) -> None:
     seen: list[tuple[str, Path]] = []
 
-    def verify(device: str, directory: Path, console: Console, *, is_quick: bool, optimizer: str) -> bool:
+    def verify(
+        device: str, directory: Path, console: Console, *, is_quick: bool, optimizer: str, products: str
+    ) -> bool:
         assert directory.is_dir()
-        assert (is_quick, optimizer) == (False, "adamw")
+        assert (is_quick, optimizer, products) == (False, "adamw", "bf16")
         seen.append((device, directory))
         return agrees
 

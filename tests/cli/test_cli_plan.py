@@ -161,7 +161,11 @@ def test_plan_of_a_machine_that_was_not_measured_is_that_of_train(
     assert (setup.config, prediction) == (loaded.changed(settled), None)
     assert document["chosen"] == {}
     assert document["budget_bytes"]["gpu"] == hardware.default_budgets("cpu").gpu_bytes
-    assert document["assumed_rates"].keys() == {field.name for field in fields(Rates)} - {"gpu_bytes", *OF_RANKS}
+    assert document["assumed_rates"].keys() == {field.name for field in fields(Rates)} - {
+        "gpu_bytes",
+        "fp8_flops_per_s",
+        *OF_RANKS,
+    }
     assert document["assumed_rates"]["drives"][0]["mixed_bytes_per_s"] == 2e9
     assert document["seconds"] > 0
 

@@ -199,7 +199,7 @@ def test_step_that_may_not_take_another_course_is_abandoned(monkeypatch: pytest.
     with streamed_on("ram", tmp_path, train_config("tied", groups=1)) as (_, streamed):
         take(streamed, ("FB",), "tied")
         with monkeypatch.context() as patched:
-            patched.setattr(Pass, "check_turn", refuse)
+            patched.setattr(Pass, "check_can_replan", refuse)
             streamed.model(**batch_of(1, "tied"))
             with pytest.raises(TimelineError, match="another course"):
                 streamed.model(**batch_of(2, "tied"))
