@@ -1,4 +1,4 @@
-"""Compares products in bf16 and in FP8, by recipes: a compiled decoder layer's speed, and what gradients lose.
+"""Compares products in bf16 and in FP8: a compiled decoder layer's speed, and what gradients lose.
 
 `speed` runs one layer forward and backward as a node does, and prints seconds, what the forward saved, the peak of
 memory, and whether two runs gave the same bits. `gradients` trains nothing: it takes the gradients of a model with few
@@ -31,38 +31,26 @@ from transformers import AutoModelForCausalLM
 from megatier.compute import fp8
 from megatier.compute.compilation import Compilation
 
-RECIPES = {
-    "rows": fp8.Recipe(),
-    "rows, scales inside": fp8.Recipe(scales_inside=True),
-    "rows, e5m2": fp8.Recipe(gradients=torch.float8_e5m2),
-    "rows, own transpose": fp8.Recipe(transposes=True),
-    "rows, both ways": fp8.Recipe(transposes=True, rounds_both_ways=True),
-    "tensors": fp8.Recipe(by_rows=False),
-    "tensors, own transpose": fp8.Recipe(by_rows=False, transposes=True),
-    "tensors, e5m2": fp8.Recipe(by_rows=False, gradients=torch.float8_e5m2),
-    "rows, gradients by rows": fp8.Recipe(gradients_by_rows=True),
-    "rows, gradients by rows, scales inside": fp8.Recipe(gradients_by_rows=True, scales_inside=True),
-}
-"""What is compared with bf16."""
+PRODUCTS = ("bf16", "fp8")
+"""What is compared."""
 VOCAB = 8192
 """The vocabulary of a model whose gradients are taken."""
 
 
-def use(recipe: str, model: nn.Module) -> None:
-    """Let all linear layers of a model but its head take products by a recipe, or in its own dtype."""
+def use(products: str, model: nn.Module) -> None:
+    """Let all linear layers of a model but its head take products in FP8, or in its own dtype."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name != "lm_head":
-            fp8.adopt(layer, is_fp8=recipe in RECIPES)
-    fp8.recipe = RECIPES.get(recipe, fp8.Recipe())
+            fp8.adopt(layer, is_fp8=products == "fp8")
 
 
 def speed(options: argparse.Namespace) -> None:
-    """Measure a layer in bf16 and by each recipe."""
+    """Measure a layer in bf16 and in FP8."""
     config = llama_config(SHAPES[options.shape], options.tokens)
     config.num_hidden_layers, config.vocab_size = 1, VOCAB
     is_gpu = options.device == "cuda"
     first: float | None = None
-    for recipe in ("bf16", *(options.recipes or RECIPES)):
+    for products in PRODUCTS:
         torch.compiler.reset()
         with torch.device(options.device):
             model = AutoModelForCausalLM.from_config(
@@ -71,11 +59,11 @@ def speed(options: argparse.Namespace) -> None:
             hidden = torch.randn(options.rows, options.tokens, config.hidden_size, dtype=torch.bfloat16)
             positions = torch.arange(options.tokens)[None]
         layer = model.model.layers[0]
-        use(recipe, model)
+        use(products, model)
         arguments = {"position_ids": positions, "position_embeddings": model.model.rotary_emb(hidden, positions)}
         run = Compilation(options.saved_share)(layer.forward, "a layer") if is_gpu else layer.forward
         hidden.requires_grad_()
-        row = {"recipe": recipe} | measured(run, hidden, arguments, layer, options.steps)
+        row = {"products": products} | measured(run, hidden, arguments, layer, options.steps)
         if options.kernels:
             row["kernels_ms"] = kernels_of(run, hidden, arguments, layer, options.kernels)
         first = first or row["seconds"]
@@ -159,13 +147,13 @@ def gradients(options: argparse.Namespace) -> None:
         }
 
     found = {}
-    for recipe in ("bf16", *(options.recipes or RECIPES)):
-        use(recipe, wide)
-        found[recipe] = taken(wide)
+    for products in PRODUCTS:
+        use(products, wide)
+        found[products] = taken(wide)
     use("fp32", wide)
     exact = taken(wide.float())
-    for recipe, grads in found.items():
-        print(json.dumps({"recipe": recipe} | least(grads, exact)), flush=True)
+    for products, grads in found.items():
+        print(json.dumps({"products": products} | least(grads, exact)), flush=True)
 
 
 def least(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Any]:
@@ -189,7 +177,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--saved-share", type=float, default=0.8)
     parser.add_argument("--attention", choices=("sdpa", "flex_attention"), default="sdpa")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, help="those to compare (default: all)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--kernels", type=int, default=0, help="also print so many kernels that take longest")
     parser.add_argument("--realize-reads", type=int, help="Inductor's realize_reads_threshold (its default: 4)")
