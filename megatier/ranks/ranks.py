@@ -14,6 +14,7 @@ thread that trains calls everything else; in a pass that is recorded, it is the 
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -64,7 +65,8 @@ class Ranks(Channel):
         own, beside, self._data = groups
         self._is_nccl = dist.get_backend(self._data) == "nccl"
         self._is_given_up = False
-        self._is_aborted = False
+        self._abort_once = threading.Lock()
+        """Taken, and never released, by whoever aborts the group of NCCL."""
         self._carrier: RankCarrier | None = None
         """What moves weights and gradients; None: the process group does."""
         self.way = Way.KERNELS if self._is_nccl else Way.GLOO
@@ -185,9 +187,11 @@ class Ranks(Channel):
     def drop_memory(self) -> None:
         """Let go of the memory, which nobody reads any more."""
         self.shared_bytes = 0
-        if self._carrier is not None:
-            self._carrier.close()
-            self._carrier = None
+        # First nobody finds it any more: the thread that watches the other ranks may come to `_stop` at any time.
+        carrier = self._carrier
+        self._carrier = None
+        if carrier is not None:
+            carrier.close()
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Bring the shards of all ranks together, in the order of the ranks.
@@ -233,11 +237,12 @@ class Ranks(Channel):
 
     def _stop(self) -> None:
         """End what is under way on a GPU. Whoever waits for gloo looks for itself."""
-        if self._carrier is not None:
-            self._carrier.release()
-        elif self._is_nccl and not self._is_aborted:
-            # This is called again and again, and a group is aborted once.
-            self._is_aborted = True
+        carrier = self._carrier
+        if carrier is not None:
+            carrier.release()
+        # This is called again and again, by the thread that trains and by the one that watches the others. A group is
+        # aborted once.
+        elif self._is_nccl and self._abort_once.acquire(blocking=False):
             self._data.abort()
 
     def _check_data(self, waited_s: float = 0.0) -> None:

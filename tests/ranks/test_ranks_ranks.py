@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +33,42 @@ def move_bytes() -> tuple[list[int], list[int], int]:
         received = torch.empty(ranks.size, dtype=torch.uint8)
         ranks.scatter(received, torch.arange(ranks.size, dtype=torch.uint8) + 10 * ranks.rank)
         return whole.tolist(), received.tolist(), ranks.moved_bytes["ranks"]
+
+
+class SlowGroup:
+    """A group of NCCL, whose end takes as long as until all threads have come to it."""
+
+    def __init__(self) -> None:
+        self.aborts: list[int] = []
+
+    def abort(self) -> None:
+        self.aborts.append(threading.get_ident())
+        time.sleep(0.05)
+
+
+def stop_in_threads() -> int:
+    """How often a group is aborted that four threads stop at once."""
+    group = SlowGroup()
+    barrier = threading.Barrier(4)
+    with joined("cpu") as ranks, pytest.MonkeyPatch.context() as patch:
+        assert ranks is not None
+        patch.setattr(ranks, "_is_nccl", True)
+        patch.setattr(ranks, "_data", group)
+
+        def stop() -> None:
+            barrier.wait()
+            ranks._stop()
+
+        threads = [threading.Thread(target=stop) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return len(group.aborts)
+
+
+def test_group_that_several_threads_stop_is_aborted_once() -> None:
+    assert POOL.run(stop_in_threads, 2) == [1, 1]
 
 
 def test_gather_has_all_shards_and_scatter_gives_each_rank_its_pieces() -> None:
