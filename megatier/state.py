@@ -51,7 +51,7 @@ class StateSchema:
     planes: tuple[Plane, ...]
     """The weight, which is the copy that computes, comes first."""
     rule: str = "adamw"
-    """The name of the arithmetic by which it is updated (`optim.optimizer.RULES`, and `optim.muon` by matrix)."""
+    """The name of the arithmetic by which it is updated (`optim.rules.RULES`, and `optim.muon` by matrix)."""
     by_matrix: bool = False
     """Whether an update needs whole matrices, on the device that computes. Else each element is updated by itself, so
     any run of them is, wherever it lies."""

@@ -26,7 +26,8 @@ from megatier.engine.bound_module import BoundModule
 from megatier.engine.call import Call
 from megatier.engine.captured import requested_keys
 from megatier.engine.carried import Arguments
-from megatier.engine.unit_function import LentWeights, UnitFunction
+from megatier.engine.lent_weights import LentWeights
+from megatier.engine.unit_function import UnitFunction
 from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.guards.crossing import FORWARDS_CHECKED
 from megatier.guards.prefix import without_caches

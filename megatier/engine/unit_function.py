@@ -1,4 +1,4 @@
-"""The autograd functions of a unit: its forward and its backward. Each asks for the weights, and gives them back.
+"""The autograd function of a unit: its forward and its backward. Each asks for the weights, and gives them back.
 
 Between the two, the graph of a slice either stays or is dropped and made again (`activation`). If it stays, what it
 saved of memory that will leave is saved as addresses, and bound again in the backward.
@@ -230,42 +230,6 @@ class UnitFunction(torch.autograd.Function):
         elif node.trained and not purpose.retains_graph:
             stage.gradients.forgo(node.unit, call.num_slices)
         return (None, None, *_join_grads(input_grads, call))
-
-
-class LentWeights(torch.autograd.Function):
-    """Copies of a unit's weights, in the order of `leaves`, whose gradients are one summand of the unit's."""
-
-    @staticmethod
-    def forward(ctx: Any, node: BoundModule, anchor: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
-        """Copy the weights."""
-        ctx.node = node
-        ctx.number = node.stage.gradients.forward
-        use = node.stage.source.enter(node.unit, Phase.FORWARD, node.stage.gradients.group)
-        leaves = node.leaves(use.bytes)
-
-        # Slots are filled again when the use is over; these outlive it.
-        copies = tuple(leaf.detach().clone() for leaf in leaves)
-        use.leave()
-        frozen = (copy for copy, leaf in zip(copies, leaves, strict=True) if not leaf.requires_grad)
-        ctx.mark_non_differentiable(*frozen)
-
-        return copies
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:  # noqa: ANN401
-        """Hand the gradients of the copies over."""
-        node: BoundModule = ctx.node
-        gradients = node.stage.gradients
-        purpose = begin_backward(node.stage, ctx.number)
-
-        # The weights are not asked for: the copies were enough for whoever computed with them.
-        if purpose.trains:
-            parts = zip(node.names, grads, strict=True)
-            gradients.add(node.unit, [(name, grad) for name, grad in parts if node.is_trained[name]])
-            gradients.close(node.unit)
-        elif not purpose.retains_graph:
-            gradients.forgo(node.unit, 1)
-        return None, None
 
 
 def _run_slice(

@@ -16,15 +16,17 @@ from megatier.compute.compile_clock import CLOCK
 from megatier.defaults import usual_defaults
 from megatier.drives.blockfile import IoOptions
 from megatier.drives.mounts import rank_id
+from megatier.engine.engine_options import EngineOptions
 from megatier.engine.step import Engine
-from megatier.engine.unit_model import EngineOptions, UnitModel
+from megatier.engine.unit_model import UnitModel
 from megatier.errors import PlanError
 from megatier.hardware import cores_usable
 from megatier.measure.probe import io_threads
 from megatier.models.decoder import Unit, decays
 from megatier.models.weights import PartReader, WeightReader
 from megatier.optim.masters import join_master, plane_dtype
-from megatier.optim.optimizer import Hyperparameters, RunOptimizer
+from megatier.optim.optimizer import RunOptimizer
+from megatier.optim.rules import Hyperparameters
 from megatier.owner import Owner
 from megatier.play.player import Player
 from megatier.play.unit_blocks import block_key

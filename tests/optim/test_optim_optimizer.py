@@ -20,7 +20,8 @@ from torch import Tensor
 from megatier import _native
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
-from megatier.optim.optimizer import Hyperparameters, RunOptimizer
+from megatier.optim.optimizer import RunOptimizer
+from megatier.optim.rules import Hyperparameters
 from megatier.optim.tiles import TILE_ELEMENTS
 from megatier.state import MUON
 from megatier.tier import Kind
