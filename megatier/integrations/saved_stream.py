@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -70,11 +70,12 @@ class SavedStream:
         if base and of_base and of_base != base:
             raise CheckpointError(f"{self.path} is of adapters over another base. Stream the base that they belong to.")
 
-    def remarks(self, compiled: str, environment: Mapping[str, Any]) -> Iterator[str]:
+    def remarks(self, compiled: str, fp8: Sequence[str], environment: Mapping[str, Any]) -> Iterator[str]:
         """Yield what a user should know who goes on from it. Older versions noted less, which is not compared.
 
         Args:
             compiled: how layers are compiled now.
+            fp8: the linear layers that take their products in FP8 now.
             environment: libraries and devices now.
         """
         # Each chunk of a checkpoint that is bound is compared with what was written at its place.
@@ -86,6 +87,14 @@ class SavedStream:
                 f"{self.path} was written where layers are compiled {before}, and here they are compiled {compiled}. "
                 "State is taken bit by bit, but steps are rounded in other places from now on. Open the model with "
                 f"compile={before != 'not at all'} to go on as before."
+            )
+        # What was written before there were such products has none.
+        num_fp8 = len(self.state.get("fp8_products", ()))
+        if self.state.get("fp8_products", []) != list(fp8):
+            yield (
+                f"{self.path} was written where {num_fp8} linear layers take their products in FP8, and here "
+                f"{len(fp8)} do, or others. State is taken bit by bit, but steps are rounded in other places from now "
+                "on. Open the model with the same products and products_except to go on as before."
             )
         noted = self.state.get("environment")
         if isinstance(noted, dict) and (others := list(changes_of(noted, environment))):

@@ -286,6 +286,7 @@ class StreamedState(ABC):
             "tiles": {module: asdict(decision) for module, decision in tiles.items()},
             "base": noted_identity(self.model),
             "compiled": self._compiled,
+            "fp8_products": list(self._session.engine.options.fp8_products),
             **self._kept,
         }
         writer = CheckpointWriter(self._session, path, self.steps, state)
@@ -351,7 +352,8 @@ class StreamedState(ABC):
         def find() -> SavedStream:
             saved = SavedStream.find(folder)
             saved.check(self._kept, noted_identity(self.model))
-            for remark in saved.remarks(self._compiled, environment(self.device)):
+            fp8 = self._session.engine.options.fp8_products
+            for remark in saved.remarks(self._compiled, fp8, environment(self.device)):
                 warnings.warn(remark, stacklevel=5)  # the line that called `restore` or `restore_weights`
             return saved
 

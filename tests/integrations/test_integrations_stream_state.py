@@ -207,6 +207,22 @@ def test_restore_where_layers_are_compiled_in_another_way_says_so(tmp_path: Path
         streamed.restore(tmp_path)
 
 
+def test_restore_where_other_layers_take_their_products_in_fp8_says_so(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tiers": {"device": "cpu", "gpu": "2MiB", "ram": "8MiB"}, "compile": False}
+    model = build_skeleton(exactness_config("untied"), "sdpa").to_empty(device="cpu")
+    model.init_weights()
+    with megatier.stream(model, products="fp8", **options) as streamed:
+        streamed.save(tmp_path)
+        streamed.restore(tmp_path)
+    others: list[dict[str, Any]] = [{}, {"products": "fp8", "products_except": "*.o_proj"}]
+    for products in others:
+        with (
+            megatier.stream(model, **options, **products) as streamed,
+            pytest.warns(UserWarning, match="linear layers take their products in FP8, and here"),
+        ):
+            streamed.restore(tmp_path)
+
+
 @pytest.mark.parametrize("what", ["restore", "restore_weights"])
 def test_restore_in_another_environment_says_what_differs(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
