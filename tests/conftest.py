@@ -106,6 +106,17 @@ def compiler_settings() -> Iterator[None]:
             setattr(sys.modules[config], name, value)
 
 
+@pytest.fixture(autouse=True)
+def no_open_accumulation() -> Iterator[None]:
+    """After a test accelerate, whose state is that of the process, is within no accumulation of gradients.
+
+    A Trainer that an error ends within one leaves it so. The optimizer of the next loop with accelerate made no steps.
+    """
+    yield
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].GradientState()._set_sync_gradients(True)
+
+
 def settings_of_compiler() -> dict[tuple[str, str], Any]:
     """What `Compilation` sets, by module and name."""
     return {
