@@ -265,6 +265,6 @@ def _simulation(
     )
 
     # Products of matrices in updates on the GPU share the processors with compute.
-    multiplies = any(unit.update_flops for unit in units)
+    multiplies = any(spec.update_flops for spec in units)
     lanes = lanes_of(rates, policy.ranks, multiplies=multiplies)
     return steps, first, later, lanes

@@ -56,7 +56,7 @@ class StepJobs(JobList):
         """
         super().__init__(placement.chunk_elements)
         self._compute_seconds = compute_seconds
-        self._units = {unit.name: unit for unit in units}
+        self._units = {spec.name: spec for spec in units}
         self._placement = placement
         self._policy = policy
         self._parameters_per_flop = parameters_per_flop
@@ -117,8 +117,8 @@ class StepJobs(JobList):
         items = deque(timeline.items)
 
         for index, access in enumerate(timeline.accesses):
-            unit = self._units[access.unit]
-            key = unit.name, access.group
+            spec = self._units[access.unit]
+            key = access.unit, access.group
             self._add_items(items, index)
             before = self._uses[-1] if self._uses else self._last_end
             activation = None
@@ -127,11 +127,11 @@ class StepJobs(JobList):
 
             # The last use may be a forward: that of a fused head makes its gradient. What is frozen makes none.
             is_last_use = last_uses[key] == index
-            makes_grad = is_last_use and unit.num_trained > 0
+            makes_grad = is_last_use and spec.num_trained > 0
             use = self._compute(access, activation, makes_grad=makes_grad)
             self._uses.append(use)
             if makes_grad:
-                self._hand_over(unit, access.group, use, before)
+                self._hand_over(spec, access.group, use, before)
 
         self._add_items(items, len(timeline.accesses))
         self._last_end = self._add(
@@ -170,11 +170,11 @@ class StepJobs(JobList):
         ends = {access.group: index for index, access in enumerate(timeline.accesses)}
         offloaded = set()
         for index, access in enumerate(timeline.accesses):
-            unit = self._units[access.unit]
+            spec = self._units[access.unit]
             is_last = index == ends[access.group]
             is_backward = access.phase is Phase.BACKWARD
-            if is_backward and unit.activation_bytes and not is_last:
-                offloaded.add((unit.name, access.group))
+            if is_backward and spec.activation_bytes and not is_last:
+                offloaded.add((access.unit, access.group))
         return offloaded
 
     def _offload(self, access: Access, before: int | None) -> int | None:
@@ -248,20 +248,20 @@ class StepJobs(JobList):
 
     def _load(self, load: Load) -> None:
         """Bring weights to the GPU, as soon as their slot is free and they are updated."""
-        unit = self._units[load.unit]
-        name = unit.name
-        moves = self._moves.load(name)
+        unit = load.unit
+        spec = self._units[unit]
+        moves = self._moves.load(unit)
         free = self._slot_free(load)
 
         # AdamW on a streamed unit works in the slot that this load fills, so it comes after.
-        updated = None if load.updates else self._updates.get(name)
+        updated = None if load.updates else self._updates.get(unit)
 
         # In pieces: one comes to RAM while the one before goes on to the GPU.
-        pieces = self._num_pieces(unit.num_elements) if len(moves) > 1 else 1
-        arrived = self._chain(moves, name, free, updated, pieces=pieces)
-        self._arrivals[name] = arrived
+        pieces = self._num_pieces(spec.num_elements) if len(moves) > 1 else 1
+        arrived = self._chain(moves, unit, free, updated, pieces=pieces)
+        self._arrivals[unit] = arrived
         if load.updates:
-            self._update_streamed(unit, arrived)
+            self._update_streamed(spec, arrived)
 
     def _slot_free(self, load: Load) -> int | None:
         """Return the job after which the slot of a load is free."""
@@ -272,89 +272,90 @@ class StepJobs(JobList):
 
     def _update(self, update: Update) -> None:
         """Run AdamW where the unit's state is at home."""
-        unit = self._units[update.unit]
-        lane = self._placement.update_lane(unit.name)
+        unit = update.unit
+        spec = self._units[unit]
+        lane = self._placement.update_lane(unit)
         if lane == "update_nvme":
-            self._update_spilled(unit, update.load)
+            self._update_spilled(spec, update.load)
             return
 
         # No drive moves any of it, so there is nothing to overlap piece by piece.
-        gradient = self._grads.get(unit.name)
-        updated = self._apply(lane, unit, 1, self._last_end, gradient)
-        self._updates[unit.name] = updated
+        gradient = self._grads.get(unit)
+        updated = self._apply(lane, spec, 1, self._last_end, gradient)
+        self._updates[unit] = updated
 
-    def _update_spilled(self, unit: UnitSpec, fed: Load | None) -> None:
+    def _update_spilled(self, spec: UnitSpec, fed: Load | None) -> None:
         """Run AdamW on a unit with bytes on NVMe, piece by piece: read, update, feed, write."""
-        name = unit.name
+        unit = spec.name
         moves = self._moves
-        gradient = self._grads.get(name)
-        pieces = 1 if unit.schema.by_matrix else self._num_pieces(unit.num_trained)
-        is_speculative = name in self._placement.speculative
+        gradient = self._grads.get(unit)
+        pieces = 1 if spec.schema.by_matrix else self._num_pieces(spec.num_trained)
+        is_speculative = unit in self._placement.speculative
         updated = -1
 
         for _ in range(pieces):
             # Nothing is read ahead of an update that is not due yet, so reads wait for the gradient too.
             free = self._chunks[0] if len(self._chunks) == UPDATE_DEPTH else None
             needs = self._last_end, free, gradient
-            read = self._add_piece(moves.read_state(name), name, pieces, *needs)
-            updated = self._apply("update_nvme", unit, pieces, read, elsewhere=is_speculative)
+            read = self._add_piece(moves.read_state(unit), unit, pieces, *needs)
+            updated = self._apply("update_nvme", spec, pieces, read, elsewhere=is_speculative)
 
             if fed is not None:
                 slot = self._slot_free(fed)
-                arrived = self._add_piece(moves.feed(name), name, pieces, updated, slot)
-                self._arrivals[name] = arrived
+                arrived = self._add_piece(moves.feed(unit), unit, pieces, updated, slot)
+                self._arrivals[unit] = arrived
 
-            written = self._add_piece(moves.write_state(name), name, pieces, updated)
+            written = self._add_piece(moves.write_state(unit), unit, pieces, updated)
             self._chunks.append(written)
 
         # Frozen weights lie behind the trained ones, and no update feeds them.
-        if fed is not None and unit.frozen_elements:
-            frozen = moves.load_frozen(name)
-            self._arrivals[name] = self._chain(frozen, name, updated)
+        if fed is not None and spec.frozen_elements:
+            frozen = moves.load_frozen(unit)
+            self._arrivals[unit] = self._chain(frozen, unit, updated)
 
         # The next step counts what this backward updates.
         updates = self._speculated if is_speculative else self._updates
-        updates[name] = updated
+        updates[unit] = updated
 
-    def _update_streamed(self, unit: UnitSpec, arrival: int) -> int:
+    def _update_streamed(self, spec: UnitSpec, arrival: int) -> int:
         """Run AdamW on the GPU, when weights, gradient and state are there; returns the job that takes weights home."""
-        name = unit.name
-        gradient = self._grads.get(name)
-        state = self._states.get(name)
-        updated = self._apply("update_gpu", unit, 1, arrival, gradient, state)
-        self._updates[name] = updated
-        home = self._moves.return_weights(name)
-        return self._chain(home, name, updated)
+        unit = spec.name
+        gradient = self._grads.get(unit)
+        state = self._states.get(unit)
+        updated = self._apply("update_gpu", spec, 1, arrival, gradient, state)
+        self._updates[unit] = updated
+        home = self._moves.return_weights(unit)
+        return self._chain(home, unit, updated)
 
-    def _apply(self, lane: str, unit: UnitSpec, pieces: int, *after: int | None, elsewhere: bool = False) -> int:
+    def _apply(self, lane: str, spec: UnitSpec, pieces: int, *after: int | None, elsewhere: bool = False) -> int:
         """Do one of so many pieces of a unit's update, of matrices on the GPU; returns the job that ends it.
 
         Args:
             lane: the one that updates.
-            unit: the unit.
+            spec: the sizes of the unit.
             pieces: how many there are.
             after: the jobs that bring what it needs.
             elsewhere: whether it writes to another generation.
         """
-        name = unit.name
-        if not unit.schema.by_matrix:
-            amount = _updated(unit, elsewhere=elsewhere) / pieces
-            return self._add(lane, name, amount, *after)
+        unit = spec.name
+        if not spec.schema.by_matrix:
+            amount = _updated(spec, elsewhere=elsewhere) / pieces
+            return self._add(lane, unit, amount, *after)
 
-        moves = self._moves.carry(name)
-        products = unit.update_flops * self._parameters_per_flop
-        amount = _updated(unit) + products
+        moves = self._moves.carry(unit)
+        products = spec.update_flops * self._parameters_per_flop
+        amount = _updated(spec) + products
         if not moves:
-            return self._add("update_gpu", name, amount, *after)
+            return self._add("update_gpu", unit, amount, *after)
 
         # As if it had so many matrices of one size. The first one comes when all of the unit before are home.
         there, back = moves
         home = self._carried.get(lane)
         homes = deque([home], maxlen=MATRICES_CARRIED)
         for _ in range(PIECES_MAX):
-            arrived = self._add_piece([there], name, PIECES_MAX, homes[0], *after)
-            updated = self._add("update_gpu", name, amount / PIECES_MAX, arrived)
-            home = self._add_piece([back], name, PIECES_MAX, updated)
+            arrived = self._add_piece([there], unit, PIECES_MAX, homes[0], *after)
+            updated = self._add("update_gpu", unit, amount / PIECES_MAX, arrived)
+            home = self._add_piece([back], unit, PIECES_MAX, updated)
             self._carried[lane] = home
             homes.append(home)
         return self._carried[lane]
@@ -390,43 +391,43 @@ class StepJobs(JobList):
             return None
         return self._grad_slots[0]
 
-    def _hand_over(self, unit: UnitSpec, group: int, made: int, before: int | None) -> None:
+    def _hand_over(self, spec: UnitSpec, group: int, made: int, before: int | None) -> None:
         """Move the gradient of a group to where it waits, after adding the sum of the groups before.
 
         Args:
-            unit: the unit.
+            spec: the sizes of the unit.
             group: the group.
             made: the use that makes the gradient.
             before: the use before.
         """
-        name = unit.name
-        gradient = self._moves.gradient(name, group)
+        unit = spec.name
+        gradient = self._moves.gradient(unit, group)
         if gradient.fetched:
-            shipped = self._grads[name]
-            arrived = self._chain(gradient.fetched, name, shipped, before)
+            shipped = self._grads[unit]
+            arrived = self._chain(gradient.fetched, unit, shipped, before)
 
             # The addition takes next to no time, but the gradient is final only when the sum of the others has arrived.
-            made = self._add("compute", f"{name} sum", 0.0, made, arrived)
-        self._ship(unit, gradient, made)
+            made = self._add("compute", f"{unit} sum", 0.0, made, arrived)
+        self._ship(spec, gradient, made)
 
-    def _ship(self, unit: UnitSpec, gradient: Gradient, made: int) -> None:
+    def _ship(self, spec: UnitSpec, gradient: Gradient, made: int) -> None:
         """Move a sum of groups, or the gradient of one, to where it waits. Its update may follow."""
-        name = unit.name
+        unit = spec.name
         last = made
         if gradient.shipped:
             slot = self._sums[0] if len(self._sums) == GRAD_DEPTH else None
-            last = self._chain(gradient.shipped, name, made, slot)
+            last = self._chain(gradient.shipped, unit, made, slot)
 
             # A GPU slot is free again when the gradient is where it waits, in RAM or on NVMe.
             self._grad_slots.append(last)
 
         if gradient.sums_in_ram:
-            traffic = unit.num_trained * SUM_BYTES[gradient.is_final]
-            last = self._add("update", name, traffic / UPDATE_BYTES, last)
+            traffic = spec.num_trained * SUM_BYTES[gradient.is_final]
+            last = self._add("update", unit, traffic / UPDATE_BYTES, last)
             self._sums.append(last)
 
         # Before the update, which looks for it here.
-        self._grads[name] = last
+        self._grads[unit] = last
         if gradient.update is not None:
             self._update(gradient.update)
 
@@ -435,13 +436,13 @@ class StepJobs(JobList):
         return () if self._policy.deferred else self._updates.values()
 
 
-def _updated(unit: UnitSpec, *, elsewhere: bool = False) -> float:
+def _updated(spec: UnitSpec, *, elsewhere: bool = False) -> float:
     """Return the parameters of AdamW's work on a unit, in those that rates count.
 
     If it writes to another generation, a processor fetches the bytes that lie there before it overwrites them.
     """
     # Read and written, or read, fetched and written. A gradient is read.
-    schema = unit.schema
+    schema = spec.schema
     passes = 3 if elsewhere else 2
     traffic = passes * schema.bytes_per_parameter + schema.grad_width
-    return unit.num_trained * traffic / UPDATE_BYTES
+    return spec.num_trained * traffic / UPDATE_BYTES

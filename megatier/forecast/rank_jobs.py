@@ -55,58 +55,58 @@ class RankJobs(StepJobs):
 
     def _load(self, load: Load) -> None:
         """Bring this rank's shard to the GPU, if it is not at home there, and then those of all ranks together."""
-        unit = self._units[load.unit]
-        name = unit.name
-        *own, gather = self._moves.load(name)
-        updated = self._updates.get(name)
+        unit = load.unit
+        spec = self._units[unit]
+        *own, gather = self._moves.load(unit)
+        updated = self._updates.get(unit)
         arrived = updated
         if own:
             slot = self._shards[0] if len(self._shards) == SLOTS_MIN else ()
-            pieces = self._num_pieces(unit.num_elements) if len(own) > 1 else 1
+            pieces = self._num_pieces(spec.num_elements) if len(own) > 1 else 1
             needs = self._last_end, *slot, updated
-            arrived = self._chain(own, name, *needs, pieces=pieces)
+            arrived = self._chain(own, unit, *needs, pieces=pieces)
 
         # A streamed unit's shard leaves its slot for the other ranks, and for home.
         returned: tuple[int, ...] = ()
         if load.updates:
             assert arrived is not None
-            home = self._update_streamed(unit, arrived)
+            home = self._update_streamed(spec, arrived)
             returned = (home,)
-            arrived = self._updates[name]
+            arrived = self._updates[unit]
 
         # Behind the collective before it, whichever lane of the simulation has that.
         free = self._slot_free(load)
         needs = self._last, arrived, free
-        gathered = self._add("gather", name, gather.num_bytes, *needs)
+        gathered = self._add("gather", unit, gather.num_bytes, *needs)
         self._last = gathered
         self._shards.append((gathered, *returned))
-        self._arrivals[name] = gathered
+        self._arrivals[unit] = gathered
 
-    def _hand_over(self, unit: UnitSpec, group: int, made: int, before: int | None) -> None:
+    def _hand_over(self, spec: UnitSpec, group: int, made: int, before: int | None) -> None:
         """Leave the gradient to the lane `ranks`."""
-        self._made[unit.name, group] = made
+        self._made[spec.name, group] = made
 
     def _scatter(self, scatter: Scatter) -> None:
         """Send a group's gradient to the owners of its shards, and add what came to the sum of this rank's shard."""
-        unit = self._units[scatter.unit]
-        name = unit.name
-        gradient = self._moves.gradient(name, scatter.group)
+        unit = scatter.unit
+        spec = self._units[unit]
+        gradient = self._moves.gradient(unit, scatter.group)
         fetched = None
         if gradient.fetched:
-            shipped = self._grads[name]
-            fetched = self._chain(gradient.fetched, name, shipped, self._last)
+            shipped = self._grads[unit]
+            fetched = self._chain(gradient.fetched, unit, shipped, self._last)
 
         (move,) = self._moves.scatter(scatter)
-        made = self._made.pop((name, scatter.group))
-        scattered = self._add("scatter", name, move.num_bytes, self._last, made)
+        made = self._made.pop((unit, scatter.group))
+        scattered = self._add("scatter", unit, move.num_bytes, self._last, made)
         self._scatters.append(scattered)
 
         # The addition takes next to no time, but it needs the sum of the groups before, or a slot for a new one.
-        slot = super()._grad_slot(name)
+        slot = super()._grad_slot(unit)
         needs = scattered, fetched, slot
-        added = self._add("scatter", f"{name} sum", 0.0, *needs)
+        added = self._add("scatter", f"{unit} sum", 0.0, *needs)
         self._last = added
-        self._ship(unit, gradient, added)
+        self._ship(spec, gradient, added)
 
     def _grad_slot(self, unit: str) -> int | None:
         """Return the job that empties a slot in which a whole gradient of a group is made; None: a slot is free."""

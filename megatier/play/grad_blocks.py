@@ -38,45 +38,45 @@ class GradBlocks:
         self._placement = placement
         self._policy = policy
 
-    def register(self, name: str) -> None:
+    def register(self, unit: str) -> None:
         """Register the blocks of a unit's gradient and, if it is taken in RAM, of its sum over groups."""
-        home = self._placement.grad_homes[name]
-        unit = self._units[name]
-        size = grad_bytes(unit, self._policy)
-        if self.sums_in_ram(name):
+        home = self._placement.grad_homes[unit]
+        spec = self._units[unit]
+        size = grad_bytes(spec, self._policy)
+        if self.sums_in_ram(unit):
             # The sum takes the home, and the gradient of each group merely passes through slots.
-            total = BlockSpec(sum_key(name), size, home, Kind.GRAD)
+            total = BlockSpec(sum_key(unit), size, home, Kind.GRAD)
             self._store.register(total)
             home = None
 
-        gradient = BlockSpec(grad_key(name), size, home, Kind.GRAD)
+        gradient = BlockSpec(grad_key(unit), size, home, Kind.GRAD)
         self._store.register(gradient)
 
-    def sums_in_ram(self, name: str) -> bool:
+    def sums_in_ram(self, unit: str) -> bool:
         """Return whether the gradients of several groups are added up in RAM; else that is done on the GPU."""
-        return self._policy.groups > 1 and self._placement.sum_tier(name) is Tier.RAM
+        return self._policy.groups > 1 and self._placement.sum_tier(unit) is Tier.RAM
 
-    def send(self, name: str, *, final: bool) -> None:
+    def send(self, unit: str, *, final: bool) -> None:
         """Start taking a gradient from its GPU slot to its home or slot in RAM, or to NVMe; waits for RAM slots.
 
         A final gradient that was added up on the GPU, and rounded there, is only the front of its block.
         """
-        key = grad_key(name)
-        unit = self._units[name]
-        is_front = final and self._placement.sum_tier(name) is Tier.GPU
+        key = grad_key(unit)
+        spec = self._units[unit]
+        is_front = final and self._placement.sum_tier(unit) is Tier.GPU
         bytes_of = final_grad_bytes if is_front else grad_bytes
-        num_bytes = bytes_of(unit, self._policy)
+        num_bytes = bytes_of(spec, self._policy)
         whole = 0, num_bytes
         self._store.mark_dirty(key, Tier.GPU, whole)
 
-        if self._placement.grad_homes[name] is not Tier.NVME:
+        if self._placement.grad_homes[unit] is not Tier.NVME:
             self._store.write_back(key, Tier.GPU, whole, wait=True)
         else:
             # Chunk by chunk, and each one leaves for NVMe before the next comes: all of them may have to share one slot
             # in RAM. Evicting now means that a slot is free as soon as its bytes are written.
             chunk = self._placement.chunk_elements
-            num_elements = max(chunk, updated_at_once(unit, chunk))
-            step_bytes = num_elements * unit.schema.grad_width
+            num_elements = max(chunk, updated_at_once(spec, chunk))
+            step_bytes = num_elements * spec.schema.grad_width
             for start in range(0, num_bytes, step_bytes):
                 span = start, min(start + step_bytes, num_bytes)
                 self._store.write_back(key, Tier.GPU, span, wait=True)
@@ -87,14 +87,14 @@ class GradBlocks:
         self._store.evict(key, Tier.GPU)
 
     @contextlib.contextmanager
-    def open(self, name: str, elements: Elements) -> Iterator[torch.Tensor]:
+    def open(self, unit: str, elements: Elements) -> Iterator[torch.Tensor]:
         """Lease a run of the final gradient, uint8 in the dtype of the unit's weights.
 
         A sum over groups was rounded into the front of its block.
         """
-        home = self._placement.grad_homes[name]
-        span = self.span(name, elements)
-        key = sum_key(name) if self.sums_in_ram(name) else grad_key(name)
+        home = self._placement.grad_homes[unit]
+        span = self.span(unit, elements)
+        key = sum_key(unit) if self.sums_in_ram(unit) else grad_key(unit)
 
         # Without a home the gradient lies in one slot, whole.
         if home is None:
@@ -105,7 +105,7 @@ class GradBlocks:
 
         # The span may have padding at its end.
         first, end = elements
-        width = self._units[name].schema.grad_width
+        width = self._units[unit].schema.grad_width
         num_bytes = (end - first) * width
         tier = Tier.GPU if home is Tier.GPU else Tier.RAM
         with self._store.lease(key, tier, span, wait=True) as lease:
@@ -115,15 +115,15 @@ class GradBlocks:
         if home is Tier.NVME:
             self._store.evict(key, Tier.RAM, span)
 
-    def free(self, name: str) -> None:
+    def free(self, unit: str) -> None:
         """Drop a gradient that lies in a slot alone, after its update, so that the next one finds room."""
-        if self._policy.groups == 1 and self._placement.grad_homes[name] is None:
-            self._store.evict(grad_key(name), Tier.RAM)
+        if self._policy.groups == 1 and self._placement.grad_homes[unit] is None:
+            self._store.evict(grad_key(unit), Tier.RAM)
 
-    def drop(self, name: str) -> None:
+    def drop(self, unit: str) -> None:
         """Drop a gradient of a step that was given up from all slots. No update and no sum of it is under way."""
-        key = grad_key(name)
-        home = None if self.sums_in_ram(name) else self._placement.grad_homes[name]
+        key = grad_key(unit)
+        home = None if self.sums_in_ram(unit) else self._placement.grad_homes[unit]
         for tier in (Tier.GPU, Tier.RAM):
             if home is tier:
                 continue
@@ -132,17 +132,17 @@ class GradBlocks:
             with contextlib.suppress(TransferError):
                 self._store.discard(key, tier)
 
-    def span(self, name: str, elements: Elements) -> tuple[int, int]:
+    def span(self, unit: str, elements: Elements) -> tuple[int, int]:
         """Return the bytes of a run of elements in the final gradient."""
-        unit = self._units[name]
+        spec = self._units[unit]
         first, end = elements
-        width = unit.schema.grad_width
+        width = spec.schema.grad_width
         start = first * width
 
         # On NVMe a block is padded to whole granules, and the last run has the padding as well.
-        is_last = end == unit.num_trained
-        if is_last and self._placement.grad_homes[name] is Tier.NVME:
-            return start, final_grad_bytes(unit, self._policy)
+        is_last = end == spec.num_trained
+        if is_last and self._placement.grad_homes[unit] is Tier.NVME:
+            return start, final_grad_bytes(spec, self._policy)
         return start, end * width
 
 

@@ -84,7 +84,7 @@ class Player:
             optimizer: does the arithmetic of updates.
             ranks: the ranks that share the state, of which the store holds this one's shards; None: all is here.
         """
-        by_name = {unit.name: unit for unit in units}
+        by_name = {spec.name: spec for spec in units}
         self._store = store
         self._placement = placement
         self._orders = Orders(placement)

@@ -105,67 +105,67 @@ class UnitBlocks:
         """Return the name of the block from which compute reads a unit's weights."""
         return gathered_key(unit) if self.policy.ranks > 1 else self.key(unit, Kind.WEIGHT)
 
-    def kinds(self, name: str) -> tuple[Kind, ...]:
+    def kinds(self, unit: str) -> tuple[Kind, ...]:
         """Return the kinds of a unit's state: weights alone if it is frozen."""
-        return self.units[name].kinds
+        return self.units[unit].kinds
 
-    def chunks(self, name: str) -> list[Elements]:
+    def chunks(self, unit: str) -> list[Elements]:
         """Return the runs of trained elements of a unit: AdamW works on one run at a time."""
-        unit = self.units[name]
+        spec = self.units[unit]
         # An update needs whole matrices, and a chunk might cut one.
-        if unit.schema.by_matrix:
-            return [(0, unit.num_trained)]
-        return self._cut(name, 0, unit.num_trained)
+        if spec.schema.by_matrix:
+            return [(0, spec.num_trained)]
+        return self._cut(unit, 0, spec.num_trained)
 
-    def frozen_chunks(self, name: str) -> list[Elements]:
+    def frozen_chunks(self, unit: str) -> list[Elements]:
         """Return the runs of a unit's frozen elements, which follow the trained ones."""
-        return self._cut(name, self.units[name].num_trained, self.units[name].num_elements)
+        return self._cut(unit, self.units[unit].num_trained, self.units[unit].num_elements)
 
-    def runs(self, name: str) -> list[tuple[Elements, tuple[Kind, ...]]]:
+    def runs(self, unit: str) -> list[tuple[Elements, tuple[Kind, ...]]]:
         """Return all runs of a unit's elements, in order, each with the kinds of state that it has."""
         runs = []
-        for elements in self.chunks(name):
-            runs.append((elements, self.kinds(name)))
-        for elements in self.frozen_chunks(name):
+        for elements in self.chunks(unit):
+            runs.append((elements, self.kinds(unit)))
+        for elements in self.frozen_chunks(unit):
             runs.append((elements, (Kind.WEIGHT,)))
         return runs
 
-    def _cut(self, name: str, start: int, stop: int) -> list[Elements]:
+    def _cut(self, unit: str, start: int, stop: int) -> list[Elements]:
         """Cut elements into runs of a chunk each; into a single one, if the unit is updated whole."""
         # A range takes no step of 0, which a unit without such elements would have.
-        step = self.placement.chunk_elements if self.is_cut(name) else max(1, stop - start)
+        step = self.placement.chunk_elements if self.is_cut(unit) else max(1, stop - start)
         return [(first, min(first + step, stop)) for first in range(start, stop, step)]
 
-    def whole(self, name: str, kind: Kind) -> tuple[int, int]:
+    def whole(self, unit: str, kind: Kind) -> tuple[int, int]:
         """Return the bytes of a unit's whole block of one kind."""
-        return self.span(name, kind, (0, self.units[name].elements_of(kind)))
+        return self.span(unit, kind, (0, self.units[unit].elements_of(kind)))
 
-    def span(self, name: str, kind: Kind, elements: Elements) -> tuple[int, int]:
+    def span(self, unit: str, kind: Kind, elements: Elements) -> tuple[int, int]:
         """Return the bytes that a run of elements has in a block of one kind."""
-        width = self.units[name].schema.width(kind)
+        width = self.units[unit].schema.width(kind)
         return elements[0] * width, elements[1] * width
 
-    def gathered_spans(self, name: str) -> list[tuple[int, int]]:
+    def gathered_spans(self, unit: str) -> list[tuple[int, int]]:
         """The bytes of a rank's shard of the weights that are gathered at once: trained ones, then frozen ones."""
-        unit = self.units[name]
-        trained = 0, unit.num_trained
-        frozen = unit.num_trained, unit.num_elements
+        spec = self.units[unit]
+        trained = 0, spec.num_trained
+        frozen = spec.num_trained, spec.num_elements
 
         # Each is gathered by itself, since the whole has the trained elements of all ranks before the frozen ones.
         spans = []
         for elements in (trained, frozen):
-            start, stop = self.span(name, Kind.WEIGHT, elements)
+            start, stop = self.span(unit, Kind.WEIGHT, elements)
             if start < stop:
                 spans.append((start, stop))
         return spans
 
-    def spilled(self, name: str) -> list[Kind]:
+    def spilled(self, unit: str) -> list[Kind]:
         """Return the kinds of a unit's state that are at home on NVMe."""
-        return [kind for kind in self.kinds(name) if self.placement.homes[name, kind] is Tier.NVME]
+        return [kind for kind in self.kinds(unit) if self.placement.homes[unit, kind] is Tier.NVME]
 
-    def is_cut(self, name: str) -> bool:
+    def is_cut(self, unit: str) -> bool:
         """Return whether a unit's update reads from NVMe, so that it works chunk by chunk."""
-        return bool(self.spilled(name)) or self.placement.grad_homes.get(name) is Tier.NVME
+        return bool(self.spilled(unit)) or self.placement.grad_homes.get(unit) is Tier.NVME
 
     @contextlib.contextmanager
     def open_state(
@@ -307,13 +307,13 @@ class UnitBlocks:
             # The store keeps the copy until its bytes are home, and frees the slot then.
             self.store.evict(key, Tier.GPU)
 
-    def read_ahead(self, name: str, elements: Elements, generation: Generation) -> int:
+    def read_ahead(self, unit: str, elements: Elements, generation: Generation) -> int:
         """Start reading what a chunk's update needs from NVMe into RAM slots; returns how many bytes that is.
 
         What is there already, or on its way, is not read again.
         """
         num_bytes = 0
-        for key, span in self._spilled_spans(name, elements, generation):
+        for key, span in self._spilled_spans(unit, elements, generation):
             self.store.prefetch(key, Tier.RAM, span, wait=True)
 
             # A block's last page moves whole.
@@ -321,48 +321,48 @@ class UnitBlocks:
             num_bytes += round_up(stop) - start
         return num_bytes
 
-    def drop_read(self, name: str, elements: Elements, generation: Generation) -> None:
+    def drop_read(self, unit: str, elements: Elements, generation: Generation) -> None:
         """Free the slots of what was read ahead for a chunk."""
-        for key, span in self._spilled_spans(name, elements, generation):
+        for key, span in self._spilled_spans(unit, elements, generation):
             self.store.evict(key, Tier.RAM, span)
 
     def _spilled_spans(
-        self, name: str, elements: Elements, generation: Generation
+        self, unit: str, elements: Elements, generation: Generation
     ) -> list[tuple[str, tuple[int, int]]]:
         """Return the blocks and spans that a chunk's update reads from NVMe."""
         spilled = []
-        for kind in self.spilled(name):
-            key = self.key(name, kind, generation)
-            span = self.span(name, kind, elements)
+        for kind in self.spilled(unit):
+            key = self.key(unit, kind, generation)
+            span = self.span(unit, kind, elements)
             spilled.append((key, span))
 
-        if self.placement.grad_homes[name] is Tier.NVME:
-            grad_span = self.grads.span(name, elements)
-            spilled.append((grad_key(name), grad_span))
+        if self.placement.grad_homes[unit] is Tier.NVME:
+            grad_span = self.grads.span(unit, elements)
+            spilled.append((grad_key(unit), grad_span))
         return spilled
 
     def _register(self) -> None:
         """Register the blocks of all units, and reserve slots: homes are set aside first, then all slots."""
-        for unit in self.units.values():
-            name = unit.name
-            for kind in unit.kinds:
-                _, size = self.whole(name, kind)
-                home = self.placement.homes[name, kind]
+        for spec in self.units.values():
+            unit = spec.name
+            for kind in spec.kinds:
+                _, size = self.whole(unit, kind)
+                home = self.placement.homes[unit, kind]
 
                 # A frozen base may lie in files of its own, which this run does not make.
-                elsewhere = block_bytes(unit, kind) - home_bytes(unit, kind, home)
-                for place in self.generations.places(name, kind):
-                    key = block_key(name, kind, place)
+                elsewhere = block_bytes(spec, kind) - home_bytes(spec, kind, home)
+                for place in self.generations.places(unit, kind):
+                    key = block_key(unit, kind, place)
                     state = BlockSpec(key, size, home, kind, elsewhere)
                     self.store.register(state)
 
-            if unit.num_trained:
-                self.grads.register(name)
+            if spec.num_trained:
+                self.grads.register(unit)
             if self.policy.ranks > 1:
-                self._register_shared(unit)
-            if unit.activation_bytes:
-                home = self.placement.activation_homes[name]
-                activation = BlockSpec(activation_key(name), unit.activation_bytes, home, Kind.ACTIVATION)
+                self._register_shared(spec)
+            if spec.activation_bytes:
+                home = self.placement.activation_homes[unit]
+                activation = BlockSpec(activation_key(unit), spec.activation_bytes, home, Kind.ACTIVATION)
                 self.store.register(activation)
 
         for plan in self.placement.slots:
@@ -372,19 +372,19 @@ class UnitBlocks:
         for tier in (Tier.GPU, Tier.RAM):
             self.store.reserve(tier, None, PAGE_BYTES, 0)
 
-    def _register_shared(self, unit: UnitSpec) -> None:
+    def _register_shared(self, spec: UnitSpec) -> None:
         """Register what ranks send each other of a unit. These blocks have no home: their bytes are only in slots."""
-        name = unit.name
-        weight_bytes = gathered_bytes(unit, self.policy)
-        gathered = BlockSpec(gathered_key(name), weight_bytes, None, Kind.GATHERED)
+        unit = spec.name
+        weight_bytes = gathered_bytes(spec, self.policy)
+        gathered = BlockSpec(gathered_key(unit), weight_bytes, None, Kind.GATHERED)
         self.store.register(gathered)
-        if not unit.num_trained:
+        if not spec.num_trained:
             return
 
         # Every rank receives a shard from each rank, so both have the bytes of a whole gradient.
-        grad_bytes = group_grad_bytes(unit, self.policy)
-        made = BlockSpec(group_grad_key(name), grad_bytes, None, Kind.GROUP_GRAD)
-        received = BlockSpec(received_key(name), grad_bytes, None, Kind.RECEIVED)
+        grad_bytes = group_grad_bytes(spec, self.policy)
+        made = BlockSpec(group_grad_key(unit), grad_bytes, None, Kind.GROUP_GRAD)
+        received = BlockSpec(received_key(unit), grad_bytes, None, Kind.RECEIVED)
         self.store.register(made)
         self.store.register(received)
 

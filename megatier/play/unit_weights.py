@@ -382,9 +382,9 @@ class UnitWeights:
 
     def evict(self) -> None:
         """Drop all weights from GPU slots."""
-        for name in self._blocks.units:
-            self._blocks.drop_weights(name)
-            self._blocks.drop_shard(name)
+        for unit in self._blocks.units:
+            self._blocks.drop_weights(unit)
+            self._blocks.drop_shard(unit)
 
     def forget(self) -> None:
         """Forget the pass and all weights in use, because the store takes all slots back."""

@@ -248,17 +248,17 @@ class Updates:
             transfer.wait()
 
         generations = self._blocks.generations
-        for name, kind in self._placement.homes:
-            for place in generations.places(name, kind):
-                key = block_key(name, kind, place)
+        for unit, kind in self._placement.homes:
+            for place in generations.places(unit, kind):
+                key = block_key(unit, kind, place)
                 self._store.settle(key)
-        for name, home in self._placement.grad_homes.items():
+        for unit, home in self._placement.grad_homes.items():
             if home is Tier.NVME:
-                self._store.settle(grad_key(name))
+                self._store.settle(grad_key(unit))
 
         # Their updates brought weights into GPU slots, and a pass begins with empty ones.
-        for name in self._placement.streamed:
-            self._blocks.drop_shard(name)
+        for unit in self._placement.streamed:
+            self._blocks.drop_shard(unit)
 
     def forget(self) -> None:
         """Forget every update: all have ended, and the state is overwritten next."""

@@ -308,12 +308,12 @@ def by_lane(moves: Iterable[Move]) -> Counter[str]:
     return +moved
 
 
-def carried(unit: UnitSpec) -> tuple[Move, ...]:
+def carried(spec: UnitSpec) -> tuple[Move, ...]:
     """Moves that carry state in RAM to the GPU, with its gradient, and back, if it is updated by matrix; else none."""
-    if not unit.schema.by_matrix:
+    if not spec.schema.by_matrix:
         return ()
-    state = unit.num_trained * unit.schema.bytes_per_parameter
-    grad = unit.num_trained * unit.schema.grad_width
+    state = spec.num_trained * spec.schema.bytes_per_parameter
+    grad = spec.num_trained * spec.schema.grad_width
     there = Move("state_to_gpu", state + grad)
     back = Move("state_to_ram", state)
     return there, back

@@ -102,21 +102,21 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
 
     # The GPU first. Its slots depend only on the units that are not at home there.
     on_gpu = _choose_gpu(units, budgets.gpu - collective_bytes, policy)
-    resident = [unit for unit in units if unit.name in on_gpu]
-    rest = [unit for unit in units if unit.name not in on_gpu]
-    homed_bytes = sum(state_bytes(unit) + grad_bytes(unit, policy) for unit in resident)
+    resident = [spec for spec in units if spec.name in on_gpu]
+    rest = [spec for spec in units if spec.name not in on_gpu]
+    homed_bytes = sum(state_bytes(spec) + grad_bytes(spec, policy) for spec in resident)
     taken_bytes = homed_bytes + collective_bytes
     streamed = _choose_streamed(rest, taken_bytes, budgets, policy)
     slots = gpu_slots(rest, taken_bytes, streamed, budgets.gpu, policy)
 
     # Whole weights take what is left, so that few of them have to be gathered a second time.
-    streamed_grad_bytes = sum(grad_bytes(unit, policy) for unit in streamed)
+    streamed_grad_bytes = sum(grad_bytes(spec, policy) for spec in streamed)
     left_bytes = budgets.gpu - homed_bytes - streamed_grad_bytes - total_bytes(slots)
     slots += collective_slots(units, left_bytes, policy)
 
     # RAM next. The gradient of a streamed unit stays on the GPU, where its update needs it.
-    streamed_names = tuple(unit.name for unit in streamed)
-    shipped = [unit for unit in trained(rest) if unit.name not in streamed_names]
+    streamed_names = tuple(spec.name for spec in streamed)
+    shipped = [spec for spec in trained(rest) if spec.name not in streamed_names]
     ram = fill_ram(units, rest, shipped, budgets, policy)
 
     # RAM is too short for all state, and a streamed unit has to be at home there whole: so none is streamed.
@@ -124,12 +124,12 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         none_streamed = replace(policy, streamed_share=0.0)
         return place(units, budgets, none_streamed)
 
-    homes = {(unit.name, kind): Tier.GPU for unit in resident for kind in unit.kinds}
+    homes = {(spec.name, kind): Tier.GPU for spec in resident for kind in spec.kinds}
     homes |= ram.homes
     slots += ram.slots
 
     # The immediate mode updates in place, in the only generation that there is.
-    spilled = [unit for unit in trained(rest) if spills(unit, homes)]
+    spilled = [spec for spec in trained(rest) if spills(spec, homes)]
     generations = policy.generations if policy.deferred else 1
 
     one_generation = _bytes_by_home(units, homes)
@@ -140,7 +140,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     spills_activations = bool(ram.spilled_activations)
     _check_nvme(needed, generations, budgets, policy, spills_activations=spills_activations)
 
-    on_nvme = tuple(unit.name for unit in spilled)
+    on_nvme = tuple(spec.name for spec in spilled)
     sums_on_gpu = ram.spills_grads or policy.ranks > 1
     return Placement(
         homes=homes,
@@ -162,9 +162,9 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
 def _activation_homes(units: Iterable[UnitSpec], spilled: Collection[str]) -> dict[str, Tier]:
     """Return the tier where the activation of each unit that offloads it waits for the backward."""
     homes = {}
-    for unit in units:
-        if unit.activation_bytes:
-            homes[unit.name] = Tier.NVME if unit.name in spilled else Tier.RAM
+    for spec in units:
+        if spec.activation_bytes:
+            homes[spec.name] = Tier.NVME if spec.name in spilled else Tier.RAM
     return homes
 
 
@@ -184,10 +184,10 @@ def _grad_homes(
     in_ram = Tier.RAM if is_held else None
 
     homes: dict[str, Tier | None] = {}
-    for unit in units:
-        homes[unit.name] = Tier.GPU
-    for unit in shipped:
-        homes[unit.name] = in_ram if unit.name in waiting else Tier.NVME
+    for spec in units:
+        homes[spec.name] = Tier.GPU
+    for spec in shipped:
+        homes[spec.name] = in_ram if spec.name in waiting else Tier.NVME
     return homes
 
 
@@ -207,16 +207,16 @@ def _gradient_and_slot_bytes(
     for plan in slots:
         total[plan.tier] += round_up(plan.slot_bytes) * plan.num_slots
 
-    leaving = {unit.name for unit in shipped}
-    staying = [unit for unit in units if unit.name not in leaving]
-    staying_bytes = sum(grad_bytes(unit, policy) for unit in staying)
+    leaving = {spec.name for spec in shipped}
+    staying = [spec for spec in units if spec.name not in leaving]
+    staying_bytes = sum(grad_bytes(spec, policy) for spec in staying)
     total[Tier.GPU] += staying_bytes
 
     # What RAM takes of gradients and activations is in its fixed bytes, and NVMe has the others.
-    spilled = [unit for unit in shipped if unit.name not in ram.waiting]
-    spilled_bytes = sum(grad_bytes(unit, policy) for unit in spilled)
-    offloaded = [unit for unit in units if unit.name in ram.spilled_activations]
-    activation_bytes = sum(round_up(unit.activation_bytes) for unit in offloaded)
+    spilled = [spec for spec in shipped if spec.name not in ram.waiting]
+    spilled_bytes = sum(grad_bytes(spec, policy) for spec in spilled)
+    offloaded = [spec for spec in units if spec.name in ram.spilled_activations]
+    activation_bytes = sum(round_up(spec.activation_bytes) for spec in offloaded)
     total[Tier.NVME] += spilled_bytes + activation_bytes
     return total
 
@@ -295,10 +295,10 @@ def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy,
 def _bytes_by_home(units: Iterable[UnitSpec], homes: Homes) -> Counter[Tier]:
     """Return the bytes of one generation of the units' state, by home."""
     total: Counter[Tier] = Counter()
-    for unit in units:
-        for kind in unit.kinds:
-            home = homes[unit.name, kind]
-            total[home] += home_bytes(unit, kind, home)
+    for spec in units:
+        for kind in spec.kinds:
+            home = homes[spec.name, kind]
+            total[home] += home_bytes(spec, kind, home)
     return total
 
 
@@ -313,17 +313,17 @@ def _choose_gpu(units: Sequence[UnitSpec], room: int, policy: Policy) -> set[str
         return chosen
 
     # The sort is stable: among the large ones, and among the others, forward order stays.
-    usual = _usual_elements([unit.num_elements for unit in units])
-    large_first = sorted(units, key=lambda unit: unit.num_elements <= usual)
+    usual = _usual_elements([spec.num_elements for spec in units])
+    large_first = sorted(units, key=lambda spec: spec.num_elements <= usual)
     used = 0
-    for unit in large_first:
-        homed = state_bytes(unit) + grad_bytes(unit, policy)
+    for spec in large_first:
+        homed = state_bytes(spec) + grad_bytes(spec, policy)
 
         # All units that are not chosen yet have to pass through slots, unless they are chosen later.
         unchosen = [other for other in units if other.name not in chosen]
-        rest = [other for other in unchosen if other is not unit]
+        rest = [other for other in unchosen if other is not spec]
         if used + homed + least_gpu_bytes(rest, policy) <= room:
-            chosen.add(unit.name)
+            chosen.add(spec.name)
             used += homed
 
     return chosen
@@ -355,24 +355,24 @@ def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, pol
         return []
 
     # All slots are as large as those of the largest unit that may be chosen.
-    most_elements = _usual_elements([unit.num_trained for unit in candidates])
-    usual = [unit for unit in candidates if unit.num_trained <= most_elements]
+    most_elements = _usual_elements([spec.num_trained for spec in candidates])
+    usual = [spec for spec in candidates if spec.num_trained <= most_elements]
     slot_bytes = {}
     for kind in passing_kinds_of(usual):
-        sizes = [trained_bytes(unit, kind) for unit in usual if kind in unit.kinds]
+        sizes = [trained_bytes(spec, kind) for spec in usual if kind in spec.kinds]
         slot_bytes[kind] = max(sizes)
 
     # The fewest slots for weights and gradients are taken off first, because without them nothing runs.
-    wanted = policy.streamed_share * sum(unit.num_trained for unit in candidates)
+    wanted = policy.streamed_share * sum(spec.num_trained for spec in candidates)
     room = budgets.gpu - homed - least_gpu_bytes(rest, policy)
     chosen: list[UnitSpec] = []
 
-    for unit in usual:
-        passing = sum(slot_bytes[kind] for kind in unit.schema.passing_kinds)
-        cost = passing + grad_bytes(unit, policy)
-        if unit.num_trained <= wanted and cost <= room:
-            chosen.append(unit)
-            wanted -= unit.num_trained
+    for spec in usual:
+        passing = sum(slot_bytes[kind] for kind in spec.schema.passing_kinds)
+        cost = passing + grad_bytes(spec, policy)
+        if spec.num_trained <= wanted and cost <= room:
+            chosen.append(spec)
+            wanted -= spec.num_trained
             room -= cost
 
     return chosen

@@ -85,7 +85,7 @@ def fill_ram(
         PlanError: RAM is too short, and NVMe may not or cannot take what is left.
     """
     fill = partial(_fill, units=units, rest=rest, shipped=shipped, budgets=budgets, policy=policy)
-    offloaded = [unit for unit in units if unit.activation_bytes]
+    offloaded = [spec for spec in units if spec.activation_bytes]
     try:
         return fill(())
     except PlanError:
@@ -126,9 +126,9 @@ def _fill(
     policy: Policy,
 ) -> RamShare:
     """Choose what RAM takes if the activations of these units lie on NVMe; see `fill_ram`."""
-    names = frozenset(unit.name for unit in spilled)
-    kept = [unit for unit in units if unit.name not in names]
-    activations = sum(round_up(unit.activation_bytes) for unit in kept)
+    names = frozenset(spec.name for spec in spilled)
+    kept = [spec for spec in units if spec.name not in names]
+    activations = sum(round_up(spec.activation_bytes) for spec in kept)
     passing_activations = activation_slots(spilled, budgets.ram, policy)
     taken = activations + total_bytes(passing_activations)
 
@@ -140,13 +140,13 @@ def _fill(
     if used > budgets.ram:
         raise _no_room_for_gradients(used, waiting, budgets, policy)
 
-    all_state = sum(state_bytes(unit) for unit in rest)
+    all_state = sum(state_bytes(spec) for spec in rest)
     needed = used + all_state
     fits = Tier.RAM in policy.state and needed <= budgets.ram and not spills_grads
     homes: Homes
     if fits or not rest:
-        homes = {(unit.name, kind): Tier.RAM for unit in rest for kind in unit.kinds}
-        longest = max((unit.num_elements for unit in rest), default=0)
+        homes = {(spec.name, kind): Tier.RAM for spec in rest for kind in spec.kinds}
+        longest = max((spec.num_elements for spec in rest), default=0)
         wanted = policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX)
         chunk = max(wanted, policy.align_elements)
         free = budgets.ram - needed
@@ -156,7 +156,7 @@ def _fill(
     else:
         spilling: set[str] = set()
         if spills_grads:
-            spilling = {unit.name for unit in trained(rest) if unit not in waiting}
+            spilling = {spec.name for spec in trained(rest) if spec not in waiting}
         homes, passing, chunk = _spill_some(rest, spilling, used, budgets, policy, spills_grads)
         slots += passing
 
@@ -164,16 +164,16 @@ def _fill(
         homes=homes,
         slots=(*slots, *passing_activations),
         chunk_elements=chunk,
-        waiting=frozenset(unit.name for unit in waiting),
+        waiting=frozenset(spec.name for spec in waiting),
         spills_grads=spills_grads,
         fixed_bytes=activations + held,
         spilled_activations=names,
     )
 
 
-def spills(unit: UnitSpec, homes: Homes) -> bool:
+def spills(spec: UnitSpec, homes: Homes) -> bool:
     """Return whether any of a unit's state is at home on NVMe."""
-    return any(homes[unit.name, kind] is Tier.NVME for kind in unit.kinds)
+    return any(homes[spec.name, kind] is Tier.NVME for kind in spec.kinds)
 
 
 # ---------------------------------------------------------------------- gradients
@@ -205,9 +205,9 @@ def _choose_waiting(
 
     # Perhaps nothing spills: then no update chunk needs room either.
     room = budgets.ram - taken
-    wanted = sum(grad_bytes(unit, policy) for unit in shipped)
+    wanted = sum(grad_bytes(spec, policy) for spec in shipped)
     wanted += total_bytes(grad_slots(shipped, policy))
-    state = sum(state_bytes(unit) for unit in rest)
+    state = sum(state_bytes(spec) for spec in rest)
     if Tier.RAM in policy.state and wanted + state <= room:
         return shipped, False
 
@@ -217,7 +217,7 @@ def _choose_waiting(
         return shipped, False
 
     # Gradients spill too. Chunks come first, at the size that drives need for full speed; gradients take what is left.
-    longest = max(unit.num_elements for unit in rest)
+    longest = max(spec.num_elements for spec in rest)
     num_elements = policy.chunk_elements or min(longest, CHUNK_ELEMENTS_FAST)
     chunk = round_up(num_elements, policy.align_elements)
     passing = update_slots(chunk, rest, trained(rest), policy, spills_grads=True)
@@ -225,10 +225,10 @@ def _choose_waiting(
 
     # One that is too large is passed over, and a smaller one after it may fit.
     waiting = []
-    for unit in shipped:
-        size = grad_bytes(unit, policy)
+    for spec in shipped:
+        size = grad_bytes(spec, policy)
         if size <= room:
-            waiting.append(unit)
+            waiting.append(spec)
             room -= size
 
     return waiting, True
@@ -238,7 +238,7 @@ def _held_bytes(waiting: Sequence[UnitSpec], policy: Policy) -> int:
     """Bytes of the gradients that are held in RAM. A single group of the immediate mode leaves its slot at once."""
     if not policy.deferred and policy.groups == 1:
         return 0
-    return sum(grad_bytes(unit, policy) for unit in waiting)
+    return sum(grad_bytes(spec, policy) for spec in waiting)
 
 
 def _deepened(plan: SlotPlan, free: int) -> SlotPlan:
@@ -274,17 +274,17 @@ def _spill_some(
 
     # Slots take the largest unit that is updated through them. Which one that is depends on the homes, and these on the
     # room that slots leave. So the sizes are tried from the least one, and the first that holds is taken.
-    sizes = {0} | {unit.num_trained for unit in rest}
+    sizes = {0} | {spec.num_trained for spec in rest}
     for largest in sorted(sizes):
-        updated = [unit for unit in trained(rest) if unit.num_trained <= largest]
+        updated = [spec for spec in trained(rest) if spec.num_trained <= largest]
         chunk, slots = chunk_slots(room, rest, updated, policy, spills_grads=spills_grads)
         homes, passing = _fill_room(rest, slots, room, policy)
 
         largest_passing = 0
-        for unit in rest:
-            passes = unit.name in spilling or spills(unit, homes)
+        for spec in rest:
+            passes = spec.name in spilling or spills(spec, homes)
             if passes:
-                largest_passing = max(largest_passing, unit.num_trained)
+                largest_passing = max(largest_passing, spec.num_trained)
 
         if total_bytes(slots) <= room and largest_passing <= largest:
             return homes, passing, chunk
@@ -308,7 +308,7 @@ def _fill_room(
     others = [plan for plan in slots if plan.kind is not Kind.WEIGHT]
     left = room - total_bytes(others) if takes_state else 0
     homes = choose(rest, left)
-    if all(homes[unit.name, Kind.WEIGHT] is Tier.RAM for unit in rest):
+    if all(homes[spec.name, Kind.WEIGHT] is Tier.RAM for spec in rest):
         return homes, others
 
     # Some weights pass through RAM after all, so their slots need room, and homes are chosen anew.
@@ -322,22 +322,22 @@ def _homes_by_kind(units: Sequence[UnitSpec], room: int) -> Homes:
 
     The kinds beside weights come first if their unit is mostly frozen, and last if not.
     """
-    weights = [(unit, Kind.WEIGHT) for unit in units]
+    weights = [(spec, Kind.WEIGHT) for spec in units]
     first: list[tuple[UnitSpec, Kind]] = []
     last: list[tuple[UnitSpec, Kind]] = []
-    for unit in trained(units):
-        others = first if unit.num_trained < unit.frozen_elements else last
-        others += [(unit, kind) for kind in unit.schema.passing_kinds]
+    for spec in trained(units):
+        others = first if spec.num_trained < spec.frozen_elements else last
+        others += [(spec, kind) for kind in spec.schema.passing_kinds]
 
     # A block that does not fit is passed over, and a smaller one after it may fit.
     homes = {}
-    for unit, kind in [*first, *weights, *last]:
-        size = block_bytes(unit, kind)
+    for spec, kind in [*first, *weights, *last]:
+        size = block_bytes(spec, kind)
         if size <= room:
-            homes[unit.name, kind] = Tier.RAM
+            homes[spec.name, kind] = Tier.RAM
             room -= size
         else:
-            homes[unit.name, kind] = Tier.NVME
+            homes[spec.name, kind] = Tier.NVME
     return homes
 
 
@@ -347,20 +347,20 @@ def _homes_by_unit(units: Sequence[UnitSpec], room: int) -> Homes:
     Weight planes come first, twice, but once if the unit is frozen. Then come the other kinds of whole units. These
     spill no more, so their second weight plane is not needed.
     """
-    homes = {(unit.name, kind): Tier.NVME for unit in units for kind in unit.kinds}
-    for unit in units:
-        places = 2 if unit.num_trained else 1
-        size = places * block_bytes(unit, Kind.WEIGHT)
+    homes = {(spec.name, kind): Tier.NVME for spec in units for kind in spec.kinds}
+    for spec in units:
+        places = 2 if spec.num_trained else 1
+        size = places * block_bytes(spec, Kind.WEIGHT)
         if size <= room:
-            homes[unit.name, Kind.WEIGHT] = Tier.RAM
+            homes[spec.name, Kind.WEIGHT] = Tier.RAM
             room -= size
 
-    for unit in trained(units):
-        size = state_bytes(unit)
-        if homes[unit.name, Kind.WEIGHT] is Tier.RAM:
-            size -= 2 * block_bytes(unit, Kind.WEIGHT)
+    for spec in trained(units):
+        size = state_bytes(spec)
+        if homes[spec.name, Kind.WEIGHT] is Tier.RAM:
+            size -= 2 * block_bytes(spec, Kind.WEIGHT)
         if size <= room:
-            homes |= {(unit.name, kind): Tier.RAM for kind in unit.kinds}
+            homes |= {(spec.name, kind): Tier.RAM for kind in spec.kinds}
             room -= size
 
     return homes
@@ -381,7 +381,7 @@ def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budg
     if not waiting:  # no gradient counts
         other = ", set train.activations to recompute, or train on fewer tokens a step."
     elif policy.groups > 1:
-        sums = sum(grad_bytes(unit, policy) for unit in waiting) * policy.host_ranks
+        sums = sum(grad_bytes(spec, policy) for spec in waiting) * policy.host_ranks
         what = f"gradients and activations in RAM, {at_least(sums)} of it for sums of groups,"
         other = ", let NVMe hold state (tiers.nvme, tiers.state), so that sums go there, or lower train.groups."
     elif policy.deferred and policy.ranks == 1:
@@ -407,6 +407,6 @@ def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budg
         remedy = "The state has no other home: give tiers.nvme a mount, or add ram to tiers.state."
         return PlanError("state on NVMe", spilled * host, budgets.nvme * host, remedy, Tier.NVME)
 
-    needed = sum(state_bytes(unit) + grad_bytes(unit, policy) for unit in units)
+    needed = sum(state_bytes(spec) + grad_bytes(spec, policy) for spec in units)
     remedy = f"Raise tiers.gpu to at least {at_least(needed)}, or add ram to tiers.state."
     return PlanError("state on the GPU", needed, budgets.gpu, remedy, Tier.GPU)

@@ -146,70 +146,70 @@ def host_ram(ram: int, policy: Policy) -> int:
     return rank_ram * policy.host_ranks
 
 
-def updated_at_once(unit: UnitSpec, chunk_elements: int) -> int:
+def updated_at_once(spec: UnitSpec, chunk_elements: int) -> int:
     """Return the elements that an update of a unit that spills takes at once: a chunk, or all if it is by matrix."""
     # A chunk might cut a matrix.
-    if unit.schema.by_matrix:
-        return unit.num_trained
-    return min(chunk_elements, unit.num_trained)
+    if spec.schema.by_matrix:
+        return spec.num_trained
+    return min(chunk_elements, spec.num_trained)
 
 
 def trained(units: Iterable[UnitSpec]) -> list[UnitSpec]:
     """Return the units of which at least a part is trained."""
-    return [unit for unit in units if unit.num_trained]
+    return [spec for spec in units if spec.num_trained]
 
 
 def passing_kinds_of(units: Iterable[UnitSpec]) -> tuple[Kind, ...]:
     """Return the kinds of state, except weights, that any of these trained units has, each once."""
-    return tuple(dict.fromkeys(kind for unit in units for kind in unit.schema.passing_kinds))
+    return tuple(dict.fromkeys(kind for spec in units for kind in spec.schema.passing_kinds))
 
 
-def block_bytes(unit: UnitSpec, kind: Kind) -> int:
+def block_bytes(spec: UnitSpec, kind: Kind) -> int:
     """Return the bytes of a unit's block of state, in whole pages."""
-    return round_up(unit.elements_of(kind) * unit.schema.width(kind))
+    return round_up(spec.elements_of(kind) * spec.schema.width(kind))
 
 
-def home_bytes(unit: UnitSpec, kind: Kind, home: Tier) -> int:
+def home_bytes(spec: UnitSpec, kind: Kind, home: Tier) -> int:
     """Bytes that a unit's block of state takes at home: frozen weights that are read in place take none on NVMe."""
-    reads_in_place = unit.is_in_place and home is Tier.NVME
+    reads_in_place = spec.is_in_place and home is Tier.NVME
     if reads_in_place and kind is Kind.WEIGHT:
-        return trained_bytes(unit, kind)
-    return block_bytes(unit, kind)
+        return trained_bytes(spec, kind)
+    return block_bytes(spec, kind)
 
 
-def trained_bytes(unit: UnitSpec, kind: Kind) -> int:
+def trained_bytes(spec: UnitSpec, kind: Kind) -> int:
     """Return the bytes of a unit's block of state that its update changes: all but frozen weights."""
-    return round_up(unit.num_trained * unit.schema.width(kind))
+    return round_up(spec.num_trained * spec.schema.width(kind))
 
 
-def state_bytes(unit: UnitSpec) -> int:
+def state_bytes(spec: UnitSpec) -> int:
     """Return the bytes of all kinds of a unit's state."""
-    return sum(block_bytes(unit, kind) for kind in unit.kinds)
+    return sum(block_bytes(spec, kind) for kind in spec.kinds)
 
 
-def gathered_bytes(unit: UnitSpec, policy: Policy) -> int:
+def gathered_bytes(spec: UnitSpec, policy: Policy) -> int:
     """Return the bytes of a whole unit's weights, gathered from the shards of all ranks."""
-    return policy.ranks * block_bytes(unit, Kind.WEIGHT)
+    return policy.ranks * block_bytes(spec, Kind.WEIGHT)
 
 
-def group_grad_bytes(unit: UnitSpec, policy: Policy) -> int:
+def group_grad_bytes(spec: UnitSpec, policy: Policy) -> int:
     """Bytes of a whole unit's gradient of one group, which is fp32, as it leaves for the owners of its shards."""
     # Slots take the widest that may come: of several slices or uses it is a sum, which the compute dtype would round.
-    return policy.ranks * round_up(unit.num_trained * 4)
+    return policy.ranks * round_up(spec.num_trained * 4)
 
 
-def grad_bytes(unit: UnitSpec, policy: Policy) -> int:
+def grad_bytes(spec: UnitSpec, policy: Policy) -> int:
     """Return the bytes of a unit's gradient on its way.
 
     With several groups it is a summand of an fp32 sum; else it has the compute dtype.
     """
-    width = 4 if policy.groups > 1 else unit.schema.grad_width
-    return round_up(unit.num_trained * width)
+    width = 4 if policy.groups > 1 else spec.schema.grad_width
+    return round_up(spec.num_trained * width)
 
 
-def final_grad_bytes(unit: UnitSpec, policy: Policy) -> int:
+def final_grad_bytes(spec: UnitSpec, policy: Policy) -> int:
     """Return the bytes of a unit's final gradient: the front of such a sum, in whole granules."""
     # Whole granules, since a drive verifies a checksum for each; but no more than its block has.
-    num_elements = round_up(unit.num_trained, policy.align_elements)
-    granules = num_elements * unit.schema.grad_width
-    return min(granules, grad_bytes(unit, policy))
+    num_elements = round_up(spec.num_trained, policy.align_elements)
+    granules = num_elements * spec.schema.grad_width
+    return min(granules, grad_bytes(spec, policy))

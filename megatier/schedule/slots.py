@@ -122,7 +122,7 @@ def _streamed_slots(streamed: Sequence[UnitSpec]) -> list[SlotPlan]:
     """GPU slots for the state of streamed units, except weights. Each unit has its own, as large as the largest one."""
     plans = []
     for kind in passing_kinds_of(streamed):
-        sizes = [block_bytes(unit, kind) for unit in streamed if kind in unit.kinds]
+        sizes = [block_bytes(spec, kind) for spec in streamed if kind in spec.kinds]
         plan = SlotPlan(
             tier=Tier.GPU,
             kind=kind,
@@ -145,7 +145,7 @@ def collective_slots(units: Sequence[UnitSpec], room: int, policy: Policy) -> tu
         return ()
 
     # One group's gradient is made while the one before is sent. What has come is added up before the next one is sent.
-    sizes = [group_grad_bytes(unit, policy) for unit in trained(units)]
+    sizes = [group_grad_bytes(spec, policy) for spec in trained(units)]
     largest = max(sizes, default=0)
     grads = []
     if largest:
@@ -154,7 +154,7 @@ def collective_slots(units: Sequence[UnitSpec], room: int, policy: Policy) -> tu
             SlotPlan(tier=Tier.GPU, kind=Kind.RECEIVED, slot_bytes=largest, num_slots=1),
         ]
 
-    whole = max(gathered_bytes(unit, policy) for unit in units)
+    whole = max(gathered_bytes(spec, policy) for spec in units)
     left = room - total_bytes(grads)
     most = max(SLOTS_MIN, left // whole)
     weights = SlotPlan(
@@ -168,7 +168,7 @@ def collective_slots(units: Sequence[UnitSpec], room: int, policy: Policy) -> tu
 
 def _gpu_grad_slots(rest: Sequence[UnitSpec], policy: Policy) -> SlotPlan:
     """Return the fewest slots through which gradients leave the GPU; 0 of them if nothing is trained."""
-    sizes = [grad_bytes(unit, policy) for unit in trained(rest)]
+    sizes = [grad_bytes(spec, policy) for spec in trained(rest)]
     return SlotPlan(
         tier=Tier.GPU,
         kind=Kind.GRAD,
@@ -185,7 +185,7 @@ def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
     if not waiting or waits_at_home or sums_on_gpu:
         return []
 
-    largest = max(grad_bytes(unit, policy) for unit in waiting)
+    largest = max(grad_bytes(spec, policy) for spec in waiting)
     plan = SlotPlan(
         tier=Tier.RAM,
         kind=Kind.GRAD,
@@ -205,12 +205,12 @@ def chunk_slots(
     """
     # Slots grow in proportion to the chunk, so those of the smallest chunk say how many fit.
     align = policy.align_elements
-    passing_chunk = [replace(unit, num_elements=align, frozen_elements=0) for unit in passing]
-    updated_chunk = [replace(unit, num_elements=align, frozen_elements=0) for unit in updated]
+    passing_chunk = [replace(spec, num_elements=align, frozen_elements=0) for spec in passing]
+    updated_chunk = [replace(spec, num_elements=align, frozen_elements=0) for spec in updated]
     smallest = update_slots(align, passing_chunk, updated_chunk, policy, spills_grads=spills_grads)
 
     # What is updated by matrix passes whole, whatever the chunk is. The others have the rest of the room.
-    if any(unit.schema.by_matrix for unit in updated):
+    if any(spec.schema.by_matrix for spec in updated):
         least = update_slots(align, passing, updated, policy, spills_grads=spills_grads)
         room -= total_bytes(least)
 
@@ -220,7 +220,7 @@ def chunk_slots(
     most = min(CHUNK_ELEMENTS_FAST, fits) if spills_grads else min(CHUNK_ELEMENTS_MAX, fits // 4)
 
     # A chunk begins and ends where checksums do, so that drives can move and verify it by itself.
-    longest = max(unit.num_elements for unit in passing)
+    longest = max(spec.num_elements for spec in passing)
     wanted = policy.chunk_elements or min(longest, most)
     aligned = max(align, wanted // align * align)
     chunk = min(aligned, round_up(longest, align))
@@ -247,25 +247,25 @@ def update_slots(
 
     # Weights pass for loads of units that have no update, such as frozen ones.
     largest = 0
-    for unit in passing:
-        num_elements = min(chunk, unit.num_elements)
-        largest = max(largest, num_elements * unit.schema.width(Kind.WEIGHT))
+    for spec in passing:
+        num_elements = min(chunk, spec.num_elements)
+        largest = max(largest, num_elements * spec.schema.width(Kind.WEIGHT))
 
     # Frozen elements have weights alone, so slots of the other planes need not take more than the trained ones.
     sizes: Counter[Kind] = Counter()
-    for unit in updated:
-        num_elements = updated_at_once(unit, chunk)
-        largest = max(largest, num_elements * unit.schema.width(Kind.WEIGHT))
-        for kind in unit.schema.passing_kinds:
-            size = num_elements * unit.schema.width(kind)
+    for spec in updated:
+        num_elements = updated_at_once(spec, chunk)
+        largest = max(largest, num_elements * spec.schema.width(Kind.WEIGHT))
+        for kind in spec.schema.passing_kinds:
+            size = num_elements * spec.schema.width(kind)
             sizes[kind] = max(sizes[kind], size)
 
     if spills_grads:
-        for unit in updated:
+        for spec in updated:
             # It leaves in runs of a chunk, or of more if its update takes more at once.
-            num_elements = max(chunk, updated_at_once(unit, chunk))
-            run_bytes = num_elements * unit.schema.grad_width
-            size = min(run_bytes, grad_bytes(unit, policy))
+            num_elements = max(chunk, updated_at_once(spec, chunk))
+            run_bytes = num_elements * spec.schema.grad_width
+            size = min(run_bytes, grad_bytes(spec, policy))
             sizes[Kind.GRAD] = max(sizes[Kind.GRAD], size)
 
     weight = SlotPlan(
@@ -297,7 +297,7 @@ def activation_slots(spilled: Sequence[UnitSpec], ram: int, policy: Policy) -> l
     granule = policy.granule_bytes
     most = min(ACTIVATION_BYTES_MAX, ram // ACTIVATION_SHARE)
     segment = max(granule, most // granule * granule)
-    largest = max(round_up(unit.activation_bytes) for unit in spilled)
+    largest = max(round_up(spec.activation_bytes) for spec in spilled)
     plan = SlotPlan(
         tier=Tier.RAM,
         kind=Kind.ACTIVATION,

@@ -278,7 +278,7 @@ def scatters_of(accesses: Sequence[Access], units: Iterable[UnitSpec], policy: P
 
     forwards = [access for access in accesses if access.phase is Phase.FORWARD]
     num_uses = Counter((access.unit, access.group) for access in forwards)
-    widths = {unit.name: unit.schema.grad_width for unit in trained(units)}
+    widths = {spec.name: spec.schema.grad_width for spec in trained(units)}
     scatters = []
     for (unit, group), index in _last_uses(accesses).items():
         if unit not in widths:
