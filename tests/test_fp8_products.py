@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,22 +10,29 @@ from typing import Any
 
 import pytest
 import torch
+from rank_runs import DrawnWeights
+from small_commands import after_step, command
+from small_commands import outcome as written
 from tiny_quantised import quantised_folders
 from tiny_runs import (
     PLACES,
+    ModelWeights,
     Run,
     Short,
     exactness_config,
     one_thread,
     opened,
+    outcome,
     placements_that_differ,
     plain_model,
     run_in_fresh_process,
     run_steps,
 )
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import megatier
+from megatier.cli import main
 from megatier.compute.fp8 import Fp8Linear, adopt
 from megatier.compute.quantised import QuantisedLinear
 from megatier.config.lora import LoraConfig
@@ -71,8 +79,9 @@ def test_fp8_products_have_the_same_bits_on_any_tier_under_any_policy(
 
 
 @pytest.mark.usefixtures("traced")
-def test_fp8_products_of_compiled_layers_have_the_same_bits_under_any_policy(tmp_path: Path) -> None:
-    run = replace(FP8, model="plain", compile=True, steps=1)
+@pytest.mark.parametrize("share", [0.8, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_fp8_products_of_compiled_layers_have_the_same_bits_under_any_policy(share: float, tmp_path: Path) -> None:
+    run = replace(FP8, model="plain", compile=True, saved_share=share, steps=1)
     assert placements_that_differ(run, [("nvme", "recompute")], tmp_path)[1] == []
 
 
@@ -88,13 +97,14 @@ def test_fp8_products_on_cuda_have_the_same_bits_on_any_tier_under_any_policy(tm
         assert run_in_fresh_process([run], tmp_path) == [again]
 
 
-def test_fp8_adapters_over_a_base_in_fp8_have_the_same_bits_on_any_tier(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [LoraConfig(rank=4), LoraConfig(rank=4, dora=True, dropout=0.1)], ids=["lora", "dora"])
+def test_fp8_adapters_over_a_base_in_fp8_have_the_same_bits_on_any_tier(lora: LoraConfig, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     numerics = NumericsConfig(guard=False, products="fp8")
     found = []
     for place, activations in [("ram", "keep"), ("nvme", "recompute")]:
         train = replace(FP8, activations=activations).train
-        options: dict[str, Any] = {"numerics": numerics, "lora": LoraConfig(rank=4)}
+        options: dict[str, Any] = {"numerics": numerics, "lora": lora, "source": DrawnWeights()}
         with opened(exactness_config("products"), tmp_path, PLACES[place], train, **options) as session:
             layers = {name for name, module in session.model.named_modules() if type(module) is Fp8Linear}
             results = run_steps(session, train, 2)
@@ -105,13 +115,15 @@ def test_fp8_adapters_over_a_base_in_fp8_have_the_same_bits_on_any_tier(tmp_path
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize(("kind", "compiles"), [("channel", False), ("tensor", True)])
+@pytest.mark.parametrize(("kind", "compiles"), [("channel", False), ("tensor", True), ("dora", False)])
 def test_fp8_adapters_over_a_stored_base_in_fp8_multiply_its_codes_on_any_tier(
     kind: str, compiles: bool, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
-    quantised, _ = quantised_folders(tmp_path, kind, num_hidden_layers=2)
-    model = ModelConfig(path=str(quantised), lora={"rank": 4})
+    has_dora = kind == "dora"
+    quantised, _ = quantised_folders(tmp_path, "channel" if has_dora else kind, num_hidden_layers=2)
+    lora: dict[str, Any] = {"rank": 4, "dora": has_dora, "dropout": 0.1 * has_dora}
+    model = ModelConfig(path=str(quantised), lora=lora)
     found = []
     for place, activations in [("ram", "keep"), ("nvme", "recompute")]:
         train = replace(FP8, activations=activations).train
@@ -167,6 +179,70 @@ def test_fp8_products_of_a_streamed_loop_are_those_that_its_argument_names(tmp_p
         streamed.model(input_ids=ids, labels=ids).loss.backward()
         streamed.optimizer.step()
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+
+
+def test_fp8_frozen_parts_have_the_same_bits_on_any_tier(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"numerics": FP8.numerics, "frozen": ("model.layers.0.self_attn", "model.layers.1.mlp")}
+    found = []
+    for place, activations in [("ram", "keep"), ("nvme", "offload")]:
+        train = replace(FP8, activations=activations).train
+        with opened(exactness_config("products"), tmp_path, PLACES[place], train, **options) as session:
+            found.append(outcome(session, run_steps(session, train, 2)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_fp8_step_with_a_weight_that_is_not_finite_is_left_out_as_in_bf16(bad: float, tmp_path: Path) -> None:
+    model = plain_model(exactness_config("products"))
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 5] = bad
+    found = []
+    for run in (FP8, replace(FP8, products="bf16")):
+        run = replace(run, guard=True)
+        options: dict[str, Any] = {"numerics": run.numerics, "source": ModelWeights(model)}
+        with opened(exactness_config("products"), tmp_path, PLACES["ram"], run.train, **options) as session:
+            [result] = run_steps(session, run.train, 1)
+            found.append(result.skipped)
+    assert found[0] is not None
+    assert found[0] == found[1]
+
+
+def test_fp8_run_goes_on_bit_by_bit_from_a_savepoint_and_refuses_other_products(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    numbers: dict[str, Any] = {"model.compute_dtype": "bf16", "numerics.products": "fp8", "train.steps": 4}
+    savepoints: dict[str, Any] = {
+        "tiers.state": "nvme",
+        "tiers.nvme": f"{tmp_path}:16MiB",
+        "tiers.generations": 2,
+        "output.savepoint_every": 1,
+    }
+    folders = [tmp_path / "whole", tmp_path / "stopped"]
+    for folder in folders:
+        folder.mkdir()
+
+    def end() -> None:
+        raise ConfigError("ended by the test")
+
+    try:
+        assert main(command(folders[0], numbers)) == 0
+        assert "products of 21 linear layers" in " ".join(capsys.readouterr().out.split())
+        with after_step(3, end):
+            assert main(command(folders[1], {**numbers, **savepoints})) == 2
+        run = folders[1] / "run"
+        capsys.readouterr()
+        assert main(["resume", str(run), "--numerics.products=bf16"]) == 2
+        assert "numerics.products was 'fp8' and is 'bf16'" in capsys.readouterr().err
+        assert main(["resume", str(run), "--numerics.products_except=*.o_proj"]) == 2
+        assert "numerics.products_except was [] and is ['*.o_proj']" in capsys.readouterr().err
+        assert main(["resume", str(run)]) == 0
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    found, expected = (written(folder / "run") for folder in folders)
+    assert found == expected
+    assert "products" not in (run / "model" / "config.json").read_text()
+    assert AutoModelForCausalLM.from_pretrained(run / "model").config.num_hidden_layers == 3
 
 
 def _saved_model(directory: Path) -> Path:

@@ -9,6 +9,7 @@ from tiny_runs import one_thread, plain_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megatier.compute.fp8 import adopt
 from megatier.errors import UnsupportedModelError
 from megatier.guards.documents import check_documents
 
@@ -35,6 +36,18 @@ def test_dense_model_that_sees_a_little_of_the_document_before_is_refused(dtype:
     check(model, 0.0, dtype)
     with pytest.raises(UnsupportedModelError, match="lets a document of a row see the one before it"):
         check(model, 1e-5 if dtype is torch.float32 else 1e-2, dtype)
+
+
+def test_dense_model_with_products_in_fp8_keeps_its_documents_apart() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    model = plain_model(tiny_config("llama", **sizes)).eval()
+    layers = [module for name, module in model.named_modules() if type(module) is nn.Linear and name != "lm_head"]
+    for layer in layers:
+        adopt(layer)
+    assert len(layers) % 7 == 0
+    check(model, 0.0, torch.bfloat16)
+    with pytest.raises(UnsupportedModelError, match="lets a document of a row see the one before it"):
+        check(model, 1e-2, torch.bfloat16)
 
 
 def test_model_with_experts_may_round_otherwise() -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import megatier
+from megatier.compute.fp8 import Fp8Linear
 from megatier.config.schema import TiersConfig
 from megatier.errors import ConfigError
 from megatier.integrations import stream_state
@@ -162,13 +163,16 @@ def test_trainer_with_the_same_adamw_and_no_clipping_agrees_bit_by_bit(tmp_path:
         assert all(torch.equal(found[name], parameter) for name, parameter in plain.model.named_parameters())
 
 
-def test_trainer_resumed_from_a_checkpoint_goes_on_bit_by_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"compute_dtype": "bf16", "products": "fp8"}], ids=["fp32", "fp8"])
+def test_trainer_resumed_from_a_checkpoint_goes_on_bit_by_bit(options: dict[str, Any], tmp_path: Path) -> None:
     saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
-    with open_streamed(tmp_path) as streamed:
+    with open_streamed(tmp_path, **options) as streamed:
+        layers = [module for module in streamed.model.modules() if isinstance(module, Fp8Linear)]
+        assert bool(layers) == bool(options)
         trainer = MegatierTrainer(streamed, arguments(tmp_path / "run", **saves), train_dataset=Rows(60))
         trainer.train()
         expected, weights = logged(trainer, "grad_norm"), streamed.state_dict()
-    with open_streamed(tmp_path) as streamed:
+    with open_streamed(tmp_path, **options) as streamed:
         resumed = MegatierTrainer(streamed, arguments(tmp_path / "run", **saves), train_dataset=Rows(60))
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
         assert streamed.steps == STEPS
