@@ -118,7 +118,7 @@ def steps_seconds(session: Session, first: int, tokens: int, writer: CheckpointW
 def timed_round(session: Session, folder: Path, home: str, number: int, tokens: int) -> dict[str, float]:
     """Return the seconds and rates of one checkpoint, and the drive's own rates at the same time."""
     checkpoints = folder / "checkpoints"
-    size = checkpoint_bytes(session.units)
+    size = checkpoint_bytes(session.own_units)
     figures = probe_drive(MountBudget(folder, 2 * GIB), seconds=2)
     new_files = new_files_rate(folder / "files", size)
     began = time.perf_counter()
@@ -170,7 +170,7 @@ def main() -> None:
             rounds = [
                 timed_round(session, options.directory, home, 1 + n, options.tokens) for n in range(options.rounds)
             ]
-            results[home] = {"checkpoint_bytes": checkpoint_bytes(session.units), "rounds": rounds} | {
+            results[home] = {"checkpoint_bytes": checkpoint_bytes(session.own_units), "rounds": rounds} | {
                 key: median(each[key] for each in rounds) for key in rounds[0]
             }
 

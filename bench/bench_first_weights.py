@@ -63,11 +63,11 @@ def measure(options: argparse.Namespace) -> dict[str, float | str | int]:
             session.load(Initialiser(skeleton, 0))
             seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - spent
             digest = hashlib.sha256()
-            for unit in session.units[:2]:
+            for unit in session.own_units[:2]:
                 digest.update(session.read_master(unit, 0, min(unit.layout.num_elements, 1 << 24)).numpy().tobytes())
             spilled = sum(
                 unit.layout.num_elements
-                for unit in session.units
+                for unit in session.own_units
                 if session.placement.homes[unit.name, Kind.WEIGHT] is Tier.NVME
             )
     return {

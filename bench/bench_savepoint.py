@@ -130,7 +130,7 @@ def measure(options: argparse.Namespace, homes: str, ranks: Ranks | None) -> dic
         own = {str(tier): size for tier, size in session.placement.state_bytes.items() if tier is not Tier.GPU}
         drop_savepoint(session, run / "b" / SAVEPOINT_FOLDER)
         state = crew.gather_objects(own)
-        size = checkpoint_bytes(session.wholes)
+        size = checkpoint_bytes(session.whole_units)
 
     crew.from_first(lambda: shutil.rmtree(run))
     medians = {key: median(each[key] for each in rounds) for key in rounds[0]}

@@ -67,7 +67,7 @@ def fill(session: Session, *, trained_only: bool = False) -> None:
     drawn = random_piece()
     device = session.engine.options.device
     pieces = {"cpu": drawn, device.type: drawn.to(device)}
-    for unit in session.units:
+    for unit in session.own_units:
         # Remainders are zeros, unless they belong to weights that are overwritten.
         kinds = unit.layout.schema.master_kinds if trained_only else (Kind.WEIGHT,)
         for elements, _ in session.blocks.runs(unit.name):

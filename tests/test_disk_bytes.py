@@ -165,7 +165,7 @@ def test_spilled_model_moves_as_much_and_its_padding(tmp_path: Path) -> None:
         return -(-elements // 2048) * 2048
 
     with one_thread(), opened(config, tmp_path, PLACES["nvme"], train) as session:
-        sizes = [with_padding(unit) for unit in session.units]
+        sizes = [with_padding(unit) for unit in session.own_units]
         assert not shapes, "parameters that are in no unit"
         slots = session.placement.num_slots(Tier.GPU, Kind.WEIGHT)
         before = session.store.moved_bytes.copy()

@@ -408,7 +408,7 @@ def demanded(session: Session, timeline: Timeline) -> dict[str, int]:
 def test_player_state_on_nvme_is_read_and_written_once_a_step(tmp_path: Path) -> None:
     run = Run(model="untied")
     with opened(exactness_config("untied"), tmp_path, PLACES["nvme"], run.train) as session:
-        num_elements = sum(unit.layout.num_elements for unit in session.units)
+        num_elements = sum(unit.layout.num_elements for unit in session.own_units)
         assert session.placement.state_bytes[Tier.NVME] == 12 * num_elements
         assert len(session.blocks.chunks("model.embed_tokens")) == 3
         run_steps(session, run.train, 2)

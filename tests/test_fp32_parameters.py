@@ -189,7 +189,7 @@ def test_export_has_the_dtypes_of_hugging_face_and_loads_as_it_was(ernie: PreTra
     with opened(ernie.config, tmp_path, PLACES["ram"], train, source=ModelWeights(ernie), **BF16) as session:
         session.engine.train_step(1, 1e-2, [padded_batch()])
         masters = read_parameters(session, Kind.WEIGHT)
-        export(tmp_path / "out", session.model, session.units, session.read_master, torch.bfloat16, 1 << 30)
+        export(tmp_path / "out", session.model, session.own_units, session.read_master, torch.bfloat16, 1 << 30)
         session.load(SafetensorsFolder(tmp_path / "out", session.model))
         read_again = read_parameters(session, Kind.WEIGHT)
 

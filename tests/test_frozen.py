@@ -295,7 +295,7 @@ def test_plan_foretells_the_order_and_the_bytes_of_a_frozen_run(
         demanded = session.player.demanded - before
         order = tuple(session.player.accesses)
         budgets = Budgets(*(session.store.usage(tier)["budget"] for tier in (Tier.GPU, Tier.RAM, Tier.NVME)))
-        placement, units = session.placement, session.units
+        placement, units = session.placement, session.own_units
     where = ROOMY[place]
     config = RunConfig(
         model=ModelConfig(config=CONFIG.to_dict(), fused_loss=fused, frozen=patterns),

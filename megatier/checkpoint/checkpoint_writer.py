@@ -86,7 +86,7 @@ class CheckpointWriter:
             num_kept: how many of the whole checkpoints are kept, this one included, at least 1; None: all.
         """
         self.step = step
-        self.num_bytes = checkpoint_bytes(session.wholes)
+        self.num_bytes = checkpoint_bytes(session.whole_units)
         self.seconds = 0.0
         self._crew: Channel | Alone = Alone() if session.ranks is None else session.ranks.beside
         self._leads = self._crew.rank == 0
@@ -149,17 +149,17 @@ class CheckpointWriter:
         # What a kill has left goes first: it may be what takes the room.
         self._folder.mkdir(mode=0o700, exist_ok=True)
         remove_leftovers(self._folder)
-        check_room(self._folder, self._session.wholes)
+        check_room(self._folder, self._session.whole_units)
         self._partial.mkdir(mode=0o700)
 
     def _open_writers(self) -> None:
         """Allocate buffers, and start threads."""
-        wholes = self._session.wholes
-        grids = [Grid.of(shape) for shape in parameter_shapes(wholes).values()]
+        whole_units = self._session.whole_units
+        grids = [Grid.of(shape) for shape in parameter_shapes(whole_units).values()]
         chunk_elements = max(grid.chunk_elements for grid in grids)
 
         num_shared = 0
-        for unit in wholes:
+        for unit in whole_units:
             shared = [tensor for tensor in unit.layout.tensors if tensor.whole is not None]
             num_shared = max(num_shared, len(shared))
 
@@ -171,12 +171,12 @@ class CheckpointWriter:
 
         # The lane remembers its last item, which must not keep the writers and their buffers alive.
         self._opened.callback(self._writers.clear)
-        longest = max(unit.layout.num_elements for unit in self._session.units)
+        longest = max(unit.layout.num_elements for unit in self._session.own_units)
         buffers = Buffers(self._session, min(RUN_ELEMENTS, longest))
         self._opened.callback(buffers.close)
 
-        owners = ChunkOwners(wholes, self._crew.rank, self._crew.size)
-        for name in groups_of(wholes):
+        owners = ChunkOwners(whole_units, self._crew.rank, self._crew.size)
+        for name in groups_of(whole_units):
             files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_THREADS, num_staged))
             self._writers.append(PlaneWriter(self._session, files, self._partial, name, buffers, owners))
         self._workers = Workers(len(self._writers), "megatier-checkpoint")
@@ -207,7 +207,7 @@ class CheckpointWriter:
             written = self._crew.gather_objects(chunks)
             if self._leads:
                 checksums = _joined(written)
-                _write_metadata(self._partial, self._session.wholes, self.step, self._state, checksums)
+                _write_metadata(self._partial, self._session.whole_units, self.step, self._state, checksums)
 
         # Only now: until this one is whole, the run may need an older one.
         with self._crew.together():
@@ -261,12 +261,12 @@ def _in_order(session: Session) -> list[Unit]:
     back.
     """
     if session.optimizer.hyper.deferred:
-        return list(session.units)
+        return list(session.own_units)
 
     def layer_of(unit: Unit) -> str:
         return unit.module_names[0] if unit.experts is not None else unit.name
 
-    layers = [list(units) for _, units in groupby(session.units, key=layer_of)]
+    layers = [list(units) for _, units in groupby(session.own_units, key=layer_of)]
     return list(chain.from_iterable(reversed(layers)))
 
 

@@ -37,22 +37,22 @@ class Piece:
 class ChunkOwners:
     """Which rank writes which chunk of every array, as one of the ranks sees it."""
 
-    def __init__(self, wholes: Sequence[Unit], rank: int, size: int) -> None:
+    def __init__(self, whole_units: Sequence[Unit], rank: int, size: int) -> None:
         """Look at what every rank has of every parameter.
 
         Args:
-            wholes: the whole units.
+            whole_units: the whole units.
             rank: this rank.
             size: the number of ranks.
         """
-        self._layouts = {unit.name: unit.layout for unit in wholes}
+        self._layouts = {unit.name: unit.layout for unit in whole_units}
         self._rank = rank
         self._size = size
         self._runs: dict[str, list[tuple[int, int]]] = {}
         """The runs of each parameter that one rank has, in order: the first element of the run, and the rank."""
 
         # Shards are cut by whole units, so a parameter whose units are several, or whose unit is cut, has several runs.
-        for unit in wholes:
+        for unit in whole_units:
             for other in range(size):
                 for tensor in unit.layout.shard(other, size).tensors:
                     self._runs.setdefault(tensor.name, []).append((tensor.offset, other))

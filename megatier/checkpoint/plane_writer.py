@@ -52,7 +52,7 @@ class Buffers:
 
         # Units may have several schemas, so a kind's buffer takes the widest of its planes.
         widths: dict[Kind, int] = {}
-        for schema in {unit.layout.schema for unit in session.units}:
+        for schema in {unit.layout.schema for unit in session.own_units}:
             for kind in schema.kinds:
                 widths[kind] = max(widths.get(kind, 0), schema.width(kind))
 

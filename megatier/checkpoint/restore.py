@@ -59,10 +59,10 @@ def restore(
         TransferError: the drive failed.
     """
     root = path.resolve()
-    check_parameters(path, session.wholes)
+    check_parameters(path, session.whole_units)
 
     # Looked at first, so that a run whose moments are missing is refused before its state is touched.
-    for name, parameter in arrays_of(session.wholes):
+    for name, parameter in arrays_of(session.whole_units):
         if not (root / name / parameter).exists() and (root / MASTERS / parameter).exists():
             raise CheckpointError(
                 f"{path} has no moments of {parameter}, which was frozen in its run. Freeze it as before, or export "
@@ -72,10 +72,10 @@ def restore(
     # Metadata that does not fit is refused on all ranks while each has its whole state.
     crew = session.crew
     with crew.together():
-        arrays = open_arrays(path, arrays_of(session.units))
+        arrays = open_arrays(path, arrays_of(session.own_units))
 
         if weights_only:
-            check_moments(path, session.wholes)
+            check_moments(path, session.whole_units)
 
     # If something breaks off in here, also on another rank, the state is torn until it is loaded again. `loading` is
     # outermost, so that it sees the error of another rank, which `together` raises here.

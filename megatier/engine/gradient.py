@@ -183,7 +183,7 @@ class Gradients:
         has_begun = self._is_watched or bool(self._spent)
         if has_begun and not self._is_over:
             return True
-        return any(own.uses_left for own in self._accumulations.values())
+        return any(accumulated.uses_left for accumulated in self._accumulations.values())
 
     @property
     def is_in_backward(self) -> bool:
@@ -202,15 +202,15 @@ class Gradients:
 
     def expect(self, unit: str, num_slices: int) -> None:
         """Note a use in a forward, whose backward will follow in so many slices."""
-        own = self._accumulations[unit]
-        own.num_summands += num_slices
-        own.uses_left += 1
+        accumulated = self._accumulations[unit]
+        accumulated.num_summands += num_slices
+        accumulated.uses_left += 1
 
     def forgo(self, unit: str, num_slices: int) -> None:
         """Note that no backward that trains will come to such a use any more."""
-        own = self._accumulations[unit]
-        own.num_summands -= num_slices
-        own.uses_left -= 1
+        accumulated = self._accumulations[unit]
+        accumulated.num_summands -= num_slices
+        accumulated.uses_left -= 1
 
     def watch_backward(self, forward: int) -> None:
         """Note that this group's backward has come to a forward. Call it inside: the group is over when that is.
@@ -296,8 +296,9 @@ class Gradients:
             )
 
         # No output of some uses led to the loss, so no backward came to them. Others of the unit made a gradient.
-        for unit in [unit for unit, own in self._accumulations.items() if own.uses_left and own.num_added]:
-            self._ship(unit)
+        for unit, accumulated in self._accumulations.items():
+            if accumulated.uses_left and accumulated.num_added:
+                self._ship(unit)
         self._accumulations.clear()
 
         # A unit that the last groups left out: its update waits for a gradient of every group. If ranks share it, the
@@ -311,38 +312,38 @@ class Gradients:
     def add(self, unit: str, of_slice: Sequence[tuple[str, Tensor | None]]) -> None:
         """Add the gradients of one slice of one use, by parameter name. Those that are not named are zero."""
         grads = {name: grad.reshape(-1) for name, grad in of_slice if grad is not None}
-        own = self._accumulations[unit]
-        own.num_added += 1
-        if own.num_added == own.num_summands:
+        accumulated = self._accumulations[unit]
+        accumulated.num_added += 1
+        if accumulated.num_added == accumulated.num_summands:
             self._write(unit, grads)
             return
 
         for name, grad in grads.items():
-            if name in own.summed:
-                own.sums[name].add_(grad)
-            elif name in own.sums:
+            if name in accumulated.summed:
+                accumulated.sums[name].add_(grad)
+            elif name in accumulated.sums:
                 # A copy, even if it is in fp32 already: the first summand is autograd's own.
-                own.sums[name] = own.sums[name].to(torch.float32, copy=True).add_(grad)
-                own.summed.add(name)
+                accumulated.sums[name] = accumulated.sums[name].to(torch.float32, copy=True).add_(grad)
+                accumulated.summed.add(name)
             else:
-                own.sums[name] = grad
+                accumulated.sums[name] = grad
 
     def close(self, unit: str) -> None:
         """Note that the backward of a use is over. After the last one, the group's gradient is handed over."""
-        own = self._accumulations[unit]
-        own.uses_left -= 1
-        if not own.uses_left:
+        accumulated = self._accumulations[unit]
+        accumulated.uses_left -= 1
+        if not accumulated.uses_left:
             self._ship(unit)
 
     def _ship(self, unit: str) -> None:
         """Hand a unit's gradient of this group over."""
-        own = self._accumulations[unit]
-        buffer = own.buffer
+        accumulated = self._accumulations[unit]
+        buffer = accumulated.buffer
 
         # If summands were expected that did not come, nothing has been written yet.
         if buffer is None:
             buffer = self._write(unit, {})
-        own.buffer = None
+        accumulated.buffer = None
         self._send(unit, self.group, buffer)
 
     def _catch_up(self, unit: str, group: int) -> None:
@@ -357,10 +358,10 @@ class Gradients:
         """Write the last summand and the sum of the others into the sink's buffer, rounded once; returns the buffer."""
         if not self._is_shared:
             self._catch_up(unit, self.group)
-        own = self._accumulations[unit]
-        before = own.sums
+        accumulated = self._accumulations[unit]
+        before = accumulated.sums
         # Not held any longer than the buffer takes to be written: they are as large as the weights.
-        own.sums = {}
+        accumulated.sums = {}
         self._present.setdefault(unit, set()).update(before, grads)
 
         # A single summand is as autograd made it. A sum of several is not rounded before all groups are in it.
@@ -397,7 +398,7 @@ class Gradients:
             torch._foreach_copy_(copied, copied_from)
         if zeroed:
             torch._foreach_zero_(zeroed)
-        own.buffer = buffer
+        accumulated.buffer = buffer
         return buffer
 
     def _take(self, unit: str, *, fits: bool = False) -> Tensor:

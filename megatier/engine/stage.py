@@ -54,7 +54,7 @@ class UnitPlayer(Protocol):
         """Brings weights, and takes activations."""
 
     @property
-    def gradients(self) -> GradSink:
+    def grad_sink(self) -> GradSink:
         """Takes gradients."""
 
     def begin(self, name: str) -> None:

@@ -29,7 +29,7 @@ from megatier.compute.compile_clock import CLOCK
 from megatier.compute.seeds import group_seed, seed_generators
 from megatier.engine.head import check_calls_loss_function
 from megatier.engine.stage import UnitPlayer, learning
-from megatier.engine.unit_model import Batch, UnitModel, num_learnt
+from megatier.engine.unit_model import Batch, UnitModel, num_counted
 from megatier.errors import GpuMemoryError, NonFiniteError, UnsupportedModelError
 from megatier.guards.documents import check_documents
 from megatier.guards.no_gradient import FirstNorms
@@ -86,7 +86,7 @@ class Engine:
         self._crew = crew
         self._knows_documents = False
         """Whether it is known that the model keeps the documents of a row apart."""
-        self._is_learnt = self.options.slices == 1
+        self._knows_batched = self.options.slices == 1
         """Whether nodes know which of their arguments are cut into slices."""
         self._step = 0
         """The step that was begun last."""
@@ -129,7 +129,7 @@ class Engine:
             check_rows_are_apart(skeleton, "set train.groups to 1")
 
         # Before `begin_step`: it runs evaluations, which are passes of their own.
-        self._learn(groups[0])
+        self._find_batched_arguments(groups[0])
         self._try_documents(groups[0])
         few = few_tokens(list(groups[0].values()))
         self.try_tiles(lambda: self.model.loss(dict(zip(groups[0], few, strict=True)), None))
@@ -138,7 +138,7 @@ class Engine:
             skeleton.train()
 
         # Each group's loss is divided by what the whole step counts: tokens of unequal groups weigh as in one batch.
-        counts = [num_learnt(batch) for batch in groups]
+        counts = [num_counted(batch) for batch in groups]
         total = sum(counts)
         shares = [count / total if total else 1 / len(groups) for count in counts]
 
@@ -283,7 +283,7 @@ class Engine:
         """
         # Updates of the last step are still due: in training they would run ahead of the next forward.
         self._player.drain()
-        counted = [(batch, count) for batch in batches if (count := num_learnt(batch))]
+        counted = [(batch, count) for batch in batches if (count := num_counted(batch))]
         rank = self._crew.rank
         size = self._crew.size
         losses = []
@@ -299,8 +299,8 @@ class Engine:
                     losses.append(loss * count)
 
         total = math.fsum(loss for rank_losses in self._crew.gather_objects(losses) for loss in rank_losses)
-        num_counted = sum(count for _, count in counted)
-        return total / max(1, num_counted)
+        num_tokens = sum(count for _, count in counted)
+        return total / max(1, num_tokens)
 
     @contextmanager
     def evaluation(self, name: str = "evaluate") -> Iterator[None]:
@@ -371,9 +371,9 @@ class Engine:
             raise self._error(step, what, parameter, batch)
         return parameter or "loss"
 
-    def _learn(self, batch: Batch) -> None:
+    def _find_batched_arguments(self, batch: Batch) -> None:
         """Find out, before the first step with slices, which arguments of each module are batched."""
-        if self._is_learnt:
+        if self._knows_batched:
             return
         check_rows_are_apart(self.model.skeleton, "set train.slices to 1")
 
@@ -391,7 +391,7 @@ class Engine:
                 with self.evaluation():
                     self.model.loss(few, None)
 
-        self._is_learnt = True
+        self._knows_batched = True
 
     def _try_documents(self, batch: Batch) -> None:
         """Find out, before the first step with documents apart, whether the model keeps them so. All ranks come here.
@@ -448,7 +448,7 @@ class Engine:
                 self.model.stage.checks_finite = False
 
         num_before = self._skips - 1
-        row = f", and {num_before} steps before it were left out" if num_before > 0 else ""
+        in_a_row = f", and {num_before} steps before it were left out" if num_before > 0 else ""
         return NonFiniteError(
-            f"the {what} of step {step} is not finite{row}{where}. No update of this step was written. {REMEDY}"
+            f"the {what} of step {step} is not finite{in_a_row}{where}. No update of this step was written. {REMEDY}"
         )

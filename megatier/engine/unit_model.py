@@ -79,7 +79,7 @@ class UnitModel:
             source=player.weights,
             gradients=Gradients(
                 {unit.name: unit.layout.trained for unit in units if unit.layout.num_trained},
-                player.gradients,
+                player.grad_sink,
                 optimizer,
                 groups=options.groups // crew.size,
                 is_shared=crew.size > 1,
@@ -402,7 +402,7 @@ def _lent(skeleton: PreTrainedModel, units: Sequence[Unit], user: Unit, name: st
     return places
 
 
-def num_learnt(batch: Batch) -> int:
+def num_counted(batch: Batch) -> int:
     """Return the number of tokens whose prediction counts. Nothing predicts the first token of a row."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 

@@ -191,7 +191,7 @@ class StreamedState(ABC):
             StreamedModelError: a step is open.
         """
         self._settle("Reading weights", f"read({name!r})")
-        places = places_of(self._session.wholes)
+        places = places_of(self._session.whole_units)
         if name not in places:
             raise BlockNotFoundError(
                 f"{type(self.model).__name__} has no parameter {name!r}; a tied one has its first name"
@@ -208,7 +208,7 @@ class StreamedState(ABC):
             StreamedModelError: a step is open.
         """
         self._settle("Reading weights", "state_dict()")
-        places = places_of(self._session.wholes)
+        places = places_of(self._session.whole_units)
 
         # Checked before the first copy: a process that runs out of RAM half way is killed, and says nothing.
         with self._crew.together():
@@ -253,7 +253,7 @@ class StreamedState(ABC):
                 export(
                     Path(folder),
                     self.model,
-                    session.wholes,
+                    session.whole_units,
                     read,
                     written,
                     SHARD_BYTES,

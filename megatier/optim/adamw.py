@@ -7,7 +7,7 @@ the probes that measure it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from megatier import _native
 from megatier.address import address_of
 from megatier.compute.seeds import rounding_key
+from megatier.planes import Planes
 from megatier.state import StateSchema
 from megatier.tier import Kind
 
@@ -25,8 +26,6 @@ wait for a whole unit."""
 
 MOMENTS = {2: torch.bfloat16, 1: torch.uint8}
 """The dtype of moments that are rounded, by the bytes of one."""
-Planes = Mapping[Kind, Tensor]
-"""The plane of each kind of state."""
 OfStep = tuple[float, float, float, float, float, float, float]
 """The numbers that the kernels take of a step: `Scalars.of_kernels` without the clip coefficient."""
 Rounding = tuple[int, int, int]

@@ -18,6 +18,9 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
+from megatier.optim import tiles
+from megatier.optim.adamw import Rounding
+
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["count", "key_low", "key_high", "first"])
 """Lengths and keys are not compiled in: one kernel for all, since only the last block of elements needs the length."""
 
@@ -26,8 +29,8 @@ BLOCK_ELEMENTS = 1024
 BLOCK_WARPS = 8
 """4 elements a thread: 16 bytes of an fp32 plane and 8 of a 16-bit one, so that no data move between threads."""
 
-TILE_ELEMENTS = tl.constexpr(65_536)
-"""Elements under one partial sum of squares, as in native/reduce.h."""
+TILE_ELEMENTS = tl.constexpr(tiles.TILE_ELEMENTS)
+"""Elements under one partial sum of squares, as a constant of the kernels."""
 LANES = tl.constexpr(256)
 """Sums that each tile takes side by side, as in native/reduce.h."""
 LANE_WARPS = 4
@@ -35,18 +38,17 @@ LANE_WARPS = 4
 ROWS_AHEAD = tl.constexpr(16)
 """Rows of lanes that are loaded before the first is added."""
 
-Planes = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]
-Scalars = tuple[float, float, float, float, float, float, float, float]
-Rounding = tuple[int, int, int]
+KernelPlanes = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]
+KernelScalars = tuple[float, float, float, float, float, float, float, float]
 HALF = 0xFFFF_FFFF
 """The lower half of a key, and what remains of the number of an element: 32 bits."""
 
 
 # Hop 5 of a byte's journey if the update runs on the GPU; the mark is in optimizer.py.
 def adamw(
-    planes: Planes,
+    planes: KernelPlanes,
     segments: Sequence[tuple[int, int, float]],
-    scalars: Scalars,
+    scalars: KernelScalars,
     rounding: Rounding | None = None,
 ) -> None:
     """Run AdamW in place, with one launch for each segment; native/adamw.h holds the definition.

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from megatier.layout import Layout
-from megatier.optim.adamw import Planes, Scalars
+from megatier.optim.adamw import Scalars
 from megatier.optim.masters import join_master, split_master
+from megatier.planes import Elements, Planes
 from megatier.tier import Kind
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -91,7 +92,7 @@ class Muon:
                 self._matrices[unit] = tuple(matrices_of(layout))
                 self._stops[unit] = layout.num_trained
 
-    def runs(self, unit: str) -> Sequence[tuple[int, int]]:
+    def runs(self, unit: str) -> Sequence[Elements]:
         """Return the runs of a unit's elements that are updated one at a time; none if any run will do."""
         if unit not in self._matrices:
             return []
@@ -102,7 +103,7 @@ class Muon:
         bounds = [*starts, self._stops[unit]]
         return list(pairwise(bounds))
 
-    def apply(self, unit: str, elements: tuple[int, int], planes: Planes, grad: Tensor, scalars: Scalars) -> None:
+    def apply(self, unit: str, elements: Elements, planes: Planes, grad: Tensor, scalars: Scalars) -> None:
         """Update those matrices of a unit that lie in a run of its elements, in place; see `RunOptimizer.apply`."""
         # A run is what `runs` has, or the whole unit, so no matrix lies across its ends.
         start, stop = elements

@@ -30,22 +30,15 @@ from megatier import _native
 from megatier.address import address_of
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
-from megatier.optim.adamw import (
-    Planes,
-    Scalars,
-    adamw_threads,
-    rounding_of,
-)
+from megatier.optim.adamw import Scalars, adamw_threads, rounding_of
 from megatier.optim.masters import weight_dtype
 from megatier.optim.muon import Muon
 from megatier.optim.rules import RULES, Hyperparameters
 from megatier.optim.tiles import PIECE_ELEMENTS, TILE_ELEMENTS, cut_at_tiles, num_tiles, sum_squares
+from megatier.planes import Apply, Elements, Planes
 from megatier.ranks.ranks import Ranks
 from megatier.readback import on_host
 from megatier.workers import Workers
-
-Apply = Callable[[str, tuple[int, int], Planes, Tensor, Planes], _native.Batch | None]
-"""Updates some elements of a unit: see `RunOptimizer.apply`."""
 
 
 class RunOptimizer:
@@ -81,14 +74,24 @@ class RunOptimizer:
         self._seed = seed
         self._pool = adamw_threads(num_threads)
         self._workers = Workers(num_threads, "megatier-gradient")
-        self._begun = self._scalars = Scalars(1.0, 0, 0.0, 0.0, (0.0,) * 8)
+        nothing = Scalars(
+            decay=1.0,
+            step=0,
+            learning_rate=0.0,
+            momentum=0.0,
+            of_kernels=(0.0,) * 8,
+        )
+        self._unclipped_scalars = nothing
+        """Those of the step begun, as if nothing were clipped."""
+        self._scalars = nothing
+        """Those that updates read: of the last norm."""
         self._muon = Muon(layouts)
 
         # All units that are not by matrix have the same rule.
         rules = [layout.schema.rule for layout in layouts.values() if not layout.schema.by_matrix]
         self._rule = RULES[rules[0] if rules else "adamw"]
         self._sums: dict[str, list[Tensor]] = {}
-        self._runs: dict[str, tuple[Tensor, bool]] = {}
+        self._tile_runs_of: dict[str, tuple[Tensor, bool]] = {}
         """Of each unit, what lies in each tile, on the GPU. It is the same at every step."""
         self._refused: str | None = None
 
@@ -103,19 +106,19 @@ class RunOptimizer:
 
         Deferred updates of the last step run during this one, so they read its scalars until `clip` is called.
         """
-        self._begun = self._scalars_of(step, learning_rate)
+        self._unclipped_scalars = self._scalars_of(step, learning_rate)
         self._sums.clear()
         self._refused = None
 
         # In the immediate mode nothing of the last step is left to do, and no norm comes.
         if not self.hyper.deferred:
-            self._scalars = self._begun
+            self._scalars = self._unclipped_scalars
 
     def revise(self, step: int, learning_rate: float) -> bool:
         """Note the scalars of the step again. Returns whether they changed, so that `unclipped` used wrong ones."""
-        before = self._begun
-        self._begun = self._scalars_of(step, learning_rate)
-        return self._begun != before
+        before = self._unclipped_scalars
+        self._unclipped_scalars = self._scalars_of(step, learning_rate)
+        return self._unclipped_scalars != before
 
     def clip(self, norm: float) -> float:
         """Return the coefficient for this norm. From now on updates read it, and the scalars of the step begun."""
@@ -123,10 +126,10 @@ class RunOptimizer:
         if self.hyper.clip is not None:
             coefficient = min(1.0, self.hyper.clip / (norm + 1e-6))
 
-        # The coefficient is the last of them; that of the step begun is 1. `_begun` stays as it is: what runs ahead of
-        # the norm goes by it, and `revise` compares with it.
-        others = self._begun.of_kernels[:-1]
-        self._scalars = replace(self._begun, of_kernels=(*others, coefficient))
+        # The coefficient is the last of them; that of the step begun is 1. `_unclipped_scalars` stays as it is: what
+        # runs ahead of the norm goes by it, and `revise` compares with it.
+        others = self._unclipped_scalars.of_kernels[:-1]
+        self._scalars = replace(self._unclipped_scalars, of_kernels=(*others, coefficient))
         return coefficient
 
     def _scalars_of(self, step: int, learning_rate: float) -> Scalars:
@@ -225,8 +228,8 @@ class RunOptimizer:
 
     def _tile_runs(self, unit: str, device: torch.device) -> tuple[Tensor, bool]:
         """What a unit's parameters have of each tile, and whether it begins where `sum_runs` is fast."""
-        if unit in self._runs:
-            return self._runs[unit]
+        if unit in self._tile_runs_of:
+            return self._tile_runs_of[unit]
 
         runs = list[tuple[int, int]]()
         for tensor in self.layouts[unit].tensors:
@@ -240,8 +243,8 @@ class RunOptimizer:
         on_device = torch.tensor(runs, dtype=torch.int64, device=device)
 
         # With a shape also if there are no runs.
-        self._runs[unit] = on_device.view(-1, 2), is_aligned
-        return self._runs[unit]
+        self._tile_runs_of[unit] = on_device.view(-1, 2), is_aligned
+        return self._tile_runs_of[unit]
 
     def _origin(self, unit: str, tensor: TensorSlice) -> int:
         """The element of a unit from which the tiles of a tensor are counted."""
@@ -350,7 +353,7 @@ class RunOptimizer:
     # ------------------------------------------------------------------ update
 
     def apply(
-        self, unit: str, elements: tuple[int, int], planes: Planes, grad: Tensor, before: Planes
+        self, unit: str, elements: Elements, planes: Planes, grad: Tensor, before: Planes
     ) -> _native.Batch | None:
         """Begin AdamW on elements [start, stop) of a unit, clipped as the last norm decided.
 
@@ -368,14 +371,14 @@ class RunOptimizer:
 
     def unclipped(self) -> Apply:
         """Return `apply` for the step begun as if nothing were clipped, for use before the norm is known."""
-        return partial(self._apply, self._begun)
+        return partial(self._apply, self._unclipped_scalars)
 
     # HOP 5/6: gradient and state -> new state
     def _apply(
         self,
         scalars: Scalars,
         unit: str,
-        elements: tuple[int, int],
+        elements: Elements,
         planes: Planes,
         grad: Tensor,
         before: Planes,
@@ -396,7 +399,7 @@ class RunOptimizer:
         rounding = rounding_of(layout.schema, self._seed, scalars.step, unit, first)
         return self._rule.begin(self._pool, planes, grad, segments, scalars, before, rounding)
 
-    def matrices(self, unit: str) -> Sequence[tuple[int, int]]:
+    def matrices(self, unit: str) -> Sequence[Elements]:
         """Return the runs of a unit's elements that are updated one at a time; see play.optimizer.Optimizer."""
         return self._muon.runs(unit)
 

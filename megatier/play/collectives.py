@@ -209,7 +209,7 @@ class Collectives:
         if self._last is not None:
             self._last.wait_for_end()
 
-    def give_back(self) -> None:
+    def release_all(self) -> None:
         """Give back the buffers of a backward that was left half-way, and drop what was not scattered."""
         while self._buffers:
             with self._store.tear.change:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from megatier.errors import TransferError
-from megatier.play.optimizer import Elements
+from megatier.planes import Elements
 from megatier.schedule.placement import Placement
 from megatier.schedule.sizes import Policy, UnitSpec, final_grad_bytes, grad_bytes, updated_at_once
 from megatier.store.store import TieredStore

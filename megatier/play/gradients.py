@@ -123,7 +123,7 @@ class UnitGradients:
         if unit in self._summed:
             self._updates.submit_fetch(unit)
 
-    def give_back(self) -> None:
+    def release_all(self) -> None:
         """Give back the buffers of a backward that was left half-way."""
         while self._buffers:
             with self._blocks.store.tear.change:

@@ -15,7 +15,8 @@ from functools import partial
 
 import torch
 
-from megatier.play.optimizer import Apply, Elements, Optimizer, Planes, Work
+from megatier.planes import Apply, Elements, Planes, Work
+from megatier.play.optimizer import Optimizer
 from megatier.schedule.slots import MATRICES_CARRIED
 from megatier.store.store import TieredStore
 from megatier.store.transfer import Transfer
@@ -28,7 +29,7 @@ class _Matrix:
 
     planes: dict[Kind, torch.Tensor]
     """Its state, and its gradient until it was updated."""
-    moves: list[Transfer]
+    transfers: list[Transfer]
     """Its copies that were submitted last, those that bring it or those that take it home."""
 
 
@@ -91,7 +92,7 @@ class MatrixCarrier:
                     _end(under_way, MATRICES_CARRIED - 1)
                     self._bring(unit, sources[index + 1], under_way)
 
-                _wait(matrix.moves)
+                _wait(matrix.transfers)
                 grad = matrix.planes.pop(Kind.GRAD)
                 apply(unit, run, matrix.planes, grad, {})
 
@@ -102,17 +103,17 @@ class MatrixCarrier:
                 # Its memory serves the next matrix while the state goes home.
                 del grad
 
-                matrix.moves.clear()
+                matrix.transfers.clear()
                 for kind, target in targets[index].items():
-                    copy = self._store.carry(unit, target, matrix.planes[kind], to_gpu=False)
-                    matrix.moves.append(copy)
+                    transfer = self._store.carry(unit, target, matrix.planes[kind], to_gpu=False)
+                    matrix.transfers.append(transfer)
 
             _end(under_way, 0)
         finally:
             # After an error as well, none may outlive the leases of the planes, or its memory on the device.
             for matrix in under_way:
-                for move in matrix.moves:
-                    move.wait_for_end()
+                for transfer in matrix.transfers:
+                    transfer.wait_for_end()
 
     def _bring(self, unit: str, sources: Planes, under_way: deque[_Matrix]) -> None:
         """Take memory on the device for a matrix, and start copying it there."""
@@ -123,28 +124,28 @@ class MatrixCarrier:
         # In the list before its first copy begins: whatever fails then, `_carry` waits for those that did.
         under_way.append(matrix)
         for kind, source in sources.items():
-            copy = self._store.carry(unit, planes[kind], source, to_gpu=True)
-            matrix.moves.append(copy)
+            transfer = self._store.carry(unit, planes[kind], source, to_gpu=True)
+            matrix.transfers.append(transfer)
 
 
 def _end(under_way: deque[_Matrix], left: int) -> None:
     """Wait for matrices on their way home, the oldest first, until so many are left. Their memory is free then."""
     while len(under_way) > left:
         # It leaves the list after the wait, as the list is what keeps its memory.
-        _wait(under_way[0].moves)
+        _wait(under_way[0].transfers)
         under_way.popleft()
 
 
-def _wait(moves: Sequence[Transfer]) -> None:
-    """Wait for all moves, also if one fails.
+def _wait(transfers: Sequence[Transfer]) -> None:
+    """Wait for all transfers, also if one fails.
 
     Raises:
         TransferError: one failed.
     """
-    ended_well = [move.wait_for_end() for move in moves]
-    for move, is_well in zip(moves, ended_well, strict=True):
+    ended_well = [transfer.wait_for_end() for transfer in transfers]
+    for transfer, is_well in zip(transfers, ended_well, strict=True):
         if not is_well:
-            move.wait()
+            transfer.wait()
 
 
 def _cut(planes: Planes, elements: Elements, runs: Sequence[Elements]) -> list[Planes]:

@@ -68,7 +68,7 @@ class Offload:
         self._next: str | None = None
         """The unit whose activation has to be asked for ahead."""
 
-    def clear(self) -> None:
+    def forget(self) -> None:
         """Forget the activations of a pass that was abandoned."""
         self._activations = AwayActivations()
         self._stashed.clear()

@@ -5,37 +5,12 @@ The optimizer itself knows no tier. The lanes bring it planes and gradients, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from megatier.tier import Kind
-
-Elements = tuple[int, int]
-"""A run of a unit's elements: the first one, and one past the last."""
-
-
-class Work(Protocol):
-    """A piece of work that native threads do."""
-
-    def wait(self) -> bool:
-        """Block until it is done."""
-
-    def done(self) -> bool:
-        """True when wait() would not block."""
-
-    def span_ns(self) -> tuple[int, int]:
-        """Return the start and end, in time.perf_counter_ns."""
-
-
-Planes = Mapping[Kind, torch.Tensor]
-"""The plane of each kind of state, as uint8."""
-
-Apply = Callable[[str, Elements, Planes, torch.Tensor, Planes], Work | None]
-"""A function that begins AdamW on a run of a unit's elements. It takes the unit, the run, the planes to write, the
-gradient, and the planes to read for kinds that are not updated in place. It returns the work to wait for, or None if
-that is done already, or enqueued on the GPU."""
+from megatier.planes import Apply, Elements, Planes, Work
 
 
 class Optimizer(Protocol):

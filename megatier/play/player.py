@@ -103,26 +103,28 @@ class Player:
         """The names of the units' blocks, and leases on them."""
         self.updates = Updates(self.blocks, optimizer, self.gate, self.recorder, self._demand)
         """The lanes that update."""
-        self._grads = UnitGradients(self.blocks, self.updates, self._moves, self._demand, self.recorder)
+        self._own_gradients = UnitGradients(self.blocks, self.updates, self._moves, self._demand, self.recorder)
         """Takes the gradients of what this rank has."""
         self._collectives: Collectives | None = None
         """Gathers weights and scatters gradients, if there are other ranks."""
         if ranks is not None:
-            self._collectives = Collectives(ranks, self.blocks, optimizer, self._grads, self.gate, self.recorder)
-        self.gradients: Collectives | UnitGradients = self._collectives or self._grads
+            self._collectives = Collectives(
+                ranks, self.blocks, optimizer, self._own_gradients, self.gate, self.recorder
+            )
+        self.grad_sink: Collectives | UnitGradients = self._collectives or self._own_gradients
         """Takes gradients from compute."""
         offload = Offload(store, by_name, self._moves, self._demand)
         self.weights = UnitWeights(
-            self.blocks,
-            self.updates,
-            self._grads,
-            self.gate,
-            self.recorder,
-            offload,
-            self._orders,
-            self._moves,
-            self._demand,
-            self._collectives,
+            blocks=self.blocks,
+            updates=self.updates,
+            gradients=self._own_gradients,
+            gate=self.gate,
+            recorder=self.recorder,
+            offload=offload,
+            orders=self._orders,
+            moves=self._moves,
+            demand=self._demand,
+            collectives=self._collectives,
         )
         """Gives weights to compute, and takes activations."""
         self.reader = StateReader(self.blocks.generations, self.recorder)
@@ -212,7 +214,7 @@ class Player:
         # An interrupt in here leaves some of the updates submitted and others not, and nothing says which.
         with self._store.tear.change:
             if self._pass.trains:
-                self._grads.begin()
+                self._own_gradients.begin()
                 self.updates.begin()
             # Point 3.
             if timeline is not None:
@@ -285,11 +287,11 @@ class Player:
             return
 
         # Leases of a forward or backward that failed go back before anything is waited for: a lane may need their slot.
-        self.weights.give_back()
-        self.gradients.give_back()
+        self.weights.release_all()
+        self.grad_sink.release_all()
         if self._collectives is not None:
             self._collectives.wait_for_end()
-            self._grads.give_back()
+            self._own_gradients.release_all()
 
         # An attempt that is void ends sooner, and nothing that was submitted may outlast the pass.
         self.updates.speculation.abandon()
@@ -302,9 +304,9 @@ class Player:
             self._store.tear.is_torn = True
 
         # Only now does no lane use the gradients: no update and no sum of this step will take them any more.
-        self.gradients.drop()
+        self.grad_sink.drop()
         if self._collectives is not None:
-            self._grads.drop()
+            self._own_gradients.drop()
         self.weights.evict()
 
         # Nobody asks for what happened in it, and a loop may give up any number of passes.
@@ -324,8 +326,8 @@ class Player:
         Args:
             group: the last group that is left out.
         """
-        self.weights.give_back()
-        self.gradients.give_back()
+        self.weights.release_all()
+        self.grad_sink.release_all()
         self.weights.sit_out(group)
 
     def _leave_open_pass(self) -> None:
@@ -352,8 +354,8 @@ class Player:
             self._updates_due = frozenset()
             self._pass = Pass("")
             self.weights.forget()
-            self.gradients.forget()
-            self._grads.forget()
+            self.grad_sink.forget()
+            self._own_gradients.forget()
             self.updates.forget()
 
             # Last, as it takes all slots back: no lane may work in one any more.
@@ -385,7 +387,7 @@ class Player:
         # Both or none: else a unit would be updated twice, or not at all.
         with self._store.tear.change:
             self.updates.speculation.decide(clipped=clipped)
-            self._updates_due = frozenset(self._grads.final)
+            self._updates_due = frozenset(self._own_gradients.final)
 
     def drop_updates(self) -> None:
         """Never apply the gradients of the step: no update is due, and speculative ones are void, as if clipped."""

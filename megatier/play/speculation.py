@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from megatier.planes import Apply
 from megatier.play.generations import Generation
 from megatier.play.matrix_carrier import MatrixCarrier
-from megatier.play.optimizer import Apply, Optimizer
+from megatier.play.optimizer import Optimizer
 from megatier.play.spilled import CHUNK_DEPTH, UpdateChunk, update_chunk
 from megatier.play.unit_blocks import UnitBlocks
 from megatier.schedule.demand import Demand

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatier.address import address_of
+from megatier.planes import Elements
 from megatier.play.gate import Gate
 from megatier.play.generations import Generation, Generations
 from megatier.play.grad_blocks import GradBlocks, grad_key
-from megatier.play.optimizer import Elements
 from megatier.schedule.placement import Placement
 from megatier.schedule.sizes import Policy, UnitSpec, block_bytes, gathered_bytes, group_grad_bytes, home_bytes
 from megatier.schedule.timeline import Load

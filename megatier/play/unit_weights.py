@@ -65,6 +65,7 @@ class UnitWeights:
 
     def __init__(
         self,
+        *,
         blocks: UnitBlocks,
         updates: Updates,
         gradients: UnitGradients,
@@ -162,7 +163,7 @@ class UnitWeights:
         index = len(self._pass.accesses)
         if index in self._pass.sums_ahead:
             self._gradients.fetch_sum(unit)
-        use = self._use(access)
+        use = self._take_use(access)
         if phase is Phase.BACKWARD:
             self._offload.ask_ahead()
         return use
@@ -211,7 +212,7 @@ class UnitWeights:
         """Return whether a unit's activation goes on to NVMe."""
         return self._blocks.placement.activation_homes.get(unit) is Tier.NVME
 
-    def _use(self, access: Access) -> Use:
+    def _take_use(self, access: Access) -> Use:
         """Wait for the unit's update and the access's load, then lease the weights."""
         asked = Instant(self.clock)
         unit = access.unit
@@ -244,14 +245,14 @@ class UnitWeights:
         assert timeline is not None, "nothing was loaded ahead"
         done = len(self._pass.accesses)
         self._gate.abandon()
-        for load in timeline.items:
-            if load.access < done:
+        for item in timeline.items:
+            if item.access < done:
                 continue
 
             # One that began was moved, and counts. If a move failed, whoever asks for the weights next is told so.
-            brought = self._pass.loads.pop(load.access, None)
-            if brought is not None and not brought.wait_for_end():
-                moves = self._moves.of(load)
+            transfer = self._pass.loads.pop(item.access, None)
+            if transfer is not None and not transfer.wait_for_end():
+                moves = self._moves.of(item)
                 self._demand.take_back(moves)
 
         self.evict()
@@ -290,7 +291,7 @@ class UnitWeights:
     def begin(self, played: Pass) -> None:
         """Begin a pass, in which nothing was used yet."""
         self._pass = played
-        self._offload.clear()
+        self._offload.forget()
         self._gathers.clear()
 
     def submit(self, load: Load) -> Transfer:
@@ -305,8 +306,8 @@ class UnitWeights:
             return transfer
 
         # A shard needs a slot. That of the gather before the last one is free when that is over.
-        are_slots_taken = len(self._gathers) == SLOTS_MIN
-        before = [self._gathers[0]] if are_slots_taken else []
+        all_slots_taken = len(self._gathers) == SLOTS_MIN
+        before = [self._gathers[0]] if all_slots_taken else []
         work = partial(self._bring, load.unit)
         return self.queue.submit(load.unit, 0, work, follows=before)
 
@@ -343,7 +344,7 @@ class UnitWeights:
         """
         trained = self._blocks.placement.grad_homes.keys()
         for recorded in self._pass.leave_out(access, trained):
-            self._use(recorded).leave()
+            self._take_use(recorded).leave()
 
             # Before the next one: its gather may come after the scatter of what this one leaves out.
             if self._collectives is not None:
@@ -371,10 +372,10 @@ class UnitWeights:
         for access in timeline.accesses[done:]:
             if access.group > group:
                 break
-            self._use(access).leave()
+            self._take_use(access).leave()
             collectives.pass_over()
 
-    def give_back(self) -> None:
+    def release_all(self) -> None:
         """Give back the weights of a forward or backward that was left half-way."""
         while self._held:
             with self._store.tear.change:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from megatier.play.optimizer import Work
+from megatier.planes import Work
 from megatier.store.transfer import FAILURES
 from megatier.tear import Tear
 

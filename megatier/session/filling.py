@@ -16,7 +16,7 @@ from torch import Tensor
 from megatier.models.decoder import Unit
 from megatier.models.weights import PartReader, ReadPart
 from megatier.optim.masters import narrow, plane_dtype, split_master
-from megatier.play.optimizer import Elements
+from megatier.planes import Elements
 from megatier.play.unit_blocks import UnitBlocks
 from megatier.schedule.slots import CHUNK_ELEMENTS_MAX, UPDATE_DEPTH
 from megatier.session.pieces import Piece, assemble
@@ -83,7 +83,7 @@ class Filling:
 
     def fill_masters(
         self,
-        wholes: Sequence[Unit],
+        whole_units: Sequence[Unit],
         units: Sequence[Unit],
         source: PartReader,
         threads: int,
@@ -92,13 +92,13 @@ class Filling:
         """Overwrite the masters of all units in several threads.
 
         Args:
-            wholes: the whole units.
+            whole_units: the whole units.
             units: what this process has of them, in the same order.
             source: gives the numbers.
             threads: how many fill what is not at home on NVMe.
             progress: is called after each unit, in this thread.
         """
-        whole_of = {whole.name: whole for whole in wholes}
+        whole_of = {whole.name: whole for whole in whole_units}
 
         def tasks_of(unit: Unit) -> Iterator[Callable[[], None]]:
             kinds = unit.layout.schema.master_kinds

@@ -69,7 +69,9 @@ class HeldWeights:
         self._limit_bytes = limit_bytes
         homes = session.placement.homes
         is_alone = session.ranks is None
-        self._away = {unit.name for unit in session.units if is_alone and homes[unit.name, Kind.WEIGHT] is not Tier.GPU}
+        self._away = {
+            unit.name for unit in session.own_units if is_alone and homes[unit.name, Kind.WEIGHT] is not Tier.GPU
+        }
         """The units whose weights are not at home on the GPU."""
         usage = session.store.usage(Tier.GPU)
         self._arena_bytes = sum(usage.values()) - usage["budget"]

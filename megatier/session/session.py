@@ -51,8 +51,8 @@ class Session:
     Attributes:
         setup: the run, as it was opened.
         model: the skeleton. `model(**batch)` streams inside a pass.
-        units: the units, in module order, with the layout of what this process has of them: all, or a rank's shard.
-        wholes: the same units with the layout of all ranks' shards together.
+        own_units: the units, in module order, with the layout of what this process has of them: all, or a rank's shard.
+        whole_units: the same units with the layout of all ranks' shards together.
         ranks: the ranks that share the state; None: this process has all of it.
         crew: the same, or a process that is alone, which is asked the same.
         engine: runs steps and evaluations.
@@ -103,8 +103,8 @@ class Session:
         self.ranks = ranks
         self.crew = ranks or Alone()
         work = setup.work
-        self.wholes = work.units
-        self.units = work.units if ranks is None else shards_of(work.units, ranks)
+        self.whole_units = work.units
+        self.own_units = work.units if ranks is None else shards_of(work.units, ranks)
         options = _engine_options(setup, seed, any_shape=any_shape)
         if setup.compiles:
             keep_code()
@@ -168,7 +168,7 @@ class Session:
         # The ranks of a host share its cores.
         host_ranks = setup.machine.world.host_ranks
         optimizer = RunOptimizer(
-            {unit.name: unit.layout.trained for unit in self.units if unit.layout.num_trained},
+            {unit.name: unit.layout.trained for unit in self.own_units if unit.layout.num_trained},
             decays(self.model),
             hyper,
             groups=policy.groups,
@@ -213,9 +213,9 @@ class Session:
         """
         with self.player.loading():
             if isinstance(source, PartReader):
-                self._filling.fill_masters(self.wholes, self.units, source, self.num_cores, progress)
+                self._filling.fill_masters(self.whole_units, self.own_units, source, self.num_cores, progress)
                 return
-            for whole, unit in zip(self.wholes, self.units, strict=True):
+            for whole, unit in zip(self.whole_units, self.own_units, strict=True):
                 shard = None if self.ranks is None else unit.layout
                 pieces = source.read(whole, shard)
                 self._filling.fill(unit, unit.layout.schema.master_kinds, pieces, base=True)
@@ -236,7 +236,7 @@ class Session:
             progress: is called after each unit, in this thread.
         """
         with self.store.tear.change:
-            self._filling.fill_arrays(self.units, sources, threads, progress)
+            self._filling.fill_arrays(self.own_units, sources, threads, progress)
 
     def read_master(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a unit's fp32 masters, flat, on the CPU. Call `player.drain` first.
@@ -253,14 +253,14 @@ class Session:
         return master
 
     def reading_masters(self) -> AbstractContextManager[Read | None]:
-        """Give the first rank a function that reads masters of `wholes`; see `shards.reading_masters`."""
-        return reading_masters(self.ranks, self.wholes, self.units, self.read_master)
+        """Give the first rank a function that reads masters of `whole_units`; see `shards.reading_masters`."""
+        return reading_masters(self.ranks, self.whole_units, self.own_units, self.read_master)
 
     def read_whole(self, whole: Unit, start: int, stop: int) -> Tensor:
-        """Return elements of one of `wholes`, as `read_master` reads those of `units`. Every rank calls it alike."""
+        """Return elements of one of `whole_units`, as `read_master` does of `own_units`. Every rank calls it alike."""
         if self.ranks is None:
             return self.read_master(whole, start, stop)
-        masters = WholeMasters(self.ranks, self.wholes, self.units, self.read_master)
+        masters = WholeMasters(self.ranks, self.whole_units, self.own_units, self.read_master)
         return masters.share(whole.name, start, stop)
 
     def read_plane(self, unit: Unit, kind: Kind, start: int, stop: int) -> Tensor:

@@ -30,17 +30,17 @@ class WholeMasters:
     returns after that.
     """
 
-    def __init__(self, ranks: Ranks, wholes: Sequence[Unit], shards: Sequence[Unit], read: Read) -> None:
+    def __init__(self, ranks: Ranks, whole_units: Sequence[Unit], shards: Sequence[Unit], read: Read) -> None:
         """Take the units.
 
         Args:
             ranks: the ranks of the run.
-            wholes: the whole units.
+            whole_units: the whole units.
             shards: this rank's shards of them, in the same order.
             read: reads elements of a shard.
         """
         self._ranks = ranks
-        self._wholes = {unit.name: unit for unit in wholes}
+        self._whole_units = {unit.name: unit for unit in whole_units}
         self._shards = {unit.name: unit for unit in shards}
         self._read = read
 
@@ -76,7 +76,7 @@ class WholeMasters:
     def _own_pieces(self, unit: str, start: int, stop: int) -> list[Piece]:
         """Return this rank's runs of the elements asked for, each with its first element in the whole unit."""
         pieces = []
-        layout = self._wholes[unit].layout
+        layout = self._whole_units[unit].layout
         for first, last, own in layout.shard_runs(self._ranks.rank, self._ranks.size):
             lower = max(first, start)
             upper = min(last, stop)
@@ -90,7 +90,7 @@ class WholeMasters:
 
 @contextmanager
 def reading_masters(
-    ranks: Ranks | None, wholes: Sequence[Unit], shards: Sequence[Unit], read: Read
+    ranks: Ranks | None, whole_units: Sequence[Unit], shards: Sequence[Unit], read: Read
 ) -> Iterator[Read | None]:
     """Give the first rank a function that reads whole masters. Every rank enters it.
 
@@ -98,7 +98,7 @@ def reading_masters(
 
     Args:
         ranks: the ranks of the run; None: this process has all masters itself.
-        wholes: the whole units.
+        whole_units: the whole units.
         shards: this rank's shards of them.
         read: reads elements of a shard.
     """
@@ -106,7 +106,7 @@ def reading_masters(
         yield read
         return
 
-    masters = WholeMasters(ranks, wholes, shards, read)
+    masters = WholeMasters(ranks, whole_units, shards, read)
     if ranks.rank:
         masters.serve()
         yield None

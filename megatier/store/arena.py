@@ -175,9 +175,9 @@ class SlotPool:
         self.num_slots = num_slots
         """The number of slots, free or not."""
         self._offset = offset
-        self.take_back()
+        self.free_all()
 
-    def take_back(self) -> None:
+    def free_all(self) -> None:
         """Make all slots free, whoever has them. Nothing may move in them any more."""
         self._free: deque[Slot] = deque()
         for number in range(self.num_slots):

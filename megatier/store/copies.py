@@ -285,7 +285,7 @@ class Copies:
             for copy in block.copies:
                 copy.reset()
         self._slotted.clear()
-        self._reservation.take_back()
+        self._reservation.free_all()
 
     def drop_stale(self, copies: list[Copy], span: Span) -> None:
         """Take a span out of these copies, because newer bytes of it are in another tier.

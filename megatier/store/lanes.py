@@ -95,8 +95,8 @@ class Lanes:
         queue: str = "ram_to_gpu",
     ) -> Transfer:
         """Copy uint8 [n] in RAM to uint8 [n] on the GPU."""
-        copy = partial(self.copy, queue, target, source)
-        return self.submit(queue, key, source.numel(), copy, requires, follows)
+        work = partial(self.copy, queue, target, source)
+        return self.submit(queue, key, source.numel(), work, requires, follows)
 
     # HOP 4/6: gradient in a GPU slot -> RAM slot
     def to_ram(
@@ -110,8 +110,8 @@ class Lanes:
         queue: str = "gpu_to_ram",
     ) -> Transfer:
         """Copy uint8 [n] on the GPU to uint8 [n] in RAM."""
-        copy = partial(self.copy, queue, target, source)
-        return self.submit(queue, key, source.numel(), copy, requires, follows)
+        work = partial(self.copy, queue, target, source)
+        return self.submit(queue, key, source.numel(), work, requires, follows)
 
     def carry(self, key: str, target: torch.Tensor, source: torch.Tensor, *, to_gpu: bool) -> Transfer:
         """Copy uint8 [n] of state between RAM and any memory on the GPU, behind the present point of this stream.
@@ -120,9 +120,9 @@ class Lanes:
         """
         # Torch's allocator is not told of the copy: it would hold the memory back for copies that come after this one.
         queue = "state_to_gpu" if to_gpu else "state_to_ram"
-        copy = partial(self._copy, queue, target, source)
+        work = partial(self._copy, queue, target, source)
         point = self.point(key)
-        return self.submit(queue, key, source.numel(), copy, follows=point)
+        return self.submit(queue, key, source.numel(), work, follows=point)
 
     def point(self, key: str) -> list[Transfer]:
         """Return the present point of compute, in a list. The list is empty if compute is synchronous."""

@@ -136,8 +136,8 @@ class Outside:
         # This queue's copies let those pass that compute waits for.
         home = block.find(Tier.GPU, span)
         source = self._copies.view(home, span)
-        copy = partial(self._lanes.copy, "state_to_ram", target[: stop - start], source)
-        transfer = self._lanes.submit("state_to_ram", key, 0, copy)
+        work = partial(self._lanes.copy, "state_to_ram", target[: stop - start], source)
+        transfer = self._lanes.submit("state_to_ram", key, 0, work)
         home.use(transfer)
         return transfer
 

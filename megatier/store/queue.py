@@ -140,13 +140,13 @@ class Queue:
                 try:
                     self._start(transfer, start)
                 except Exception as error:  # noqa: BLE001 - handed to every waiter; the thread must live on
-                    transfer._fail(error)
+                    transfer.fail(error)
                 # Something else ended this item, such as a SystemExit in this thread. Raised in the thread that waits,
                 # it would end that one, so it becomes an error of megatier.
                 except BaseException as error:  # noqa: BLE001 - no failure of a move: who waits was not interrupted
                     broken_off = StepAbandonedError(f"{transfer.key} on queue {self.name} was broken off by {error!r}")
                     broken_off.__cause__ = error
-                    transfer._fail(broken_off)
+                    transfer.fail(broken_off)
                 self._current = None
 
                 # While the worker waits for the next item, it must not keep the memory that this one moved.
@@ -178,7 +178,7 @@ class Queue:
         while self._in_flight and self._in_flight[0].done():
             self._in_flight.popleft()
         self._in_flight.append(transfer)
-        transfer._note_start(completion, (began_ns, time.perf_counter_ns()))
+        transfer.note_start(completion, (began_ns, time.perf_counter_ns()))
 
     def _record(self) -> torch.cuda.Event | None:
         """Return an event at the present point of the queue's stream, if it has one."""

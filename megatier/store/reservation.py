@@ -88,16 +88,16 @@ class Reservation:
         """
         # The homes lie at the offsets that `reserve_home` gave, so the slots come after them.
         for tier in (Tier.GPU, Tier.RAM):
-            size = self._home_bytes(tier)
+            end = self._home_bytes(tier)
             for (pool_tier, kind), (slot_bytes, num_slots) in self._wanted.items():
                 if pool_tier is tier:
-                    pool = SlotPool(size, slot_bytes, num_slots)
+                    pool = SlotPool(end, slot_bytes, num_slots)
                     self._pools[tier, kind] = pool
-                    size += pool.slot_bytes * num_slots
+                    end += pool.slot_bytes * num_slots
 
-            if size:
+            if end:
                 self._arenas[tier] = Arena(
-                    size,
+                    end,
                     device if tier is Tier.GPU else torch.device("cpu"),
                     pin=device.type == "cuda" and tier is Tier.RAM,
                     allocate=self._allocate,
@@ -112,18 +112,18 @@ class Reservation:
         pool = self._pools.get((tier, spec.kind)) or self._pools.get((tier, None))
 
         # A pool without slots would let its blocks wait for ever, so it counts as one whose slots are too small.
-        had = pool.slot_bytes if pool is not None and pool.num_slots else 0
-        if pool is None or had < num_bytes:
+        slot_bytes = pool.slot_bytes if pool is not None and pool.num_slots else 0
+        if pool is None or slot_bytes < num_bytes:
             remedy = (
                 f"The slots for {spec.kind} blocks on {tier} are too small: raise the {tier} budget or lease spans."
             )
-            raise CapacityError(tier, num_bytes, had, remedy)
+            raise CapacityError(tier, num_bytes, slot_bytes, remedy)
         return pool
 
-    def take_back(self) -> None:
+    def free_all(self) -> None:
         """Make all slots free, whoever has them. Nothing may move in them any more."""
         for pool in self._pools.values():
-            pool.take_back()
+            pool.free_all()
 
     def slot_bytes(self, tier: Tier, spec: BlockSpec) -> int:
         """Return the size of the slots through which a block's bytes pass.

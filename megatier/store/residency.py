@@ -163,8 +163,8 @@ class Copy:
 
     def in_use(self) -> list[Transfer]:
         """Return the moves and the compute that may still touch the bytes."""
-        moves = (*self.fills.values(), *self.unwritten.values(), *self.users)
-        return [move for move in moves if move is not None and not move.done()]
+        transfers = (*self.fills.values(), *self.unwritten.values(), *self.users)
+        return [transfer for transfer in transfers if transfer is not None and not transfer.done()]
 
     def writes(self) -> list[Transfer]:
         """Return the writes of state that have not ended, also those of bytes that are no longer the newest."""
@@ -260,12 +260,12 @@ class Block:
         """Return the moves that take bytes of the block home; some may have ended."""
         # A write-back shows in two places: as a mark on the bytes that it takes, and, if home is a copy too, as a fill
         # of that copy.
-        moves: list[Transfer] = []
+        transfers: list[Transfer] = []
         for copy in self.copies:
-            moves += [mark for mark in copy.unwritten.values() if mark is not None]
+            transfers += [mark for mark in copy.unwritten.values() if mark is not None]
             if copy.slot is None:
-                moves += copy.arriving(copy.span)
-        return moves
+                transfers += copy.arriving(copy.span)
+        return transfers
 
     @property
     def whole(self) -> Span:

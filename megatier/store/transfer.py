@@ -184,7 +184,7 @@ class Transfer:
         if self._error is not None:
             raise self._error
 
-    def _note_start(self, completion: Completion | None, span: tuple[int, int]) -> None:
+    def note_start(self, completion: Completion | None, span: tuple[int, int]) -> None:
         """Note that the move has started."""
         # The latch is set last, since whoever sees it set reads the other fields without a lock.
         self._completion = completion
@@ -194,9 +194,9 @@ class Transfer:
         self.requires = self.follows = ()
         self._started.set()
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Note that the move could not start, and why."""
-        # The latch is set last, as in `_note_start`.
+        # The latch is set last, as in `note_start`.
         self._error = error
         self.requires = self.follows = ()
         self._started.set()
@@ -210,5 +210,5 @@ def compute_point(clock: StreamClock | None, key: str) -> Transfer | None:
     if clock is None:
         return None
     point = Transfer("compute", key, 0)
-    point._note_start(clock.now(), (0, 0))
+    point.note_start(clock.now(), (0, 0))
     return point

@@ -169,7 +169,7 @@ def opening(
     placement = session.placement
     device = session.engine.options.device
     homes = {}
-    for unit in session.units:
+    for unit in session.own_units:
         homes[unit.name] = {str(kind): str(tier) for kind, tier in _homes(session, unit.name)}
 
     forecast = None
@@ -196,7 +196,7 @@ def opening(
 def _base_on_nvme(session: Session) -> Iterator[str]:
     """Yield how the frozen weights of a base get from NVMe to the run, in sentences."""
     num_on_nvme = 0
-    for unit in session.units:
+    for unit in session.own_units:
         is_frozen = unit.layout.has_base and unit.layout.num_trained < unit.layout.num_elements
         if is_frozen and session.placement.homes[unit.name, Kind.WEIGHT] is Tier.NVME:
             num_on_nvme += 1
@@ -231,7 +231,7 @@ def _model(session: Session, config: RunConfig) -> str:
     moments = f" with {train.moments} moments" if train.moments != "fp32" else ""
     optimizer = f", optimizer {train.optimizer}" if train.optimizer != "adamw" else ""
     return (
-        f"{format_count(work.num_parameters)} parameters{trained} in {len(session.units)} units, "
+        f"{format_count(work.num_parameters)} parameters{trained} in {len(session.own_units)} units, "
         f"{config.model.compute_dtype}{moments}{optimizer}, on {session.engine.options.device}"
     )
 

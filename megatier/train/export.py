@@ -271,7 +271,7 @@ def _write_end(
         if read is None:
             return None
         try:
-            write_model(console, folder, session.model, session.wholes, read, tokenizer, dtype)
+            write_model(console, folder, session.model, session.whole_units, read, tokenizer, dtype)
         except (MegatierError, OSError) as error:
             return error
         except Exception as error:  # noqa: BLE001 - the tokenizers library raises Exception itself; the state comes first

@@ -168,7 +168,7 @@ class Loop:
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
         times = StepTimes.of(events, began_ns=began_ns, read_ns=read_ns, ended_ns=ended_ns)
         waited_s = times.spent.stall_seconds.get("checkpoint", 0.0)
-        self._saves.step(times.seconds, waited_s, learnt=result.skipped is None)
+        self._saves.step(times.seconds, waited_s, has_updated=result.skipped is None)
 
         forecast = None if self._expected is None else self._expected.forecast
         report, figures = self._reports.make(step, rate, batch, result, times, forecast)

@@ -48,7 +48,7 @@ class SavePlan:
             CapacityError: the drive has too little room for what the run is told to save, or for the export.
             UnsupportedModelError: the model cannot be exported.
         """
-        room = Room.of(output, session.model, session.wholes)
+        room = Room.of(output, session.model, session.whole_units)
         crew = session.crew
         num_kept = crew.from_first(lambda: _checked_count(output, session, room, is_done=is_done))
         cost_s = expected_cost(session, expected)
@@ -98,7 +98,7 @@ def expected_cost(session: Session, expected: Forecast | None) -> float:
     """
     # The ranks of a host share its drives.
     local_size = session.crew.local_size
-    num_bytes = checkpoint_bytes(session.wholes)
+    num_bytes = checkpoint_bytes(session.whole_units)
     spilled = local_size * session.placement.state_bytes.get(Tier.NVME, 0)
     rates = session.setup.machine.measured_rates
     drives = () if rates is None else rates.drives

@@ -78,7 +78,7 @@ class Saves:
         self._identity = self._crew.from_first(lambda: _identity(directory))
         self._folder = directory / CHECKPOINT_FOLDER
         self._savepoints = directory / SAVEPOINT_FOLDER
-        self._has_learnt = False
+        self._has_updated = False
         """Whether a weight has changed since the last checkpoint."""
         self._may_fail = False
         """Whether the run goes on if the checkpoint on its way finds no room, because nobody asked for it."""
@@ -92,16 +92,16 @@ class Saves:
 
     # ------------------------------------------------------------------ what the loop tells
 
-    def step(self, seconds: float, waited_s: float, *, learnt: bool) -> None:
+    def step(self, seconds: float, waited_s: float, *, has_updated: bool) -> None:
         """Note that a step has ended.
 
         Args:
             seconds: how long it took.
             waited_s: seconds of these in which compute waited for a checkpoint.
-            learnt: whether it changes a weight.
+            has_updated: whether it changes a weight.
         """
         self._inside += waited_s
-        self._has_learnt |= learnt
+        self._has_updated |= has_updated
         if self._pace is not None:
             self._pace.step(seconds, is_beside=self.writer is not None)
 
@@ -170,7 +170,7 @@ class Saves:
         # All updates are over after the drain, so the lane reads the state of exactly this step (`checkpoint_writer`).
         num_kept = self._num_kept if prunes else None
         self.writer = CheckpointWriter(self._session, self._folder, step, self._state(step), num_kept)
-        self._has_learnt = False
+        self._has_updated = False
         self._may_fail = False
 
         # The drain is no part of the next step, and its events must not count for it.
@@ -220,7 +220,7 @@ class Saves:
                 raise
 
             # The changes that it was to hold are in no checkpoint after all.
-            self._has_learnt = True
+            self._has_updated = True
             say(f"step {writer.step}: no checkpoint, tried again later: {error}")
             return
 
@@ -251,8 +251,8 @@ class Saves:
         because nobody knows which weights are still good.
         """
         self.end(say)
-        twin = None if self._has_learnt else self._last(self._folder)
-        if self._has_learnt or twin is not None:
+        twin = None if self._has_updated else self._last(self._folder)
+        if self._has_updated or twin is not None:
             self._begin(step, say, prunes=False)
             self.end(say)
         if twin is not None:
@@ -308,7 +308,7 @@ class Saves:
             say: tells a person.
         """
         # If no weight has changed since the last checkpoint, that one is as good.
-        if position is None or not self._has_learnt:
+        if position is None or not self._has_updated:
             return
         self._position = position
         try:

@@ -146,9 +146,9 @@ class Start:
             what = f"{self.checkpoint.name}: weights and moments"
 
         # A checkpoint has no base, so the weights that the run began with are laid first.
-        has_base = any(unit.layout.has_base for unit in session.units)
+        has_base = any(unit.layout.has_base for unit in session.own_units)
         loads = self.savepoint is None and (self.checkpoint is None or has_base)
-        num_elements = sum(unit.layout.num_elements for unit in session.units)
+        num_elements = sum(unit.layout.num_elements for unit in session.own_units)
         rounds = 2 if loads and self.checkpoint is not None else 1
         with WorkBar(console, f"{what} of parameters", rounds * num_elements, format_count) as work:
 

@@ -310,7 +310,7 @@ def _check_placement(session: Session, state: tuple[str, ...], *, streams: bool)
 def _add_state(digest: hashlib._Hash, session: Session) -> None:
     """Add all weights and moments to a digest, whichever rank has them."""
     crew = session.crew
-    for whole, unit in zip(session.wholes, session.units, strict=True):
+    for whole, unit in zip(session.whole_units, session.own_units, strict=True):
         # Ranks pad their shards to equal size, and deal out matrices, so parameters come by their names.
         tensors = sorted(whole.layout.tensors, key=lambda tensor: tensor.name)
         for kind in unit.layout.schema.kinds:

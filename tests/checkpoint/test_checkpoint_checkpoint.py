@@ -204,7 +204,7 @@ def test_restore_by_any_number_of_threads_gives_the_same_bits(
     told = list[str]()
     with opened(exactness_config("tied"), tmp_path, PLACES[place], Run(model="tied").train) as session:
         restore(session, whole, lambda unit: told.append(unit.name))
-        assert sorted(told) == sorted(unit.name for unit in session.units)
+        assert sorted(told) == sorted(unit.name for unit in session.own_units)
         again = saved(session, tmp_path / "again", 1)
     read = [
         {path.relative_to(at): path.read_bytes() for path in at.rglob("*") if path.is_file()} for at in (whole, again)
@@ -399,7 +399,7 @@ def test_save_that_a_drive_refuses_says_so(
 def test_room_that_is_short_is_refused_with_figures(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = checkpoint_bytes(session.units)
+    size = checkpoint_bytes(session.own_units)
     assert size == 12 * sum(math.prod(p.shape) for p in session.model.parameters())
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size - 1))

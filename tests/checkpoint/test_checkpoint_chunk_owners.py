@@ -36,13 +36,13 @@ def test_every_element_is_written_once_by_the_rank_that_has_the_first_of_its_chu
 ) -> None:
     monkeypatch.setattr(layout, "SHARD_ELEMENTS", 128)
     monkeypatch.setattr(Grid.of, "__defaults__", (chunks,))
-    wholes = units(size)
-    owners = [ChunkOwners(wholes, rank, size) for rank in range(size)]
+    whole_units = units(size)
+    owners = [ChunkOwners(whole_units, rank, size) for rank in range(size)]
 
     for array in ("params", "exp_avg"):
         has: dict[str, dict[int, int]] = {}
         written: dict[str, dict[int, int]] = {}
-        for unit in wholes:
+        for unit in whole_units:
             for rank in range(size):
                 for tensor in tensors_of(unit.layout.shard(rank, size), array):
                     has.setdefault(tensor.name, {}).update(dict.fromkeys(range(*tensor.elements), rank))

@@ -195,11 +195,11 @@ def masters(path: Path, units: list[Unit]) -> list[torch.Tensor]:
 def test_open_masters_of_whole_files_in_a_wrong_place_is_refused_by_name(
     trial: str, copied: tuple[Path, Path], session: Session
 ) -> None:
-    assert masters(copied[0], list(session.units))
+    assert masters(copied[0], list(session.own_units))
     harm, words = TRIALS[trial]
     harm(*copied)
     with pytest.raises(DamagedCheckpointError, match=words):
-        masters(copied[0], list(session.units))
+        masters(copied[0], list(session.own_units))
 
 
 MOMENTS = [trial for trial in TRIALS if "moment" in trial or TRIALS[trial][1].startswith("exp_avg")]
@@ -210,11 +210,11 @@ MOMENTS = [trial for trial in TRIALS if "moment" in trial or TRIALS[trial][1].st
 def test_check_moments_of_files_in_a_wrong_place_is_refused_by_name(
     trial: str, copied: tuple[Path, Path], session: Session
 ) -> None:
-    check_moments(copied[0], session.wholes)
+    check_moments(copied[0], session.whole_units)
     harm, words = TRIALS[trial]
     harm(*copied)
     with pytest.raises(DamagedCheckpointError, match=words.replace("params", r"(params|exp_avg)")):
-        check_moments(copied[0], session.wholes)
+        check_moments(copied[0], session.whole_units)
 
 
 def test_restore_of_weights_alone_refuses_exchanged_moments_and_stays_whole(
@@ -238,11 +238,11 @@ def as_older_version(path: Path) -> None:
 
 
 def test_checkpoint_of_an_older_version_is_read_unbound(copied: tuple[Path, Path], session: Session) -> None:
-    expected = masters(copied[0], list(session.units))
+    expected = masters(copied[0], list(session.own_units))
     as_older_version(copied[0])
     assert not is_bound(copied[0])
     restore(session, copied[0])
-    found = masters(copied[0], list(session.units))
+    found = masters(copied[0], list(session.own_units))
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 

@@ -268,7 +268,7 @@ def test_slots_of_parts_are_as_small_as_the_largest_part() -> None:
         with session_of(8 << 20, parts, vocab_size=32) as session:
             [slots] = [plan for plan in session.placement.slots if (plan.tier, plan.kind) == (Tier.GPU, Kind.WEIGHT)]
             sizes.append(slots.slot_bytes)
-            assert slots.slot_bytes == 2 * max(unit.layout.num_elements for unit in session.units)
+            assert slots.slot_bytes == 2 * max(unit.layout.num_elements for unit in session.own_units)
     assert sizes[1] < sizes[0] / 3
 
 

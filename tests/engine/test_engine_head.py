@@ -244,5 +244,5 @@ def test_export_after_a_fused_loss_has_the_soft_cap_in_its_config(tmp_path: Path
     with opened(config, tmp_path, PLACES["gpu"], train, fused_loss=True) as session:
         session.engine.train_step(1, 0.0, [padded_batch()])
         folder = tmp_path / "model"
-        export(folder, session.model, session.units, session.read_master, torch.float32, 10**9)
+        export(folder, session.model, session.own_units, session.read_master, torch.float32, 10**9)
     assert json.loads((folder / "config.json").read_text()).get("final_logit_softcapping", 30.0) == 30.0

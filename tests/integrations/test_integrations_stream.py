@@ -201,10 +201,10 @@ def test_stream_takes_a_torch_dtype_and_a_dict_of_tiers() -> None:
         assert streamed.model.dtype is torch.float32
     with megatier.stream(plain, tiers=tiers, moments="bf16", seed=2) as streamed:
         session = streamed._session
-        elements = sum(unit.layout.num_elements for unit in session.units)
+        elements = sum(unit.layout.num_elements for unit in session.own_units)
         assert sum(session.placement.state_bytes.values()) == 8 * elements
     with megatier.stream(plain, tiers=tiers, optimizer="muon", momentum=0.9) as streamed:
-        layers = [unit.layout for unit in streamed._session.units if unit.is_layer]
+        layers = [unit.layout for unit in streamed._session.own_units if unit.is_layer]
         assert {layout.schema.bytes_per_parameter for layout in layers} == {8}
         assert [group["momentum"] for group in streamed.optimizer.param_groups] == [0.9, 0.9]
     for wrong in ({"moments": "fp16"}, {"optimizer": "sgd"}, {"momentum": 1.0}, {"seed": -1}):

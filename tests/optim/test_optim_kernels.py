@@ -27,9 +27,9 @@ pytestmark = [
 split_or_whole = pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 bf16_or_fp32 = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
-Planes = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]
+KernelPlanes = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]
 Segments = list[tuple[int, int, float]]
-Scalars = tuple[float, float, float, float, float, float, float, float]
+KernelScalars = tuple[float, float, float, float, float, float, float, float]
 
 BETA1, BETA2, EPS, LR = 0.9, 0.999, 1e-8, 1e-3
 DECAY = 1 - LR * 0.1
@@ -51,7 +51,7 @@ def pool() -> Iterator[_native.ThreadPool]:
     pool.close()
 
 
-def scalars_of(step: int, grad_scale: float = 1.0) -> Scalars:
+def scalars_of(step: int, grad_scale: float = 1.0) -> KernelScalars:
     step_size, sqrt_bias2 = LR / (1 - BETA1**step), (1 - BETA2**step) ** 0.5
     return (BETA1, 1 - BETA1, BETA2, 1 - BETA2, EPS, step_size, sqrt_bias2, grad_scale)
 
@@ -67,7 +67,7 @@ def random_choice(num_elements: int, seed: int) -> Tensor:
     return torch.tensor(SPECIAL, dtype=torch.float32)[chosen]
 
 
-def planes_of(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, split: bool) -> Planes:
+def planes_of(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, split: bool) -> KernelPlanes:
     """Uint8 planes of fp32 tensors; grad is rounded to bf16 when split."""
     moments = exp_avg.clone().view(torch.uint8), exp_avg_sq.clone().view(torch.uint8)
     if not split:
@@ -77,26 +77,26 @@ def planes_of(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor,
     return (weight, remainder, *moments, grad.bfloat16().view(torch.uint8))
 
 
-def ordinary_planes(num_elements: int, split: bool) -> Planes:
+def ordinary_planes(num_elements: int, split: bool) -> KernelPlanes:
     random = torch.Generator().manual_seed(1)
     x, m, v, g = (torch.randn(num_elements, generator=random) for _ in range(4))
     return planes_of(x, m, v * v, g, split)
 
 
-def awkward_planes(num_elements: int, split: bool) -> Planes:
+def awkward_planes(num_elements: int, split: bool) -> KernelPlanes:
     """Every meeting of zeros, subnormals, extremes, infinities and NaN."""
     x, m, v, g = (random_choice(num_elements, seed) for seed in range(4))
     return planes_of(x, m, v.abs(), g, split)
 
 
-def arbitrary_planes(num_elements: int, split: bool) -> Planes:
+def arbitrary_planes(num_elements: int, split: bool) -> KernelPlanes:
     """Planes that no update would leave behind, too: negative second moments, any remainder."""
     number = 16 if split else 32
     weight, m, v, g = (random_bits(num_elements, bits, bits + i) for i, bits in enumerate((number, 32, 32, number)))
     return weight, random_bits(num_elements, 16, 5) if split else None, m, v, g
 
 
-def narrow(planes: Planes, width: int) -> Planes:
+def narrow(planes: KernelPlanes, width: int) -> KernelPlanes:
     """The same with the upper bits of moments: of bf16, or any codes of 8 bits."""
     weight, remainder, exp_avg, exp_avg_sq, grad = planes
     assert exp_avg_sq is not None
@@ -106,7 +106,7 @@ def narrow(planes: Planes, width: int) -> Planes:
     return weight, remainder, first, second, grad
 
 
-def arena_of(planes: Planes) -> Planes:
+def arena_of(planes: KernelPlanes) -> KernelPlanes:
     """A copy on the device: each plane a view of one allocation, 256 bytes aligned."""
     offsets, end = [], 256
     for plane in planes:
@@ -129,9 +129,9 @@ def arena_of(planes: Planes) -> Planes:
 
 def update_on_cpu(
     pool: _native.ThreadPool,
-    planes: Planes,
+    planes: KernelPlanes,
     segments: Segments,
-    scalars: Scalars,
+    scalars: KernelScalars,
     rounding: tuple[int, int, int] | None = None,
 ) -> None:
     weight, remainder, exp_avg, exp_avg_sq, grad = planes
@@ -147,7 +147,7 @@ def update_on_cpu(
     assert batch.error() is None
 
 
-def assert_same_planes(found: Planes, expected: Planes) -> None:
+def assert_same_planes(found: KernelPlanes, expected: KernelPlanes) -> None:
     for name, got, want in zip(("weight", "remainder", "exp_avg", "exp_avg_sq", "grad"), found, expected, strict=True):
         assert (got is None) == (want is None)
         if got is not None and want is not None:
@@ -158,7 +158,7 @@ def assert_same_planes(found: Planes, expected: Planes) -> None:
 @split_or_whole
 @pytest.mark.parametrize("make", [ordinary_planes, awkward_planes, arbitrary_planes])
 def test_update_equals_the_c_kernel(
-    kernels: ModuleType, pool: _native.ThreadPool, split: bool, make: Callable[[int, bool], Planes]
+    kernels: ModuleType, pool: _native.ThreadPool, split: bool, make: Callable[[int, bool], KernelPlanes]
 ) -> None:
     expected = make(LARGE, split)
     found = arena_of(expected)
@@ -200,7 +200,7 @@ def test_update_with_rounded_moments_equals_the_c_kernel(
     pool: _native.ThreadPool,
     split: bool,
     width: int,
-    make: Callable[[int, bool], Planes],
+    make: Callable[[int, bool], KernelPlanes],
     key: int,
     first: int,
 ) -> None:
@@ -216,7 +216,7 @@ def test_update_with_rounded_moments_equals_the_c_kernel(
 @split_or_whole
 @pytest.mark.parametrize("make", [ordinary_planes, awkward_planes, arbitrary_planes])
 def test_update_of_lion_equals_the_c_kernel(
-    kernels: ModuleType, pool: _native.ThreadPool, split: bool, make: Callable[[int, bool], Planes]
+    kernels: ModuleType, pool: _native.ThreadPool, split: bool, make: Callable[[int, bool], KernelPlanes]
 ) -> None:
     weight, remainder, momentum, _, grad = make(LARGE, split)
     expected = weight, remainder, momentum, None, grad

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from megatier.errors import TransferError
 from megatier.layout import Layout
-from megatier.optim.adamw import Planes, Scalars
+from megatier.optim.adamw import Scalars
 from megatier.optim.muon import Muon
+from megatier.planes import Apply, Planes
 from megatier.play.matrix_carrier import MatrixCarrier
-from megatier.play.optimizer import Apply, Optimizer
+from megatier.play.optimizer import Optimizer
 from megatier.state import MUON
 from megatier.store.lanes import Lanes
 from megatier.store.store import TieredStore

@@ -148,7 +148,7 @@ def test_room_is_set_aside_for_those_layers_alone_whose_inputs_leave(
     run = Run(model="tied")
     with offloading(run, tmp_path, place, frozen) as session:
         trained(run, session)
-        layers = [unit.name for unit in session.units if unit.is_layer]
+        layers = [unit.name for unit in session.own_units if unit.is_layer]
         assert left == session.placement.activation_homes.keys()
         assert left == set(layers if lowest is None else layers[lowest + 1 :])
         for name in set(layers) - left:
@@ -192,7 +192,7 @@ def test_kept_attention_leaves_the_gpu_with_the_input_of_its_layer(
     monkeypatch.setattr(Offload, "stash_beside", stash_beside)
     run = Run(model="plain", compile=compiles, saved_share=0.0, kept_attention=True, offload_attention=True)
     with offloading(run, tmp_path) as session:
-        layers = [unit.name for unit in session.units if unit.is_layer]
+        layers = [unit.name for unit in session.own_units if unit.is_layer]
         run_steps(session, run.train, 1)
         heads = session.model.config.num_attention_heads
     shapes = [(BATCH, heads, TOKENS, 8), (BATCH, heads, TOKENS)]
@@ -212,7 +212,7 @@ def test_weights_on_demand_come_before_the_activation_that_is_asked_for_ahead(
     monkeypatch.setattr(Lanes, "to_gpu", to_gpu)
     run = Run(model="tied")
     with offloading(run, tmp_path, RAM) as session:
-        layers = [unit.name for unit in session.units if unit.is_layer]
+        layers = [unit.name for unit in session.own_units if unit.is_layer]
         run_steps(session, run.train, 1)
 
     names = list(reversed(layers))

@@ -55,7 +55,7 @@ def state_of(session: Session) -> dict[tuple[Kind, str], Tensor]:
     """Masters and moments by unit, also after a step whose updates were refused."""
     with contextlib.suppress(NonFiniteError, TornStateError):
         session.player.drain()
-    return {(kind, unit.name): read_unit(session, unit, kind) for kind in STATE for unit in session.units}
+    return {(kind, unit.name): read_unit(session, unit, kind) for kind in STATE for unit in session.own_units}
 
 
 def changed(before: dict[tuple[Kind, str], Tensor], after: dict[tuple[Kind, str], Tensor]) -> set[str]:
@@ -110,8 +110,8 @@ def test_load_first_weights_are_the_same_in_any_place_and_by_any_number_of_cores
     with opened(exactness_config("untied"), tmp_path, PLACES[place], Run(model="untied").train) as session:
         source = Initialiser(session.model, 7)
         session.load(source, lambda unit: filled.append(unit.name))
-        assert sorted(filled) == sorted(unit.name for unit in session.units)
-        for unit in session.units:
+        assert sorted(filled) == sorted(unit.name for unit in session.own_units)
+        for unit in session.own_units:
             expected = torch.zeros(unit.layout.num_elements)
             for first, values in source.read(unit):
                 expected[first : first + values.numel()] = values
@@ -131,7 +131,7 @@ def test_load_that_is_broken_off_tears_the_state(tmp_path: Path) -> None:
 
 def test_read_master_part_is_that_part_of_the_whole(tmp_path: Path) -> None:
     with opened(exactness_config("untied"), tmp_path, PLACES["nvme"], Run(model="untied").train) as session:
-        unit = session.units[0]
+        unit = session.own_units[0]
         whole = session.read_master(unit, 0, unit.layout.num_elements)
         assert torch.equal(session.read_master(unit, 32_000, 65_999), whole[32_000:65_999])
 

@@ -13,7 +13,7 @@ from megatier.optim.masters import narrow, widen
 from megatier.tier import Kind
 
 Floats = npt.NDArray[np.float32]
-Scalars = tuple[float, float, float, float, float, float, float, float]
+KernelScalars = tuple[float, float, float, float, float, float, float, float]
 
 BETA1, BETA2, EPS, LR, WEIGHT_DECAY = 0.9, 0.999, 1e-8, 1e-3, 0.1
 NAN = np.uint32(0x7FC00000).view(np.float32)
@@ -22,7 +22,7 @@ every_level = pytest.mark.parametrize("isa", _native.isa_levels())
 split_or_whole = pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 
 
-def scalars_of(step: int, grad_scale: float = 1.0) -> Scalars:
+def scalars_of(step: int, grad_scale: float = 1.0) -> KernelScalars:
     step_size, sqrt_bias2 = LR / (1 - BETA1**step), (1 - BETA2**step) ** 0.5
     return (BETA1, 1 - BETA1, BETA2, 1 - BETA2, EPS, step_size, sqrt_bias2, grad_scale)
 
@@ -78,7 +78,7 @@ class State:
         self,
         pool: _native.ThreadPool,
         segments: list[tuple[int, int, float]],
-        scalars: Scalars,
+        scalars: KernelScalars,
         before: tuple[int, int, int, int] | None = None,
         rounding: tuple[int, int, int] | None = None,
     ) -> None:
@@ -143,7 +143,7 @@ def settle(moment: Floats) -> Floats:
 
 
 def update_by_definition(
-    x: Floats, m: Floats, v: Floats, grad: Floats, decay: float, scalars: Scalars
+    x: Floats, m: Floats, v: Floats, grad: Floats, decay: float, scalars: KernelScalars
 ) -> tuple[Floats, Floats, Floats]:
     """numpy rounds each fp32 operation on its own, as the definition asks."""
     beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, sqrt_bias2, grad_scale = np.array(

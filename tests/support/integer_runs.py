@@ -20,7 +20,7 @@ from torch import Tensor
 from megatier.drives.blockfile import BlockFiles, FileBatch, IoOptions
 from megatier.drives.extent import Extent
 from megatier.errors import NonFiniteError, TransferError
-from megatier.play.optimizer import Apply, Elements, Planes
+from megatier.planes import Apply, Elements, Planes
 from megatier.play.player import Player
 from megatier.schedule.placement import place
 from megatier.schedule.sizes import Budgets, Policy, UnitSpec
@@ -144,11 +144,11 @@ class Run:
             self.fill_grad(unit, group)
         use.leave()
         if phase is Phase.BACKWARD:
-            self.player.gradients.ship_grad(unit, group=group)
+            self.player.grad_sink.ship_grad(unit, group=group)
 
     def fill_grad(self, unit: str, group: int) -> None:
-        grad, buffer = self.model.grad(unit, group), self.player.gradients.take_grad(unit)
-        last, sums = group == self.policy.groups - 1, self.player.gradients.sums_here(unit)
+        grad, buffer = self.model.grad(unit, group), self.player.grad_sink.take_grad(unit)
+        last, sums = group == self.policy.groups - 1, self.player.grad_sink.sums_here(unit)
         if self.policy.groups > 1:
             total = grad + buffer.view(torch.int32)[: grad.numel()] if group and sums else grad
             buffer.view(torch.int32).copy_(total)

@@ -246,7 +246,7 @@ def load_on_ranks(run: RankRun, place: Place, mount: Path, folder: Path) -> tupl
     with session_on_ranks(run, place, mount) as session:
         with unittest.mock.patch.object(weights, "read_exactly", counted):
             session.load(weights.SafetensorsFolder(folder, session.model))
-        own = 4 * sum(tensor.num_elements for unit in session.units for tensor in unit.layout.tensors)
+        own = 4 * sum(tensor.num_elements for unit in session.own_units for tensor in unit.layout.tensors)
         return num_bytes, own, train_steps(session, run)
 
 
@@ -302,7 +302,7 @@ def leave_units_out(place: Place, mount: Path, left_out: Sequence[Sequence[str]]
                 _use_all(session, group, missing)
             session.player.end()
             session.player.drain_gradients()
-            final.append(len(session.player._grads.final))
+            final.append(len(session.player._own_gradients.final))
             session.player.drop_updates()
 
         session.player.drain()
@@ -312,18 +312,18 @@ def leave_units_out(place: Place, mount: Path, left_out: Sequence[Sequence[str]]
 def _use_all(session: Session, group: int, missing: Sequence[str]) -> None:
     """Use all units of a group, forward and backward, but for those that are missing."""
     player = session.player
-    units = [unit.name for unit in session.units if unit.name not in missing]
+    units = [unit.name for unit in session.own_units if unit.name not in missing]
     for unit in units:
         player.weights.enter(unit, Phase.FORWARD, group).leave()
     for unit in reversed(units):
         player.weights.enter(unit, Phase.BACKWARD, group).leave()
-        player.gradients.take_grad(unit).zero_()
-        player.gradients.ship_grad(unit, group=group)
+        player.grad_sink.take_grad(unit).zero_()
+        player.grad_sink.ship_grad(unit, group=group)
 
 
 def _runs(session: Session, kind: Kind) -> dict[str, list[tuple[int, Any]]]:
     found: dict[str, list[tuple[int, Any]]] = {}
-    for unit in session.units:
+    for unit in session.own_units:
         layout = unit.layout if kind is Kind.WEIGHT else unit.layout.trained
         if not layout.num_elements or kind not in layout.schema.kinds:
             continue

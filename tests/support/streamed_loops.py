@@ -112,7 +112,7 @@ def streamed_on(
 def away_bytes(session: Session) -> int:
     """Bytes of the weights that are not at home on the GPU."""
     homes, blocks = session.placement.homes, session.blocks
-    away = (unit.name for unit in session.units if homes[unit.name, Kind.WEIGHT] is not Tier.GPU)
+    away = (unit.name for unit in session.own_units if homes[unit.name, Kind.WEIGHT] is not Tier.GPU)
     return sum(blocks.whole(unit, Kind.WEIGHT)[1] for unit in away)
 
 

@@ -254,8 +254,8 @@ def read_parameters(session: Session, kind: Kind) -> dict[str, Tensor]:
     """Every parameter's fp32 master (Kind.WEIGHT), or moment if it is trained, by name, on the CPU."""
     session.player.drain()
     found: dict[str, list[Tensor]] = {}
-    shapes = {tensor.name: tensor.parameter_shape for unit in session.units for tensor in unit.layout.tensors}
-    for unit in session.units:
+    shapes = {tensor.name: tensor.parameter_shape for unit in session.own_units for tensor in unit.layout.tensors}
+    for unit in session.own_units:
         plane, layout = read_unit(session, unit, kind), unit.layout if kind is Kind.WEIGHT else unit.layout.trained
         for tensor in layout.tensors:
             found.setdefault(tensor.name, []).append(plane[tensor.start : tensor.stop])
@@ -272,11 +272,11 @@ def read_unit(session: Session, unit: Unit, kind: Kind) -> Tensor:
 def outcome(session: Session, results: Sequence[StepResult]) -> Outcome:
     """Summarise a run that is over."""
     session.player.drain()
-    held = {kind for unit in session.units for kind in unit.layout.schema.kinds} - {Kind.REMAINDER}
+    held = {kind for unit in session.own_units for kind in unit.layout.schema.kinds} - {Kind.REMAINDER}
     digests = []
     for kind in sorted(held, key=STATE_KINDS.index):
         digest = hashlib.sha256()
-        for unit in session.units:
+        for unit in session.own_units:
             if kind in unit.layout.schema.kinds:
                 digest.update(read_unit(session, unit, kind).view(torch.uint8).numpy().tobytes())
         digests.append(digest.hexdigest())

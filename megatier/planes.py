@@ -1,0 +1,35 @@
+"""Planes of state, as those who move them and those who compute on them hand them to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from megatier.tier import Kind
+
+Elements = tuple[int, int]
+"""A run of a unit's elements: the first one, and one past the last."""
+
+Planes = Mapping[Kind, Tensor]
+"""The plane of each kind of state, as uint8."""
+
+
+class Work(Protocol):
+    """A piece of work that native threads do."""
+
+    def wait(self) -> bool:
+        """Block until it is done."""
+
+    def done(self) -> bool:
+        """True when wait() would not block."""
+
+    def span_ns(self) -> tuple[int, int]:
+        """Return the start and end, in time.perf_counter_ns."""
+
+
+Apply = Callable[[str, Elements, Planes, Tensor, Planes], Work | None]
+"""A function that begins AdamW on a run of a unit's elements. It takes the unit, the run, the planes to write, the
+gradient, and the planes to read for kinds that are not updated in place. It returns the work to wait for, or None if
+that is done already, or enqueued on the GPU."""
