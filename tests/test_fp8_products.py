@@ -44,6 +44,7 @@ from megatier.models.products import products_of
 from megatier.setup.skeleton import open_model
 
 FP8 = Short(model="products", products="fp8")
+EXPERTS = replace(FP8, model="expert products", groups=3, steps=2)
 SOME = [("gpu", "recompute"), ("nvme", "offload")]
 ALL = [*SOME, ("ram_streamed", "recompute"), ("gpu_ram_nvme", "keep")]
 RUNS = {
@@ -55,6 +56,8 @@ RUNS = {
     "some in bf16": (replace(FP8, model="untied"), SOME[:1]),
     "kept attention": (replace(FP8, kept_attention=True), SOME[1:]),
     "bf16 products in fp32": (replace(FP8, fp32_products=True), SOME[1:]),
+    "experts": (replace(EXPERTS, slices=2), ALL[1:]),
+    "experts in parts": (replace(EXPERTS, expert_parts=2), SOME),
 }
 
 
@@ -65,7 +68,13 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:.*runs whole")
-@pytest.mark.parametrize(("run", "settings"), RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    ("run", "settings"),
+    [
+        *(pytest.param(*case, id=name) for name, case in RUNS.items()),
+        pytest.param(replace(EXPERTS, tile_tokens=10), SOME[1:], id="experts in tiles", marks=pytest.mark.slow),
+    ],
+)
 def test_fp8_products_have_the_same_bits_on_any_tier_under_any_policy(
     run: Run, settings: list[tuple[str, str]], tmp_path: Path
 ) -> None:
@@ -79,17 +88,31 @@ def test_fp8_products_have_the_same_bits_on_any_tier_under_any_policy(
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("share", [0.8, pytest.param(0.0, marks=pytest.mark.slow)])
-def test_fp8_products_of_compiled_layers_have_the_same_bits_under_any_policy(share: float, tmp_path: Path) -> None:
-    run = replace(FP8, model="plain", compile=True, saved_share=share, steps=1)
+@pytest.mark.parametrize(
+    ("model", "share"),
+    [
+        ("plain", 0.8),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 0.0), ("expert products", 0.8))),
+    ],
+)
+def test_fp8_products_of_compiled_layers_have_the_same_bits_under_any_policy(
+    model: str, share: float, tmp_path: Path
+) -> None:
+    run = replace(FP8, model=model, compile=True, saved_share=share, steps=1)
     assert placements_that_differ(run, [("nvme", "recompute")], tmp_path)[1] == []
 
 
 @pytest.mark.gpu
-def test_fp8_products_on_cuda_have_the_same_bits_on_any_tier_under_any_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_of_experts", [False, True], ids=["layers", "experts"])
+def test_fp8_products_on_cuda_have_the_same_bits_on_any_tier_under_any_policy(
+    is_of_experts: bool, tmp_path: Path
+) -> None:
     uncompiled = replace(FP8, device="cuda", compile=False, groups=3, slices=2)
     compiled = replace(FP8, model="flash", device="cuda", compile=True, fused_loss=True, loss_chunk=32)
-    for run in (uncompiled, compiled, replace(compiled, saved_share=0.0)):
+    experts = replace(uncompiled, model="expert products")
+    more: dict[str, Any] = {"compile": True, "slices": 1, "fused_loss": True, "loss_chunk": 32}
+    of_experts = (experts, replace(experts, expert_parts=2), replace(experts, **more))
+    for run in of_experts if is_of_experts else (uncompiled, compiled, replace(compiled, saved_share=0.0)):
         again, *found = run_in_fresh_process(
             [run, run, *(replace(run, place=place, activations=activations) for place, activations in ALL)], tmp_path
         )
@@ -227,7 +250,7 @@ def test_fp8_run_goes_on_bit_by_bit_from_a_savepoint_and_refuses_other_products(
 
     try:
         assert main(command(folders[0], numbers)) == 0
-        assert "products of 21 linear layers" in " ".join(capsys.readouterr().out.split())
+        assert "products of 21 modules" in " ".join(capsys.readouterr().out.split())
         with after_step(3, end):
             assert main(command(folders[1], {**numbers, **savepoints})) == 2
         run = folders[1] / "run"

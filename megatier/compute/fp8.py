@@ -94,8 +94,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
-        rows8, row_scale = _rounded(rows, 1)
-        weight8, weight_scale = _rounded(weight, 1)
+        rows8, row_scale = rounded(rows, 1)
+        weight8, weight_scale = rounded(weight, 1)
 
         # The weight itself, of which an address is kept, and not what it was rounded to.
         kept = (rows8, row_scale) if ctx.needs_input_grad[1] else (None, None)
@@ -109,12 +109,12 @@ class _Product(torch.autograd.Function):
         of_rows = of_weight = None
 
         if ctx.needs_input_grad[0]:
-            weight8 = _divided(weight, weight_scale)
-            grad8, scale = _rounded(grad * weight_scale.t(), None)
-            of_rows = _grad_product(grad8, _columns(weight8), scale)
+            weight8 = divided(weight, weight_scale)
+            grad8, scale = rounded(grad * weight_scale.t(), None)
+            of_rows = _grad_product(grad8, columns(weight8), scale)
         if ctx.needs_input_grad[1]:
-            grad8, scale = _rounded(grad * row_scale, None)
-            of_weight = _grad_product(_columns(grad8), _columns(rows8), scale)
+            grad8, scale = rounded(grad * row_scale, None)
+            of_weight = _grad_product(columns(grad8), columns(rows8), scale)
         return of_rows, of_weight
 
 
@@ -123,15 +123,15 @@ class _CodesProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:  # noqa: ANN401
-        rows8, row_scale = _rounded(rows, 1)
+        rows8, row_scale = rounded(rows, 1)
         ctx.save_for_backward(codes, scale)
         return _result(rows8, row_scale, codes, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         codes, scale = ctx.saved_tensors
-        grad8, own = _rounded(grads[0].float() * scale.t(), None)
-        return _grad_product(grad8, _columns(codes), own), None, None
+        grad8, own = rounded(grads[0].float() * scale.t(), None)
+        return _grad_product(grad8, columns(codes), own), None, None
 
 
 def _apply(rows: Tensor, weight: Tensor) -> Tensor:
@@ -154,20 +154,22 @@ def _apply_codes(rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 _multiplied_codes: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compiler.allow_in_graph(_apply_codes)
 
 
-def _rounded(tensor: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
-    """Return a matrix in FP8, and the fp32 scales that it was divided by: one for each line along a dimension, or one.
-
-    A scale is the least power of two that makes the largest number fit, or twice that.
-    """
+def rounded(tensor: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+    """Return a matrix or a stack in FP8, and its fp32 scales: one for each line along a dimension, or one."""
     magnitudes = tensor.abs()
     largest = magnitudes.amax().view(1, 1) if dim is None else magnitudes.amax(dim, keepdim=True)
+    scale = scale_of(largest)
+    return divided(tensor, scale), scale
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    """Return the least powers of two, in fp32, that make the largest numbers fit, or twice these."""
     bounded = (largest.float() * (2 / torch.finfo(CODES).max)).clamp(min=LEAST)
     # What is left without the mantissa is a power of two.
-    scale = (bounded.view(torch.int32) & EXPONENT).view(torch.float32)
-    return _divided(tensor, scale), scale
+    return (bounded.view(torch.int32) & EXPONENT).view(torch.float32)
 
 
-def _divided(tensor: Tensor, scale: Tensor) -> Tensor:
+def divided(tensor: Tensor, scale: Tensor) -> Tensor:
     """Return a matrix in FP8, divided by its scales, which are powers of two."""
     # The inverse of a power of two is exact. A division need not be, on a GPU.
     inverse = (INVERSE - scale.view(torch.int32)).view(torch.float32)
@@ -193,12 +195,12 @@ def _grad_product(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
     return torch._scaled_mm(left, right.t(), scale.view(()), one, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
-def _columns(codes: Tensor) -> Tensor:
+def columns(codes: Tensor) -> Tensor:
     """Return the columns of FP8 [M, N] as rows, contiguous, with zeros up to a length that a product takes."""
     spare = -codes.shape[0] % ALIGNED
     # As bytes, since not every version fills FP8.
-    columns = functional.pad(codes.t().view(torch.uint8), (0, spare)) if spare else codes.t().contiguous()
-    return columns.view(codes.dtype)
+    turned = functional.pad(codes.t().view(torch.uint8), (0, spare)) if spare else codes.t().contiguous()
+    return turned.view(codes.dtype)
 
 
 def rounded_weights(graph: Graph) -> list[Node]:

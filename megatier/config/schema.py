@@ -305,8 +305,9 @@ class NumericsConfig(Section):
     deterministic: bool = True
     """Use only operations that repeat bit by bit in a fresh process."""
     products: Literal["bf16", "fp8"] = "bf16"
-    """Type of the numbers that linear layers inside of decoder layers multiply. fp8: weights, inputs and gradients are
-    rounded to FP8 for their products alone, with scales taken from them; all else stays bf16, and masters fp32."""
+    """Type of the numbers that linear layers and experts inside of decoder layers multiply. fp8: weights, inputs and
+    gradients are rounded to FP8 for their products alone, with scales taken from them; all else stays bf16, and masters
+    fp32."""
     products_except: tuple[str, ...] = ()
     """Modules that stay in bf16 under fp8, as patterns such as model.layers.0 and *.down_proj."""
     guard: bool = True

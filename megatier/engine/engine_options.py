@@ -38,7 +38,7 @@ class EngineOptions:
     offloads_attention: bool = False
     """Take that off the GPU too, with inputs that are offloaded."""
     fp8_products: Sequence[str] = ()
-    """The names of the linear layers that take their products in FP8."""
+    """The names of the modules that take their products in FP8."""
     fp32_products: bool = False
     """Take bf16 products in fp32, for a CPU without bf16 instructions."""
     any_shape: bool = False

@@ -75,7 +75,7 @@ class SavedStream:
 
         Args:
             compiled: how layers are compiled now.
-            fp8: the linear layers that take their products in FP8 now.
+            fp8: the modules that take their products in FP8 now.
             environment: libraries and devices now.
         """
         # Each chunk of a checkpoint that is bound is compared with what was written at its place.
@@ -92,7 +92,7 @@ class SavedStream:
         num_fp8 = len(self.state.get("fp8_products", ()))
         if self.state.get("fp8_products", []) != list(fp8):
             yield (
-                f"{self.path} was written where {num_fp8} linear layers take their products in FP8, and here "
+                f"{self.path} was written where {num_fp8} modules take their products in FP8, and here "
                 f"{len(fp8)} do, or others. State is taken bit by bit, but steps are rounded in other places from now "
                 "on. Open the model with the same products and products_except to go on as before."
             )

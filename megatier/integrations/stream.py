@@ -107,8 +107,8 @@ def stream(
         tile_tokens: most tokens on which a norm, an MLP or the experts of a layer work at once, so that what they hold
             does not grow with the sequence; None, the default: on all. The first forward is preceded by one of a few
             tokens, which tries whether they can. This changes the order of sums.
-        products: type of the numbers that linear layers inside of decoder layers multiply: bf16 (the default), or fp8
-            (`numerics.products`).
+        products: type of the numbers that linear layers and experts of decoder layers multiply: bf16 (the default), or
+            fp8 (`numerics.products`).
         products_except: names or patterns of modules that stay in bf16 under fp8.
 
     Raises:

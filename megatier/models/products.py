@@ -1,9 +1,9 @@
-"""Products: which of a model's linear layers take theirs in FP8 (`numerics.products`), by one rule.
+"""Products: which of a model's linear layers and experts take theirs in FP8 (`numerics.products`), by one rule.
 
-They are the plain linear layers inside of decoder layers, with sizes that the products take, and quantised ones whose
-codes are FP8 with a scale for each row. Embeddings, norms, head and what else is outside of decoder layers compute in
-bf16. So do routers, the matrices of adapters, other quantised layers, and layers whose forward was replaced. Stacks of
-experts are refused, unless the user leaves them out by name.
+They are the plain linear layers inside of decoder layers, with sizes that the products take, quantised ones whose codes
+are FP8 with a scale for each row, and stacks of experts as transformers marks them. Embeddings, norms, head and what
+else is outside of decoder layers compute in bf16. So do routers, the matrices of adapters, other quantised layers, and
+layers whose forward was replaced. Other stacks of experts are refused, unless the user leaves them out by name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatier.compute.fp8 import ALIGNED, Fp8Linear, adopt, takes
+from megatier.compute.fp8_stacks import FIRST, LAST, Fp8Experts, adopt_experts, takes_experts, takes_sizes
 from megatier.compute.quantised import CODES, QuantisedLinear
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.models.decoder import Unit
@@ -30,6 +31,8 @@ ROUTERS = ("gate", "router", "classifier", "wg")
 """Names of linear layers that are routers, if they give a number for each expert."""
 WEIGHTS = ("weight", CODES)
 """Names of what a linear layer multiplies: a matrix, or the codes of one that is quantised."""
+STACKS = (*FIRST, LAST)
+"""Names of what a stack of experts multiplies."""
 ODD = f"whose sizes are no multiples of {ALIGNED}"
 CODED = "whose codes are no FP8 with a scale for each row"
 LEFT_OUT = f"named in {EXCEPT}"
@@ -37,17 +40,17 @@ LEFT_OUT = f"named in {EXCEPT}"
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Which linear layers take their products in FP8, and which others stay in bf16."""
+    """Which linear layers and stacks of experts take their products in FP8, and which others stay in bf16."""
 
     fp8: tuple[str, ...] = ()
-    """The names of those that do, in module order."""
+    """The names of those that do, in module order, stacks last."""
     bf16: tuple[tuple[str, str], ...] = ()
-    """The names of plain linear layers of decoder layers that do not, each with the reason."""
+    """The names of those of decoder layers that do not, each with the reason."""
 
     @property
     def weights(self) -> frozenset[str]:
         """The names of the weights of those that do, or of their codes."""
-        return frozenset(f"{name}.{leaf}" for name in self.fp8 for leaf in WEIGHTS)
+        return frozenset(f"{name}.{leaf}" for name in self.fp8 for leaf in (*WEIGHTS, *STACKS))
 
     def described(self) -> Iterator[str]:
         """Yield in sentences which they are, by the last part of their names."""
@@ -59,7 +62,7 @@ class Products:
 
 
 def products_of(model: PreTrainedModel, units: Sequence[Unit], excepted: Sequence[str]) -> Products:
-    """Return which linear layers of a model take their products in FP8.
+    """Return which linear layers and stacks of experts of a model take their products in FP8.
 
     Args:
         model: the skeleton.
@@ -71,18 +74,13 @@ def products_of(model: PreTrainedModel, units: Sequence[Unit], excepted: Sequenc
         UnsupportedModelError: a layer has a stack of experts, which no pattern names.
     """
     found = [(name, layer) for unit in units if unit.is_layer for name, layer in _linears(model, unit)]
-    stacks = [name for unit in units if unit.is_layer or unit.experts for name in _stacks(model, unit)]
+    stacks = dict(item for unit in units if unit.is_layer or unit.experts for item in _stacks(model, unit))
     _check_patterns(excepted, [*(name for name, _ in found), *stacks])
-    for name in stacks:
-        if not _is_excepted(name, excepted):
-            raise UnsupportedModelError(
-                f"{name} holds experts in stacks of matrices, whose products numerics.products fp8 does not take. "
-                f"Name them in {EXCEPT}, as {_pattern(name)!r}, to leave them in bf16."
-            )
 
     fp8, bf16 = [], []
-    for name, layer in found:
-        reason = LEFT_OUT if _is_excepted(name, excepted) else _why_not(layer)
+    for name, layer in [*found, *stacks.items()]:
+        is_left_out = any(is_named(name, pattern) for pattern in excepted)
+        reason = LEFT_OUT if is_left_out else _why_not(name, layer)
         if reason:
             bf16.append((name, reason))
         else:
@@ -96,27 +94,42 @@ def products_of(model: PreTrainedModel, units: Sequence[Unit], excepted: Sequenc
     return Products(tuple(fp8), tuple(bf16))
 
 
-def _why_not(layer: nn.Linear) -> str:
-    """Return why a linear layer cannot take its products in FP8; empty: it can."""
+def _why_not(name: str, layer: nn.Module) -> str:
+    """Return why a linear layer or a stack of experts cannot take its products in FP8; empty: it can.
+
+    Raises:
+        UnsupportedModelError: it is not known how the stack computes.
+    """
     if isinstance(layer, QuantisedLinear) and not layer.has_rows_in_fp8:
         return CODED
-    return "" if takes(layer) else ODD
+    if isinstance(layer, nn.Linear):
+        return "" if takes(layer) else ODD
+    if not takes_experts(layer):
+        raise UnsupportedModelError(
+            f"{name} ({type(layer).__name__}) holds experts in stacks of matrices, and computes with them in a way of "
+            f"its own, which numerics.products fp8 does not know. Name them in {EXCEPT}, as {_pattern(name)!r}, to "
+            "leave them in bf16."
+        )
+    return "" if takes_sizes(layer) else ODD
 
 
 def set_products(model: PreTrainedModel, fp8: Sequence[str]) -> None:
-    """Let these linear layers of a skeleton, and no others, take their products in FP8."""
+    """Let these linear layers and stacks of a skeleton, and no others, take their products in FP8."""
     for layer in model.modules():
         if isinstance(layer, Fp8Linear):
             adopt(layer, is_fp8=False)
         elif isinstance(layer, QuantisedLinear):
             layer.multiplies_codes = False
+        elif isinstance(layer, Fp8Experts):
+            adopt_experts(layer, is_fp8=False)
     for name in fp8:
         layer = model.get_submodule(name)
-        assert isinstance(layer, nn.Linear)
         if isinstance(layer, QuantisedLinear):
             layer.multiplies_codes = True
-        else:
+        elif isinstance(layer, nn.Linear):
             adopt(layer)
+        else:
+            adopt_experts(layer)
 
 
 def _linears(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Linear]]:
@@ -138,22 +151,17 @@ def _linears(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Linea
                 yield name, layer
 
 
-def _stacks(model: PreTrainedModel, unit: Unit) -> Iterator[str]:
-    """Yield the modules of a unit that hold all experts in stacks of matrices."""
+def _stacks(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a unit that hold all experts in stacks of matrices, with their names in the model."""
     for module_name in unit.module_names:
-        for inside, _ in experts_in(model.get_submodule(module_name)):
-            yield f"{module_name}.{inside}".rstrip(".")
-
-
-def _is_excepted(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a pattern names a module, or one above it."""
-    return any(is_named(name, pattern) for pattern in patterns)
+        for inside, module in experts_in(model.get_submodule(module_name)):
+            yield f"{module_name}.{inside}".rstrip("."), module
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
     """Refuse a pattern that names none of the modules."""
     for pattern in patterns:
-        if not any(_is_excepted(name, [pattern]) for name in names):
+        if not any(is_named(name, pattern) for name in names):
             near = get_close_matches(pattern, [*names, *dict.fromkeys(map(_pattern, names))], n=3, cutoff=0.5)
             hint = f"Near it are {', '.join(near)}." if near else f"They have names such as {', '.join(names[:1])}."
             raise ConfigError(f"{EXCEPT}: {pattern!r} names no linear layer of this model's decoder layers. {hint}")
@@ -165,6 +173,6 @@ def _pattern(name: str) -> str:
 
 
 def _counted(names: Sequence[str]) -> str:
-    """Return how many linear layers there are, and what they are called."""
-    counts = Counter(name.removesuffix(".base_layer").rpartition(".")[2] for name in names)
-    return f"{len(names)} linear layers ({', '.join(counts)})"
+    """Return how many modules there are, and what they are called."""
+    counts = Counter(name.replace(".base_layer", "").rpartition(".")[2] for name in names)
+    return f"{len(names)} modules ({', '.join(counts)})"

@@ -33,6 +33,8 @@ class LayerSizes:
     """c: the outputs of its products and of attention."""
     widest: float
     """f: the widest input of a product."""
+    taken: float
+    """The widest input of a product as it is saved. Experts in FP8 save a token's row once for all that it goes to."""
     others: float
     """Those of c that are not of the products that have f as input or output."""
     in_mlp: float
@@ -46,7 +48,7 @@ class LayerSizes:
     @property
     def compiled(self) -> float:
         """All that the layer could save if it is compiled, with its input."""
-        taken = self.widest + NORMS
+        taken = self.taken + NORMS
         return self.products + (taken / 2 if self.in_fp8 else taken)
 
     @property
@@ -61,6 +63,7 @@ class _ProductSizes:
 
     is_of_expert: bool
     input: int
+    saved_input: int
     output: float
 
 
@@ -104,10 +107,11 @@ def _sizes_of(setup: Setup, unit: Unit, absent: Collection[str], width: int, att
     text = setup.model.config.get_text_config()
     chosen = getattr(text, "num_experts_per_tok", None) or 1
     names = {tensor.name for tensor in unit.layout.tensors}
+    in_fp8 = setup.work.products.weights
     products = []
     for tensor in unit.layout.tensors:
         if tensor.name not in absent and not _is_added(tensor.name, names):
-            products.append(_product(tensor, chosen, width))
+            products.append(_product(tensor, chosen, width, in_fp8=tensor.name in in_fp8))
 
     # A fused matrix of gate and up gives twice as much as the MLP's last product takes.
     widest = max((product.input for product in products), default=0)
@@ -126,20 +130,22 @@ def _sizes_of(setup: Setup, unit: Unit, absent: Collection[str], width: int, att
     return LayerSizes(
         products=c,
         widest=widest / width,
+        taken=max((product.saved_input for product in products), default=0) / width,
         others=c - of_mlp / width,
         in_mlp=in_mlp / width,
         dropped=_dropped_elements(setup, unit) / width,
-        in_fp8=not names.isdisjoint(setup.work.products.weights),
+        in_fp8=not names.isdisjoint(in_fp8),
     )
 
 
-def _product(tensor: TensorSlice, chosen: int, width: int) -> _ProductSizes:
+def _product(tensor: TensorSlice, chosen: int, width: int, *, in_fp8: bool) -> _ProductSizes:
     """Return the product with a parameter, by which each token goes through several experts if it is of experts.
 
     Args:
         tensor: the parameter.
         chosen: the experts that a token goes to.
         width: elements of a boundary activation.
+        in_fp8: whether it is taken in FP8.
     """
     shape = tensor.parameter_shape
     num_elements = shape[-1] if len(shape) > 1 else 0
@@ -150,7 +156,8 @@ def _product(tensor: TensorSlice, chosen: int, width: int) -> _ProductSizes:
     output = output_elements(tensor)
     if num_elements == width:
         output *= copies
-    return _ProductSizes(is_of_expert, copies * num_elements, output)
+    saved_copies = 1 if in_fp8 and num_elements == width else copies
+    return _ProductSizes(is_of_expert, copies * num_elements, saved_copies * num_elements, output)
 
 
 def output_elements(tensor: TensorSlice) -> float:

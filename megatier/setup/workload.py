@@ -51,7 +51,7 @@ class Workload:
     offloads_attention: bool = False
     """Whether that goes off the GPU with an offloaded input."""
     products: Products = field(default_factory=Products)
-    """Which linear layers take their products in FP8; none, unless the run says so."""
+    """Which modules take their products in FP8; none, unless the run says so."""
 
     @property
     def num_parameters(self) -> int:

@@ -218,7 +218,7 @@ def test_restore_where_other_layers_take_their_products_in_fp8_says_so(tmp_path:
     for products in others:
         with (
             megatier.stream(model, **options, **products) as streamed,
-            pytest.warns(UserWarning, match="linear layers take their products in FP8, and here"),
+            pytest.warns(UserWarning, match="modules take their products in FP8, and here"),
         ):
             streamed.restore(tmp_path)
 

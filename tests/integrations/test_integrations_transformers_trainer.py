@@ -163,7 +163,13 @@ def test_trainer_with_the_same_adamw_and_no_clipping_agrees_bit_by_bit(tmp_path:
         assert all(torch.equal(found[name], parameter) for name, parameter in plain.model.named_parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"compute_dtype": "bf16", "products": "fp8"}], ids=["fp32", "fp8"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="fp32"),
+        pytest.param({"compute_dtype": "bf16", "products": "fp8"}, id="fp8", marks=pytest.mark.slow),
+    ],
+)
 def test_trainer_resumed_from_a_checkpoint_goes_on_bit_by_bit(options: dict[str, Any], tmp_path: Path) -> None:
     saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
     with open_streamed(tmp_path, **options) as streamed:

@@ -1,4 +1,4 @@
-"""Which linear layers take their products in FP8: one rule, and names to except."""
+"""Which modules take their products in FP8: one rule, and names to except."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_fp8_layers_are_the_linear_ones_inside_of_decoder_layers() -> None:
     assert kinds(made.fp8) == SEVEN
     assert len(made.fp8) == 14
     assert all(name.startswith("model.layers.") for name in made.fp8)
-    assert list(made.described()) == [f"products of 14 linear layers ({', '.join(SEVEN)}) in fp8, all others in bf16"]
+    assert list(made.described()) == [f"products of 14 modules ({', '.join(SEVEN)}) in fp8, all others in bf16"]
 
 
 def test_fp8_layers_of_odd_sizes_and_those_named_stay_in_bf16_and_a_run_says_so() -> None:
@@ -57,7 +57,7 @@ def test_fp8_layers_of_odd_sizes_and_those_named_stay_in_bf16_and_a_run_says_so(
     assert reasons["model.layers.1.mlp.up_proj"] == ODD
     _, named, odd = made.described()
     assert named.endswith(f", {LEFT_OUT}")
-    assert odd == f"in bf16 stay 3 linear layers (gate_proj, up_proj, down_proj), {ODD}"
+    assert odd == f"in bf16 stay 3 modules (gate_proj, up_proj, down_proj), {ODD}"
 
 
 def test_fp8_layers_of_adapters_are_the_base_alone() -> None:
@@ -67,12 +67,25 @@ def test_fp8_layers_of_adapters_are_the_base_alone() -> None:
     assert len(made.fp8) == 12
 
 
-def test_fp8_stacks_of_experts_are_refused_by_name_unless_they_are_excepted() -> None:
+def test_fp8_stacks_of_experts_are_meant_unless_they_are_excepted_or_of_odd_sizes() -> None:
     sizes: dict[str, Any] = {"num_experts": 16, "moe_intermediate_size": 16}
-    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0\.mlp\.experts holds experts .*'\*\.experts'"):
-        found("qwen3_moe", **sizes)
-    made = found("qwen3_moe", "*.experts", **sizes)
-    assert kinds(made.fp8) == SEVEN[:4]
+    made = found("qwen3_moe", **sizes)
+    assert kinds(made.fp8) == [*SEVEN[:4], "experts"]
+    assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"} <= made.weights
+    assert "products of 10 modules (q_proj, k_proj, v_proj, o_proj, experts) in fp8" in " ".join(made.described())
+    for reason, names, more in ((LEFT_OUT, ["*.experts"], {}), (ODD, [], {"moe_intermediate_size": 24})):
+        made = found("qwen3_moe", *names, **{**sizes, **more})
+        assert kinds(made.fp8) == SEVEN[:4]
+        assert dict(made.bf16)["model.layers.0.mlp.experts"] == reason
+
+
+def test_fp8_stacks_that_compute_in_a_way_of_their_own_are_refused_by_name_unless_they_are_excepted() -> None:
+    sizes: dict[str, Any] = {"num_hidden_layers": 4, "num_local_experts": 4, "intermediate_size_mlp": 48}
+    with pytest.raises(UnsupportedModelError, match=r"\.experts \(Llama4TextExperts\) holds experts .*'\*\.experts'"):
+        found("llama4_text", **sizes)
+    made = found("llama4_text", "*.experts", **sizes)
+    assert "q_proj" in kinds(made.fp8)
+    assert "experts" not in kinds(made.fp8)
 
 
 def test_fp8_leaves_routers_that_are_linear_layers() -> None:

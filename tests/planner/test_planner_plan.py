@@ -305,6 +305,21 @@ def test_plan_with_products_in_fp8_saves_less_and_computes_as_fast_as_was_measur
     assert Trial.of(elsewhere(config, fast)).seconds == plain.seconds
 
 
+def test_plan_of_experts_in_fp8_saves_a_row_once_and_counts_their_rate() -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "output_router_logits": False}
+    settings: dict[str, Any] = {"config": {**LLAMA, "model_type": "qwen3_moe", **experts}, "saved_share": 1.0}
+    config = run_config(TrainConfig(batch=8), **settings)
+    fast = replace(RATES, fp8_flops_per_s=2 * RATES.flops_per_s)
+    in_fp8 = config.changed({"numerics.products": "fp8"})
+    without = in_fp8.changed({"numerics.products_except": ["*.experts"]})
+    plain, some, found = (Trial.of(elsewhere(each, fast)) for each in (config, without, in_fp8))
+    forward = "model.layers.0", Phase.FORWARD
+    assert plain.seconds[forward] > some.seconds[forward] > found.seconds[forward] > plain.seconds[forward] / 2
+
+    # Of 4 copies of a row, in two bytes, one is left, in one byte; rows inside of experts have half its width.
+    assert found.activations.saved < some.activations.saved < plain.activations.saved
+
+
 def test_plan_of_frozen_layers_in_fp8_spares_what_their_gradients_would_take() -> None:
     settings: dict[str, Any] = {"frozen": ("*", "!model.embed_tokens")}
     config = run_config(TrainConfig(batch=8), **settings)

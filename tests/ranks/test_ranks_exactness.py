@@ -122,6 +122,7 @@ RUNS = {
     "muon on experts": RankRun(model="moe", optimizer="muon", expert_parts=3),
     "adapters": RankRun(adapters=3),
     "products in FP8": RankRun(model="products", products="fp8"),
+    "experts in FP8": RankRun(model="expert products", products="fp8", expert_parts=3, steps=2),
     "one round": RankRun(groups=2),
     "not clipped": RankRun(clip=None),
     "steps left out": RankRun(learning_rate=1e38),
@@ -130,7 +131,7 @@ RUNS = {
 
 SPILLED = ("frozen", "moments in bf16", "muon", "adapters")
 """Of RUNS, those that spill by default."""
-SLOW = (*SPILLED, "muon on experts")
+SLOW = (*SPILLED, "muon on experts", "experts in FP8")
 """Those that stay in RAM in slow tests alone."""
 
 

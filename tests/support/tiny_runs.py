@@ -64,8 +64,22 @@ PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {**SMALL, "intermediate_size": 48, "vocab_size": 2112, "num_hidden_layers": 2, "attention_dropout": 0.2},
     ),
+    "expert products": (
+        "qwen3_moe",
+        {
+            **SMALL,
+            "head_dim": 64,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "vocab_size": 2112,
+            "num_hidden_layers": 2,
+            "num_experts": 3,
+            "moe_intermediate_size": 16,
+            "output_router_logits": False,
+        },
+    ),
 }
-"""A model all of whose linear layers have sizes that FP8 products take."""
+"""Models all of whose linear layers, and whose experts, have sizes that FP8 products take."""
 NO_DROPOUT: dict[str, tuple[str, dict[str, Any]]] = {
     # The compiler draws other random numbers than torch does: without dropout both can be compared.
     "plain": ("llama", SMALL),
