@@ -59,7 +59,7 @@ def one_version() -> Iterator[None]:
     Raises:
         FileChangedError: a file was replaced, written, removed or put there meanwhile. Names the first.
     """
-    # One further outside compares for this one as well, and over a longer time.
+    # If there is one around this one, that compares for both, and over a longer time.
     if _seen.get() is not None:
         yield
         return
@@ -295,7 +295,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _depth_exceeds(tree: object) -> bool:
     """Return whether more than DEPTH_MAX lists and objects lie inside each other."""
-    # This goes level by level, since a recursion over something that deep would fail.
+    # The walk goes level by level, since a recursion over something that deep would fail.
     level: list[Any] = [tree] if isinstance(tree, dict | list) else []
     depth = 0
     while level and depth <= DEPTH_MAX:

@@ -335,8 +335,9 @@ def _memory_limits(root: Path) -> Iterator[tuple[_CgroupFiles, Path, int]]:
 def _cpu_quotas(root: Path) -> Iterator[float]:
     """Yield every cpu quota of this process's groups, in cores."""
     for version, group in _groups(root, 1):
-        # Both versions have two numbers: microseconds of cores in each period, and the length of the period. The first
-        # is "max" or -1 if there is no quota. A quota below one core still leaves one core to plan with.
+        # Both versions of control groups have two numbers: microseconds of cores in each period, and the length of the
+        # period. The first is "max" or -1 if there is no quota. A quota below one core still leaves one core to plan
+        # with.
         words = text_of(group / "cpu.max").split() if version is V2 else _v1_quota(group)
         is_quota = len(words) == 2 and all(word.isdigit() for word in words)
         if is_quota:

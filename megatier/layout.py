@@ -143,7 +143,7 @@ class Layout:
         return frozenset(names - trained)
 
     def without(self, names: Collection[str]) -> Layout:
-        """The other parameters, which are whole, placed anew."""
+        """Return the other parameters, which are whole, placed anew."""
         kept = [tensor for tensor in self.tensors if tensor.name not in names]
         shapes = [(tensor.name, tensor.shape) for tensor in kept]
         stands_for = {tensor.name: tensor.stands_for for tensor in kept}
@@ -196,7 +196,7 @@ class Layout:
 
     def part(self, first: int, last: int) -> Layout:
         """Return the layout of a run [first, last) of the elements: its tensors, and runs of them, where they are."""
-        # They stay where they are, so a run begins at its own first element.
+        # Tensors stay where they are, so a run begins at its own first element.
         tensors = self._runs_within(first, last, first)
         return replace(self, tensors=tuple(tensors))
 

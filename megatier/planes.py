@@ -23,7 +23,7 @@ class Work(Protocol):
         """Block until it is done."""
 
     def done(self) -> bool:
-        """True when wait() would not block."""
+        """Return whether wait() would not block."""
 
     def span_ns(self) -> tuple[int, int]:
         """Return the start and end, in time.perf_counter_ns."""

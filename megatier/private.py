@@ -123,7 +123,7 @@ class PrivateDirectory:
             with contextlib.suppress(OSError):
                 self.remove(name)
 
-        # It stays if anything else lies in it.
+        # The directory stays if anything else lies in it.
         with contextlib.suppress(OSError):
             self.path.rmdir()
         for file in (self._folder, self._lock):

@@ -17,7 +17,7 @@ class Rest:
     """
 
     def __init__(self) -> None:
-        """Nobody has waited yet."""
+        """Begin before anybody has waited."""
         self.ns = 0
         """Nanoseconds so far."""
         self._depth = 0

@@ -46,7 +46,7 @@ def unwrap_peft(model: nn.Module) -> tuple[nn.Module, Any | None]:
     if not configs:
         return inside, None
 
-    # Its name is a part of its parameters' names, by which they are known here.
+    # An adapter's name is a part of its parameters' names, by which they are known here.
     if list(configs) != [ADAPTER]:
         raise UnsupportedModelError(
             f"the model has adapters with the names {shown(', '.join(map(str, configs)))}; only one is streamed, with "

@@ -104,7 +104,7 @@ def inject(model: PreTrainedModel, given: Mapping[str, Any], base: str, *, is_by
         config = peft.LoraConfig(**settings)
         _leave_experts(config, model, is_by_name=is_by_name)
 
-        # Its "low memory" is meta, where the skeleton's own parameters lie.
+        # What PEFT calls "low memory" is meta, where the skeleton's own parameters lie.
         peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     check_made(model, layers, tied)
 

@@ -92,7 +92,7 @@ class MergedWeights:
         module_name, base_key = self._adapted[tensor.name]
         layer: Any = copy.deepcopy(self._model.get_submodule(module_name))
         if isinstance(layer.base_layer, QuantisedLinear):
-            # It has codes alone, and PEFT merges into a weight.
+            # A quantised layer has codes alone, and PEFT merges into a weight.
             layer.base_layer = layer.base_layer.plain()
 
         shape = tensor.parameter_shape

@@ -201,7 +201,7 @@ def find_matrices(
         block = _pair(settings.get("weight_block_size"))
         matrices = {tensor.name: _fp8(tensor, stored, block) for tensor in in_fp8}
     elif method == "bitsandbytes":
-        # Its codes are plain bytes, so a matrix is known by the settings that are stored beside it.
+        # The codes are plain bytes, so a matrix is known by the settings that are stored beside it.
         in_nf4 = [tensor for tensor in weights if f"{tensor.name}{IN_NF4}" in stored]
         matrices = {tensor.name: _nf4(tensor, stored) for tensor in in_nf4}
     else:

@@ -79,7 +79,7 @@ class AdaptedWeights(TensorReader):
 
         for name, module in model.named_modules():
             if isinstance(module, QuantisedLinear):
-                # Its parameters are codes and scales. DoRA goes by the weight that they stand for.
+                # The parameters of such a layer are codes and scales. DoRA goes by the weight that they stand for.
                 self._shapes[f"{name}.weight"] = module.out_features, module.in_features
             if is_wrapper(module):
                 wrappers.add(name)

@@ -162,7 +162,7 @@ class RunDirectory:
         for path in (*own, *data.glob("*tokens*")):
             path.unlink(missing_ok=True)
 
-        # It is missing, or it stays because somebody put a file of theirs inside.
+        # The folder is missing, or stays because somebody put a file of theirs inside.
         with contextlib.suppress(OSError):
             data.rmdir()
 

@@ -188,7 +188,7 @@ class Savepoint:
 
 
 def _fits(part: RankPart, session: Session) -> bool:
-    """Whether the blocks of a part lie where those of a session will."""
+    """Return whether the blocks of a part lie where those of a session will."""
     placement = session.placement
     for place in part.generations.values():
         # By type, because True is an int for Python.

@@ -290,7 +290,7 @@ def _print_ranks(console: Console, between: RankFigures) -> None:
     title = f"links between {between.ranks} ranks{hosts}"
     table = Table(title, "a rank receives", title_justify="left")
 
-    # Its own shard a rank has already.
+    # A rank has its own shard already, so only those of the others move.
     moved = between.layer_bytes * (between.ranks - 1) / between.ranks
     gathered = moved / between.gather_seconds
     scattered = moved / between.scatter_seconds
@@ -376,5 +376,5 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        # It runs from its source.
+        # megatier runs from its source, where no package has metadata.
         return "not installed"

@@ -170,7 +170,7 @@ def _package(name: str) -> Check:
     try:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        # It runs from its source.
+        # The package runs from its source, where it has no metadata.
         found = "installed"
     return _ok(name, found)
 

@@ -96,7 +96,7 @@ def _check_model(config: ModelConfig) -> None:
 
 
 def _data(given: str) -> dict[str, Any]:
-    """The settings of a dataset: files as they are, or one on the hub.
+    """Return the settings of a dataset: files as they are, or one on the hub.
 
     Raises:
         DataError: there is no such file, its first record cannot be read, or a run would refuse it.
@@ -120,7 +120,7 @@ def _data(given: str) -> dict[str, Any]:
 
 
 def _length(model: str) -> int:
-    """Tokens in a sequence: `LENGTH`, or as many positions as a local model was made for, if they are fewer.
+    """Return the tokens in a sequence: `LENGTH`, or as many positions as a local model was made for, if they are fewer.
 
     Raises:
         ConfigError: there is no such model.
@@ -139,7 +139,7 @@ def _length(model: str) -> int:
 
 
 def _tiers(nvme: str) -> dict[str, Any]:
-    """The budgets of this machine, in whole mebibytes, and the mounts with theirs.
+    """Return the budgets of this machine, in whole mebibytes, and the mounts with theirs.
 
     Raises:
         ConfigError: a mount cannot be used.
@@ -156,7 +156,7 @@ def _tiers(nvme: str) -> dict[str, Any]:
 
 
 def _remarks(settings: Iterable[str]) -> dict[str, str]:
-    """The first words of what each setting means."""
+    """Return the first words of what each setting means."""
     docs = {name: field_docs(section) for name, section in SECTIONS.items()}
     said = {}
     for dotted in settings:

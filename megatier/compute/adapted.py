@@ -50,7 +50,7 @@ def matrices_in(module: nn.Module) -> frozenset[str]:
 
 
 def take_over(wrappers: Mapping[str, Any]) -> None:
-    """From now on, leave parameters as they are bound when the wrappers run: `adapted` has been there before."""
+    """Leave parameters from now on as they are bound when the wrappers run: `adapted` has been there before."""
     # On the wrapper alone: `_with_adapter` asks its class, which still has PEFT's own.
     for wrapper in wrappers.values():
         wrapper._activate_lora = contextlib.nullcontext

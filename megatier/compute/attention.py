@@ -51,7 +51,7 @@ PASSING_ON = frozenset(
 
 
 def is_attention(target: object) -> bool:
-    """Whether an operator is a kernel of attention."""
+    """Return whether an operator is a kernel of attention."""
     return target is FLEX or target in KERNELS
 
 
@@ -93,7 +93,7 @@ class KeptAttention:
     """
 
     def __init__(self) -> None:
-        """Nothing has run yet."""
+        """Begin before anything has run."""
         self._results: list[tuple[Any, ...]] = []
 
     def noting(self) -> AbstractContextManager[object]:
@@ -136,7 +136,7 @@ class LastModule:
     """
 
     def __init__(self) -> None:
-        """Nothing has run yet."""
+        """Begin before anything has run."""
         self._count = 0
         """The number of modules that have run."""
         self._is_needed = True
@@ -160,7 +160,7 @@ class LastModule:
         yield
 
     def is_needless(self) -> bool:
-        """Whether the module that runs now need not."""
+        """Return whether the module that runs now need not run."""
         return self._again == self._count - 1 and not self._is_needed
 
     def ran(self) -> None:
@@ -201,7 +201,7 @@ class _Around(TorchDispatchMode):
 
 
 def _draws(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:  # noqa: ANN401 - an operator
-    """Whether a kernel is called with dropout."""
+    """Return whether a kernel is called with dropout."""
     # By its schema, since kernels have this argument in different places.
     names = [argument.name for argument in kernel._schema.arguments]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}

@@ -156,7 +156,7 @@ class Marking(CustomGraphPass):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
     def uuid(self) -> str:
-        """The name under which torch stores what it has compiled so."""
+        """Return the name under which torch stores what it has compiled so."""
         return f"megatier attention {self.flex_alone}"
 
 
@@ -230,7 +230,7 @@ class Compiled(Generic[P, R]):
             return self._function(*args, **kwargs)
 
     def _compiling(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
-        """A context for the call. torch reads all this when it compiles, in a call that nobody knows beforehand."""
+        """Return a context for the call. torch reads all this when it compiles, in whichever call that is."""
         CLOCK.watch()
         if self._any_shape and not open_up(args, kwargs):
             self._look_at_size(_shapes(args, kwargs))
@@ -300,7 +300,7 @@ def _forget_kernels() -> None:
 
 
 def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Size, ...]:
-    """The shapes of all tensors among arguments."""
+    """Return the shapes of all tensors among arguments."""
     return tuple(tensor.shape for value in (args, kwargs) for tensor in tensors_in(value))
 
 

@@ -21,7 +21,7 @@ class CompileClock:
     """
 
     def __init__(self) -> None:
-        """Nothing was compiled yet."""
+        """Begin before anything was compiled."""
         self.seconds = 0.0
         """Seconds so far."""
         self._waits: list[Wait] = []

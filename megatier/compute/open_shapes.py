@@ -55,7 +55,7 @@ class Rule(CustomGraphPass):
         """Leave the graph as it is."""
 
     def uuid(self) -> str:
-        """The name under which torch stores what it has compiled so."""
+        """Return the name under which torch stores what it has compiled so."""
         sizes = f"{ROWS} {LENGTH} {TOKENS}" if self.any_shape else "its own"
 
         # The compiler chooses attention's kernel by settings that torch's own key leaves out.
@@ -64,7 +64,7 @@ class Rule(CustomGraphPass):
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:  # noqa: ANN401 - whatever a module is called with
-    """The tensors among arguments and in their containers, in order."""
+    """Yield the tensors among arguments and in their containers, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -76,7 +76,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:  # noqa: ANN401 - whatever a mod
 
 
 def holds_blocks(value: Any) -> bool:  # noqa: ANN401
-    """Whether a mask by blocks is among arguments. Its numbers are constants of the code: each length has its own."""
+    """Return whether a mask by blocks is among arguments. Its sizes are constants of the code: one for each length."""
     if isinstance(value, list | tuple):
         return any(map(holds_blocks, value))
     if isinstance(value, Mapping):
@@ -135,7 +135,7 @@ def planned(sizes: ShapeEnv, expression: Any) -> Any:  # noqa: ANN401 - of sympy
 
 
 def _sizes(sizes: ShapeEnv) -> dict[sympy.Symbol, sympy.Integer]:
-    """What is planned for each open size."""
+    """Return what is planned for each open size."""
     known = sizes.backed_var_to_val
     roots = set[sympy.Symbol]()
     for symbol in known:
@@ -146,7 +146,7 @@ def _sizes(sizes: ShapeEnv) -> dict[sympy.Symbol, sympy.Integer]:
 
 
 def _size(sizes: ShapeEnv, symbol: sympy.Symbol, *, alone: bool) -> sympy.Integer:
-    """The size that is planned for a symbol."""
+    """Return the size that is planned for a symbol."""
     # The first dimension of an argument is its rows, if the length is open too.
     source = next(iter(sizes.var_to_sources.get(symbol, ())), None)
     if alone:
@@ -183,7 +183,7 @@ def install() -> None:
     _wrap(SizeVarAllocator, _HINTS, _planning)
     _wrap(SizeVarAllocator, _TRUTHS, _telling)
     _wrap(partitioners, _PARTITION, _cutting)
-    # They are loaded with the first compiled function, and take seconds.
+    # Only now: these modules take seconds to load, and are loaded with the first compiled function anyway.
     for maker in ("simd", "triton_utils"):
         _wrap(importlib.import_module(f"torch._inductor.codegen.{maker}"), _WIDTHS, _telling)
 

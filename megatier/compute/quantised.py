@@ -316,7 +316,7 @@ def _grad_of_input(grad: Tensor, scheme: Scheme, carriers: Sequence[Tensor]) -> 
 
 @torch.library.custom_op("megatier::quantised_weight", mutates_args=())
 def _weight(carriers: list[Tensor], scheme: str) -> Tensor:
-    """The decoded matrix as one operator, which a compiler does not look into. The scheme is a key of `SCHEMES`."""
+    """Return the decoded matrix, as one operator that no compiler looks into. The scheme is a key of `SCHEMES`."""
     return decode(SCHEMES[scheme], carriers, carriers[0].dtype)
 
 
@@ -327,13 +327,13 @@ def _(carriers: list[Tensor], scheme: str) -> Tensor:
 
 @torch.library.custom_op("megatier::quantised_product", mutates_args=())
 def _product(input: Tensor, bias: Tensor | None, carriers: list[Tensor], scheme: str) -> Tensor:
-    """The product with it as one operator."""
+    """Return the product with it, as one operator."""
     return functional.linear(input, decode(SCHEMES[scheme], carriers, input.dtype), bias)
 
 
 @torch.library.custom_op("megatier::quantised_product_backward", mutates_args=())
 def _product_backward(grad: Tensor, carriers: list[Tensor], scheme: str) -> Tensor:
-    """The gradient of its input."""
+    """Return the gradient of its input."""
     return _grad_of_input(grad, SCHEMES[scheme], carriers)
 
 

@@ -251,7 +251,7 @@ class TiledModule:
         return result
 
     def _cut(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """The rows of tensors, tile by tile."""
+        """Return the rows of tensors, tile by tile."""
         by_tensor = [_flat(x).split(self._tokens, dim=-2) for x in tensors]
         return list(zip(*by_tensor, strict=True))
 
@@ -324,14 +324,14 @@ def _tiles(name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bo
 
 
 def _tiles_like(name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bool]) -> Tensor:
-    """What that gives, without its numbers."""
+    """Return what that gives, without its numbers."""
     return rows[0].new_empty(rows[0].shape)
 
 
 def _tiles_backward(
     name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bool], grad: Tensor
 ) -> list[Tensor]:
-    """The gradients of a module in tiles that are wanted."""
+    """Return the gradients of a module in tiles that are wanted."""
     with _outside_of_operators():
         return _running[name].backward(rows, weights, wanted, grad, is_compiled=True)
 
@@ -339,7 +339,7 @@ def _tiles_backward(
 def _tiles_backward_like(
     name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bool], grad: Tensor
 ) -> list[Tensor]:
-    """What that gives, without its numbers."""
+    """Return what that gives, without its numbers."""
     return [x.new_empty(x.shape) for x in _chosen([*rows, *weights], wanted)]
 
 
@@ -351,7 +351,7 @@ def _note(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: A
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
-    """The gradients of the operator's arguments."""
+    """Return the gradients of the operator's arguments."""
     # Lists, as the operator's schema says.
     inputs = list(ctx.saved_tensors)
     rows = inputs[: ctx.count]
@@ -392,7 +392,7 @@ def _outside_of_operators() -> Iterator[None]:
 
 
 def _are_rows(values: Sequence[Any]) -> bool:
-    """Whether values are tensors, each [tokens, W] or each [B, T, W], with the same tokens."""
+    """Return whether values are tensors, each [tokens, W] or each [B, T, W], with the same tokens."""
     if not values or not all(torch.is_tensor(x) for x in values):
         return False
     tokens = values[0].shape[:-1]
@@ -401,23 +401,23 @@ def _are_rows(values: Sequence[Any]) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Rows of several sequences laid end to end: [1, B * T, W] of [B, T, W]; [tokens, W] as it is."""
+    """Return the rows of several sequences laid end to end: [1, B * T, W] of [B, T, W]; [tokens, W] as it is."""
     return tensor.reshape(1, -1, tensor.shape[-1]) if tensor.dim() > 2 else tensor
 
 
 def _leaves(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
-    """The same tensors as leaves of a graph."""
+    """Return the same tensors as leaves of a graph."""
     # `.data`, for version counters of their own: all slots of an arena share one, and a load into a neighbour must not
     # look like a change of weights that the graph of a tile has saved.
     return [x.data.requires_grad_(is_wanted) for x, is_wanted in zip(tensors, wanted, strict=True)]
 
 
 def _chosen(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
-    """Those of the tensors whose gradient is wanted."""
+    """Return those of the tensors whose gradient is wanted."""
     return [x for x, is_wanted in zip(tensors, wanted, strict=False) if is_wanted]
 
 
 def _spread(found: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients in their places, with None where none is wanted."""
+    """Return the gradients in their places, with None where none is wanted."""
     left = iter(found)
     return [next(left) if is_wanted else None for is_wanted in wanted]

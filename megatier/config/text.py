@@ -87,7 +87,7 @@ def _is_size(section: Any, key: str) -> bool:  # noqa: ANN401
 
 
 def options(settings: Mapping[str, Any]) -> str:
-    """Settings by dotted name as options of the command line, with units."""
+    """Return settings by dotted name as options of the command line, with units."""
     words = []
     for dotted, value in settings.items():
         name, _, key = dotted.partition(".")

@@ -135,7 +135,7 @@ def _steps(made: Conversion, key: str) -> None:
     made.carry(key, {"train.batch": each * groups}, "of one device; several have as many each", differs=True)
     made.carry("gradient_accumulation_steps", {"train.groups": groups})
 
-    # Its default is -1, which means none.
+    # LLaMA-Factory's default is -1, which means none.
     steps = made.number("max_steps")
     if steps is not None and steps > 0:
         made.carry("max_steps", {"train.steps": int(steps)})
@@ -177,7 +177,7 @@ def _schedule(made: Conversion, key: str) -> None:
         made.carry(key, {"train.schedule": SCHEDULES[name]})
     made.leave(key, "train.schedule is constant, linear or cosine", differs=True)
 
-    # Both are given only if the ratio is to be overruled.
+    # A config has steps beside a ratio only if they are to overrule it.
     warmup = made.count("warmup_steps", 0)
     ratio = made.number("warmup_ratio")
     steps = made.settings.get("train.steps")

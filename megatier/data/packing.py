@@ -382,7 +382,7 @@ def _hash(numbers: tuple[int, ...]) -> int:
 
 
 def _split_few(train: TokenRange, held_out: TokenRange, config: DataConfig) -> tuple[TokenRange, TokenRange]:
-    """If documents are too few to hold one out, hold out the last tokens instead."""
+    """Hold out the last tokens, where documents are too few to hold one out."""
     if config.holdout_fraction == 0 or (train.num_tokens and held_out.num_tokens):
         return train, held_out
     whole = train if train.num_tokens else held_out

@@ -53,7 +53,7 @@ class SideOffload:
     """What one call sends off the GPU beside its offloaded input: what attention gave, and a backward needs."""
 
     def __init__(self, stash: Callable[[Tensor], bool]) -> None:
-        """Nothing went yet.
+        """Begin before anything went.
 
         Args:
             stash: takes a tensor off the GPU; False: there is no room for it.

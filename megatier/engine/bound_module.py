@@ -76,7 +76,7 @@ class BoundModule:
         self.bindings = bindings
         """For each place of a weight in the module, the dictionary, the key and the slice of the unit's layout."""
         self._places = [*bindings, *lent]
-        """`bindings`, then the places of weights that are lent to the module."""
+        """The places in `bindings`, and then those of weights that are lent to the module."""
         self.rows = Rows(module_name)
         """Which arguments and results of the module have the batch in front."""
         self.tiled = {name: self._tiled(name) for name in tiled}
@@ -87,7 +87,7 @@ class BoundModule:
         take_over(self._adapters)
         self._forward: Callable[..., Any] = module.forward
         self._compiled: Compiled[..., Any] | None = None
-        # Compiling an embedding gains nothing: it only looks rows up.
+        # An embedding only looks rows up, so compiling it gains nothing.
         if self.compiles and stage.compilation is not None and not isinstance(module, nn.Embedding):
             self._compiled = stage.compilation(module.forward, type(module).__name__)
 
@@ -187,7 +187,7 @@ class BoundModule:
         return result
 
     def resumed(self) -> contextlib.AbstractContextManager[None]:
-        """A context for the backward of a graph of the module: the module is as in its forward, but for its weights."""
+        """Return a context for the backward of a graph of the module: all but its weights is as in the forward."""
         return running(self.tiled)
 
     def _tiled(self, name: str) -> TiledModule:
@@ -227,7 +227,8 @@ class BoundModule:
         leaves = [leaf for _, leaf, _ in self._places]
         before = [owner[leaf] for owner, leaf in zip(owners, leaves, strict=True)]
 
-        # Both are made before either is called: nothing may fail between binding weights and putting parameters back.
+        # Both functions are made before either is called: nothing may fail between binding weights and putting
+        # parameters back.
         bind = _assignment(owners, leaves, inside)
         unbind = _assignment(owners, leaves, before)
         try:

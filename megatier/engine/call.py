@@ -69,7 +69,7 @@ class Call:
             yield leaves, flat
 
     def _rows_of_slice(self, value: Any, position: int, index: int) -> Any:  # noqa: ANN401
-        """The rows of an argument that belong to one slice. An argument that is not batched belongs to all, whole.
+        """Return the rows of an argument that belong to one slice. One that is not batched belongs to all, whole.
 
         Raises:
             ConfigError: nobody knows how to cut it, or the slices do not divide its rows.

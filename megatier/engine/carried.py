@@ -200,7 +200,7 @@ class Written:
         return self._shape() == other._shape()
 
     def _shape(self) -> tuple[object, ...]:
-        """What two slices of a batch have in common, whatever they compute: all of it but values and paths."""
+        """Return what two slices of a batch have in common, whatever they compute: all of it but values and paths."""
         kinds = [recipe.kind for recipe in self.new]
         contents = [recipe.contents for recipe in self.new]
         positions = [position for position, _ in self.places]
@@ -382,7 +382,7 @@ def copied_out(values: Sequence[Any], memory: Sequence[Tensor]) -> list[Any]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the storage of a tensor begins; 0 if it has none."""
+    """Return where the storage of a tensor begins; 0 if it has none."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
 
 

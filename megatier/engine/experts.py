@@ -46,7 +46,7 @@ class ExpertsNode(Node):
 
     @contextlib.contextmanager
     def resumed(self) -> Iterator[None]:
-        """A context for the backward of a graph of the module, which has these experts only."""
+        """Yield a context for the backward of a graph of the module, which has these experts only."""
         with super().resumed(), self._alone():
             yield
 
@@ -65,7 +65,7 @@ class ExpertsNode(Node):
 
 
 def guard(node: Node) -> None:
-    """From now on, refuse what computes with the node's weights past its module."""
+    """Refuse from now on what computes with the node's weights past its module."""
     for parameters, leaf, _ in node.bindings:
         unbound = parameters[leaf]
         assert unbound is not None
@@ -100,7 +100,7 @@ def install_sums(nodes: Iterable[Node]) -> None:
 
 
 def _sum(nodes: Sequence[ExpertsNode]) -> Callable[..., Tensor]:
-    """The forward of a whole module, in the dtype of the hidden states, as every version of transformers gives it."""
+    """Return the forward of a whole module. Its output has the dtype of the hidden states, as in transformers."""
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         # In the order of the ranges, always: a sum in another order has other bits.

@@ -56,7 +56,7 @@ class GradSink(Protocol):
         """Hand the buffer over, with a group's gradient in it."""
 
     def sums_here(self, unit: str) -> bool:
-        """Whether groups are added up in the buffer itself: it is at home on the GPU, or RAM is too short for sums."""
+        """Return whether groups are added up in the buffer: it is at home on the GPU, or RAM is too short for sums."""
 
 
 class Measure(Protocol):
@@ -97,7 +97,7 @@ class Gradients:
         groups: int,
         is_shared: bool = False,
     ) -> None:
-        """No group has begun.
+        """Begin before the first group.
 
         Args:
             layouts: the layout of what is trained, of each unit.
@@ -385,7 +385,7 @@ class Gradients:
                 if summands:
                     target.add_(reduce(torch.add, summands))
             elif len(summands) == 2:
-                # It computes in fp32, and rounds what it writes.
+                # `torch.add` computes in fp32, and rounds what it writes.
                 torch.add(*summands, out=target)
             elif summands:
                 copied.append(target)

@@ -43,7 +43,7 @@ CAP = "final_logit_softcapping"
 
 
 def can_fuse(model: PreTrainedModel, units: Sequence[Unit]) -> bool:
-    """Whether head and loss of a skeleton may be one node. If those of a language model may not, a warning says why.
+    """Return whether head and loss of a skeleton may be one node. If a language model's may not, warn and say why.
 
     Args:
         model: the skeleton, on whose modules no nodes are installed yet.
@@ -300,7 +300,7 @@ def _ask(model: PreTrainedModel, head: nn.Module, in_features: int, width: int) 
 
 
 def _body(model: PreTrainedModel, head: nn.Module) -> nn.Module:
-    """The module that the forward calls for its hidden states: the outermost with the layers and without the head."""
+    """Return the module that makes the hidden states: the outermost one with the layers and without the head."""
     layers = decoder_layers(model)
     module = cast("nn.Module", model)
     while True:

@@ -437,7 +437,7 @@ class _LossFunction(torch.autograd.Function):
 
 
 def _more_arguments() -> frozenset[str]:
-    """The names of arguments that the loss function of the installed transformers takes, and a fused loss does not."""
+    """Return the arguments by name that the loss function of transformers takes, and a fused loss does not."""
     # The first one hands what it does not know itself to the second one.
     names: set[str] = set()
     for function in (loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy):

@@ -24,7 +24,7 @@ class Rows:
     """The arguments and results of one module that have the batch in front."""
 
     def __init__(self, module_name: str) -> None:
-        """Nothing is known yet."""
+        """Begin without knowing anything."""
         self._module_name = module_name
         self.batched: list[bool | None] | None = None
         """Whether each flat argument is cut (None: it was no tensor while learning); None: not learnt yet."""

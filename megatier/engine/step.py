@@ -9,10 +9,11 @@ stay as they were, bit for bit. Its number counts all the same, for the learning
 
 Whoever runs forward and backward in a loop of their own calls the parts of a step:
 
-- One process: `begin_step`; for each group `begin_group`, forward and backward; `measure`; `finish_step`. Another
-  forward of a group, before its backward, comes after `begin_forward`. `abandon` ends a step at any time.
-- Several ranks: the same. A rank that cannot go on with a step calls `sit_out` of the player, and all call `drop_step`.
-- An evaluation in between, before a backward: one forward without gradients, inside `aside`.
+- One process calls `begin_step`; for each group `begin_group`, forward and backward; then `measure` and `finish_step`.
+  Another forward of a group, before its backward, runs inside `begin_forward`. `abandon` ends a step at any time.
+- Several ranks call the same, but none may abandon a step alone. One that cannot go on calls `sit_out` of the player
+  for what is left, and then all call `drop_step`.
+- An evaluation within a step, before a backward, is one forward inside `aside`.
 """
 
 from __future__ import annotations

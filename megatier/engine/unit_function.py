@@ -396,7 +396,7 @@ def _grads(
     *,
     retains: bool,
 ) -> Sequence[Tensor | None]:
-    """The gradients of the inputs; None for those that no output depends on. The graph stays if it is retained."""
+    """Return the gradients of the inputs; None for those that no output depends on."""
     edges: list[GradientEdge] = []
     output_grads: list[Tensor] = []
     for edge, grad in zip(outputs, grads, strict=True):

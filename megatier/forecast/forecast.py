@@ -239,7 +239,7 @@ def _simulation(
     policy: Policy,
     rates: Rates,
 ) -> tuple[StepJobs, Timeline, Timeline, dict[str, Lane]]:
-    """What is simulated; see `forecast`.
+    """Return what is simulated; see `forecast`.
 
     Returns:
         The jobs of no step yet, of a rank or of a process that is alone; the timelines of the first step and of every

@@ -44,7 +44,7 @@ class StepJobs(JobList):
         policy: Policy,
         parameters_per_flop: float,
     ) -> None:
-        """No step was added yet.
+        """Begin before the first step.
 
         Args:
             compute_seconds: seconds of one use of a unit by one group, by unit and phase. One that is missing takes
@@ -147,7 +147,7 @@ class StepJobs(JobList):
     # ------------------------------------------------------------------ compute and activations
 
     def _compute(self, access: Access, activation: int | None, *, makes_grad: bool) -> int:
-        """One use of a unit, when its weights and its activation are there and its update is over."""
+        """Add one use of a unit, when its weights and its activation are there and its update is over."""
         unit = access.unit
         weights = self._arrivals.get(unit)
         needs = [self._last_end, weights, activation]
@@ -432,7 +432,7 @@ class StepJobs(JobList):
             self._update(gradient.update)
 
     def _awaited(self) -> Iterable[int | None]:
-        """What a step waits for in addition to compute and sums: its own updates, if they run in its backward."""
+        """Return what a step waits for besides compute and sums: its own updates, if they run in its backward."""
         return () if self._policy.deferred else self._updates.values()
 
 

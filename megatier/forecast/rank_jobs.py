@@ -113,5 +113,5 @@ class RankJobs(StepJobs):
         return self._scatters[0] if len(self._scatters) == SLOTS_MIN else None
 
     def _awaited(self) -> Iterable[int | None]:
-        """What a step waits for in addition to compute: the norm is known when the last gradient is added."""
+        """Return what a step waits for in addition to compute: the norm is known when the last gradient is added."""
         return (self._last,)

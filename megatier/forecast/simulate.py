@@ -41,7 +41,7 @@ class Job:
 
 
 def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float, float]]:
-    """When each job begins and ends, in seconds from the start.
+    """Return when each job begins and ends, in seconds from the start.
 
     Args:
         jobs: in the order of their lanes.
@@ -158,7 +158,7 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
 
 def _shared(together: Collection[str], lanes: Mapping[str, Lane]) -> dict[str, float]:
     """Return the speeds of lanes that run at once, as shares of their own rates."""
-    # They are sorted because a set has another order in each process, and sums of floats depend on the order.
+    # The lanes are sorted because a set has another order in each process, and sums of floats depend on the order.
     speeds = dict.fromkeys(sorted(together), 0.0)
     rising = list(speeds)
     room = {resource: 1.0 for name in rising for resource in lanes[name].uses}

@@ -38,7 +38,7 @@ def check_modules(model: nn.Module) -> None:
         if reason := next(_reasons(module), None):
             raise UnsupportedModelError(f"{name or type(module).__name__} ({type(module).__name__}) {reason}")
 
-    # One without parameters, such as an activation, may stand in many places.
+    # A module without parameters, such as an activation, may stand in many places.
     names: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         first = names.setdefault(id(module), name)

@@ -121,7 +121,7 @@ def hooks_inside(module: nn.Module) -> Iterator[str]:
     if _has_own(hooks_of_all._global_forward_hooks, hooks_of_all._global_forward_pre_hooks):
         yield "*"
     for name, part in module.named_modules():
-        # Those of the layer itself run around what is run again.
+        # Hooks of the layer itself run around what is run again.
         if part is not module and _has_own(part._forward_hooks, part._forward_pre_hooks):
             yield name
 
@@ -141,7 +141,7 @@ def warn_of_hooks(names: Iterable[str]) -> None:
 
 
 def _has_own(*hooks: dict[int, Any]) -> bool:
-    """Whether hooks are of somebody who may not expect to be called twice."""
+    """Return whether hooks are of somebody who may not expect to be called twice."""
     return any(
         str(getattr(hook, "__module__", "")).partition(".")[0] not in OWN_HOOKS
         for registered in hooks
@@ -179,7 +179,7 @@ def _some(result: Tensor | None) -> Tensor | None:
 
 
 def _differ(before: Tensor | None, after: Tensor | None, *, is_plain: bool) -> bool:
-    """Whether numbers are others than before.
+    """Return whether numbers are others than before.
 
     On a GPU some kernels add up in any order, and a module may be compiled anew meanwhile. Then roundings may change.
     """

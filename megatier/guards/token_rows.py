@@ -54,7 +54,7 @@ def few_tokens(arguments: Sequence[Any]) -> list[Any]:
 
 
 def names_of_rows(module: nn.Module, *, is_layer: bool) -> list[str]:
-    """The modules that might run in tiles, by their names in a module: those of a layer, or the module itself.
+    """Return the modules that might run in tiles, by their names in a module: those of a layer, or the module itself.
 
     They have parameters, and take nothing that they can do without: no mask, positions or cache. Such modules inside of
     them come behind them. They are given a tile already, unless the one around them has to run whole.
@@ -73,7 +73,7 @@ def _names_inside(module: nn.Module, path: str) -> list[str]:
 
 
 def _may_have_rows(module: nn.Module) -> bool:
-    """Whether a module has parameters, holds something inside, and takes nothing that it can do without."""
+    """Return whether a module has parameters, holds something inside, and takes nothing that it can do without."""
     if isinstance(module, (nn.Linear, nn.Embedding, nn.ModuleList)):
         return False
     if next(module.parameters(), None) is None:
@@ -114,7 +114,7 @@ def why_joined(module: nn.Module, run: Callable[..., Any], rows: Sequence[Tensor
             for buffer, copy in buffers:
                 buffer.copy_(copy)
 
-    # These first: whatever draws random numbers, say, gives others the second time.
+    # These reasons come first: whatever draws random numbers, say, gives others the second time.
     reasons = {
         "it draws random numbers": draws,
         "it changes a buffer of its own": writes,
@@ -157,7 +157,7 @@ def _taken(rows: Sequence[Tensor], places: Tensor) -> list[Tensor]:
 
 
 def are_alike(before: Tensor, after: Tensor, *, is_exact: bool = False) -> Tensor:
-    """Which tokens have changed by no more than roundings, or not at all, bool [tokens]; [..., tokens, W] each."""
+    """Return which tokens have changed by no more than roundings, bool [tokens]; the tensors are [..., tokens, W]."""
     tolerance = 0.0 if is_exact else ROUNDING.get(before.dtype, COARSE)
     old = before.flatten(0, -2).double()
     new = after.flatten(0, -2).double()
@@ -169,7 +169,7 @@ def are_alike(before: Tensor, after: Tensor, *, is_exact: bool = False) -> Tenso
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """The state of all generators from which a module on a device may draw."""
+    """Return the state of all generators from which a module on a device may draw."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

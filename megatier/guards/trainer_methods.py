@@ -110,7 +110,7 @@ def _overrides(kind: type, mixin: type) -> Iterator[tuple[type, str, bool]]:
 
 
 def _calls(owner: type, name: str) -> bool:
-    """Whether a method names itself, as a call of super's does. What is no Python function is not known."""
+    """Return whether a method names itself, as a call of super's does. What is no Python function is not known."""
     # super().name has the name among those that its code asks for; whether it is reached nobody can tell beforehand.
     code = getattr(inspect.unwrap(getattr(owner, name)), "__code__", None)
     return code is None or name in code.co_names

@@ -146,7 +146,7 @@ class StateView(MutableMapping[Tensor, "EntryCopy"]):
         if parameter not in self:
             raise KeyError(parameter)
 
-        # Such tensors refuse to be changed in place, which would change nothing but the copy.
+        # Tensors of inference mode refuse to be changed in place, which would change nothing but the copy.
         with torch.inference_mode():
             return EntryCopy(self._read(parameter), self._remedy)
 

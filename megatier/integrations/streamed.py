@@ -282,7 +282,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
             self.abandon()
 
     def _has_gradient(self) -> bool:
-        """Whether the open step has had a backward that trains."""
+        """Return whether the open step has had a backward that trains."""
         # Loops call zero_grad also between the forward and the backward of a step, where there is no gradient yet. A
         # backward that was broken off, as by a want of memory, has made some.
         is_waiting = self._engine.gradients.is_open and not self._engine.gradients.is_in_backward
@@ -308,7 +308,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
             # The weights are those of the step's forwards, so it is a part of the step.
             run = self._engine.aside()
         else:
-            # It reads the weights of the last step, whose updates may still wait for the next forward.
+            # An evaluation reads the weights of the last step, whose updates may still wait for the next forward.
             self._settle("An evaluation", "a forward without gradients")
             run = self._engine.evaluation(self._held.begin(evaluation))
 

@@ -79,7 +79,7 @@ class TrainerRows(Base):
         return self._dealt(sharing(super().get_eval_dataloader(*args, **kwargs)))
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:  # noqa: ANN401 - the Trainer's
-        """The same for rows whose predictions are asked for."""
+        """Return the same for rows whose predictions are asked for."""
         return self._dealt(sharing(super().get_test_dataloader(*args, **kwargs)))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the Trainer's

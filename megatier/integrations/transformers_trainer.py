@@ -108,7 +108,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         self._check_methods()
 
         for callback in self.callback_handler.callbacks:
-            # It would save within a step. A moment later, after the step, it comes to save again.
+            # This callback would save within a step. A moment later, after the step, it comes to save again.
             if type(callback).__name__ == "JITCheckpointCallback":
                 vars(callback)["on_pre_optimizer_step"] = _do_nothing
         self.callback_handler.callbacks.insert(0, CutStep(model, self._losses))

@@ -92,7 +92,7 @@ class _NothingDrawn(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
 
-        # It is torch's function, the method of tensors, or what Hugging Face puts in place of the first.
+        # The function is torch's, the method of tensors, or what Hugging Face puts in place of the first.
         if function.__name__ in DRAWING:
             tensor = args[0] if args else kwargs.get("tensor")
             if isinstance(tensor, Tensor) and tensor.is_meta:

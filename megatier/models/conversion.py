@@ -153,7 +153,7 @@ def runs_holding(assembly: Assembly, start: int, stop: int) -> tuple[int, tuple[
         lower = max(start, position)
         upper = min(stop, position + run.num_elements)
         if lower < upper and run.num_columns:
-            # Its elements are known only once all of it is read, so what is read begins before `start`.
+            # A run with columns is known only once all of it is read, so what is read begins before `start`.
             first = min(first, position)
             runs.append(run)
         elif lower < upper:

@@ -294,7 +294,7 @@ def check_stops_at_borders(model: PreTrainedModel) -> None:
     if getattr(config, "indexer_compress_ratio", None):
         others.append("an indexer over blocks of tokens")
 
-    # Their indexer adds a mask of booleans to its scores, so it also chooses tokens that are masked.
+    # The indexer of old versions adds a mask of booleans to its scores, so it also chooses tokens that are masked.
     major, minor = transformers.__version__.split(".")[:2]
     is_old = (int(major), int(minor)) < INDEXER_MASKED
     if config.model_type == "glm_moe_dsa" and is_old:

@@ -69,7 +69,7 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
     after = _constructed_buffers(model, dtype)
     following = dict[str, torch.dtype]()
     for name, made in after.items():
-        # One whose dtype was changed since the model was made keeps what it was changed to.
+        # A buffer whose dtype was changed since the model was made keeps what it was changed to.
         is_as_made = name in present and present[name] is before[name]
         if is_as_made and made is not present[name]:
             following[name] = made

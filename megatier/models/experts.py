@@ -201,7 +201,8 @@ def _check_can_be_cut(name: str, module: nn.Module, parts: int) -> None:
     if any(parameter.shape[0] != count for parameter in module.parameters()):
         raise UnsupportedModelError(f"{name} ({kind}) has parameters that are not of single experts. {WHOLE}")
 
-    # Such experts (GPT-OSS) make one-hot vectors of the indices, which fail at an index beyond their own experts.
+    # Eager experts with biases (GPT-OSS) make one-hot vectors of the indices, which fail at an index beyond their own
+    # experts.
     is_eager = getattr(module.config, "_experts_implementation", None) == "eager"
     if is_eager and module.has_bias:
         raise UnsupportedModelError(f"the eager experts of {name} ({kind}) do not skip what is not theirs. {WHOLE}")

@@ -139,7 +139,7 @@ def _remove_leftovers(folder: Path) -> None:
         if partial is None:
             continue
 
-        # One of this process's own number is of an earlier process that had it.
+        # A folder with the number of this process is of an earlier one that had the same number.
         process = partial[1]
         is_own = process == str(os.getpid())
         if is_own or not Path("/proc", process).exists():

@@ -33,7 +33,7 @@ class BlockMasks:
     """The masks of a model."""
 
     def __init__(self) -> None:
-        """There are none yet. Models call the kernel by `attend` from now on, unless somebody has put another there."""
+        """Let models call the kernel by `attend` from now on, unless somebody has put another there."""
         if ALL_ATTENTION_FUNCTIONS[FLEX] is flex_attention_forward:
             ALL_ATTENTION_FUNCTIONS.register(FLEX, attend)
         self._made: dict[Hashable, BlockMask] = {}
@@ -63,7 +63,7 @@ class BlockMasks:
         others.pop("_compile", None)
         constants = _constants(mask_mod)
         if constants is None:
-            # It reads a tensor, which may hold other values in the next forward.
+            # The mask reads a tensor, which may hold other values in the next forward.
             return self._make(mask_mod, B, H, Q_LEN, KV_LEN, device, **others)
 
         key = (constants, H, Q_LEN, KV_LEN, str(device), tuple(sorted(others.items())))
@@ -74,7 +74,7 @@ class BlockMasks:
             made = self._make(mask_mod, None, H, Q_LEN, KV_LEN, device, **others)
             self._made[key] = made
 
-            # This reads the mask, so the host waits for it, once for each length.
+            # `is_causal` reads the mask, so the host waits for it, once for each length.
             if is_causal(made):
                 made.mask_mod = causal
         return self._made[key]
@@ -99,7 +99,7 @@ class BlockMasks:
 
 
 def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Whether a query sees a key: only what comes before it, and itself."""
+    """Return whether a query sees a key: only what comes before it, and itself."""
     return query >= key
 
 
@@ -121,7 +121,7 @@ def attend(
 
 
 def is_causal(mask: BlockMask) -> bool:
-    """Whether a mask is that of causal attention over as many queries as keys, in whole blocks, for all rows alike."""
+    """Return whether a mask is causal, for all rows alike, over as many queries as keys, in whole blocks."""
     block, width = mask.BLOCK_SIZE
     queries, keys = mask.seq_lengths
     num_masks = mask.kv_num_blocks.shape[:2].numel()
@@ -143,7 +143,7 @@ def is_causal(mask: BlockMask) -> bool:
 
 
 def _are_blocks(counts: Tensor | None, indices: Tensor | None, first: Tensor, number: Tensor) -> bool:
-    """Whether each list holds so many blocks, one after the other, from the first one on."""
+    """Return whether each list holds so many blocks, one after the other, from the first one on."""
     # A mask without any whole block has no such lists.
     if counts is None or indices is None:
         return False
@@ -158,7 +158,7 @@ def _are_blocks(counts: Tensor | None, indices: Tensor | None, first: Tensor, nu
 
 
 def _is_diagonal_causal(mask: BlockMask, order: Tensor, block: int) -> bool:
-    """Whether the blocks on the diagonal are those of causal attention."""
+    """Return whether the blocks on the diagonal are those of causal attention."""
     within = torch.arange(block, dtype=torch.int64, device=order.device)
     zero = within.new_zeros(())
 
@@ -177,7 +177,7 @@ def _is_diagonal_causal(mask: BlockMask, order: Tensor, block: int) -> bool:
 
 
 def _constants(value: object) -> Hashable | None:
-    """All that a mask's function is made of, if that is code and constants alone; None: it reads a tensor, say."""
+    """Return all that a mask's function is made of, if that is code and constants alone; else None."""
     if isinstance(value, bool | int | float | str):
         return value
 

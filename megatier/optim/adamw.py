@@ -150,12 +150,12 @@ def begin_adamw(
 
 
 def _first_moment(planes: Planes) -> Kind:
-    """The kind that takes the place of the first moment: that of Lion is its momentum."""
+    """Return the kind that takes the place of the first moment: that of Lion is its momentum."""
     return Kind.EXP_AVG if Kind.EXP_AVG in planes else Kind.MOMENTUM
 
 
 def _addresses(planes: Planes, count: int, moments: torch.dtype) -> tuple[int, int, int, int]:
-    """The addresses that the C code takes of so many elements, 0 for a plane that there is not."""
+    """Return the addresses that the C code takes of so many elements, 0 for a plane that there is not."""
 
     def address(kind: Kind, dtype: torch.dtype) -> int:
         return address_of(planes[kind], dtype, count) if kind in planes else 0

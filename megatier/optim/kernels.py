@@ -171,7 +171,7 @@ def _update_elements(
     scalars: tl.tuple,
     rounding: tl.tuple,
 ) -> None:
-    """AdamW or Lion on some elements, in exactly the order of operations of native/adamw.h."""
+    """Run AdamW or Lion on some elements, in exactly the order of operations of native/adamw.h."""
     weight, remainder, exp_avg, exp_avg_sq, grad = planes
     beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, sqrt_bias2, grad_scale = scalars
     x = tl.load(weight + elements, inside)
@@ -228,7 +228,7 @@ def _one_nan(bits: tl.tensor) -> tl.tensor:
 
 @_jit
 def _random_bits(elements: tl.tensor, rounding: tl.tuple) -> tl.tensor:
-    """The 32 random bits of each element, by the hash of native/adamw.h."""
+    """Return the 32 random bits of each element, by the hash of native/adamw.h."""
     key_low, key_high, first = rounding
     bits = (first.to(tl.uint32) + elements.to(tl.uint32)) ^ key_low.to(tl.uint32)
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D

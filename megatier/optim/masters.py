@@ -90,7 +90,7 @@ def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
 
 
 def _addresses(weight: Tensor, remainder: Tensor, count: int) -> tuple[int, int]:
-    """The addresses of the two planes of a master."""
+    """Return the addresses of the two planes of a master."""
     return address_of(weight, torch.bfloat16, count), address_of(remainder, torch.int16, count)
 
 

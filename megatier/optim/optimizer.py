@@ -133,7 +133,7 @@ class RunOptimizer:
         return coefficient
 
     def _scalars_of(self, step: int, learning_rate: float) -> Scalars:
-        """The scalars of a step in which nothing is clipped."""
+        """Return the scalars of a step in which nothing is clipped."""
         hyper = self.hyper
         of_step = self._rule.scalars(step, learning_rate, hyper)
         return Scalars(
@@ -145,7 +145,7 @@ class RunOptimizer:
         )
 
     def norm(self) -> float:
-        """The global norm of the measured gradients: the root of the exact sum of the partial sums."""
+        """Return the global norm of the measured gradients: the root of the exact sum of the partial sums."""
         of_gpu = list[Tensor]()
         of_cpu = [torch.empty(0, dtype=torch.float64, device="cpu")]
         for partials in self._sums.values():
@@ -168,7 +168,7 @@ class RunOptimizer:
         return math.sqrt(_native.sum_exactly(address, count))
 
     def first_non_finite(self) -> str | None:
-        """A parameter whose measured gradient is not finite, of the first such unit that the backward came to.
+        """Return a parameter whose measured gradient is not finite, of the first such unit that the backward came to.
 
         With ranks, every rank has to call it.
         """
@@ -190,7 +190,7 @@ class RunOptimizer:
         return name
 
     def _non_finite_in(self, unit: str) -> str | None:
-        """The first parameter of a unit, in its layout, whose measured gradient is not finite."""
+        """Return the first parameter of a unit, in its layout, whose measured gradient is not finite."""
         # A rank's shard that is padding alone has none.
         if not self._sums[unit]:
             return None
@@ -227,7 +227,7 @@ class RunOptimizer:
         self._sums[unit] = self._workers.map(sum_squares, pieces)
 
     def _tile_runs(self, unit: str, device: torch.device) -> tuple[Tensor, bool]:
-        """What a unit's parameters have of each tile, and whether it begins where `sum_runs` is fast."""
+        """Return what a unit's parameters have of each tile, and whether it begins where `sum_runs` is fast."""
         if unit in self._tile_runs_of:
             return self._tile_runs_of[unit]
 
@@ -247,7 +247,7 @@ class RunOptimizer:
         return self._tile_runs_of[unit]
 
     def _origin(self, unit: str, tensor: TensorSlice) -> int:
-        """The element of a unit from which the tiles of a tensor are counted."""
+        """Return the element of a unit from which the tiles of a tensor are counted."""
         # From the unit's start, so that runs of whole tiles have exactly their own of all these sums. Where ranks deal
         # out whole tensors, from the tensor's, since its place in the unit depends on how many they are.
         return tensor.start if self.layouts[unit].schema.by_matrix else 0
@@ -315,7 +315,7 @@ class RunOptimizer:
             self.measure(unit, final)
 
     def _memory_of_sums(self, total: Tensor, grads: Tensor, spare: Tensor) -> Tensor:
-        """Where the fp32 sum of groups is taken, flat: it stays in `total` if there are groups that come later."""
+        """Return the memory of the fp32 sum of groups, flat: it stays in `total` if groups come later."""
         has_one_group = self._groups == 1
         if has_one_group and grads.dtype is torch.float32:
             return grads[0]
@@ -325,7 +325,7 @@ class RunOptimizer:
         return memory.view(torch.float32)[:num_elements]
 
     def _dtype(self, unit: str) -> torch.dtype:
-        """The dtype of a unit's weights and of its final gradient."""
+        """Return the dtype of a unit's weights and of its final gradient."""
         return weight_dtype(self.layouts[unit].schema)
 
     def _in_pieces(self, work: Callable[[Tensor, Tensor], None], one: Tensor, other: Tensor) -> None:

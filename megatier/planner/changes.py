@@ -43,7 +43,7 @@ class _Variant:
 
 
 def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
-    """N*: about the fewest tokens of a step that hide everything but compute; None: TIMES_MAX times as many do not.
+    """Return N*, about the fewest tokens a step that hide all but compute; None: TIMES_MAX times as many do not.
 
     The tokens are doubled until all is hidden, and then the last doubling is halved: more tokens never hide less.
 
@@ -118,7 +118,7 @@ def _variants(trial: Trial, placement: Placement, train: TrainConfig) -> list[_V
 
     policy = trial.work.policy
     if placement.spilled and policy.deferred and not policy.speculates:
-        # One that holds, one to write into, and one that a savepoint may keep.
+        # A generation that holds, one to write into, and one that a savepoint may keep.
         count = 2 + policy.savepoints
         work = replace(trial.work, policy=replace(policy, generations=count))
         what = f"updates in the backward (tiers.generations {count})"

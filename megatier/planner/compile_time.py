@@ -36,7 +36,7 @@ def compile_seconds(setup: Setup) -> tuple[float, float]:
 
 
 def _kind(module: nn.Module) -> Hashable:
-    """What is alike in modules that share their code: the parts, the shapes, and what attention sees."""
+    """Return what is alike in modules that share their code: the parts, the shapes, and what attention sees."""
     parts = []
     for part in module.modules():
         # Layers with a sliding window are of the same class as others, and compiled by themselves.

@@ -194,7 +194,7 @@ def _dropped_elements(setup: Setup, unit: Unit) -> float:
 
 
 def in_tiles(setup: Setup) -> frozenset[str]:
-    """The parameters of all modules of layers that run in tiles of tokens, by their names.
+    """Return the parameters of all modules of layers that run in tiles of tokens, by their names.
 
     Nothing is tried here: a run may find that some of the modules have to run whole.
     """

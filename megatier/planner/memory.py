@@ -8,14 +8,16 @@ two peaks, and what layers have saved is there at both. At the loss there are:
 - `LOSS_BYTES`: the logits of a chunk and their gradient, and the fp32 sum of the head's gradient.
 - `BOUNDARIES_AT_LOSS`: the input, the output and the gradient of the last norm.
 
-In the backward there are, of the layer that is worked on:
+In the backward of a layer there are two moments, of which the larger one counts. While its MLP is worked on there are:
 
 - 6 f: gate, up, their product and the gradients of these, less what the layer has saved of them.
 - `IN_LAYER`: about 3 boundaries.
 - `ATTENTION_AGAIN`: the outputs of attention's products and their rotated copies, if attention is computed again.
-- `ATTENTION_BACKWARD`: instead of the above, the gradients of its weights, which come when the MLP is through.
 
-With slices, all but the last two are of one slice. Then there are also the sum of the slices before (in the compute
+When its attention is worked on there are the gradients of all its weights, and of the activations above at most
+`ATTENTION_BACKWARD` boundaries.
+
+With slices, the activations are those of one slice. Then there are also the sum of the slices before (in the compute
 dtype of one slice, in fp32 of several), and the gradients of the layer's whole output and input.
 
 A compiled layer saves the share s of all that it could, 1 + s (c + f + 1), which are its input, c, f and the outputs of
@@ -67,7 +69,7 @@ IN_LAYER = 3.2
 ATTENTION_AGAIN = 1.25
 """What attention holds if it is computed again, over the outputs of all but the MLP's products: rotated copies too."""
 ATTENTION_BACKWARD = 10
-"""Boundary activations in the backward of attention, when the gradients of all weights of a layer come to be there."""
+"""Most boundary activations in the backward of attention, when the gradients of all weights of a layer are there."""
 PLAIN_BOUNDARIES = 1.4
 PLAIN_WIDEST = 2
 """Of a layer that is not compiled: boundary activations, and widest inputs, in its backward beside what it saves."""
@@ -200,7 +202,7 @@ def _saved(setup: Setup, unit: Unit, sizes: LayerSizes) -> float:
 
 
 def keeps_attention(setup: Setup, unit: Unit) -> bool:
-    """Whether a layer keeps what attention gave, though its backward computes the rest again."""
+    """Return whether a layer keeps what attention gave, though its backward computes the rest again."""
     if not (setup.work.keeps_attention and unit.is_layer):
         return False
     if setup.compiles:
@@ -209,7 +211,7 @@ def keeps_attention(setup: Setup, unit: Unit) -> bool:
 
 
 def _saves_attention_beside(setup: Setup, unit: Unit) -> bool:
-    """Whether a layer saves what attention gave in addition to all that `_saved` counts."""
+    """Return whether a layer saves what attention gave in addition to all that `_saved` counts."""
     policy = setup.work.activations[unit.name]
     if keeps_attention(setup, unit):
         # Offloaded attention leaves the GPU with the input of its layer, and counts as passing.
@@ -275,7 +277,7 @@ def _backward_activations(setup: Setup, unit: Unit, sizes: LayerSizes, saved: fl
 
 
 def _knows_attention(setup: Setup, unit: Unit) -> bool:
-    """Whether the backward of a layer finds what attention gave."""
+    """Return whether the backward of a layer finds what attention gave."""
     if _saves_attention_beside(setup, unit) or keeps_attention(setup, unit):
         return True
     keeps_graph = setup.work.activations[unit.name].keeps_graph
@@ -346,7 +348,7 @@ def _weight_bytes(setup: Setup) -> int:
 
 
 def _decoded_bytes(setup: Setup) -> int:
-    """Bytes of the largest quantised matrix while a product takes it, and of the pieces in which it is decoded."""
+    """Return the bytes of the largest quantised matrix in a product, and of the pieces in which it is decoded."""
     largest = 0
     for unit in setup.work.units:
         for tensor in unit.layout.tensors:
@@ -358,7 +360,7 @@ def _decoded_bytes(setup: Setup) -> int:
 
 
 def _fp8_bytes(setup: Setup) -> int:
-    """Bytes of FP8 copies of the largest matrix whose products are taken in FP8."""
+    """Return the bytes of FP8 copies of the largest matrix whose products are taken in FP8."""
     in_fp8 = setup.work.products.weights
     largest = 0
     for unit in setup.work.units:
@@ -368,7 +370,7 @@ def _fp8_bytes(setup: Setup) -> int:
 
 
 def _adapted_bytes(setup: Setup) -> int:
-    """Bytes of the adapted parameters of one unit, of which its forward takes the sums, and of their gradients."""
+    """Return the bytes of one unit's adapted parameters, of which the forward takes sums, and of their gradients."""
     adapted = wrappers_in(setup.model)
     largest = 0
     for unit in setup.work.units:
@@ -379,7 +381,7 @@ def _adapted_bytes(setup: Setup) -> int:
 
 
 def _update_bytes(work: Workload) -> int:
-    """Bytes that updates by matrix take: of matrices that are carried, one after the other, and of their products.
+    """Return the bytes that updates by matrix take: matrices that are carried, one after the other, and their products.
 
     Updates run under the forward, and those in the immediate mode under the backward.
     """

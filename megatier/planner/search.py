@@ -231,7 +231,7 @@ def _computed(setup: Setup, fixed: frozenset[str]) -> Iterator[Settings]:
         repeats = share == 0 if setup.compiles else not activations.keeps_graph
         kept = {KEPT_ATTENTION: (True, False)} if repeats else {}
         for attention in _combined(config, kept, fixed):
-            # It stays on the GPU, or leaves it with the input of its layer.
+            # What attention gave stays on the GPU, or leaves it with the input of its layer.
             can_leave = attention.get(KEPT_ATTENTION) and activations.offloads_input
             offloaded = {OFFLOAD_ATTENTION: (False, True)} if can_leave else {}
             for offload in _combined(config, offloaded, fixed):

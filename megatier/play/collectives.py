@@ -46,7 +46,7 @@ class Handover:
     """A group's gradient of a unit, on its way from compute to the lane `ranks`."""
 
     def __init__(self, planned: Scatter) -> None:
-        """Compute has not made it yet."""
+        """Begin before compute has made it."""
         self.planned = planned
         """The scatter that takes it."""
         self.scattered: Transfer | None = None
@@ -89,7 +89,7 @@ class Handover:
 
 
 class Collectives:
-    """What one rank gathers and scatters. Compute sees it as the sink of gradients."""
+    """What one rank gathers and scatters. It is a `GradSink`, as `UnitGradients` is for a rank that is alone."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ class Generations:
     """The generations of all units of a run."""
 
     def __init__(self, units: Mapping[str, object], placement: Placement) -> None:
-        """Every unit's first generation holds, and none is kept.
+        """Let every unit's first generation hold, and keep none.
 
         Args:
             units: the run's units, by name.

@@ -25,7 +25,7 @@ class GradBlocks:
     """The gradient blocks of all units that are trained."""
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
-        """Nothing is registered yet.
+        """Begin with nothing registered.
 
         Args:
             store: holds the blocks.
@@ -111,7 +111,7 @@ class GradBlocks:
         with self._store.lease(key, tier, span, wait=True) as lease:
             yield lease.bytes[:num_bytes]
 
-        # It is read once, so nobody needs its slot any more.
+        # A final gradient is read once, so nobody needs its slot any more.
         if home is Tier.NVME:
             self._store.evict(key, Tier.RAM, span)
 

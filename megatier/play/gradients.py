@@ -25,7 +25,7 @@ class UnitGradients:
     """The gradients of the present step, as compute makes them."""
 
     def __init__(self, blocks: UnitBlocks, updates: Updates, moves: Moves, demand: Demand, recorder: Recorder) -> None:
-        """No step has begun.
+        """Begin before the first step.
 
         Args:
             blocks: the run's blocks.
@@ -96,7 +96,7 @@ class UnitGradients:
         if last_sum is not None:
             self._recorder.wait_until_done(last_sum)
 
-        # It may wait for a slot in RAM: until drives have taken the gradient before, or an update has used it.
+        # Sending may wait for a slot in RAM: until drives have taken the gradient before, or an update has used it.
         if gradient.shipped:
             spills = self._blocks.placement.grad_homes[unit] is Tier.NVME
             cause = "ram_to_nvme" if spills else self._updates.wait_cause

@@ -100,7 +100,7 @@ class MatrixCarrier:
                 if self._stream is not None:
                     self._stream.synchronize()
 
-                # Its memory serves the next matrix while the state goes home.
+                # The gradient's memory serves the next matrix while the state goes home.
                 del grad
 
                 matrix.transfers.clear()
@@ -131,7 +131,7 @@ class MatrixCarrier:
 def _end(under_way: deque[_Matrix], left: int) -> None:
     """Wait for matrices on their way home, the oldest first, until so many are left. Their memory is free then."""
     while len(under_way) > left:
-        # It leaves the list after the wait, as the list is what keeps its memory.
+        # A matrix leaves the list after the wait, as the list is what keeps its memory.
         _wait(under_way[0].transfers)
         under_way.popleft()
 

@@ -45,7 +45,7 @@ class Offload:
     """Takes activations home and brings them back, the last one first."""
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], moves: Moves, demand: Demand) -> None:
-        """Nothing has left the GPU yet.
+        """Begin with nothing stashed.
 
         Args:
             store: has a block for each unit with `activation_bytes`.
@@ -124,7 +124,8 @@ class Offload:
         if not fits or not flat.is_contiguous():
             return False
 
-        # This copy replaces the input's entry: the queue is in order, so the input has left too.
+        # The copy of this tensor takes the place of the input's in the list: the queue is in order, so once this one
+        # has left, the input has left too.
         left = self._push(unit, tensor, flat, start)
         moves = self._moves.stash(unit, tensor.nbytes, start)
         if len(moves) > 1:

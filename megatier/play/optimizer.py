@@ -20,7 +20,7 @@ class Optimizer(Protocol):
         """Begin AdamW on a run of a unit's elements, clipped as the last norm decided; see `Apply`."""
 
     def unclipped(self) -> Apply:
-        """AdamW of the step that has begun, with a clip coefficient of 1."""
+        """Return AdamW of the step that has begun, with a clip coefficient of 1."""
 
     def matrices(self, unit: str) -> Sequence[Elements]:
         """Return the runs of a unit's elements that are updated one at a time, on the device that computes.

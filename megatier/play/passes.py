@@ -36,7 +36,7 @@ class Pass:
     """One pass, as far as it has come."""
 
     def __init__(self, name: str) -> None:
-        """It has not begun.
+        """Make a pass that has not begun.
 
         Args:
             name: `train`, or the name of an evaluation.
@@ -144,7 +144,7 @@ class Orders:
     """
 
     def __init__(self, placement: Placement) -> None:
-        """Nothing is recorded yet.
+        """Begin with no order recorded.
 
         Args:
             placement: the units' homes and slots.
@@ -194,7 +194,7 @@ class Orders:
         return name in self._courses
 
     def expected(self, name: str) -> str:
-        """The course that the next pass of this name is expected to take: the one that came after the last one before.
+        """Return the course that the next pass of this name is expected to take: what came after the last one before.
 
         If none came after it, or that was forgotten, it is the last one again. Nothing is known of a name that was not
         recorded.

@@ -162,7 +162,7 @@ class Player:
         return self._demand.moved
 
     def take_events(self) -> list[TraceEvent]:
-        """The events that ended since the last call. It does not wait for moves in flight, which may outlast a step."""
+        """Return the events that ended since the last call. Moves in flight are not waited for: some outlast a step."""
         return self.recorder.take(self._store.take_log())
 
     def own_seconds(self) -> float:
@@ -384,7 +384,7 @@ class Player:
         Args:
             clipped: the gradients are to be scaled, so speculative updates are void.
         """
-        # Both or none: else a unit would be updated twice, or not at all.
+        # The two belong together: with one alone, a unit would be updated twice, or not at all.
         with self._store.tear.change:
             self.updates.speculation.decide(clipped=clipped)
             self._updates_due = frozenset(self._own_gradients.final)

@@ -176,7 +176,7 @@ class SpilledUpdates:
             self._blocks.grads.free(unit)
 
     def _may_feed(self, load: Load) -> bool:
-        """True once there is room for the weights on the GPU; False if the step that wanted them was given up."""
+        """Wait for room for the weights on the GPU. Return False if the step that wanted them was given up."""
         self._recorder.busy["update_nvme"] = "slot"
         try:
             self._blocks.make_room(load, self._gate)

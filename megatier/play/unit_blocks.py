@@ -146,7 +146,7 @@ class UnitBlocks:
         return elements[0] * width, elements[1] * width
 
     def gathered_spans(self, unit: str) -> list[tuple[int, int]]:
-        """The bytes of a rank's shard of the weights that are gathered at once: trained ones, then frozen ones."""
+        """Return the bytes of a rank's shard of the weights that are gathered at once: trained, then frozen ones."""
         spec = self.units[unit]
         trained = 0, spec.num_trained
         frozen = spec.num_trained, spec.num_elements
@@ -275,7 +275,8 @@ class UnitBlocks:
         Raises:
             StepAbandonedError: the gate was abandoned.
         """
-        # Once that access is over, nobody leases the evicted weights. What compute still reads is noted in the slot.
+        # Once the access before this load is over, nobody leases the weights that it evicts. What compute still reads
+        # is noted in the slot.
         gate.wait_for(load.after_access + 1)
         if load.evicts is not None:
             self.drop_weights(load.evicts)

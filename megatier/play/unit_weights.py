@@ -40,7 +40,7 @@ class Use:
     """A unit's weights in compute's hands, from `enter` to `leave`."""
 
     def __init__(self, weights: UnitWeights, access: Access, lease: Lease, asked: Instant, cause: str) -> None:
-        """Only UnitWeights makes one."""
+        """Note a lease that `UnitWeights.enter` has taken; nobody else makes a use."""
         self._weights = weights
         self.access = access
         """The access of the pass that this is."""
@@ -110,7 +110,7 @@ class UnitWeights:
         self._held: list[Lease] = []
         """The leases of weights that compute has in its hands."""
 
-        # It decides and waits, and moves nothing itself. So it needs no stream.
+        # The lane decides and waits, and moves nothing itself. So it needs no stream.
         self.queue = Queue("load")
         """The lane `load`."""
         recorder.busy["load"] = "ram_to_gpu"
@@ -249,7 +249,7 @@ class UnitWeights:
             if item.access < done:
                 continue
 
-            # One that began was moved, and counts. If a move failed, whoever asks for the weights next is told so.
+            # A load that began was moved, and counts. If a move failed, whoever asks for the weights next is told so.
             transfer = self._pass.loads.pop(item.access, None)
             if transfer is not None and not transfer.wait_for_end():
                 moves = self._moves.of(item)

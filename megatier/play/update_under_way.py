@@ -47,7 +47,7 @@ class UpdateUnderWay:
                 raise self._error
 
     def done(self) -> bool:
-        """True when wait() would not block."""
+        """Return whether wait() would not block."""
         return self._work.done()
 
     def span_ns(self) -> tuple[int, int]:

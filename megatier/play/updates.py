@@ -256,7 +256,7 @@ class Updates:
             if home is Tier.NVME:
                 self._store.settle(grad_key(unit))
 
-        # Their updates brought weights into GPU slots, and a pass begins with empty ones.
+        # Updates of streamed units brought weights into GPU slots, and a pass begins with empty ones.
         for unit in self._placement.streamed:
             self._blocks.drop_shard(unit)
 

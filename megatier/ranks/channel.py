@@ -130,7 +130,7 @@ class Channel:
 
     def _told(self, error: Exception) -> Exception:
         """Return an error as other ranks raise it. Of one that is not ours they get the words."""
-        # These can be pickled, and mean the same anywhere. Of others nobody knows.
+        # Errors of megatier and of the system can be pickled, and mean the same anywhere. Of others nobody knows.
         if isinstance(error, MegatierError | OSError):
             return error
         return MegatierError(f"rank {self.rank} failed: {error!r}")
@@ -174,7 +174,7 @@ class Channel:
             check(waited_s)
             waited_s = TICK_S
 
-            # It raises when the time is over.
+            # `wait` raises when the time is over.
             with contextlib.suppress(RuntimeError):
                 work.wait(TICK)
         try:

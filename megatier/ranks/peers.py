@@ -347,7 +347,7 @@ class Peers:
 
 
 def cause_of(error: BaseException) -> str:
-    """What an error says, as a sentence."""
+    """Return what an error says, as a sentence."""
     text = str(error)
     kind = type(error).__name__
     if not isinstance(error, MegatierError):

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def hindrance(local_rank: int, local_size: int) -> str | None:
-    """Why this rank's GPU cannot read the memory of the others of its host; None if it can."""
+    """Return why this rank's GPU cannot read the memory of the others of its host; None if it can."""
     # Who sets it for NCCL knows that such copies go wrong on this machine.
     if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         return "NCCL_P2P_DISABLE is set"
@@ -54,7 +54,7 @@ def hindrance(local_rank: int, local_size: int) -> str | None:
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
-    """Memory of this rank's GPU that others can map: uint8 [num_bytes], zeros.
+    """Allocate memory of this rank's GPU that others can map: uint8 [num_bytes], zeros.
 
     Raises:
         torch.OutOfMemoryError: the GPU has no room.
@@ -113,7 +113,7 @@ def views(memory: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
         seen = shared.get_buffer(rank, memory.shape, memory.dtype)
         memories.append(seen)
 
-    # Its own memory is the tensor that `allocate` gave, by whose addresses `Pulls` counts.
+    # A rank's own memory is the tensor that `allocate` gave, by whose addresses `Pulls` counts.
     memories[shared.rank] = memory
     return memories
 

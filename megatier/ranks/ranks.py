@@ -174,7 +174,7 @@ class Ranks(Channel):
         return reason
 
     def _apart(self) -> str | None:
-        """Why ranks are too far apart to share memory; None if they are not."""
+        """Return why ranks are too far apart to share memory; None if they are not."""
         # Containers of one machine may count as one host to torchrun, and share no memory.
         if self.local_size < self.size:
             return "several hosts"
@@ -240,8 +240,8 @@ class Ranks(Channel):
         carrier = self._carrier
         if carrier is not None:
             carrier.release()
-        # This is called again and again, by the thread that trains and by the one that watches the others. A group is
-        # aborted once.
+        # The thread that trains and the one that watches the others both come here, again and again. A group is aborted
+        # once.
         elif self._is_nccl and self._abort_once.acquire(blocking=False):
             self._data.abort()
 
@@ -281,7 +281,7 @@ class Ranks(Channel):
         return self._peers.is_here
 
     def first_error(self) -> BaseException | None:
-        """The error that names the rank that failed first, or this rank's own if it was the first; None: none has."""
+        """Return the error that names the rank that failed first, or this rank's own if that was it; None: none has."""
         return self._peers.first_error()
 
     def fail(self, error: BaseException) -> None:
@@ -302,7 +302,7 @@ class Ranks(Channel):
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says, without what follows in other lines."""
+    """Return what an error says, without what follows in other lines."""
     return str(error).partition("\n")[0].removesuffix(".")
 
 

@@ -30,7 +30,7 @@ MEET_LIMIT_S = 1800.0
 
 @contextlib.contextmanager
 def joined(device: str, *, is_guest: bool = False) -> Iterator[Ranks | None]:
-    """The ranks that `torchrun` started, while they run together; None in a process that was started alone.
+    """Yield the ranks that `torchrun` started, while they run together; None in a process that was started alone.
 
     Args:
         device: what computes, "cuda" or "cpu". A rank has the GPU of its number on its host.

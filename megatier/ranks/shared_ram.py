@@ -194,7 +194,7 @@ class SharedRam:
 
 
 def unshared(*, is_on_gpu: bool) -> str | None:
-    """Why ranks of this host cannot share RAM; None if they can, as far as is known before it was tried."""
+    """Return why ranks of this host cannot share RAM; None if they can, as far as is known before it was tried."""
     processor = platform.machine()
     if not is_on_gpu and processor not in ORDERED:
         return f"stores of {processor} may be seen in another order"

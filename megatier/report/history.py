@@ -268,7 +268,7 @@ def _read(kind: type[T], record: Record, **made: Any) -> T:  # noqa: ANN401 - fi
     types = _types(kind)  # type: ignore[arg-type]  # mypy knows no hash of a type variable
     fields = dict(made)
     for name in types.keys() - made:
-        # None is what a field has that was not measured, and its default says the same.
+        # A field that was not measured is None, and its default says the same.
         value = record.get(name)
         if value is not None:
             read = READERS[types[name]]

@@ -16,7 +16,7 @@ class AwayActivations:
     """The units whose activations have left the GPU, or are on their way back."""
 
     def __init__(self) -> None:
-        """Nothing was stashed yet."""
+        """Begin with nothing stashed."""
         self._stashed: list[str] = []
         """Units with an activation at home, the last one last."""
         self._fetched: set[str] = set()
@@ -28,7 +28,8 @@ class AwayActivations:
 
     def fetch(self, unit: str) -> list[str]:
         """Return the units whose activations are asked for now, because the backward has come to a unit."""
-        # It is on its way already, unless the backward comes to units in another order than the forward's reversed.
+        # The activation is on its way already, unless the backward comes to units in another order than the forward's
+        # reversed.
         asked = [] if unit in self._fetched else [unit]
         if asked:
             self._stashed.remove(unit)

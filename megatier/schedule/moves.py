@@ -72,7 +72,7 @@ class Moves:
     def of(self, item: Item) -> tuple[Move, ...]:
         """Return the moves of an item.
 
-        An update that feeds a load, and a load with an update, have those of both.
+        An update that feeds a load has the moves of both, and so has a load that an update follows.
         """
         match item:
             case Load(updates=True):
@@ -128,7 +128,7 @@ class Moves:
     # ------------------------------------------------------------------ gradients
 
     def gradient(self, unit: str, group: int) -> Gradient:
-        """What becomes of a unit's gradient of one group. If a step has a gradient of it, all its groups have one."""
+        """Return what becomes of a unit's gradient of one group. If one group of a step has one, all have."""
         placement = self._placement
         policy = self._policy
         is_last = group == policy.groups - 1
@@ -154,7 +154,7 @@ class Moves:
         return tuple(moves)
 
     def sums_ahead(self, timeline: Timeline) -> frozenset[int]:
-        """The accesses whose backward adds to a sum that has left the GPU: it has to come again before they end."""
+        """Return the accesses whose backward adds to a sum that left the GPU, and has to come again before they end."""
         ahead = set()
         for (unit, group), index in timeline.last_uses().items():
             if group and self._fetch_sum(unit):
@@ -186,7 +186,7 @@ class Moves:
         return (*self.read_state(unit), *self.carry(unit), *self.write_state(unit))
 
     def carry(self, unit: str) -> tuple[Move, ...]:
-        """Moves that carry a unit's matrices from RAM to the GPU and back; none if they are updated where they lie."""
+        """Return the moves of a unit's matrices from RAM to the GPU and back; none if they are updated in place."""
         # On that lane the state is on the GPU already.
         if self._placement.update_lane(unit) == "update_gpu":
             return ()
@@ -210,7 +210,7 @@ class Moves:
     # ------------------------------------------------------------------ activations
 
     def stash(self, unit: str, num_bytes: int, start: int = 0) -> tuple[Move, ...]:
-        """Moves that take so many bytes of an offloaded activation from the GPU to its home, from a byte of it on."""
+        """Return the moves that take some bytes of an offloaded activation from the GPU to its home."""
         out = Move("gpu_to_ram", num_bytes)
         if self._placement.activation_homes[unit] is Tier.RAM:
             return (out,)
@@ -262,7 +262,7 @@ class Moves:
         return (out,)
 
     def _fetch_sum(self, unit: str) -> tuple[Move, ...]:
-        """Moves that bring the sum of the groups before to the GPU, if the gradients of groups are added there."""
+        """Return the moves that bring the sum of the groups before to the GPU, if gradients are added there."""
         # A unit that is frozen whole has no gradient, and no entry.
         placement = self._placement
         home = placement.grad_homes.get(unit, Tier.GPU)
@@ -309,7 +309,7 @@ def by_lane(moves: Iterable[Move]) -> Counter[str]:
 
 
 def carried(spec: UnitSpec) -> tuple[Move, ...]:
-    """Moves that carry state in RAM to the GPU, with its gradient, and back, if it is updated by matrix; else none."""
+    """Return the moves of state in RAM that is updated by matrix: to the GPU, with its gradient, and back."""
     if not spec.schema.by_matrix:
         return ()
     state = spec.num_trained * spec.schema.bytes_per_parameter

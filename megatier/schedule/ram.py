@@ -223,7 +223,7 @@ def _choose_waiting(
     passing = update_slots(chunk, rest, trained(rest), policy, spills_grads=True)
     room -= total_bytes(passing)
 
-    # One that is too large is passed over, and a smaller one after it may fit.
+    # A gradient that is too large is passed over, and a smaller one after it may fit.
     waiting = []
     for spec in shipped:
         size = grad_bytes(spec, policy)
@@ -235,7 +235,8 @@ def _choose_waiting(
 
 
 def _held_bytes(waiting: Sequence[UnitSpec], policy: Policy) -> int:
-    """Bytes of the gradients that are held in RAM. A single group of the immediate mode leaves its slot at once."""
+    """Return the bytes of the gradients that are held in RAM."""
+    # A single group of the immediate mode leaves its slot at once.
     if not policy.deferred and policy.groups == 1:
         return 0
     return sum(grad_bytes(spec, policy) for spec in waiting)

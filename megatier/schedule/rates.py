@@ -126,7 +126,7 @@ class Rates:
         return tuple(assumed)
 
     def of_rank(self, world: World) -> Rates:
-        """The machine as one of several ranks has it: a GPU of its own, and its part of what a host's ranks share.
+        """Return the machine as one of several ranks has it: its own GPU, and its part of what the host's ranks share.
 
         The rates of gathers and scatters are then those from all other ranks, over links and network at the same time.
         A gather brings each byte of other hosts to a host once, over all of its GPUs; a scatter brings what belongs to
@@ -248,7 +248,7 @@ def read_rates(path: Path) -> Rates:
 
 
 def as_dict(rates: Rates) -> dict[str, Any]:
-    """Rates as plain values for JSON or YAML, which `read_rates` reads back."""
+    """Return the rates as plain values for JSON or YAML, which `read_rates` reads back."""
     return dataclasses.asdict(rates) | {"drives": [dataclasses.asdict(drive) for drive in rates.drives]}
 
 
@@ -269,7 +269,7 @@ def _figures(path: Path, given: Mapping[str, Any], names: set[str]) -> dict[str,
 
 
 def _value(path: Path, name: str, value: Any) -> object:  # noqa: ANN401 - whatever the file has
-    """The value of a name: text, a way between ranks, or a positive number; None if it is optional and not known."""
+    """Return the value of a name: text, a way between ranks, or a positive number; None: optional and not known."""
     if name == "directory":
         if not isinstance(value, str):
             raise ConfigError(f"{path}: directory is {value!r}; text is expected.")

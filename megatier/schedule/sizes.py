@@ -39,7 +39,7 @@ class Budgets:
 
     @classmethod
     def least(cls, found: Sequence[Budgets]) -> Self:
-        """What every one of several ranks, or hosts, has."""
+        """Return what every one of several ranks, or hosts, has."""
         by_tier = zip(*map(astuple, found), strict=True)
         return cls(*map(min, by_tier))
 
@@ -50,7 +50,7 @@ def shares_ram(ranks: int, host_ranks: int) -> bool:
 
 
 def bay_bytes(ram: int) -> int:
-    """Bytes of a bay of shared RAM for a rank with such a part of a host's RAM; it has `SHARED_STAGES` of them."""
+    """Return the bytes of a bay of shared RAM, for a rank with such a part of a host's RAM."""
     # A power of two, so that no bay crosses the end of what one call page-locks (`ranks.shared_ram`).
     largest = max(BAY_BYTES_MIN, min(BAY_BYTES_MAX, ram // BAY_SHARE))
     return 1 << largest.bit_length() - 1
@@ -170,7 +170,8 @@ def block_bytes(spec: UnitSpec, kind: Kind) -> int:
 
 
 def home_bytes(spec: UnitSpec, kind: Kind, home: Tier) -> int:
-    """Bytes that a unit's block of state takes at home: frozen weights that are read in place take none on NVMe."""
+    """Return the bytes that a unit's block of state takes at home."""
+    # Frozen weights that are read where the user's files have them take none on NVMe.
     reads_in_place = spec.is_in_place and home is Tier.NVME
     if reads_in_place and kind is Kind.WEIGHT:
         return trained_bytes(spec, kind)
@@ -193,7 +194,7 @@ def gathered_bytes(spec: UnitSpec, policy: Policy) -> int:
 
 
 def group_grad_bytes(spec: UnitSpec, policy: Policy) -> int:
-    """Bytes of a whole unit's gradient of one group, which is fp32, as it leaves for the owners of its shards."""
+    """Return the bytes of a whole unit's gradient of one group, in fp32, as it leaves for the owners of its shards."""
     # Slots take the widest that may come: of several slices or uses it is a sum, which the compute dtype would round.
     return policy.ranks * round_up(spec.num_trained * 4)
 

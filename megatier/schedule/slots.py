@@ -119,7 +119,7 @@ def gpu_slots(
 
 
 def _streamed_slots(streamed: Sequence[UnitSpec]) -> list[SlotPlan]:
-    """GPU slots for the state of streamed units, except weights. Each unit has its own, as large as the largest one."""
+    """Return the GPU slots for the state of streamed units, except weights: one of each kind for each unit."""
     plans = []
     for kind in passing_kinds_of(streamed):
         sizes = [block_bytes(spec, kind) for spec in streamed if kind in spec.kinds]
@@ -134,7 +134,7 @@ def _streamed_slots(streamed: Sequence[UnitSpec]) -> list[SlotPlan]:
 
 
 def collective_slots(units: Sequence[UnitSpec], room: int, policy: Policy) -> tuple[SlotPlan, ...]:
-    """GPU slots for what ranks send each other: whole weights, as many as there is room for, and gradients of groups.
+    """Return the GPU slots for what ranks send each other: whole weights, while there is room, and groups' gradients.
 
     Args:
         units: all units. Those at home on the GPU are gathered too, since their home has a shard alone.
@@ -262,7 +262,7 @@ def update_slots(
 
     if spills_grads:
         for spec in updated:
-            # It leaves in runs of a chunk, or of more if its update takes more at once.
+            # A gradient that spills leaves in runs of a chunk, or of more if its update takes more at once.
             num_elements = max(chunk, updated_at_once(spec, chunk))
             run_bytes = num_elements * spec.schema.grad_width
             size = min(run_bytes, grad_bytes(spec, policy))

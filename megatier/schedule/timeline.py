@@ -330,7 +330,7 @@ def _assign(accesses: Sequence[Access], resident: Container[str], num_slots: int
         if unit in resident:
             continue
 
-        # It is still there from an access before.
+        # The weights are still there from an access before.
         if unit in occupants:
             last_use[occupants.index(unit)] = index
             continue
@@ -357,7 +357,7 @@ def _assign(accesses: Sequence[Access], resident: Container[str], num_slots: int
 
 
 def _next_use(uses: Mapping[str, list[int]], unit: str | None, now: int) -> float:
-    """Index of the next use after now: beyond everything if there is none, and further still for an empty slot."""
+    """Return the index of the next use: beyond everything if there is none, and further still for an empty slot."""
     if unit is None:
         return float("inf")
 

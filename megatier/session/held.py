@@ -152,7 +152,7 @@ class HeldWeights:
     # ------------------------------------------------------------------ the source of weights
 
     def enter(self, unit: str, phase: Phase, group: int) -> WeightUse:
-        """A unit's weights: those that are held, or else from the tiers; see `WeightSource.enter`."""
+        """Return a unit's weights: those that are held, or else from the tiers; see `WeightSource.enter`."""
         if (held := self._bytes.get(unit)) is not None:
             return _Held(held)
         use = self._source.enter(unit, phase, group)
@@ -203,7 +203,7 @@ class HeldWeights:
                 weights.fill_(POISON)
 
     def _memory(self) -> tuple[int, int]:
-        """Bytes of a share of the GPU, and those that are free."""
+        """Return the bytes of a share of the GPU, and those that are free."""
         if self._device.type == "cpu":
             # RAM stands for the GPU's memory, and nothing but the arena and what is held is counted in it.
             total = self._limit_bytes or self._arena_bytes

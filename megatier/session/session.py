@@ -131,7 +131,7 @@ class Session:
             self.in_place = self._attach_base(work)
             self.why_copied = work.in_place.why_not
 
-            # It installs the nodes in the skeleton's modules.
+            # The model installs the nodes in the skeleton's modules.
             model = UnitModel(self.model, work.units, self.player, self.optimizer, options, self.crew)
             opened.callback(model.close)
             self.engine = Engine(model, self.player, self.optimizer, self.crew)

@@ -32,7 +32,7 @@ def with_kernel(config: RunConfig, model: PretrainedConfig, machine: Machine) ->
 
 
 def _described(config: RunConfig, model: PretrainedConfig, capability: Capability | None) -> Attention:
-    """The attention of a run, as far as the rule looks at it."""
+    """Return the attention of a run, as far as the rule looks at it."""
     text = model.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0
     keys = getattr(text, "num_key_value_heads", None) or heads
@@ -53,7 +53,7 @@ def _described(config: RunConfig, model: PretrainedConfig, capability: Capabilit
 
 
 def _unsupported(model: PretrainedConfig, text: PretrainedConfig) -> str | None:
-    """Why a model cannot take flex attention, or was never measured with it; None: it can."""
+    """Return why a model cannot take flex attention, or was never measured with it; None: it can."""
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     others = sorted({kind for kind in kinds if kind not in ("full_attention", "attention")})
 

@@ -82,7 +82,7 @@ class Attention:
 
 
 def chosen(attention: Attention) -> tuple[str, str]:
-    """The fastest repeatable kernel for a run, and why it is not flex attention; empty if it is, or on a CPU."""
+    """Return the fastest repeatable kernel for a run, and why it is not flex attention; empty if it is, or on a CPU."""
     if attention.capability is None:
         return SDPA, ""
 
@@ -108,7 +108,7 @@ def chosen(attention: Attention) -> tuple[str, str]:
 
 
 def efficiency(kernel: str, head_size: int, tokens: int, phase: Phase) -> float:
-    """FLOPs a second of a kernel over those of products on the same GPU.
+    """Return the FLOPs a second of a kernel over those of products on the same GPU.
 
     Other GPUs are taken to be like the one that was measured, and so are heads of other sizes and lengths beyond those
     that were: the nearest counts. In between the rate goes with the logarithm of the length. `eager` and other kernels
@@ -137,6 +137,6 @@ def efficiency(kernel: str, head_size: int, tokens: int, phase: Phase) -> float:
 
 
 def _seconds_per_flop(kernel: str, attention: Attention) -> float:
-    """Seconds of forward and backward for each FLOP of the forward, on the GPU that was measured."""
+    """Return the seconds of forward and backward for each FLOP of the forward, on the GPU that was measured."""
     forward, backward = (efficiency(kernel, attention.head_size, attention.tokens, phase) for phase in Phase)
     return (1 / forward + BACKWARD / backward) / PRODUCTS

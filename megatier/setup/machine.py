@@ -150,7 +150,7 @@ def choose_device(asked: str, setting: str = "tiers.device") -> torch.device:
     Raises:
         ConfigError: cuda was asked for and is not there.
     """
-    # These settings are read with the first CUDA context, so they come before torch is asked for a GPU.
+    # The settings for CUDA are read with the first CUDA context, so they come before torch is asked for a GPU.
     set_cuda_defaults()
     available = torch.cuda.is_available()
     if asked == "cuda" and not available:

@@ -160,7 +160,7 @@ def advised(short: PlanError, setup: Setup, place: Callable[[Setup], object]) ->
 
 
 def _fits_slots(setup: Setup, parts: int, place: Callable[[Setup], object]) -> bool:
-    """Whether every unit fits into its slots with so many parts. Something else may still be short."""
+    """Return whether every unit fits into its slots with so many parts. Something else may still be short."""
     try:
         place(setup.changed({"model.expert_parts": parts}))
     except UnsupportedModelError:

@@ -136,7 +136,7 @@ def without_input_gradient(units: Sequence[Unit]) -> frozenset[str]:
 
 
 def hidden_width(model: PreTrainedModel) -> int:
-    """The number of elements in a hidden state of the decoder layers.
+    """Return the number of elements in a hidden state of the decoder layers.
 
     Raises:
         UnsupportedModelError: no config says it.
@@ -160,7 +160,7 @@ def hidden_width(model: PreTrainedModel) -> int:
 
 
 def boundary_width(model: PreTrainedModel) -> int:
-    """The number of elements between two layers for each token: its hidden state, or all of them if it has several."""
+    """Return the elements between two layers for each token: its hidden state, or all of them if it has several."""
     text = model.config.get_text_config()
     return hidden_width(model) * next(
         (count for name in HIDDEN_STATE_COUNTS if (count := getattr(text, name, None))), 1
@@ -168,18 +168,18 @@ def boundary_width(model: PreTrainedModel) -> int:
 
 
 def attention_parts(text: Any, tokens: int, item_bytes: int) -> tuple[int, int]:  # noqa: ANN401 - a config of any family
-    """Bytes of what attention of one layer gives: its output, and an fp32 log-sum-exp for each head."""
+    """Return the bytes of what attention of one layer gives: its output, and an fp32 log-sum-exp for each head."""
     heads = tokens * int(text.num_attention_heads)
     return heads * head_width(text) * item_bytes, heads * 4
 
 
 def head_width(text: Any) -> int:  # noqa: ANN401 - a config of any family
-    """Elements of a head of attention."""
+    """Return the elements of a head of attention."""
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def _update_flops(layout: Layout, ranks: int) -> float:
-    """The most floating-point operations of products that the update of a rank's shard of a unit has."""
+    """Return the most floating-point operations of products that the update of a rank's shard of a unit has."""
     if not layout.schema.by_matrix:
         return 0.0
 
@@ -192,7 +192,7 @@ def _update_flops(layout: Layout, ranks: int) -> float:
 
 
 def _policy(specs: Sequence[UnitSpec], config: RunConfig, options: IoOptions, world: World) -> Policy:
-    """The choices that decide how many bytes a rank has."""
+    """Return the choices that decide how many bytes a rank has."""
     tiers = config.tiers
 
     # A chunk has equally many elements of every unit. So the widest state decides how many fit into its bytes, and the
@@ -219,7 +219,7 @@ def _policy(specs: Sequence[UnitSpec], config: RunConfig, options: IoOptions, wo
 
 
 def _offloaded_bytes(config: RunConfig, model: PreTrainedModel, options: IoOptions, *, with_attention: bool) -> int:
-    """Bytes that a layer offloads for one group: its input, and what attention gave if that goes too."""
+    """Return the bytes that a layer offloads for one group: its input, and what attention gave if that goes too."""
     dtype = COMPUTE_DTYPES[config.model.compute_dtype]
     text = model.config.get_text_config()
 
@@ -237,7 +237,7 @@ def _offloaded_bytes(config: RunConfig, model: PreTrainedModel, options: IoOptio
 
 
 def _activations(units: Sequence[Unit], train: TrainConfig, adapted: Collection[str]) -> dict[str, Activations]:
-    """The activation policy of each unit.
+    """Return the activation policy of each unit.
 
     It is the setting, except for the last layers, which may keep theirs. Only layers have an input that is worth
     offloading, so other units recompute. So do layers whose experts are units of their own, because they have several

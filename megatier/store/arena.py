@@ -107,7 +107,7 @@ class Arena:
 
     def _mapped_bytes(self) -> torch.Tensor:
         """Return a mapping of zeros, each page of which was touched."""
-        # It is private, since the shared mapping that Python makes by default gets no huge pages.
+        # The mapping is private, since the shared one that Python makes by default gets no huge pages.
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         mapping = mmap.mmap(-1, self.num_bytes + HUGE_PAGE_BYTES, flags=private)
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -121,7 +121,7 @@ class Arena:
         whole = np.frombuffer(mapping, dtype=np.uint8)
         skip = -whole.ctypes.data % HUGE_PAGE_BYTES
 
-        # It is cut before torch sees it, since torch asks the start of the storage whether a tensor is pinned.
+        # The mapping is cut before torch sees it, since torch asks the start of the storage whether a tensor is pinned.
         aligned = whole[skip : skip + self.num_bytes]
         used = torch.from_numpy(aligned)
 

@@ -201,8 +201,8 @@ class Fills:
         if block.spec.home is None:
             raise _no_bytes(block.spec.key, missing[0])
 
-        # They come in whole granules, because a read verifies a checksum for each. A slot smaller than a granule is
-        # refused by `Reservation.pool` when such a span asks for one.
+        # Bytes come from NVMe in whole granules, because a read verifies a checksum for each. A slot smaller than a
+        # granule is refused by `Reservation.pool` when such a span asks for one.
         granule = self._files.options.granule_bytes if self._files is not None else 1
         slot_bytes = self._reservation.slot_bytes(Tier.RAM, block.spec)
         step = max(granule, slot_bytes // granule * granule)
@@ -214,5 +214,5 @@ class Fills:
 
 
 def _no_bytes(key: str, span: Span) -> BlockNotFoundError:
-    """The error of whoever wants bytes of a scratch block that nobody has written."""
+    """Return the error of whoever wants bytes of a scratch block that nobody has written."""
     return BlockNotFoundError(f"block {key} has no bytes {span} anywhere; lease it fresh first.")

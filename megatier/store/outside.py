@@ -133,7 +133,7 @@ class Outside:
             read = partial(self._files.read, key, extent, start, end, address)
             return self._lanes.submit("nvme_to_ram", key, 0, read)
 
-        # This queue's copies let those pass that compute waits for.
+        # Copies of `state_to_ram` let those pass that compute waits for.
         home = block.find(Tier.GPU, span)
         source = self._copies.view(home, span)
         work = partial(self._lanes.copy, "state_to_ram", target[: stop - start], source)
@@ -231,12 +231,12 @@ class Outside:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor: uint8, flat."""
+    """Return the bytes of a contiguous tensor: uint8, flat."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _last_moves(block: Block, wanted: Span) -> list[Transfer]:
-    """The last moves between a part of a block on NVMe and memory outside; some may have ended."""
+    """Return the last moves between a part of a block on NVMe and memory outside; some may have ended."""
     moves = []
     for span, move in block.outside.items():
         if move is not None and overlap(span, wanted):

@@ -70,7 +70,7 @@ class Queue:
         self._current: tuple[Transfer, int] | None = None
         self._in_flight: deque[Transfer] = deque()
         """The moves that were started. The worker alone changes the list; some may have ended since it last looked."""
-        # It is a daemon, since a worker that hangs in a drive must not keep the process from ending.
+        # The thread is a daemon, since a worker that hangs in a drive must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=f"megatier-{name}", daemon=True)
         self._thread.start()
 

@@ -65,7 +65,7 @@ class Reservation:
         self._wanted[tier, kind] = slot_bytes, num_slots
 
     def reserve_default_slots(self, tier: Tier, passing: Sequence[int]) -> None:
-        """If no slots were asked for in a tier, make the rest of its budget slots for blocks of these sizes."""
+        """Make the rest of a tier's budget slots for blocks of these sizes, if nobody has asked for slots there."""
         has_slots = any(other is tier for other, _ in self._wanted)
         if not passing or has_slots:
             return

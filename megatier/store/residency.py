@@ -92,7 +92,7 @@ def cut(marks: dict[Span, Transfer | None], span: Span) -> list[Transfer]:
     removed = []
     overlapping = [other for other in marks if overlap(span, other)]
     for other in overlapping:
-        # Both ends that are left keep the mark: the same transfer still stands for their bytes.
+        # What is left on both sides keeps the mark: the same transfer still stands for their bytes.
         mark = marks.pop(other)
         for end in without(other, [span]):
             marks[end] = mark
@@ -168,7 +168,7 @@ class Copy:
 
     def writes(self) -> list[Transfer]:
         """Return the writes of state that have not ended, also those of bytes that are no longer the newest."""
-        # These two queues carry state home. Only state has to outlive a move that fails: a gradient or an activation is
+        # The two queues carry state home. Only state has to outlive a move that fails: a gradient or an activation is
         # lost with its step, so nobody keeps a slot for it.
         return [transfer for transfer in self.in_use() if transfer.queue in ("ram_to_nvme", "state_to_ram")]
 

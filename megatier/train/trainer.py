@@ -138,8 +138,10 @@ def train(
         if directory.own is not None:
             describe(console, config, session, text.own, plan)
 
-        # Those of a run that is resumed only now, when nothing refuses them; those in epochs have their steps now.
         start.fill(session, reader, console)
+
+        # The files of a run that is resumed change only now, when nothing refuses it any more. Those of a run in epochs
+        # have its steps, which are known now.
         if (resumes or counts_epochs) and directory.own is not None:
             _remove_moved_blocks(console, config, directory)
             write_numbers(directory.path / NUMBERS_FILE, config, origin)

@@ -76,7 +76,7 @@ class Patience:
             seconds: time since the last look.
         """
         if seen is None or seen != self._seen:
-            # It has moved on, so this much quiet was no stall, and that much again is none either.
+            # The run has moved on, so this much quiet was no stall, and that much again is none either.
             self._longest_s = max(self._longest_s, self.quiet_s)
             self._seen = seen
             self.quiet_s = 0.0
@@ -100,7 +100,7 @@ class Watchdog:
         self._path = path
         self._patience = Patience(least_s, expected_s)
 
-        # This is 0 if it never acts. Then no thread is started and no signal is caught.
+        # The time between looks is 0 if the watchdog never acts. Then no thread is started and no signal is caught.
         self._look_s = min(LOOK_S_MAX, least_s / LOOKS_MIN)
         self._player: Player | None = None
         self._error: StallError | None = None
@@ -215,7 +215,7 @@ def progress(player: Player) -> object:
     lanes = []
     for queue in player.queues:
         state = queue.state()
-        # Both counts: a queue may begin nothing for long while its copies end one after the other.
+        # Both counts matter: a queue may begin nothing for long while its copies end one after the other.
         lanes.append((state.num_begun, len(state.in_flight)))
     return len(player.accesses), player.gate.count, lanes
 
