@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from megatier.compute.fp8 import ALIGNED, CODES, columns, divided, rounded, scale_of
+from megatier.readback import on_host
 
 FIRST = ("gate_up_proj", "up_proj")
 """What the first matrices of experts are called, with a gate and without."""
@@ -124,17 +125,17 @@ def _groups(chosen: Tensor, count: int) -> Groups:
     """Return where the pairs of each expert lie, of the expert of each pair and the number of experts."""
     num_pairs = len(chosen)
     ordered, order = chosen.sort(stable=True)
-    stops = torch.searchsorted(ordered, torch.arange(count, device=chosen.device), right=True)
+    stops = torch.searchsorted(ordered, torch.arange(count, dtype=torch.int64, device=chosen.device), right=True)
     sizes = stops.diff(prepend=stops.new_zeros(1))
     filled = (sizes // ALIGNED + 1) * ALIGNED
     ends = filled.cumsum(0)
 
     # By how many places a pair lies further back than in order. Pairs that are elsewhere come last.
     shifts = torch.cat([ends - filled - stops + sizes, ends[-1:] - stops[-1:]])
-    numbers = torch.arange(num_pairs, device=chosen.device)
+    numbers = torch.arange(num_pairs, dtype=torch.int64, device=chosen.device)
     place = torch.zeros_like(order).index_copy(0, order, numbers + shifts[ordered])
     num_places = (num_pairs // ALIGNED + 1 + count) * ALIGNED
-    pair = torch.full((num_places,), num_pairs, device=chosen.device).index_copy(0, place, numbers)
+    pair = numbers.new_full((num_places,), num_pairs).index_copy(0, place, numbers)
     return Groups(chosen.clamp(max=count - 1), (chosen < count)[:, None], place, pair, ends.int())
 
 
@@ -201,7 +202,7 @@ def _rounded_by_expert(rows: Tensor, expert: Tensor, count: int) -> tuple[Tensor
     """Return the rows of pairs in FP8, and the scales that they were divided by, one for each expert, [experts, 1]."""
     largest = rows.abs().amax(1, keepdim=True)
     # Each row beside each expert, since a maximum that is scattered would have to be found by atomic operations.
-    is_of = expert[:, None] == torch.arange(count, device=expert.device)
+    is_of = expert[:, None] == torch.arange(count, dtype=torch.int64, device=expert.device)
     scale = scale_of(largest.where(is_of, 0).amax(0))[:, None]
     return divided(rows, scale[expert]), scale
 
@@ -219,7 +220,8 @@ def _grouped(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: 
     """
     if _has_kernel(left.device, len(ends)):
         # It may not be asked for groups without rows, or of a number of rows that is no multiple of 16.
-        ones = torch.ones(len(left) * (1 if right.dim() == 3 else len(ends)), device=left.device)
+        num_rows = len(left) * (1 if right.dim() == 3 else len(ends))
+        ones = torch.ones(num_rows, dtype=torch.float32, device=left.device)
         of_columns = scale.contiguous() if right.dim() == 3 else scale.flatten()
         return torch._scaled_grouped_mm(
             left,
@@ -231,10 +233,10 @@ def _grouped(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: 
             use_fast_accum=is_fast,
         )
 
-    one = torch.ones((), device=left.device)
+    one = torch.ones((), dtype=torch.float32, device=left.device)
     products = []
     start = 0
-    for number, end in enumerate(ends.tolist()):
+    for number, end in enumerate(on_host(ends).tolist()):
         if right.dim() == 3:
             rows, matrix = left[start:end], right[number]
         else:
