@@ -39,6 +39,7 @@ from megatier.models.decoder import Unit
 from megatier.models.experts import places_of
 from megatier.models.weights import chunks
 from megatier.session.generation import hold_in_generation
+from megatier.session.hub_weights import HubWeights
 from megatier.session.session import Session
 from megatier.setup.workload import COMPUTE_DTYPES
 from megatier.train.export import SHARD_BYTES
@@ -94,6 +95,7 @@ class StreamedState(ABC):
         self.steps = 0
         self._inside = 0
         """The thread whose forward is running; 0: none is."""
+        self._hub_weights: HubWeights | None = None
 
     @abstractmethod
     def _check_between_steps(self, what: str) -> None:
@@ -224,6 +226,25 @@ class StreamedState(ABC):
         state = self.model.state_dict(keep_vars=True)
         buffers = {name: tensor.cpu() for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
         return {name: self._read(parts) for name, parts in places.items()} | buffers
+
+    def weights(self) -> HubWeights:
+        """Return the weights that the next forward uses by the names of the model's folder, for an engine.
+
+        Iterate over it as often as you like, between two steps: each tensor comes by itself, and none of all is whole.
+
+        Raises:
+            UnsupportedModelError: no layout of the model's folder is known that loads back.
+        """
+        if self._hub_weights is None:
+            self._hub_weights = HubWeights(self._session, lambda: self._settle("Giving weights out", "weights()"))
+        return self._hub_weights
+
+    def _stop_giving(self, *, after_error: bool = False) -> None:
+        """Give no more weights to whoever takes them: the model is used in another way, or closes."""
+        if self._hub_weights is not None and after_error:
+            self._hub_weights.drop()
+        elif self._hub_weights is not None:
+            self._hub_weights.stop()
 
     def export(
         self,

@@ -134,6 +134,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
             # Past `close`, for which all ranks would have to meet: they are told of the error instead.
             self._is_closed = True
             self._disown()
+            self._stop_giving(after_error=True)
             self._opened.__exit__(kind, error, trace)
 
     def close(self) -> None:
@@ -151,6 +152,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
 
         # An error in here is told to the other ranks, and then all is closed nevertheless.
         with self._opened:
+            self._stop_giving()
             if self.num_ranks > 1:
                 self._check_between_steps("Closing")
             self._is_closed = True
@@ -445,6 +447,7 @@ class Streamed(ClosedWhenDropped, StreamedState):
                 "this rank has left a step half-way, in which the other ranks are still. Start all ranks again, from "
                 "the last Streamed.save."
             )
+        self._stop_giving()
         if self._step.drop_cause:
             self.abandon()
 

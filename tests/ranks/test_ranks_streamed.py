@@ -103,6 +103,24 @@ def test_loop_on_ranks_has_the_numbers_and_files_of_one_process(
         assert [name for name in files if found[name] != files[name]] == []
 
 
+def take_weights(folder: Path) -> dict[str, Any]:
+    """The weights by the names of the model's folder, after a step. The first rank has broken off once."""
+    with open_streamed((f"{folder}:64MiB",)) as streamed:
+        for step in (1, 2):
+            train(streamed, step, step)
+            for number, _ in enumerate(streamed.weights()):
+                if streamed.rank == 0 and number == 12:
+                    break
+        return {name: tensor.float().numpy() for name, tensor in streamed.weights()}
+
+
+def test_hub_weights_on_ranks_are_those_of_one_process_though_one_rank_breaks_off(tmp_path: Path) -> None:
+    (alone,) = POOL.run(take_weights, 1, tmp_path)
+    for weights in POOL.run(take_weights, 2, tmp_path):
+        assert weights.keys() == alone.keys()
+        assert [name for name in alone if (weights[name] != alone[name]).any()] == []
+
+
 def test_loop_on_ranks_goes_on_from_what_another_number_of_ranks_saved(tmp_path: Path) -> None:
     POOL.run(run_loop, 2, tmp_path, {"nvme": (f"{tmp_path}:64MiB",)})
     (alone,) = POOL.run(go_on, 1, tmp_path)

@@ -1,0 +1,178 @@
+"""The tensors of a model's folder in the order of layers, and what each of them takes from which unit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatier.models.conversion import Assembly, hub_layout
+from megatier.models.decoder import Unit
+from megatier.models.experts import places_of
+from megatier.optim.masters import weight_dtype
+
+BUFFERS = -1
+"""The number of the visit that has buffers, which are in no unit: it comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubTensor:
+    """A tensor as a folder in Hugging Face's format has it."""
+
+    name: str
+    """Its name there."""
+    dtype: torch.dtype
+    """The dtype in which it computes."""
+    shape: tuple[int, ...]
+    """Its shape there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A run of elements of such a tensor, as they lie in one unit, or in a buffer."""
+
+    source: str
+    """The model's own tensor that has them."""
+    elements: tuple[int, int]
+    """The elements [start, stop) of the unit, or of the buffer."""
+    at: int
+    """Their first element in the tensor."""
+    num_columns: int
+    """Columns of the matrix that they are, if it is read column by column; 0: they are read as they lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """All that a visit gives to one tensor."""
+
+    tensor: HubTensor
+    """The tensor."""
+    parts: tuple[Part, ...]
+    """Its parts."""
+    is_last: bool
+    """Whether the tensor is whole after that."""
+
+
+@dataclass(slots=True)
+class Visit:
+    """One use of a unit, which gives elements to some tensors."""
+
+    unit: Unit | None
+    """The unit; None: buffers."""
+    pieces: list[Piece] = field(default_factory=list)
+    """What it gives, in the order of the tensors that are whole then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """A unit, or a buffer, that has elements of a tensor of the model."""
+
+    number: int
+    """The number of the unit."""
+    elements: tuple[int, int]
+    """The elements [start, stop) of the tensor that it has."""
+    shift: int
+    """What is added to the number of one for its place in the unit."""
+    dtype: torch.dtype
+    """The dtype in which they compute."""
+
+
+def layer_groups(names: Iterable[str]) -> list[list[str]]:
+    """Return names by layer, as vLLM's `layerwise_groups` does: by the outermost number in them.
+
+    Names without a number come before all layers if they do so here, else after them.
+    """
+    before, behind = list[str](), list[str]()
+    stacks = defaultdict[str, defaultdict[int, list[str]]](lambda: defaultdict(list))
+    for name in names:
+        words = name.split(".")
+        place = next((i for i, word in enumerate(words) if word.isdigit()), None)
+        if place is None:
+            (behind if stacks else before).append(name)
+        else:
+            stacks[".".join(words[:place])][int(words[place])].append(name)
+
+    of_layers = [layers[number] for layers in stacks.values() for number in sorted(layers)]
+    return [group for group in (before, *of_layers, behind) if group]
+
+
+def hub_visits(model: PreTrainedModel, units: Sequence[Unit]) -> list[Visit]:
+    """Return how all tensors of the model's folder are put together, layer by layer, each of one unit after the other.
+
+    Args:
+        model: the skeleton.
+        units: all units of the model, whole.
+
+    Raises:
+        UnsupportedModelError: no layout of the model's folder is known that loads back.
+    """
+    state = model.state_dict(keep_vars=True)
+    buffers = {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
+    layout = hub_layout(model, {name: state[name] for name in (*places_of(units), *buffers)})
+
+    # In the model's own order, however its layers are cut into units.
+    own = {name: number for number, name in enumerate(state)}
+    names = sorted(layout, key=lambda name: (own[layout[name].runs[0].name], layout[name].runs[0].start))
+    holders = _holders(units, buffers)
+    visits = list[Visit]()
+    for group in layer_groups(names):
+        for visit in _visits(units, {name: layout[name] for name in group}, holders):
+            # The head may be tied to the embedding, and small parameters of all layers may be a unit together.
+            if visits and visits[-1].unit is visit.unit:
+                visits[-1].pieces.extend(visit.pieces)
+            else:
+                visits.append(visit)
+    return visits
+
+
+def _holders(units: Sequence[Unit], buffers: Mapping[str, Tensor]) -> dict[str, list[_Holder]]:
+    """Return who has the elements of each tensor of the model."""
+    holders = defaultdict[str, list[_Holder]](list)
+    for name, buffer in buffers.items():
+        holders[name].append(_Holder(BUFFERS, (0, buffer.numel()), 0, buffer.dtype))
+    for number, unit in enumerate(units):
+        dtype = weight_dtype(unit.layout.schema)
+        for tensor in unit.layout.tensors:
+            holders[tensor.name].append(_Holder(number, tensor.elements, tensor.place(0), dtype))
+    return holders
+
+
+def _visits(
+    units: Sequence[Unit], layout: Mapping[str, Assembly], holders: Mapping[str, list[_Holder]]
+) -> Iterator[Visit]:
+    """Yield the visits that one layer takes."""
+    needed = {name: _parts(assembly, holders) for name, assembly in layout.items()}
+    for number in sorted({number for parts in needed.values() for number in parts}):
+        visit = Visit(None if number == BUFFERS else units[number])
+        for name, parts in needed.items():
+            if number in parts:
+                dtype = holders[layout[name].runs[0].name][0].dtype
+                tensor = HubTensor(name, dtype, layout[name].shape)
+                visit.pieces.append(Piece(tensor, tuple(parts[number]), is_last=number == max(parts)))
+        yield visit
+
+
+def _parts(assembly: Assembly, holders: Mapping[str, list[_Holder]]) -> dict[int, list[Part]]:
+    """Return the parts of a tensor by the number of the unit that has them."""
+    parts = defaultdict[int, list[Part]](list)
+    at = 0
+    for run in assembly.runs:
+        stop = run.start + run.num_elements
+        for holder in holders[run.name]:
+            first, end = holder.elements
+            lower = max(run.start, first)
+            upper = min(stop, end)
+            if lower < upper:
+                part = Part(
+                    source=run.name,
+                    elements=(lower + holder.shift, upper + holder.shift),
+                    at=at + lower - run.start,
+                    num_columns=run.num_columns,
+                )
+                parts[holder.number].append(part)
+        at += run.num_elements
+    return parts
