@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from megatier.errors import MegatierError
     from megatier.integrations.stream import stream
     from megatier.integrations.streamed import Streamed
-    from megatier.integrations.torch_optimizer import TieredAdamW, TieredMuon
     from megatier.store.lease import Lease
     from megatier.store.store import TieredStore
     from megatier.tier import BlockSpec, Kind, Tier
+    from megatier.tiered_adamw.torch_optimizer import TieredAdamW, TieredMuon
 
 __all__ = [
     "BlockSpec",
@@ -44,8 +44,8 @@ _HOMES = {
     "RunConfig": "megatier.config.schema",
     "Streamed": "megatier.integrations.streamed",
     "Tier": "megatier.tier",
-    "TieredAdamW": "megatier.integrations.torch_optimizer",
-    "TieredMuon": "megatier.integrations.torch_optimizer",
+    "TieredAdamW": "megatier.tiered_adamw.torch_optimizer",
+    "TieredMuon": "megatier.tiered_adamw.torch_optimizer",
     "TieredStore": "megatier.store.store",
     "TiersConfig": "megatier.config.schema",
     "TrainConfig": "megatier.config.schema",

@@ -69,7 +69,7 @@ OURS = {
     "drives/blockfile.py": 1,
     "drives/mounts.py": 2,
     "durable.py": 2,
-    "integrations/state_file.py": 3,  # written
+    "tiered_adamw/state_file.py": 3,  # written
     "measure/drive_traffic.py": 1,
     "models/export.py": 1,  # written
     "private.py": 8,

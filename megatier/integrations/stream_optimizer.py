@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from megatier.config.schema import TrainConfig
 from megatier.errors import OptimizerError, StreamedModelError
-from megatier.integrations.state_elsewhere import StateElsewhere, check_group
 from megatier.models.decoder import decays
 from megatier.optimizers import OPTIMIZERS
+from megatier.tiered_adamw.state_elsewhere import StateElsewhere, check_group
 
 SHARED = ("lr", "betas", "eps", "momentum")
 """Settings that all groups share. AdamW has no momentum."""

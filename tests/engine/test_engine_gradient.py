@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatier.engine.gradient import Gradients
-from megatier.integrations.parameters import schema_of
 from megatier.layout import Layout
+from megatier.tiered_adamw.parameters import schema_of
 
 LAYOUT = Layout.of([("a", (3, 5)), ("b", (130,)), ("c", (2,))])
 """Padding lies behind a and b, and behind the last tensor."""

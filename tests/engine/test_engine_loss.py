@@ -22,9 +22,9 @@ from megatier.engine.loss import FusedLoss
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
 from megatier.errors import DataError, MegatierError
-from megatier.integrations.parameters import schema_of
 from megatier.layout import Layout
 from megatier.tier import Activations, Leg, Phase
+from megatier.tiered_adamw.parameters import schema_of
 
 VOCAB, HIDDEN, ROWS, TOKENS = 37, 8, 3, 11
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatier.integrations.torch_optimizer import TieredAdamW, TieredOptimizer
+from megatier.tiered_adamw.torch_optimizer import TieredAdamW, TieredOptimizer
 
 Make = Callable[..., TieredAdamW]
 TINY, SOME, ALL = "100KiB", "250KiB", "64MiB"

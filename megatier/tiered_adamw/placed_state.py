@@ -17,9 +17,6 @@ from torch import Tensor
 from megatier import _native
 from megatier.errors import NonFiniteError, OptimizerError
 from megatier.hardware import cores_usable
-from megatier.integrations.chunk_store import ChunkStore
-from megatier.integrations.chunks import AHEAD, ChunkPlan, ElementRun, StateChunk
-from megatier.integrations.parameters import form_of, in_order, schema_of
 from megatier.optim.adamw import Scalars, adamw_threads, begin_adamw, rounding_of, step_scalars
 from megatier.optim.masters import plane_dtype
 from megatier.optim.muon import Matrix, update_matrix
@@ -27,6 +24,9 @@ from megatier.optim.tiles import PIECE_ELEMENTS, sum_squares
 from megatier.owner import Owner
 from megatier.store.lease import Lease
 from megatier.tier import Kind
+from megatier.tiered_adamw.chunk_store import ChunkStore
+from megatier.tiered_adamw.chunks import AHEAD, ChunkPlan, ElementRun, StateChunk
+from megatier.tiered_adamw.parameters import form_of, in_order, schema_of
 from megatier.workers import Workers
 
 Entry = Mapping[str, Tensor]

@@ -27,10 +27,10 @@ from small_optimizers import (
 from torch import nn
 
 from megatier.errors import NonFiniteError, OptimizerError
-from megatier.integrations import chunk_store
-from megatier.integrations.chunks import CHUNK_ELEMENTS_MIN
 from megatier.optim.masters import join_master
 from megatier.tier import Tier
+from megatier.tiered_adamw import chunk_store
+from megatier.tiered_adamw.chunks import CHUNK_ELEMENTS_MIN
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_saved_state_goes_on_bit_by_bit_on_other_tiers(
     assert same(second.state_dict(), whole.state_dict())
 
 
-INTERRUPTED = ("integrations/torch_optimizer", "integrations/placed_state", "integrations/chunk_store", "store")
+INTERRUPTED = ("tiered_adamw/torch_optimizer", "tiered_adamw/placed_state", "tiered_adamw/chunk_store", "store")
 
 
 @pytest.mark.usefixtures("tier")

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatier.integrations.chunks import AHEAD, SLOTS, ChunkPlan, StateChunk
 from megatier.store.lease import Lease
 from megatier.store.store import TieredStore
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
+from megatier.tiered_adamw.chunks import AHEAD, SLOTS, ChunkPlan, StateChunk
 
 
 class ChunkStore:

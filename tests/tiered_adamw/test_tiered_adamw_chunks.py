@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from megatier.errors import PlanError
-from megatier.integrations.chunks import CHUNK_ELEMENTS_MAX, SLOTS, ChunkPlan, ParameterSize, plan_chunks
 from megatier.state import ADAMW_BF16, ADAMW_FP32
 from megatier.tier import PAGE_BYTES, Kind, Tier, round_up
+from megatier.tiered_adamw.chunks import CHUNK_ELEMENTS_MAX, SLOTS, ChunkPlan, ParameterSize, plan_chunks
 
 MIB = 1 << 20
 

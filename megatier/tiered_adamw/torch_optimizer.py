@@ -26,11 +26,11 @@ from megatier.dropped import ClosedWhenDropped
 from megatier.errors import CapacityError, OptimizerError
 from megatier.exchanged import exchanged
 from megatier.hardware import ram_available_bytes
-from megatier.integrations.chunks import ChunkPlan, ParameterSize, plan_chunks
-from megatier.integrations.parameters import check_parameters, schema_of
-from megatier.integrations.placed_state import PlacedState
-from megatier.integrations.state_elsewhere import StateElsewhere, StateView, check_group
-from megatier.integrations.state_file import StateDict, write_state_file
+from megatier.tiered_adamw.chunks import ChunkPlan, ParameterSize, plan_chunks
+from megatier.tiered_adamw.parameters import check_parameters, schema_of
+from megatier.tiered_adamw.placed_state import PlacedState
+from megatier.tiered_adamw.state_elsewhere import StateElsewhere, StateView, check_group
+from megatier.tiered_adamw.state_file import StateDict, write_state_file
 
 
 class TieredOptimizer(ClosedWhenDropped, StateElsewhere):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import megatier
 from megatier.errors import CapacityError, ConfigError, OptimizerError, PlanError
-from megatier.integrations import torch_optimizer
-from megatier.integrations.torch_optimizer import TieredAdamW, TieredMuon
 from megatier.tier import Tier
+from megatier.tiered_adamw import torch_optimizer
+from megatier.tiered_adamw.torch_optimizer import TieredAdamW, TieredMuon
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch import nn
 from warm_python import WarmPython
 
 from megatier.errors import OptimizerError
-from megatier.integrations.torch_optimizer import TieredAdamW
+from megatier.tiered_adamw.torch_optimizer import TieredAdamW
 
 
 @pytest.fixture
