@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatier.adapters.lora import ADAPTER
+from megatier.adapters.given import add_given
+from megatier.adapters.lora import ADAPTER, adapter_config
 from megatier.adapters.weights import adapter_module, base_name, is_of_adapter
 from megatier.compute.adapted import wrappers_in
 from megatier.compute.quantised import QuantisedLinear
+from megatier.errors import UnsupportedModelError
 from megatier.layout import TensorSlice
-from megatier.models.decoder import Unit
+from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.weights import TensorReader
 
 COPY = f".modules_to_save.{ADAPTER}."
@@ -88,34 +91,114 @@ class MergedWeights:
         if tensor.name in self._copies:
             return self._trained(self._copies[tensor.name])
 
-        # PEFT merges in place, so it gets a copy of its layer, whose parameters lie on meta.
         module_name, base_key = self._adapted[tensor.name]
-        layer: Any = copy.deepcopy(self._model.get_submodule(module_name))
-        if isinstance(layer.base_layer, QuantisedLinear):
-            # A quantised layer has codes alone, and PEFT merges into a weight.
-            layer.base_layer = layer.base_layer.plain()
-
         shape = tensor.parameter_shape
         base = self._of_base(unit, tensor.name, shape, 0, math.prod(shape))
-        values = {base_key: base.view(shape)}
-        for key, parameter in layer.named_parameters():
-            # A wrapper of one parameter may hold another one's wrapper, whose adapter is merged by itself.
-            name = f"{module_name}.{key}"
-            if is_of_adapter(name) and adapter_module(name) == module_name:
-                values[key] = self._trained(name).view(parameter.shape)
-
-        # Not strict, because other parameters of the layer stay on meta. Assigned, because nothing can be copied to
-        # meta.
-        layer.load_state_dict(values, strict=False, assign=True)
-        with torch.no_grad():
-            layer.merge(adapter_names=[ADAPTER])
-        merged: Tensor = layer.get_parameter(base_key).detach()
-        return merged.flatten()
+        return _merged(self._model, module_name, base_key, base.view(shape), self._trained).flatten()
 
     def _of_base(self, unit: Unit, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a parameter as the base has it."""
         run = TensorSlice(name, (stop - start,), 0, whole=shape, offset=start)
         return self._base.read_whole(unit, run)
+
+
+class LayerMerger:
+    """Merges the adapters of a model that is in training, one parameter after the other.
+
+    Attributes:
+        plain: the skeleton of the model that has no adapters.
+        names: the names in there of the parameters that it has, by those in the model with adapters.
+        own_names: the other way round.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Make both skeletons anew: the parameters of the one in training are elsewhere, and its forwards are others.
+
+        Args:
+            model: the skeleton in training.
+
+        Raises:
+            UnsupportedModelError: the model is not the one that its config describes.
+        """
+        self.plain = build_skeleton(model.config, "sdpa")
+        self._model = copy.deepcopy(self.plain)
+        config: Any = copy.copy(adapter_config(model))
+
+        # Neither changes which parameters there are.
+        config.init_lora_weights = True
+        config.inference_mode = False
+        add_given(self._model, config, "")
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        if own != self._shapes:
+            name = min(own.keys() ^ self._shapes.keys(), default="a parameter")
+            raise UnsupportedModelError(
+                f"adapters of {type(model).__name__} cannot be merged: the model is not the one that its config "
+                f"describes ({name} differs). Give the engine the adapter alone, by Streamed.export."
+            )
+
+        self._adapted = _adapted(self._model)
+        parts = defaultdict[str, list[str]](list)
+        for name in own:
+            if is_of_adapter(name):
+                parts[adapter_module(name)].append(name)
+        self._parts = {name: parts[module_name] for name, (module_name, _) in self._adapted.items()}
+        copied = {base_name(name) for name in own if COPY in name}
+        self.names = {}
+        for name in own:
+            is_original = base_name(name) in copied and COPY not in name
+            if not is_of_adapter(name) and not is_original:
+                self.names[name] = base_name(name)
+        self.own_names = {plain: name for name, plain in self.names.items()}
+
+    def parts(self, name: str) -> list[str]:
+        """Return the parameters of the adapter of a parameter of the plain model; none if it has no adapter."""
+        return self._parts.get(name, [])
+
+    def merged(self, name: str, base: Tensor, part: Callable[[str], Tensor]) -> Tensor:
+        """Return a parameter of the plain model, flat, with its adapter merged into it.
+
+        Args:
+            name: its name there.
+            base: its elements in the base, in fp32.
+            part: gives parameters of the adapter by their names: flat, fp32.
+        """
+        module_name, base_key = self._adapted[name]
+        shape = self._shapes[f"{module_name}.{base_key}"]
+        return _merged(self._model, module_name, base_key, base.view(shape), part).flatten()
+
+
+def _merged(
+    model: PreTrainedModel, module_name: str, base_key: str, base: Tensor, part: Callable[[str], Tensor]
+) -> Tensor:
+    """Return a parameter with the adapter of a module merged into it, in fp32.
+
+    Args:
+        model: a skeleton with adapters.
+        module_name: the module that has the adapter.
+        base_key: the parameter's name in that module.
+        base: its value in the base.
+        part: gives parameters of the adapter by their names: flat, fp32.
+    """
+    # PEFT merges in place, so it gets a copy of its layer, whose parameters lie on meta.
+    layer: Any = copy.deepcopy(model.get_submodule(module_name))
+    if isinstance(layer.base_layer, QuantisedLinear):
+        # A quantised layer has codes alone, and PEFT merges into a weight.
+        layer.base_layer = layer.base_layer.plain()
+
+    values = {base_key: base}
+    for key, parameter in layer.named_parameters():
+        # A wrapper of one parameter may hold another one's wrapper, whose adapter is merged by itself.
+        name = f"{module_name}.{key}"
+        if is_of_adapter(name) and adapter_module(name) == module_name:
+            values[key] = part(name).view(parameter.shape)
+
+    # Not strict, because other parameters of the layer stay on meta. Assigned, because nothing can be copied to meta.
+    layer.load_state_dict(values, strict=False, assign=True)
+    with torch.no_grad():
+        layer.merge(adapter_names=[ADAPTER])
+    merged: Tensor = layer.get_parameter(base_key).detach()
+    return merged
 
 
 def _adapted(model: PreTrainedModel) -> dict[str, tuple[str, str]]:

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatier.models.conversion import Assembly, hub_layout
 from megatier.models.decoder import Unit
-from megatier.models.experts import places_of
 from megatier.optim.masters import weight_dtype
 
 BUFFERS = -1
@@ -100,26 +99,29 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
     return [group for group in (before, *of_layers, behind) if group]
 
 
-def hub_visits(model: PreTrainedModel, units: Sequence[Unit]) -> list[Visit]:
+def hub_visits(
+    model: PreTrainedModel, units: Sequence[Unit], names: Mapping[str, str], buffers: Mapping[str, Tensor]
+) -> list[Visit]:
     """Return how all tensors of the model's folder are put together, layer by layer, each of one unit after the other.
 
     Args:
-        model: the skeleton.
+        model: the skeleton that the folder is of.
         units: all units of the model, whole.
+        names: the names in that skeleton of those of the units' tensors that are in the folder, by their own.
+        buffers: what is in no unit, by the names in the skeleton.
 
     Raises:
         UnsupportedModelError: no layout of the model's folder is known that loads back.
     """
     state = model.state_dict(keep_vars=True)
-    buffers = {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
-    layout = hub_layout(model, {name: state[name] for name in (*places_of(units), *buffers)})
+    layout = hub_layout(model, {name: state[name] for name in (*names.values(), *buffers)})
 
     # In the model's own order, however its layers are cut into units.
     own = {name: number for number, name in enumerate(state)}
-    names = sorted(layout, key=lambda name: (own[layout[name].runs[0].name], layout[name].runs[0].start))
-    holders = _holders(units, buffers)
+    in_order = sorted(layout, key=lambda name: (own[layout[name].runs[0].name], layout[name].runs[0].start))
+    holders = _holders(units, names, buffers)
     visits = list[Visit]()
-    for group in layer_groups(names):
+    for group in layer_groups(in_order):
         for visit in _visits(units, {name: layout[name] for name in group}, holders):
             # The head may be tied to the embedding, and small parameters of all layers may be a unit together.
             if visits and visits[-1].unit is visit.unit:
@@ -129,7 +131,9 @@ def hub_visits(model: PreTrainedModel, units: Sequence[Unit]) -> list[Visit]:
     return visits
 
 
-def _holders(units: Sequence[Unit], buffers: Mapping[str, Tensor]) -> dict[str, list[_Holder]]:
+def _holders(
+    units: Sequence[Unit], names: Mapping[str, str], buffers: Mapping[str, Tensor]
+) -> dict[str, list[_Holder]]:
     """Return who has the elements of each tensor of the model."""
     holders = defaultdict[str, list[_Holder]](list)
     for name, buffer in buffers.items():
@@ -137,7 +141,9 @@ def _holders(units: Sequence[Unit], buffers: Mapping[str, Tensor]) -> dict[str, 
     for number, unit in enumerate(units):
         dtype = weight_dtype(unit.layout.schema)
         for tensor in unit.layout.tensors:
-            holders[tensor.name].append(_Holder(number, tensor.elements, tensor.place(0), dtype))
+            if tensor.name in names:
+                holder = _Holder(number, tensor.elements, tensor.place(0), dtype)
+                holders[names[tensor.name]].append(holder)
     return holders
 
 

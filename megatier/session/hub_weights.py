@@ -12,14 +12,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from megatier.adapters.lora import adapter_config
+from megatier.adapters.merge import LayerMerger
+from megatier.adapters.weights import base_name
 from megatier.engine.stage import WeightUse
-from megatier.errors import StreamedModelError
-from megatier.models.visits import HubTensor, Piece, Visit, hub_visits, layer_groups
+from megatier.errors import StreamedModelError, UnsupportedModelError
+from megatier.models.decoder import Unit
+from megatier.models.visits import HubTensor, Part, Piece, Visit, hub_visits, layer_groups
 from megatier.models.weights import by_columns
 from megatier.optim.masters import weight_dtype
 from megatier.session.session import Session
@@ -44,12 +49,25 @@ class HubWeights:
             settle: finishes all updates, or refuses; it is called before the weights are given out.
 
         Raises:
-            UnsupportedModelError: no layout of the model's folder is known that loads back.
+            UnsupportedModelError: no layout of the folder is known that loads back, or adapters cannot be merged.
         """
         self._session = session
         self._settle = settle
-        self._visits = hub_visits(session.model, session.whole_units)
+        _check_plain(session.whole_units)
+        self._merger = LayerMerger(session.model) if adapter_config(session.model) is not None else None
+        self._visits = self._find_visits()
         self._giving: _Giving | None = None
+
+    def _find_visits(self) -> list[Visit]:
+        """Return the visits of units in which all tensors are given out."""
+        model, units, merger = self._session.model, self._session.whole_units, self._merger
+        buffers = _buffers(model)
+        if merger is None:
+            names = {tensor.name: tensor.name for unit in units for tensor in unit.layout.tensors}
+            return hub_visits(model, units, names, buffers)
+
+        _check_can_merge(units, merger)
+        return hub_visits(merger.plain, units, merger.names, buffers)
 
     def metadata(self) -> list[HubTensor]:
         """Return name, dtype and shape of each tensor, in the order in which iterating gives them."""
@@ -70,7 +88,7 @@ class HubWeights:
             TransferError, IntegrityError: weights could not be brought.
         """
         self._settle()
-        giving = self._giving = _Giving(self._session, self._visits)
+        giving = self._giving = _Giving(self._session, self._visits, self._merger)
         try:
             while (pair := giving.take()) is not None:
                 yield pair
@@ -98,12 +116,13 @@ class HubWeights:
 class _Giving:
     """One time of giving all weights out."""
 
-    def __init__(self, session: Session, visits: Sequence[Visit]) -> None:
+    def __init__(self, session: Session, visits: Sequence[Visit], merger: LayerMerger | None) -> None:
         """Begin the pass."""
+        self._merger = merger
         self._player = session.player
         self._is_alone = session.ranks is None
         self._device = session.engine.options.device
-        self._buffers = dict(session.model.named_buffers(remove_duplicate=False))
+        self._buffers = _buffers(session.model)
         self._lock = threading.Lock()
         self._visits = deque(visits)
         self._pairs = self._all_pairs()
@@ -157,14 +176,15 @@ class _Giving:
         while self._visits:
             visit = self._visits.popleft()
             plane = self._enter(visit)
+            sources = _Sources(visit.unit, plane, self._buffers, self._merger)
             for piece in visit.pieces:
-                tensor = self._taken(piece, plane, begun)
+                tensor = self._taken(piece, sources, begun)
                 if piece.is_last:
                     yield piece.tensor.name, tensor.view(piece.tensor.shape)
             self._leave()
         self._end()
 
-    def _taken(self, piece: Piece, plane: Tensor | None, begun: dict[str, Tensor]) -> Tensor:
+    def _taken(self, piece: Piece, sources: _Sources, begun: dict[str, Tensor]) -> Tensor:
         """Return a tensor, flat, with what a piece adds to it."""
         name = piece.tensor.name
         if name not in begun:
@@ -172,12 +192,10 @@ class _Giving:
             begun[name] = torch.empty(num_elements, dtype=piece.tensor.dtype, device=self._device)
         tensor = begun[name]
         for part in piece.parts:
-            own = self._buffers[part.source].flatten() if plane is None else plane
-            first, stop = part.elements
-            elements = own[first:stop]
+            elements = sources.elements(part)
             if part.num_columns:
                 elements = by_columns(elements, part.num_columns)
-            tensor[part.at : part.at + stop - first] = elements
+            tensor[part.at : part.at + elements.numel()] = elements
         if piece.is_last:
             del begun[name]
         return tensor
@@ -225,3 +243,83 @@ class _Giving:
         if current != self._stream:
             current.wait_stream(self._stream)
             tensor.record_stream(current)
+
+
+class _Sources:
+    """What the tensors of a folder are put together from while a unit is visited."""
+
+    def __init__(
+        self, unit: Unit | None, plane: Tensor | None, buffers: Mapping[str, Tensor], merger: LayerMerger | None
+    ) -> None:
+        """Take the weights of a unit, or buffers.
+
+        Args:
+            unit: the unit; None: buffers are visited.
+            plane: its weights, flat.
+            buffers: the buffers by name.
+            merger: merges adapters, if the model has some.
+        """
+        self._plane = plane
+        self._buffers = buffers
+        self._merger = merger
+        self._slices = {tensor.name: tensor for tensor in unit.layout.tensors} if unit is not None else {}
+        self._merged: dict[str, Tensor] = {}
+
+    def elements(self, part: Part) -> Tensor:
+        """Return the elements of a part, flat."""
+        first, stop = part.elements
+        if self._plane is None:
+            return self._buffers[part.source].flatten()[first:stop]
+        if self._merger is None or not self._merger.parts(part.source):
+            return self._plane[first:stop]
+
+        # Merged once, though the experts of a layer have a tensor each.
+        base = self._slices[self._merger.own_names[part.source]]
+        if part.source not in self._merged:
+            merged = self._merger.merged(part.source, self._in_fp32(base.name), self._in_fp32)
+            self._merged[part.source] = merged.to(self._plane.dtype)
+        return self._merged[part.source][first - base.start : stop - base.start]
+
+    def _in_fp32(self, name: str) -> Tensor:
+        """Return a parameter of the unit: flat, fp32."""
+        assert self._plane is not None
+        tensor = self._slices[name]
+        return self._plane[tensor.start : tensor.stop].float()
+
+
+def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the buffers that a model's folder has, by their names there."""
+    state = model.state_dict(keep_vars=True)
+    return {base_name(name): tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
+
+
+def _check_plain(units: Sequence[Unit]) -> None:
+    """Refuse a quantised base: no engine takes its codes as weights.
+
+    Raises:
+        UnsupportedModelError: names the first parameter.
+    """
+    for unit in units:
+        for tensor in unit.layout.tensors:
+            if tensor.stands_for != 1:
+                raise _not_merged(tensor.name, "it is quantised")
+
+
+def _check_can_merge(units: Sequence[Unit], merger: LayerMerger) -> None:
+    """Refuse adapters whose parts are in other units than what they adapt: units are visited one by one.
+
+    Raises:
+        UnsupportedModelError: names the first parameter.
+    """
+    unit_of = {tensor.name: unit.name for unit in units for tensor in unit.layout.tensors}
+    for name, plain in merger.names.items():
+        if any(unit_of[part] != unit_of[name] for part in merger.parts(plain)):
+            raise _not_merged(name, "a part of its adapter is in another unit")
+
+
+def _not_merged(name: str, why: str) -> UnsupportedModelError:
+    """Make the error of a parameter with which no adapter can be merged."""
+    return UnsupportedModelError(
+        f"{name} cannot be merged with its adapter while it streams: {why}. Give the engine the adapter alone, as "
+        "Streamed.export writes it."
+    )

@@ -18,7 +18,9 @@ from tiny_runs import one_thread, plain_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+import megatier
 from megatier.cli import main
+from megatier.config.schema import TiersConfig
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.models import weights
 
@@ -82,6 +84,24 @@ def test_export_merged_of_a_run_without_a_checkpoint_takes_what_it_exported(tmp_
         assert main(["export", str(tmp_path / source), str(tmp_path / target), "--merge"]) == 0
     found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("case", ["saved", "dora", "stacks", "transposed stacks"])
+def test_hub_weights_over_adapters_are_what_peft_merges_bit_for_bit(case: str, tmp_path: Path) -> None:
+    family, settings = CASES[case]
+    base = base_of(tiny_config(family, eos_token_id=2, bos_token_id=1), tmp_path / "base")
+    adapter = stored_adapter(base, tmp_path / "adapter", **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT asks transformers by a name that it gives up
+        plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model = peft.PeftModel.from_pretrained(plain, adapter, is_trainable=True)
+        tiers = TiersConfig(device="cpu", gpu=8 << 20, ram=8 << 20)
+        with megatier.stream(model, tiers=tiers, compute_dtype="fp32", fused_loss=False) as streamed:
+            found = dict(streamed.weights())
+        model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    expected = load_file(tmp_path / "merged" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
 
 
 def test_export_merged_of_a_run_is_that_of_its_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -328,6 +328,9 @@ def test_stream_over_a_quantised_base_has_the_losses_of_the_decoded_one(tmp_path
                 losses.setdefault(folder, []).append(loss.item())
             with torch.no_grad(), streamed.disable_adapter():
                 losses[folder].append(streamed.model(input_ids=ids, labels=ids).loss.item())
+            if folder == quantised:
+                with pytest.raises(UnsupportedModelError, match=r"cannot be merged with its adapter.*it is quantised"):
+                    streamed.weights()
     assert losses[quantised] == losses[plain]
 
 
