@@ -123,7 +123,7 @@ def takes_sizes(module: nn.Module) -> bool:
 
 def _groups(chosen: Tensor, count: int) -> Groups:
     """Return where the pairs of each expert lie, of the expert of each pair and the number of experts."""
-    num_pairs = len(chosen)
+    num_pairs = chosen.shape[0]
     ordered, order = chosen.sort(stable=True)
     stops = torch.searchsorted(ordered, torch.arange(count, dtype=torch.int64, device=chosen.device), right=True)
     sizes = stops.diff(prepend=stops.new_zeros(1))
@@ -163,15 +163,15 @@ class _StackProduct(torch.autograd.Function):
         of_rows = of_weight = None
 
         if ctx.needs_input_grad[0]:
-            grad8, scale = _rounded_by_expert(grad * weight_scale.squeeze(2)[expert], expert, len(ends))
+            grad8, scale = _rounded_by_expert(grad * weight_scale.squeeze(2)[expert], expert, ends.shape[0])
             weight8 = divided(weight, weight_scale).transpose(1, 2).contiguous()
             raw = _grouped(_laid(grad8, pair, 1), weight8, scale.expand(-1, weight8.shape[1]), ends, False)
             of_pairs = raw[place].where(is_own, 0)
             of_rows = of_pairs.view(-1, copies, of_pairs.shape[1]).sum(1)
         if ctx.needs_input_grad[1]:
-            grad8, scale = _rounded_by_expert(grad * _copied(row_scale, copies), expert, len(ends))
+            grad8, scale = _rounded_by_expert(grad * _copied(row_scale, copies), expert, ends.shape[0])
             laid_grad, laid_rows = columns(_laid(grad8, pair, 1)), columns(_laid(rows8, pair, copies))
-            of_weight = _grouped(laid_grad, laid_rows, scale.expand(-1, len(laid_rows)), ends, False)
+            of_weight = _grouped(laid_grad, laid_rows, scale.expand(-1, laid_rows.shape[0]), ends, False)
         return of_rows, of_weight, None, *(None for _ in Groups._fields)
 
 
@@ -192,7 +192,7 @@ def _copied(rows: Tensor, copies: int) -> Tensor:
 
 def _laid(codes: Tensor, pair: Tensor, copies: int) -> Tensor:
     """Return FP8 rows in the places of their pairs, and zeros in all others. A row is that of so many pairs."""
-    num_pairs = len(codes) * copies
+    num_pairs = codes.shape[0] * copies
     # As bytes, since not every version gathers FP8.
     rows = codes.view(torch.uint8)[pair.clamp(max=num_pairs - 1) // copies]
     return rows.where((pair < num_pairs)[:, None], 0).view(CODES)
@@ -218,9 +218,9 @@ def _grouped(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: 
         ends: where the groups end. What is behind the last one has any numbers.
         is_fast: whether sums are taken with fewer bits, as is usual in a forward.
     """
-    if _has_kernel(left.device, len(ends)):
+    if _has_kernel(left.device, ends.shape[0]):
         # It may not be asked for groups without rows, or of a number of rows that is no multiple of 16.
-        num_rows = len(left) * (1 if right.dim() == 3 else len(ends))
+        num_rows = left.shape[0] * (1 if right.dim() == 3 else ends.shape[0])
         ones = torch.ones(num_rows, dtype=torch.float32, device=left.device)
         of_columns = scale.contiguous() if right.dim() == 3 else scale.flatten()
         return torch._scaled_grouped_mm(
@@ -246,12 +246,12 @@ def _grouped(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: 
         start = end
     if right.dim() == 2:
         return torch.stack(products)
-    return torch.cat([*products, left.new_zeros(len(left) - start, right.shape[1], dtype=torch.bfloat16)])
+    return torch.cat([*products, left.new_zeros(left.shape[0] - start, right.shape[1], dtype=torch.bfloat16)])
 
 
 @_grouped.register_fake
 def _(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: bool) -> Tensor:
-    shape = (len(left), right.shape[1]) if right.dim() == 3 else (len(ends), len(left), len(right))
+    shape = (left.shape[0], right.shape[1]) if right.dim() == 3 else (ends.shape[0], left.shape[0], right.shape[0])
     return left.new_empty(shape, dtype=torch.bfloat16)
 
 
