@@ -23,7 +23,7 @@ POINTERS = {
     "engine/carried.py": 1,  # the same
     "engine/bound_module.py": 1,  # a key
     "guards/held_parts.py": 1,  # whether one tensor lies in another
-    "optim/optimizer.py": 2,  # whether two tensors begin alike
+    "optim/gradient_sums.py": 2,  # whether two tensors begin alike
     "ranks/pulls.py": 2,  # how far one tensor lies in another
     "ranks/shared_ram.py": 1,  # page-locking, which takes bytes whatever they are
     "store/arena.py": 1,  # page-locking, and the drive probes' own arithmetic
