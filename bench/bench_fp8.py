@@ -6,6 +6,7 @@ prints for each kind of linear layer the least cosine to the gradient of the sam
 layer stands by itself, with the inputs and the gradient that it has in bf16; then the roundings of all layers add up.
 
 python bench/bench_fp8.py speed [--shape 8b] [--rows 16] [--tokens 1024] [--saved-share 0.8] [--attention sdpa]
+python bench/bench_fp8.py speed --shape 3b --experts 128 --inside 768         a layer with experts of this width
 python bench/bench_fp8.py gradients [--shape 8b] [--layers 4] [--rows 4] [--tokens 1024] [--model DIR]
 python bench/bench_fp8.py gradients --shape tiny --rows 2 --tokens 64 --device cpu     a smoke run without a GPU
 
@@ -29,10 +30,11 @@ from peers.shapes import SHAPES, llama_config
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 from torch.utils._pytree import tree_map
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from megatier.compute import fp8
 from megatier.compute.compilation import Compilation
+from megatier.compute.fp8_stacks import adopt_experts, takes_experts
 
 PRODUCTS = ("bf16", "fp8")
 """What is compared."""
@@ -40,16 +42,33 @@ VOCAB = 8192
 """The vocabulary of a model whose gradients are taken."""
 
 
+def config_of(options: argparse.Namespace) -> PretrainedConfig:
+    """Return the config of a model, with experts in the place of its MLP if there are any."""
+    config = llama_config(SHAPES[options.shape], options.tokens)
+    if not options.experts:
+        return config
+    sizes = {
+        "moe_intermediate_size": options.inside,
+        "num_experts": options.experts,
+        "num_experts_per_tok": options.chosen,
+    }
+    kept = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
+    return AutoConfig.for_model("qwen3_moe", **kept, **sizes)
+
+
 def use(products: str, model: nn.Module) -> None:
-    """Let all linear layers of a model but its head take products in FP8, or in its own dtype."""
+    """Let all linear layers of a model but its head, and its experts, take products in FP8, or in its own dtype."""
+    is_fp8 = products == "fp8"
     for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name != "lm_head":
-            fp8.adopt(layer, is_fp8=products == "fp8")
+        if type(layer) in (nn.Linear, fp8.Fp8Linear) and name != "lm_head":
+            fp8.adopt(layer, is_fp8=is_fp8)
+        elif takes_experts(layer):
+            adopt_experts(layer, is_fp8=is_fp8)
 
 
 def speed(options: argparse.Namespace) -> None:
     """Measure a layer in bf16 and in FP8."""
-    config = llama_config(SHAPES[options.shape], options.tokens)
+    config = config_of(options)
     config.num_hidden_layers, config.vocab_size = 1, VOCAB
     is_gpu = options.device == "cuda"
     first: float | None = None
@@ -152,7 +171,7 @@ def kernels_of(
 def gradients(options: argparse.Namespace) -> None:
     """Print the cosines of gradients to those in fp32: of each layer by itself, and of the whole model."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    config = llama_config(SHAPES[options.shape], options.tokens)
+    config = config_of(options)
     config.num_hidden_layers, config.vocab_size = min(options.layers, config.num_hidden_layers), VOCAB
     torch.manual_seed(0)
     with torch.device(options.device):
@@ -236,8 +255,8 @@ def least(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float
     """Return the least cosine of each kind of matrix, over all layers."""
     row: dict[str, float] = {}
     for name, grad in grads.items():
-        if grad.dim() == 2:
-            kind = name.split(".")[-2]
+        if grad.dim() > 1:
+            kind = name.split(".")[-2 if grad.dim() == 2 else -1]
             cosine = cosine_similarity(grad.double().flatten(), exact[name].double().flatten(), 0)
             row[kind] = min(row.get(kind, 1.0), round(float(cosine), 6))
     return row
@@ -251,6 +270,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=0)
+    parser.add_argument("--chosen", type=int, default=8, help="experts of each token")
+    parser.add_argument("--inside", type=int, default=768, help="the width inside of an expert")
     parser.add_argument("--saved-share", type=float, default=0.8)
     parser.add_argument("--attention", choices=("sdpa", "flex_attention"), default="sdpa")
     parser.add_argument("--steps", type=int, default=10)

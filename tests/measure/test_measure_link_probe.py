@@ -10,6 +10,7 @@ import pytest
 import torch
 from probe_figures import LINKS, SECONDS
 
+from megatier.compute.fp8 import FP8_FROM
 from megatier.measure import link_probe
 from megatier.measure.link_probe import CopyFigures
 from megatier.measure.link_traffic import COPY_PIECES, CopyTraffic, UpdateTraffic
@@ -37,6 +38,7 @@ def test_probe_links_on_the_gpu_measures_all() -> None:
     assert len(links.copies) == torch.cuda.device_count()
     assert links.copies[0].device == torch.cuda.get_device_name(0)
     assert 0 < links.flops_per_s < links.matmul_flops_per_s
+    assert (links.fp8_flops_per_s is not None) == (torch.cuda.get_device_capability() >= FP8_FROM)
     assert links.gpu_update_parameters_per_s > 0
     assert not links.flags
 
