@@ -1,8 +1,8 @@
 """Measures the compute-only bound of a shape: weights resident, no optimizer, no gradients out, best kernels.
 
 It runs forward and backward of Hugging Face's own model with compiled layers, kept activations and megatier's loss
-kernel. No step of megatier can be faster; attainment is the ratio of the two. With --rank the base is frozen, so its
-weights have no gradients, and PEFT's adapters beside its linear layers have some.
+kernel. No step of megatier can be faster; the ratio of the two is its share of the bound. With --rank the base is
+frozen, so its weights have no gradients, and PEFT's adapters beside its linear layers have some.
 
 python bench/bound.py --shape 8b --batch 16 [--sequence 1024] [--rank 16] [--no-deterministic]
 python bench/bound.py --shape tiny --batch 2 --sequence 64 --rank 4 --device cpu     a smoke run without a GPU

@@ -1,4 +1,4 @@
-"""Whole runs in which something goes wrong on the way; docs/reliability.md lists every fault and its test."""
+"""Whole runs in which something goes wrong on the way; docs/reliability.md lists every fault."""
 
 from __future__ import annotations
 

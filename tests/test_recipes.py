@@ -68,7 +68,7 @@ def test_index_of_recipes_has_a_row_for_each_with_its_figures() -> None:
         step = f"{said['seconds']} s | {said['tokens']} | {said['state']}"
         made.append(f"| [{said['model']}]({path.name}) | {trained} | {sizes} | {step} |")
     assert sorted(rows) == sorted(made)
-    assert len(rows) == 11
+    assert len(rows) == 13
 
 
 def _bytes_in(plan: dict[str, dict[str, int]], tier: str) -> int:

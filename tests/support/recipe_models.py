@@ -135,6 +135,7 @@ def qwen3_30b_a3b() -> PreTrainedConfig:
 CONFIGS = {
     "meta-llama/Llama-3.2-1B": llama(16, 32, 2048, 8192, factor=32.0, tie_word_embeddings=True, head_dim=64),
     "meta-llama/Llama-3.1-8B": llama(32, 32, 4096, 14336, factor=8.0),
+    "meta-llama/Llama-3.1-8B-Instruct": llama(32, 32, 4096, 14336, factor=8.0),
     "meta-llama/Llama-3.3-70B-Instruct": llama(80, 64, 8192, 28672, factor=8.0),
     "Qwen/Qwen3-4B": qwen3(36, 32, 2560, 9728, tied=True),
     "Qwen/Qwen3-14B": qwen3(40, 40, 5120, 17408),
@@ -149,6 +150,7 @@ CONFIGS = {
 PARAMETERS = {
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
     "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-14B": 14_768_307_200,
