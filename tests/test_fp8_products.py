@@ -13,6 +13,7 @@ import torch
 from rank_runs import DrawnWeights
 from small_commands import after_step, command
 from small_commands import outcome as written
+from tiny_adapters import STACKS
 from tiny_quantised import quantised_folders
 from tiny_runs import (
     PLACES,
@@ -34,6 +35,7 @@ from transformers import AutoModelForCausalLM
 import megatier
 from megatier.cli import main
 from megatier.compute.fp8 import Fp8Linear, adopt
+from megatier.compute.fp8_stacks import Fp8Experts
 from megatier.compute.quantised import QuantisedLinear
 from megatier.config.lora import LoraConfig
 from megatier.config.schema import OF_LOOP, ModelConfig, NumericsConfig, RunConfig
@@ -56,8 +58,8 @@ RUNS = {
     "some in bf16": (replace(FP8, model="untied"), SOME[:1]),
     "kept attention": (replace(FP8, kept_attention=True), SOME[1:]),
     "bf16 products in fp32": (replace(FP8, fp32_products=True), SOME[1:]),
-    "experts": (replace(EXPERTS, slices=2), ALL[1:]),
-    "experts in parts": (replace(EXPERTS, expert_parts=2), SOME),
+    "experts": (replace(EXPERTS, slices=2), SOME),
+    "experts in parts": (replace(EXPERTS, expert_parts=2), SOME[1:]),
 }
 
 
@@ -120,18 +122,29 @@ def test_fp8_products_on_cuda_have_the_same_bits_on_any_tier_under_any_policy(
         assert run_in_fresh_process([run], tmp_path) == [again]
 
 
-@pytest.mark.parametrize("lora", [LoraConfig(rank=4), LoraConfig(rank=4, dora=True, dropout=0.1)], ids=["lora", "dora"])
-def test_fp8_adapters_over_a_base_in_fp8_have_the_same_bits_on_any_tier(lora: LoraConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "lora", "count"),
+    [
+        ("products", LoraConfig(rank=4), 14),
+        ("products", LoraConfig(rank=4, dora=True, dropout=0.1), 14),
+        ("expert products", LoraConfig(rank=4, target_parameters=STACKS), 10),
+    ],
+    ids=["lora", "dora", "experts"],
+)
+def test_fp8_adapters_over_a_base_in_fp8_have_the_same_bits_on_any_tier(
+    model: str, lora: LoraConfig, count: int, tmp_path: Path
+) -> None:
     pytest.importorskip("peft")
     numerics = NumericsConfig(guard=False, products="fp8")
     found = []
     for place, activations in [("ram", "keep"), ("nvme", "recompute")]:
         train = replace(FP8, activations=activations).train
         options: dict[str, Any] = {"numerics": numerics, "lora": lora, "source": DrawnWeights()}
-        with opened(exactness_config("products"), tmp_path, PLACES[place], train, **options) as session:
-            layers = {name for name, module in session.model.named_modules() if type(module) is Fp8Linear}
+        with opened(exactness_config(model), tmp_path, PLACES[place], train, **options) as session:
+            modules = session.model.named_modules()
+            layers = {name for name, module in modules if isinstance(module, (Fp8Linear, Fp8Experts))}
             results = run_steps(session, train, 2)
-        assert len(layers) == 14
+        assert len(layers) == count
         assert all(name.endswith(".base_layer") for name in layers)
         found.append([(result.loss, result.grad_norm) for result in results])
     assert found[0] == found[1]

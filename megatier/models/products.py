@@ -169,10 +169,15 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
 
 def _pattern(name: str) -> str:
     """Return a pattern that names the modules of all layers with the last part of a name."""
-    return f"*.{name.rpartition('.')[2]}"
+    return f"*.{_plain(name).rpartition('.')[2]}"
 
 
 def _counted(names: Sequence[str]) -> str:
     """Return how many modules there are, and what they are called."""
-    counts = Counter(name.replace(".base_layer", "").rpartition(".")[2] for name in names)
+    counts = Counter(_plain(name).rpartition(".")[2] for name in names)
     return f"{len(names)} modules ({', '.join(counts)})"
+
+
+def _plain(name: str) -> str:
+    """Return the name that a module has without PEFT's wrappers around it, by which patterns name it too."""
+    return name.replace(".base_layer", "")

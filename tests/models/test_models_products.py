@@ -65,6 +65,8 @@ def test_fp8_layers_of_adapters_are_the_base_alone() -> None:
     made = found("llama", "*.down_proj", lora=LoraConfig(rank=16))
     assert all(name.endswith("_proj.base_layer") for name in made.fp8)
     assert len(made.fp8) == 12
+    with pytest.raises(ConfigError, match=r"Near it are \*\.down_proj"):
+        found("llama", "*.dwn_proj", lora=LoraConfig(rank=16))
 
 
 def test_fp8_stacks_of_experts_are_meant_unless_they_are_excepted_or_of_odd_sizes() -> None:
