@@ -53,18 +53,20 @@ def other_accumulation(name: str, given: int, declared: int) -> tuple[bool, str]
     )
 
 
-def check_given(given: Mapping[str, Any]) -> None:
+def check_given(given: Mapping[str, Any], *, feeds_vllm: bool) -> None:
     """Refuse arguments of a trainer's constructor before it begins, since it would fail at them in its own words.
 
     Args:
         given: the arguments by name.
+        feeds_vllm: whether vLLM gets the weights of a streamed model under this trainer.
 
     Raises:
         ConfigError: names the first one, and what to do instead.
     """
     model = given.get("model")
     rows = given.get("train_dataset")
-    check_fields(given.get("args"))
+    args = given.get("args")
+    check_fields(args)
 
     # Rows that are streamed have no length.
     refuse_any(
@@ -77,6 +79,11 @@ def check_given(given: Mapping[str, Any]) -> None:
             given.get("model_init") is not None,
             "model_init would make another model in each train(): leave it out, and open the streamed model before "
             "the trainer, anew for each run.",
+        ),
+        (
+            getattr(args, "use_vllm", False) and not feeds_vllm,
+            "use_vllm: vLLM gets the weights of a streamed model under StreamedTrl with GRPOTrainer and RLOOTrainer "
+            "alone. Leave it out, and let generate make completions.",
         ),
     )
 

@@ -24,6 +24,13 @@ TRL_FOLLOWED: Mapping[str, str] = {
         num_generations num_generations_eval generation_batch_size steps_per_generation temperature top_p top_k min_p
         repetition_penalty generation_kwargs cache_implementation chat_template_kwargs max_tool_calling_iterations
     """,
+    "read where TRL starts and asks vLLM, which takes what Streamed.weights() gives": """
+        vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url
+        vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization
+        vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction
+        vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+        vllm_importance_sampling_cap
+    """,
     "of the reference, which is in RAM, or the model without its adapters": """
         precompute_ref_batch_size sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
     """,
@@ -31,19 +38,13 @@ TRL_FOLLOWED: Mapping[str, str] = {
         log_completions log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_repo
     """,
     "checked, since some values are refused": """
-        model_init_kwargs trust_remote_code precompute_ref_log_probs chat_template_path
+        model_init_kwargs trust_remote_code precompute_ref_log_probs chat_template_path use_vllm
     """,
 }
 """Fields that mean what they mean over a plain model, by the reason why."""
 TRL_WITHOUT_EFFECT: Mapping[str, str] = {
     "read by DeepSpeed alone, which is refused": "ds3_gather_for_generation",
-    "read by ways to generate that are refused": """
-        vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url
-        vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization
-        vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction
-        vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
-        vllm_importance_sampling_cap transformers_continuous_batching_config
-    """,
+    "read by ways to generate that are refused": "transformers_continuous_batching_config",
 }
 """Fields that change nothing over a streamed model, by the reason why."""
 GENERATES = "and a streamed model's weights are on megatier's tiers: leave it out, and let generate make completions."
@@ -56,7 +57,6 @@ TRL_REFUSED: Mapping[str, str] = {
         "cast_lm_head_to_fp32 casts the head's weight, which is on megatier's tiers: leave it out, or compute in fp32 "
         "(compute_dtype)."
     ),
-    "use_vllm": f"use_vllm copies the weights to vLLM after each step, {GENERATES}",
     "use_transformers_paged": f"use_transformers_paged has caches and a loop of its own, {GENERATES}",
     "use_transformers_continuous_batching": (
         f"use_transformers_continuous_batching has caches and a loop of its own, {GENERATES}"

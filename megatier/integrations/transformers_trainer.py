@@ -79,7 +79,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
             ConfigError: an argument of the Trainer asks for something that a streamed model does not have.
         """
         given = self.given(model, *args, **kwargs)
-        check_given(given)
+        check_given(given, feeds_vllm=self.feeds_vllm())
         if not isinstance(model, Streamed):
             own: dict[str, Any] = {
                 "tiers": tiers,
@@ -147,6 +147,10 @@ class StreamedTraining(TrainerFiles, TrainerRows):
     def given(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - the Trainer's
         """Return the arguments of the trainer's constructor by name."""
         return dict(zip(cls.parameters(), args, strict=False)) | kwargs
+
+    def feeds_vllm(self) -> bool:
+        """Return whether a vLLM that the trainer has started gets the streamed model's weights."""
+        return False
 
     def shown(self, given: dict[str, Any]) -> nn.Module:
         """Return what the trainer takes for the model; may change its other arguments, which are given by name."""

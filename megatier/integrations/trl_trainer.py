@@ -28,6 +28,9 @@ from megatier.models.model_class import is_classifier
 OF_LANGUAGE = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer")
 """Trainers that need a head over the vocabulary."""
 
+WITH_VLLM = ("GRPOTrainer", "RLOOTrainer")
+"""Trainers whose vLLM takes the weights that TRL's `VLLMGeneration` iterates over."""
+
 
 class StreamedTrl(StreamedTraining):
     """Mixin for trainers of TRL; see `StreamedTraining`."""
@@ -52,6 +55,8 @@ class StreamedTrl(StreamedTraining):
             warnings.filterwarnings("ignore", message="You are trying to modify a model with PEFT for a second time")
             super().__init__(**given)
         model = self.streamed
+        if (generation := getattr(self, "vllm_generation", None)) is not None:
+            _feed(model, generation)
 
         # TRL's constructor has replaced the forward by now, so this one wraps TRL's.
         forward = model.model.forward
@@ -94,6 +99,10 @@ class StreamedTrl(StreamedTraining):
             own |= read_init_kwargs(init_kwargs, given.get("stream_kwargs") or {})
         return own
 
+    def feeds_vllm(self) -> bool:
+        """Return whether TRL's `VLLMGeneration` is between the trainer and vLLM."""
+        return any(base.__name__ in WITH_VLLM for base in type(self).__mro__)
+
     def shown(self, given: dict[str, Any]) -> nn.Module:
         """Return the model, as a `PeftModel` if it has adapters.
 
@@ -101,12 +110,15 @@ class StreamedTrl(StreamedTraining):
         copy, as the reference.
 
         Raises:
-            ConfigError: the trainer is for language models, and this is a classifier.
+            ConfigError: the trainer is for language models, and this is a classifier; or vLLM cannot open the model.
+        UnsupportedModelError: no engine can take its weights.
         """
         model = self.streamed
         kinds = [base.__name__ for base in type(self).__mro__ if base.__name__ in OF_LANGUAGE]
         if kinds and is_classifier(model.model.config):
             raise ConfigError(f"{kinds[0]} trains a language model, and {type(model.model).__name__} is a classifier.")
+        if getattr(given.get("args"), "use_vllm", False):
+            _check_engine(model, given["args"])
         if not model.has_adapters:
             return model.model
 
@@ -199,6 +211,47 @@ class StreamedTrl(StreamedTraining):
                 "not come from there as it is now. Give ref_model.",
             ),
         )
+
+
+def _check_engine(streamed: Streamed, args: Any) -> None:  # noqa: ANN401 - TRL's
+    """Refuse a model and arguments with which vLLM could not be kept up to date, before it is loaded.
+
+    Raises:
+        ConfigError, UnsupportedModelError: they are such.
+    """
+    streamed.weights()
+    folder = streamed.model.name_or_path
+    every = args.steps_per_generation * args.num_iterations
+    refuse_any(
+        (
+            args.vllm_mode == "colocate" and not folder,
+            "vllm_mode colocate: vLLM opens the folder that the model's config names, and this one names none. Open "
+            "the model by its folder, or start a server and set vllm_mode to server.",
+        ),
+        (
+            every % args.gradient_accumulation_steps,
+            f"use_vllm: completions are made every {every} backwards (steps_per_generation x num_iterations), which is "
+            f"no multiple of gradient_accumulation_steps ({args.gradient_accumulation_steps}), so weights would be "
+            "asked for within a step. Make it one.",
+        ),
+    )
+
+
+def _feed(streamed: Streamed, generation: Any) -> None:  # noqa: ANN401 - TRL's
+    """Give vLLM the weights of a streamed model, where TRL would look for them in the model's parameters.
+
+    Args:
+        streamed: the model.
+        generation: TRL's `VLLMGeneration`, which has started vLLM.
+    """
+    weights = streamed.weights()
+    generation._iter_named_params = weights.__iter__
+
+    # TRL would load all weights once to know this.
+    tensors = weights.metadata()
+    generation._weight_metadata = [
+        (tensor.name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors
+    ]
 
 
 def _is_tokenizer(template: str | None) -> bool:

@@ -281,10 +281,10 @@ class _Sources:
         return self._merged[part.source][first - base.start : stop - base.start]
 
     def _in_fp32(self, name: str) -> Tensor:
-        """Return a parameter of the unit: flat, fp32."""
+        """Return a copy of a parameter of the unit, flat, which PEFT may merge into in place."""
         assert self._plane is not None
         tensor = self._slices[name]
-        return self._plane[tensor.start : tensor.stop].float()
+        return self._plane[tensor.start : tensor.stop].to(torch.float32, copy=True)
 
 
 def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:

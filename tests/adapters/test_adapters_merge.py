@@ -97,11 +97,15 @@ def test_hub_weights_over_adapters_are_what_peft_merges_bit_for_bit(case: str, t
         model = peft.PeftModel.from_pretrained(plain, adapter, is_trainable=True)
         tiers = TiersConfig(device="cpu", gpu=8 << 20, ram=8 << 20)
         with megatier.stream(model, tiers=tiers, compute_dtype="fp32", fused_loss=False) as streamed:
-            found = dict(streamed.weights())
+            before = streamed.state_dict()
+            found, again = dict(streamed.weights()), dict(streamed.weights())
+            after = streamed.state_dict()
         model.merge_and_unload().save_pretrained(tmp_path / "merged")
     expected = load_file(tmp_path / "merged" / "model.safetensors")
     assert found.keys() == expected.keys()
     assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+    assert [name for name, value in again.items() if not torch.equal(value, found[name])] == []
+    assert [name for name, value in after.items() if not torch.equal(value, before[name])] == [], "nothing is merged"
 
 
 def test_export_merged_of_a_run_is_that_of_its_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,8 +39,8 @@ def reward(completions: list[str], **_: object) -> list[float]:
     return [float(len(set(text))) for text in completions]
 
 
-def trainer(kind: Any, model: Any, folder: Path, device: str = "cpu", **options: Any) -> Trainer:
-    """A trainer for ten steps of two backwards, each over four completions of one prompt."""
+def trainer(kind: Any, model: Any, folder: Path, device: str = "cpu", steps: int = 10, **options: Any) -> Trainer:
+    """A trainer for some steps of two backwards, each over four completions of one prompt."""
     tokenizer = byte_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     args = trl.GRPOConfig(
@@ -49,7 +49,7 @@ def trainer(kind: Any, model: Any, folder: Path, device: str = "cpu", **options:
         gradient_accumulation_steps=2,
         num_generations=4,
         max_completion_length=6,
-        max_steps=10,
+        max_steps=steps,
         learning_rate=1e-3,
         max_grad_norm=0.0,
         logging_steps=1,
