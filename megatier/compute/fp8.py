@@ -1,15 +1,15 @@
 """Linear layers whose three products are taken of FP8 numbers, with scales from the very tensors that are multiplied.
 
-Of y = x w^T, the rows of x (tokens) and those of w (outputs) have a scale each. The gradient takes on the scales of
-what it is multiplied with, along the axis that is summed over, before it is rounded with one scale of its own:
+Of y = x w^T, the rows of x (tokens) and those of w (outputs) have a scale each, and so have the rows of the gradient g:
 
     y  = sx sw (x8 w8^T)        x8 = x / sx, w8 = w / sw, rounded to e4m3
-    dx = s (g8 w8)              g8 = g sw^T / s, rounded to e4m3
-    dw = s (g8^T x8)            g8 = g sx / s, rounded to e4m3
+    dx = sg s (g8 v8)           g8 = g / sg, v8 = w / s, rounded to e4m3, where s is the largest sw
+    dw = t (g8^T z8)            z8 = x8 sx sg / t, rounded to e4m3, where t is the largest sx sg
 
-So the two products of the backward read the very numbers that the forward read, and x8 is all that stays of an input.
-A token's y depends on no other token: slices, tiles of tokens and neighbours in a batch do not matter to it. To its
-gradient they matter as far as their largest number decides below which size numbers lose bits, and become 0.
+So x8 is all that stays of an input, and a gradient is rounded once for both of its products. A token's y and dx depend
+on no other token: slices, tiles of tokens and neighbours in a batch do not matter to them. dw sums over tokens, so
+their scales cannot be applied afterwards: they move to z8, by shifts of the exponent. A number of x8 loses bits there
+if its token has far smaller numbers than another one, beside which they hardly count in the sum.
 
 Scales are powers of two, so that dividing by them is exact, and so is multiplying a rounded result. A maximum is the
 same in any order. So scales depend on no placement, kernel or rank.
@@ -21,6 +21,7 @@ Source: float8 training with current scaling in torchao and Transformer Engine, 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -105,16 +106,19 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
         rows8, row_scale, weight, weight_scale = ctx.saved_tensors
-        grad = grads[0].float()
+        grad8, grad_scale = rounded(grads[0], 1)
         of_rows = of_weight = None
 
         if ctx.needs_input_grad[0]:
-            weight8 = divided(weight, weight_scale)
-            grad8, scale = rounded(grad * weight_scale.t(), None)
-            of_rows = _grad_product(grad8, columns(weight8), scale)
+            largest = weight_scale.amax().view(1, 1)
+            weight8 = columns(weight, inverse(largest).expand(len(weight), 1))
+            of_rows = _grad_of_rows(grad8, grad_scale * largest, weight8)
         if ctx.needs_input_grad[1]:
-            grad8, scale = rounded(grad * row_scale, None)
-            of_weight = _grad_product(columns(grad8), columns(rows8), scale)
+            scale = row_scale * grad_scale
+            # Below the least normal number there is no exponent to invert.
+            largest = scale.amax().clamp(min=torch.finfo(torch.float32).tiny).view(1, 1)
+            shifted = columns(rows8, scale * inverse(largest))
+            of_weight = _product(columns(grad8), shifted, largest)
         return of_rows, of_weight
 
 
@@ -130,8 +134,9 @@ class _CodesProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         codes, scale = ctx.saved_tensors
-        grad8, own = rounded(grads[0].float() * scale.t(), None)
-        return _grad_product(grad8, columns(codes), own), None, None
+        # Others have chosen the scale of a row: it may differ too much from the largest to be left to the codes.
+        grad8, grad_scale = rounded(grads[0].float() * scale.t(), 1)
+        return _grad_of_rows(grad8, grad_scale, columns(codes)), None, None
 
 
 def _apply(rows: Tensor, weight: Tensor) -> Tensor:
@@ -154,11 +159,9 @@ def _apply_codes(rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 _multiplied_codes: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compiler.allow_in_graph(_apply_codes)
 
 
-def rounded(tensor: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
-    """Return a matrix or a stack in FP8, and its fp32 scales: one for each line along a dimension, or one."""
-    magnitudes = tensor.abs()
-    largest = magnitudes.amax().view(1, 1) if dim is None else magnitudes.amax(dim, keepdim=True)
-    scale = scale_of(largest)
+def rounded(tensor: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return a matrix or a stack in FP8, and its fp32 scales: one for each line along a dimension."""
+    scale = scale_of(tensor.abs().amax(dim, keepdim=True))
     return divided(tensor, scale), scale
 
 
@@ -171,9 +174,13 @@ def scale_of(largest: Tensor) -> Tensor:
 
 def divided(tensor: Tensor, scale: Tensor) -> Tensor:
     """Return a matrix in FP8, divided by its scales, which are powers of two."""
-    # The inverse of a power of two is exact. A division need not be, on a GPU.
-    inverse = (INVERSE - scale.view(torch.int32)).view(torch.float32)
-    return (tensor.float() * inverse).to(CODES)
+    return (tensor.float() * inverse(scale)).to(CODES)
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Return the inverses of powers of two. That of 0 is a number, and that of infinity makes all others infinite."""
+    # It is exact. A division need not be, on a GPU.
+    return (INVERSE - scale.view(torch.int32)).view(torch.float32)
 
 
 def _result(rows8: Tensor, row_scale: Tensor, weight8: Tensor, weight_scale: Tensor) -> Tensor:
@@ -189,18 +196,49 @@ def _result(rows8: Tensor, row_scale: Tensor, weight8: Tensor, weight_scale: Ten
     return (raw.float() * (row_scale * weight_scale.t())).to(torch.bfloat16)
 
 
-def _grad_product(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
-    """Return left right^T in bf16, times a scale: FP8 [M, K] and [N, K], fp32 [1, 1]."""
+def _grad_of_rows(grad8: Tensor, scale: Tensor, weight8: Tensor) -> Tensor:
+    """Return the gradient of rows in bf16: FP8 [M, N] and [K, N], with fp32 scales [M, 1]."""
+    one = torch.ones((), dtype=torch.float32, device=grad8.device)
+    return (_product(grad8, weight8, one).float() * scale).to(torch.bfloat16)
+
+
+def _product(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
+    """Return left right^T in bf16, times one scale: FP8 [M, K] and [N, K]. Sums are taken with all bits of fp32."""
     one = torch.ones((), dtype=torch.float32, device=left.device)
     return torch._scaled_mm(left, right.t(), scale.view(()), one, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
-def columns(codes: Tensor) -> Tensor:
-    """Return the columns of FP8 [M, N] as rows, contiguous, with zeros up to a length that a product takes."""
-    spare = -codes.shape[0] % ALIGNED
+@torch.library.custom_op("megatier::fp8_columns", mutates_args=())
+def columns(matrix: Tensor, factor: Tensor | None = None) -> Tensor:
+    """Return the columns of [M, N] as rows in FP8, with zeros up to a length that a product takes.
+
+    It is an operation of its own, so that a compiler makes it no part of other kernels; see `compute.fp8_kernels`.
+
+    Args:
+        matrix: FP8; or, with a factor, bf16 too.
+        factor: fp32 [M, 1]: what rows are multiplied with before they are rounded.
+    """
+    padded = _aligned(len(matrix))
+    if matrix.is_cuda:
+        kernels = importlib.import_module("megatier.compute.fp8_kernels")
+        turned: Tensor = kernels.turned(matrix.contiguous(), None if factor is None else factor.contiguous(), padded)
+        return turned
+
+    codes = matrix if factor is None else (matrix.float() * factor).to(CODES)
     # As bytes, since not every version fills FP8.
-    turned = functional.pad(codes.t().view(torch.uint8), (0, spare)) if spare else codes.t().contiguous()
-    return turned.view(codes.dtype)
+    result = torch.zeros(codes.shape[1], padded, dtype=torch.uint8, device=codes.device)
+    result[:, : len(codes)] = codes.t().view(torch.uint8)
+    return result.view(CODES)
+
+
+@columns.register_fake
+def _(matrix: Tensor, factor: Tensor | None = None) -> Tensor:
+    return matrix.new_empty((matrix.shape[1], _aligned(matrix.shape[0])), dtype=CODES)
+
+
+def _aligned(count: int) -> int:
+    """Return the next multiple of what a product takes."""
+    return (count + ALIGNED - 1) // ALIGNED * ALIGNED
 
 
 def rounded_weights(graph: Graph) -> list[Node]:

@@ -56,10 +56,23 @@ def test_fp8_products_are_those_of_numbers_that_fp8_holds_exactly() -> None:
     assert torch.equal(of_weight, (slope.float().t() @ rows.float()).to(torch.bfloat16))
 
 
-def test_fp8_result_of_a_row_does_not_depend_on_other_rows() -> None:
-    layer, rows = layer_of(64, 48), rows_of(32, 64)
+def test_fp8_result_and_gradient_of_a_row_do_not_depend_on_other_rows() -> None:
+    layer, rows, slope = layer_of(64, 48), rows_of(32, 64), rows_of(32, 48)
     factor = torch.where(torch.arange(32)[:, None] >= 16, 1e6, 1.0).to(torch.bfloat16)
-    assert torch.equal(layer(rows)[:16], layer(rows * factor)[:16])
+    result, of_rows, _ = gradients(layer, rows, slope)
+    others, of_others, _ = gradients(layer, rows * factor, slope * factor)
+    assert torch.equal(result[:16], others[:16])
+    assert torch.equal(of_rows[:16], of_others[:16])
+
+
+def test_fp8_gradient_of_a_weight_is_nearly_exact_though_rows_differ_in_size() -> None:
+    layer, rows, slope = layer_of(64, 48), rows_of(512, 64), rows_of(512, 48)
+    sizes = 2.0 ** torch.arange(-20, 12, dtype=torch.bfloat16).repeat(16)[:, None]
+    for left, right in [(sizes, 1), (1, sizes), (sizes, 1 / sizes), (sizes, sizes)]:
+        found = gradients(layer, rows * left, slope * right)[2].float()
+        wanted = (slope * right).float().t() @ (rows * left).float()
+        assert cosine_similarity(found.flatten(), wanted.flatten(), 0) > 0.998
+        assert float(found.norm()) == pytest.approx(float(wanted.norm()), rel=0.02)
 
 
 @pytest.mark.parametrize("scales", [48, 1])
