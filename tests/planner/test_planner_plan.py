@@ -32,10 +32,12 @@ from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError
 from megatier.forecast.forecast import Forecast
+from megatier.forecast.jobs import UPDATE_BYTES
 from megatier.models.decoder import build_skeleton
 from megatier.planner.compile_time import KIND_SECONDS
 from megatier.planner.plan import Plan, checkpoint_seconds, make_plan, pause_seconds
 from megatier.planner.trial import Trial
+from megatier.planner.unit_seconds import ROUNDED_BYTES
 from megatier.schedule.rates import DriveRates, Rates, World, read_rates
 from megatier.schedule.sizes import Budgets, Policy, host_ram
 from megatier.setup.attention_rule import efficiency
@@ -318,6 +320,16 @@ def test_plan_of_experts_in_fp8_saves_a_row_once_and_counts_their_rate() -> None
 
     # Of 4 copies of a row, in two bytes, one is left, in one byte; rows inside of experts have half its width.
     assert found.activations.saved < some.activations.saved < plain.activations.saved
+
+    # A second slice rounds the stacks once more.
+    sliced = [
+        Trial.of(elsewhere(each.changed({"train.slices": 2}), fast)).seconds[forward] for each in (in_fp8, without)
+    ]
+    num_bytes = ROUNDED_BYTES * 8 * 3 * 32 * LLAMA["hidden_size"]
+    assert sliced[0] - found.seconds[forward] == pytest.approx(
+        num_bytes / fast.gpu_update_parameters_per_s / UPDATE_BYTES
+    )
+    assert sliced[1] == some.seconds[forward]
 
 
 def test_plan_of_frozen_layers_in_fp8_spares_what_their_gradients_would_take() -> None:
