@@ -31,6 +31,13 @@ OF_LANGUAGE = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer")
 WITH_VLLM = ("GRPOTrainer", "RLOOTrainer")
 """Trainers whose vLLM takes the weights that TRL's `VLLMGeneration` iterates over."""
 
+WITHOUT_WEIGHTS = {
+    "DistillationTrainer": "it computes with the head's weight outside of the model. Use GKDTrainer, which does not",
+    "AsyncGRPOTrainer": "it sends the model's own parameters. Use GRPOTrainer with use_vllm, or a loop that gives an "
+    "engine what Streamed.weights() gives",
+}
+"""Trainers that a streamed model's weights do not reach, and what to use."""
+
 
 class StreamedTrl(StreamedTraining):
     """Mixin for trainers of TRL; see `StreamedTraining`."""
@@ -146,7 +153,14 @@ class StreamedTrl(StreamedTraining):
         smooths = getattr(args, "label_smoothing_factor", 0) and getattr(args, "loss_type", "") == "nll"
         loses_origin = isinstance(model, nn.Module) or (isinstance(model, Streamed) and not model.is_as_in_its_folder)
         has_adapters = peft_config is not None or _has_adapters(model)
+        kinds = {base.__name__ for base in type(self).__mro__}
         refuse_any(
+            *((kind in kinds, f"{kind} over a streamed model: {why}.") for kind, why in WITHOUT_WEIGHTS.items()),
+            (
+                "OnlineDPOTrainer" in kinds and reference is None and not has_adapters,
+                "OnlineDPOTrainer would copy the model for its reference, and its weights are on megatier's tiers. "
+                "Give ref_model.",
+            ),
             (
                 isinstance(self, RewardTrainer) and is_streamed and not is_classifier(model.model.config),
                 "RewardTrainer: a reward model is a classifier, and this is a language model. Give the trainer its "

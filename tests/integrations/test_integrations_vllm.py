@@ -21,10 +21,6 @@ from megatier.errors import ConfigError
 
 pytest.importorskip("trl")
 
-from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-
-from megatier.integrations.trl_trainer import StreamedTrl
-
 pytestmark = pytest.mark.filterwarnings("default")  # of TRL and datasets
 OPTIONS: dict[str, Any] = {"tiers": TIERS, "compute_dtype": "fp32", "compile": False, "fused_loss": False}
 
@@ -41,7 +37,14 @@ def made_with(*given: Any, **options: Any) -> Any:
         return trainer(*given, **options)
 
 
-@pytest.mark.parametrize(("mode", "has_adapters"), [("colocate", False), ("server", False), ("colocate", True)])
+@pytest.mark.parametrize(
+    ("mode", "has_adapters"),
+    [
+        ("colocate", False),
+        pytest.param("server", False, marks=pytest.mark.slow),
+        pytest.param("colocate", True, marks=pytest.mark.slow),
+    ],
+)
 def test_grpo_with_an_engine_has_the_losses_of_the_plain_trainer_and_feeds_it_its_weights(
     mode: str, has_adapters: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,10 +90,3 @@ def test_engine_that_would_be_fed_within_a_step_is_refused_before_it_is_loaded(
         with pytest.raises(ConfigError, match="vllm_mode colocate: vLLM opens the folder"):
             trainer(STREAMED, streamed, tmp_path, use_vllm=True)
     assert engines == []
-
-
-def test_engine_of_a_trainer_that_loads_it_by_itself_is_refused(tmp_path: Path) -> None:
-    kind: Any = type("StreamedOnline", (StreamedTrl, OnlineDPOTrainer), {})
-    args = OnlineDPOConfig(output_dir=str(tmp_path / "run"), use_vllm=True, report_to=[], bf16=False)
-    with pytest.raises(ConfigError, match="use_vllm: vLLM gets the weights of a streamed model under StreamedTrl with"):
-        kind(saved(tmp_path), args=args, tiers=TIERS)
