@@ -46,12 +46,12 @@ def turned(matrix: Tensor, factor: Tensor | None, padded: int) -> Tensor:
 
 @_jit
 def _turn(
-    source: Any,  # noqa: ANN401
-    factor: Any,  # noqa: ANN401
-    target: Any,  # noqa: ANN401
-    rows: Any,  # noqa: ANN401
-    columns: Any,  # noqa: ANN401
-    padded: Any,  # noqa: ANN401
+    source: tl.tensor,
+    factor: tl.tensor,
+    target: tl.tensor,
+    rows: tl.int64,
+    columns: tl.int32,
+    padded: tl.int32,
     has_factor: tl.constexpr,
     size: tl.constexpr,
 ) -> None:
