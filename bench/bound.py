@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from megatier.compute.compilation import Compilation
 from megatier.compute.fp8 import adopt
-from megatier.engine.loss import add_product, cross_entropy_and_grad
+from megatier.engine.cross_entropy import add_product, cross_entropy_and_grad
 
 
 class _Loss(torch.autograd.Function):

@@ -8,9 +8,8 @@ two. What was so then is looked at again in each forward, since a user has the m
 A label that is neither ignored nor in the vocabulary makes the loss NaN. Torch would refuse it, but the host would wait
 for that. So it is refused when the step is found to be not finite (`check_labels`).
 
-For logits z = cap * tanh((h W' + b) / cap) (or h W' + b), labels y and N counted tokens,
-loss = sum(logsumexp(z) - z[y]) / N and d loss / d z = (softmax(z) - onehot(y)) / N. All gradients are made in the
-forward, where the logits are at hand; the head's are summed over chunks in fp32.
+All gradients are made in the forward, where the logits are at hand; the head's are summed over chunks in fp32.
+`cross_entropy` has the arithmetic of a chunk.
 
 Source: the fused linear cross-entropy of Liger Kernel (arXiv 2410.10989).
 """
@@ -18,7 +17,6 @@ Source: the fused linear cross-entropy of Liger Kernel (arXiv 2410.10989).
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,21 +32,13 @@ from transformers.loss import loss_utils
 from transformers.utils.generic import ModelOutput
 
 from megatier.engine.backward import GONE, begin_backward
-from megatier.engine.head import (
-    IGNORED,
-    capped,
-    has_hooks,
-    name_of,
-    product_of,
-    without_softcap,
-)
+from megatier.engine.cross_entropy import UNKNOWN, add_product, cross_entropy, cross_entropy_and_grad
+from megatier.engine.head import IGNORED, has_hooks, name_of, product_of, without_softcap
 from megatier.engine.node import Node
 from megatier.errors import DataError, StreamedModelError
 from megatier.readback import on_host
 from megatier.tier import Phase
 
-UNKNOWN = -1
-"""Stands for a label that is neither ignored nor in the vocabulary."""
 NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 """Kinds of arguments that have a name."""
 UNFUSED = "open the model with fused_loss=False (model.fused_loss: false)"
@@ -350,50 +340,6 @@ def without_logits(outputs: Any) -> Any:  # noqa: ANN401 - of whichever model
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of matrix products with weights of a dtype: autocast's, if it is on for the device."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
-    """Add up logsumexp(z) - z[target] over tokens that count; logits [N, V], targets [N]. Returns an fp32 scalar."""
-    z = capped(logits.float(), cap)
-    # Labels that are ignored or unknown are negative, which is no index. What they pick is replaced below.
-    index = targets.clamp(min=0)[:, None]
-    z_of_target = z.gather(1, index)[:, 0]
-    losses = torch.logsumexp(z, -1) - z_of_target
-    return _of_targets(targets, losses).sum()
-
-
-def cross_entropy_and_grad(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `cross_entropy`, and `scale` times its derivative by the logits before the cap, in their dtype [N, V]."""
-    z = capped(logits.float(), cap)
-    index = targets.clamp(min=0)[:, None]
-    norms = torch.logsumexp(z, -1, keepdim=True)
-    losses = (norms - z.gather(1, index))[:, 0]
-    loss = _of_targets(targets, losses).sum()
-
-    # A comparison, not a scatter: deterministic, and one pass when compiled.
-    vocabulary = torch.arange(z.shape[1], dtype=torch.int64, device=z.device)
-    is_target = vocabulary == index
-    logits_grad = torch.exp(z - norms) - is_target.to(z.dtype)
-    if cap:
-        # The derivative of cap * tanh(x / cap), told by its value.
-        logits_grad = logits_grad * (1 - (z / cap) ** 2)
-
-    # Chosen and not multiplied: the scale is infinite if nothing counts.
-    scales = _of_targets(targets, scale)[:, None]
-    return loss, (logits_grad * scales).to(logits.dtype)
-
-
-def _of_targets(targets: Tensor, values: Tensor) -> Tensor:
-    """Return the values of tokens that count, 0 for those that do not, and NaN where the target is unknown."""
-    return torch.where(targets == UNKNOWN, math.nan, torch.where(targets != IGNORED, values, 0.0))
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to total, fp32 [M, N], in place. On CUDA nothing is rounded in between."""
-    if total.is_cuda and left.dtype is not torch.float32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total.add_(left @ right)
 
 
 class _LossFunction(torch.autograd.Function):

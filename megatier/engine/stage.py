@@ -13,7 +13,8 @@ from torch.autograd.graph import Node as Step
 from torch.autograd.graph import get_gradient_edge
 
 from megatier.compute.compilation import Compilation
-from megatier.engine.gradient import Gradients, GradSink
+from megatier.engine.grad_sink import GradSink
+from megatier.engine.gradient import Gradients
 from megatier.tier import Leg, Phase
 
 

@@ -28,13 +28,13 @@ from torch import Tensor
 
 from megatier.compute.compile_clock import CLOCK
 from megatier.compute.seeds import group_seed, seed_generators
+from megatier.engine.evaluation import evaluating
 from megatier.engine.head import check_calls_loss_function
-from megatier.engine.stage import UnitPlayer, learning
+from megatier.engine.stage import UnitPlayer
+from megatier.engine.trials import Trials
 from megatier.engine.unit_model import Batch, UnitModel, num_counted
 from megatier.errors import GpuMemoryError, NonFiniteError, UnsupportedModelError
-from megatier.guards.documents import check_documents
 from megatier.guards.no_gradient import FirstNorms
-from megatier.guards.token_rows import few_tokens
 from megatier.models.decoder import check_rows_are_apart
 from megatier.optim.optimizer import RunOptimizer
 from megatier.ranks.channel import Alone
@@ -85,10 +85,7 @@ class Engine:
         self._player = player
         self._optimizer = optimizer
         self._crew = crew
-        self._knows_documents = False
-        """Whether it is known that the model keeps the documents of a row apart."""
-        self._knows_batched = self.options.slices == 1
-        """Whether nodes know which of their arguments are cut into slices."""
+        self._trials = Trials(model, player, crew)
         self._step = 0
         """The step that was begun last."""
         self._clocked = 0.0
@@ -130,10 +127,7 @@ class Engine:
             check_rows_are_apart(skeleton, "set train.groups to 1")
 
         # Before `begin_step`: it runs evaluations, which are passes of their own.
-        self._find_batched_arguments(groups[0])
-        self._try_documents(groups[0])
-        few = few_tokens(list(groups[0].values()))
-        self.try_tiles(lambda: self.model.loss(dict(zip(groups[0], few, strict=True)), None))
+        self._trials.run(groups[0])
 
         if not skeleton.training:  # asked first, since `train` walks over every module
             skeleton.train()
@@ -303,28 +297,13 @@ class Engine:
         num_tokens = sum(count for _, count in counted)
         return total / max(1, num_tokens)
 
-    @contextmanager
-    def evaluation(self, name: str = "evaluate") -> Iterator[None]:
-        """Run one forward without gradients inside, in whatever mode. Drain the updates that are due before.
+    def evaluation(self, name: str = "evaluate") -> AbstractContextManager[None]:
+        """Run one forward without gradients inside; see `evaluating`. Drain the updates that are due before."""
+        return evaluating(self.model, self._player, name)
 
-        Args:
-            name: of the pass. All that have the same name use the units in the same order.
-        """
-        # The order of units is recorded with their group.
-        self.gradients.group = 0
-
-        # Inference mode is left. Views of homes that are made in it stay cached, and no backward could use them later.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self._player.begin(name)
-            # Whatever ends the forward early, an interrupt too: weights in use have to be given back.
-            try:
-                with self.model.running():
-                    yield
-            except BaseException:
-                self._player.cancel()
-                raise
-
-            self._player.end()
+    def try_tiles(self, run: Callable[[], object], name: str = "evaluate") -> None:
+        """Find out which modules run in tiles of tokens; see `Trials.try_tiles`."""
+        self._trials.try_tiles(run, name)
 
     def _train_group(self, step: int, group: int, batch: Batch, divisor: int | None, share: float) -> Tensor:
         """Run forward and backward of one group; returns its part of the step's loss, which the host does not read."""
@@ -371,64 +350,6 @@ class Engine:
             what = "gradient norm" if math.isfinite(loss) else "loss"
             raise self._error(step, what, parameter, batch)
         return parameter or "loss"
-
-    def _find_batched_arguments(self, batch: Batch) -> None:
-        """Find out, before the first step with slices, which arguments of each module are batched."""
-        if self._knows_batched:
-            return
-        check_rows_are_apart(self.model.skeleton, "set train.slices to 1")
-
-        # If nothing is padded, Hugging Face gives its layers no mask. Later batches may be padded, so nodes have to
-        # know whether a mask is cut: the last token is padded here.
-        if "attention_mask" in batch:
-            mask = batch["attention_mask"].clone()
-            mask[:, -1] = 0
-            batch = {**batch, "attention_mask": mask}
-
-        # In eval mode no random number is drawn, so the step that follows has those of a run without slices.
-        with self.model.in_eval_mode(), learning(self.model.stage):
-            for rows in (1, 2):
-                few = {key: value[:rows] for key, value in batch.items()}
-                with self.evaluation():
-                    self.model.loss(few, None)
-
-        self._knows_batched = True
-
-    def _try_documents(self, batch: Batch) -> None:
-        """Find out, before the first step with documents apart, whether the model keeps them so. All ranks come here.
-
-        Raises:
-            UnsupportedModelError: it does not.
-        """
-        if self._knows_documents or "position_ids" not in batch:
-            return
-
-        def run(few: Batch) -> Tensor:
-            with self.evaluation("documents"):
-                return self.model.logits(few)
-
-        device = self.options.device
-        skeleton = self.model.skeleton
-        vocab_size = skeleton.config.get_text_config().vocab_size
-
-        # The check draws tokens. The step that follows has the random numbers of a run without it.
-        own_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with self._crew.talking(), self.model.in_eval_mode(), own_rng:
-            check_documents(run, batch["input_ids"][0], vocab_size, skeleton)
-        self._knows_documents = True
-
-    def try_tiles(self, run: Callable[[], object], name: str = "evaluate") -> None:
-        """Find out, before the first forward with tiles of tokens, which modules run in them. All ranks come here.
-
-        Args:
-            run: makes a forward of a few tokens.
-            name: of its pass, as for `evaluation`.
-        """
-        if self.model.knows_tiles:
-            return
-        trying = self.model.trying_tiles(self._crew)
-        with self._crew.talking(), self.model.in_eval_mode(), trying, self.evaluation(name):
-            run()
 
     def _error(self, step: int, what: str, parameter: str | None, batch: Batch | None) -> NonFiniteError:
         """Make the error that ends the run. It names the parameter, and the first unit with a value that is not finite.

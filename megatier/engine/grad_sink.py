@@ -1,0 +1,35 @@
+"""What takes the gradients of units, and what measures them, as the backward sees both: protocols."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class GradSink(Protocol):
+    """What takes gradients. It knows the tiers; nodes do not."""
+
+    def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
+        """Ask for a buffer, uint8, for elements in fp32 (several groups) or in the dtype of the weights.
+
+        If `sums_here`, it has the sum of the groups before.
+
+        Args:
+            unit: the unit.
+            fits: whether the dtype of the weights holds a group's gradient without loss. If other ranks add it up, the
+                buffer is for elements of that dtype then.
+        """
+
+    def ship_grad(self, unit: str, *, group: int) -> None:
+        """Hand the buffer over, with a group's gradient in it."""
+
+    def sums_here(self, unit: str) -> bool:
+        """Return whether groups are added up in the buffer: it is at home on the GPU, or RAM is too short for sums."""
+
+
+class Measure(Protocol):
+    """Notes sums of squares, of which the norm is made."""
+
+    def measure(self, unit: str, grad: Tensor) -> None:
+        """Note the sums of squares of a final gradient, which is flat and in the dtype of the unit's weights."""

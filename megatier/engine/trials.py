@@ -1,0 +1,111 @@
+"""What is found out of a model before its first step, by forwards without gradients that change nothing.
+
+Each is an evaluation, which is a pass of its own. So they run before a step begins, and once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatier.engine.evaluation import evaluating
+from megatier.engine.stage import UnitPlayer, learning
+from megatier.engine.unit_model import Batch, UnitModel
+from megatier.guards.documents import check_documents
+from megatier.guards.token_rows import few_tokens
+from megatier.models.decoder import check_rows_are_apart
+from megatier.ranks.channel import Alone
+from megatier.ranks.ranks import Ranks
+
+
+class Trials:
+    """Trial forwards of one model. All ranks make them."""
+
+    def __init__(self, model: UnitModel, player: UnitPlayer, crew: Ranks | Alone) -> None:
+        """Begin before anything is known.
+
+        Args:
+            model: the model.
+            player: plays the passes of the forwards.
+            crew: the ranks that compute the groups of a step, or the process that computes all of them.
+        """
+        self._model = model
+        self._player = player
+        self._crew = crew
+        self._options = model.options
+        self._knows_documents = False
+        """Whether it is known that the model keeps the documents of a row apart."""
+        self._knows_batched = self._options.slices == 1
+        """Whether nodes know which of their arguments are cut into slices."""
+
+    def run(self, batch: Batch) -> None:
+        """Find out all that is not known yet, with the first group of a step.
+
+        Raises:
+            UnsupportedModelError: the model does not keep documents apart, or rows that are cut.
+        """
+        self._find_batched_arguments(batch)
+        self._try_documents(batch)
+        few = few_tokens(list(batch.values()))
+        self.try_tiles(lambda: self._model.loss(dict(zip(batch, few, strict=True)), None))
+
+    def _find_batched_arguments(self, batch: Batch) -> None:
+        """Find out, before the first step with slices, which arguments of each module are batched."""
+        if self._knows_batched:
+            return
+        check_rows_are_apart(self._model.skeleton, "set train.slices to 1")
+
+        # If nothing is padded, Hugging Face gives its layers no mask. Later batches may be padded, so nodes have to
+        # know whether a mask is cut: the last token is padded here.
+        if "attention_mask" in batch:
+            mask = batch["attention_mask"].clone()
+            mask[:, -1] = 0
+            batch = {**batch, "attention_mask": mask}
+
+        # In eval mode no random number is drawn, so the step that follows has those of a run without slices.
+        with self._model.in_eval_mode(), learning(self._model.stage):
+            for rows in (1, 2):
+                few = {key: value[:rows] for key, value in batch.items()}
+                with evaluating(self._model, self._player, "evaluate"):
+                    self._model.loss(few, None)
+
+        self._knows_batched = True
+
+    def _try_documents(self, batch: Batch) -> None:
+        """Find out, before the first step with documents apart, whether the model keeps them so. All ranks come here.
+
+        Raises:
+            UnsupportedModelError: it does not.
+        """
+        if self._knows_documents or "position_ids" not in batch:
+            return
+
+        def run(few: Batch) -> Tensor:
+            with evaluating(self._model, self._player, "documents"):
+                return self._model.logits(few)
+
+        device = self._options.device
+        skeleton = self._model.skeleton
+        vocab_size = skeleton.config.get_text_config().vocab_size
+
+        # The check draws tokens. The step that follows has the random numbers of a run without it.
+        own_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with self._crew.talking(), self._model.in_eval_mode(), own_rng:
+            check_documents(run, batch["input_ids"][0], vocab_size, skeleton)
+        self._knows_documents = True
+
+    def try_tiles(self, run: Callable[[], object], name: str = "evaluate") -> None:
+        """Find out, before the first forward with tiles of tokens, which modules run in them. All ranks come here.
+
+        Args:
+            run: makes a forward of a few tokens.
+            name: of its pass, as for `evaluating`.
+        """
+        if self._model.knows_tiles:
+            return
+        trying = self._model.trying_tiles(self._crew)
+        pass_of_trial = evaluating(self._model, self._player, name)
+        with self._crew.talking(), self._model.in_eval_mode(), trying, pass_of_trial:
+            run()
