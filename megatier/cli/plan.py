@@ -12,20 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
-from megatier.checkpoint.pace import about, every_seconds
 from megatier.cli.output import json_text, print_json, write_text
 from megatier.config import file as config_file
 from megatier.config import text as config_text
 from megatier.config.remarks import remarks
 from megatier.config.schema import RunConfig
-from megatier.errors import ConfigError, mib
+from megatier.errors import ConfigError
 from megatier.hardware import mount_of
 from megatier.measure.probe import io_threads
 from megatier.report.figures import NO_GPU
-from megatier.report.metrics import format_count, format_seconds, format_share, wavering
-from megatier.report.report import figure_table
+from megatier.report.plan_text import links_assumption, rates_assumption, sentences, tables
 from megatier.schedule.rates import ASSUMED, Rates, World, as_dict, read_rates
 from megatier.schedule.sizes import Budgets
 from megatier.session.paths import check_paths
@@ -80,33 +77,33 @@ def run(argv: Sequence[str]) -> int:
         return 0
 
     console = Console()
-    _print_plan(console, plan, chosen, has_gpu=not here or machine.device.type != "cpu")
+    _print_tables(console, plan, chosen, has_gpu=not here or machine.device.type != "cpu")
     if loaded.tiers.nvme:
         say(console, f"NVMe: {threads} I/O threads each way, {why}.")
     # How many steps epochs are is for the text to say, which a plan does not read.
     steps = None if loaded.train.epochs is not None else loaded.train.steps
     console.print(
-        *_sentences(plan, steps, taken),
+        *sentences(plan, steps, taken),
         sep="\n",
         markup=False,
         highlight=False,
     )
     if assumed:
-        said = _assumption(rates, assumed, loaded.tiers.nvme, searches=options.search)
+        said = rates_assumption(rates, assumed, loaded.tiers.nvme, searches=options.search)
         say(console, said)
     if names := rates.assumed(world):
-        words = _links_assumption(names, world, here=here)
+        words = links_assumption(names, world, here=here)
         say(console, words)
     return 0
 
 
-def _print_plan(console: Console, plan: Plan, chosen: Mapping[str, Any], *, has_gpu: bool) -> None:
+def _print_tables(console: Console, plan: Plan, chosen: Mapping[str, Any], *, has_gpu: bool) -> None:
     """Print the choice, and the tables of the plan."""
     if chosen:
         say(console, f"chosen: {config_text.options(chosen)}")
     if not has_gpu:
         say(console, NO_GPU)
-    for table in (_bytes_table(plan), _time_table(plan), _change_table(plan)):
+    for table in tables(plan):
         console.print(table)
 
 
@@ -230,225 +227,3 @@ def _elsewhere(loaded: RunConfig, machine: Path, *, searches: bool) -> tuple[Rat
         mount_of(mount.directory).free_bytes if mount.num_bytes is None else mount.num_bytes for mount in tiers.mounts
     )
     return rates, Budgets(gpu, tiers.ram, nvme)
-
-
-def _bytes_table(plan: Plan) -> Table:
-    """Return the table of the bytes in each tier."""
-    from megatier.tier import STATE_KINDS, Tier
-
-    # Tiers are the columns, since they are few: with a column for each kind a terminal of 80 columns would cut names.
-    budgets = {
-        Tier.GPU: plan.budgets.gpu,
-        Tier.RAM: plan.budgets.ram,
-        Tier.NVME: plan.budgets.nvme,
-    }
-    table = figure_table("what lies where", "bytes", *budgets)
-
-    other = {tier: plan.placement.other_bytes.get(tier, 0) for tier in budgets}
-    rows: dict[str, Mapping[Tier, int]] = {}
-    for kind in STATE_KINDS:
-        rows[str(kind)] = {tier: plan.state_bytes.get((tier, kind), 0) for tier in budgets}
-    rows["slots, gradients"] = other
-    rows["in all"] = {tier: plan.placement.state_bytes.get(tier, 0) + other[tier] for tier in budgets}
-    rows["budget"] = budgets
-    for name, sizes in rows.items():
-        table.add_row(name, *(mib(size) if size else "-" for size in sizes.values()))
-    return table
-
-
-def _time_table(plan: Plan) -> Table:
-    """Return the table of how long each lane is busy, and how long it would be if it were alone."""
-    made = plan.forecast
-    waver = wavering(plan.seconds_range)
-    title = f"a step: {format_seconds(made.seconds)}{waver}, {format_count(plan.tokens_per_s)} tokens/s"
-    table = figure_table(title, "lane", "moves", "alone", "busy", "share")
-    for lane, alone in made.alone_seconds.items():
-        if not alone:
-            continue
-        # Compute and updates move nothing.
-        moved = made.moved_bytes.get(lane, 0)
-        moves = mib(round(moved)) if moved else "-"
-        busy = made.busy_seconds[lane]
-        table.add_row(lane, moves, format_seconds(alone), format_seconds(busy), format_share(busy, made.seconds))
-    return table
-
-
-def _change_table(plan: Plan) -> Table:
-    table = figure_table("what a single change would do", "one change", "tokens/s", "gain")
-    for change in plan.changes:
-        table.add_row(change.what, format_count(change.tokens_per_s), f"{change.gain:+.1%}")
-    return table
-
-
-def _sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
-    """Yield sentences about what the tables do not show.
-
-    Args:
-        plan: the plan.
-        steps: those of the run; None: its text decides, by epochs.
-        taken: what the run directory takes, in words; empty if it takes nothing.
-    """
-    from megatier.tier import Tier
-
-    if plan.world.ranks > 1:
-        yield _ranks(plan.world)
-    trained = f", {format_count(plan.num_trained)} of them trained" if plan.num_trained < plan.num_parameters else ""
-    yield f"{format_count(plan.num_parameters)} parameters{trained}, {format_count(plan.tokens)} tokens a step."
-    yield f"Attention is computed by {plan.attention} (model.attention)."
-    yield f"Bound by {_bound(plan)}; compute alone takes {plan.attainment:.0%} of the step."
-    yield from _compiling(plan)
-    peak = mib(round(plan.activations.peak))
-    yield f"In addition to tiers.gpu the GPU holds about {peak} of activations, loss and libraries."
-    if plan.mask_bytes:
-        yield (
-            f"Of that {mib(plan.mask_bytes)} and more are the mask that keeps documents apart, and what it masks is "
-            "computed too. model.attention flex_attention has a mask by blocks, and skips those that are masked."
-        )
-
-    if plan.in_place_bytes:
-        yield (
-            f"{mib(plan.in_place_bytes)} of the base are read from the model's own files. They take no room in "
-            "tiers.nvme, and are never written."
-        )
-    if plan.placement.streamed:
-        yield f"{len(plan.placement.streamed)} units stream their state through the GPU."
-    if count := list(plan.placement.grad_homes.values()).count(Tier.NVME):
-        yield _spilled_gradients(count, plan)
-    offloaded = list(plan.placement.activation_homes.values())
-    if spilled := offloaded.count(Tier.NVME):
-        short = "because RAM is too short for them"
-        yield f"The activations of {spilled} of {len(offloaded)} units go on to NVMe, {short}."
-    if plan.hidden_at is not None:
-        yield f"From {format_count(plan.hidden_at)} tokens a step on all but compute is hidden, if activations fit."
-
-    yield from _saves(plan, taken)
-    if plan.written_bytes_per_step:
-        written = plan.written_bytes_per_step
-        whole = "" if steps is None else f" and {written * steps / 1e12:,.3g} TB in the run"
-        day = f"{plan.written_bytes_per_day / 1e12:,.3g} TB a day"
-        yield f"A step writes {mib(round(written))} to NVMe, which is {day}{whole}. Drives are rated in TBW."
-    if steps is not None:
-        seconds = format_seconds(plan.forecast.seconds * steps)
-        yield f"The {steps:,} steps of the run take {seconds}, in addition to its start, compiling and its saves."
-
-
-def _compiling(plan: Plan) -> Iterator[str]:
-    """Yield a sentence about what the first step takes in addition, if that is anything."""
-    fresh, kept = map(format_seconds, plan.compile_seconds)
-    if plan.compile_seconds[0]:
-        yield f"In its first step a run also compiles, for about {fresh}; {kept} if an earlier one did."
-
-
-def _saves(plan: Plan, taken: str) -> Iterator[str]:
-    """Yield sentences about what the run saves, and the room that it takes."""
-    yield f"A checkpoint has {mib(plan.room.checkpoint_bytes)}{_writing(plan)}."
-    if taken:
-        yield taken
-
-    if plan.generation_bytes:
-        sizes = [f"{mib(size)} ({use})" for use, size in plan.generation_bytes.items()]
-        yield f"With tiers.generations NVMe also holds {', '.join(sizes)}."
-
-        # No drive is known to say how long.
-        words = ""
-        if plan.savepoint_seconds is not None:
-            words = f" and takes {format_seconds(plan.savepoint_seconds)}"
-        yield f"A savepoint writes {mib(plan.savepoint_bytes)}{words}; the rest stays where it lies on NVMe."
-
-
-def _bound(plan: Plan) -> str:
-    """Return what a step takes longest for: a lane, or the host, if even that lane works for less time."""
-    alone = plan.forecast.alone_seconds
-    bound = plan.forecast.bound_by
-
-    # Drives stand under one name, for all queues, and have no time of their own here.
-    by_host = bound in alone and alone.get("host", 0.0) > alone[bound]
-    return "the host, which prepares and ends each step" if by_host else bound
-
-
-def _ranks(world: World) -> str:
-    """Return a sentence about what the figures of several ranks are about."""
-    host = "the host" if world.hosts == 1 else f"one of {world.hosts} hosts"
-    share = "all" if world.host_ranks == 1 else f"one part in {world.host_ranks}"
-    return (
-        f"{world.ranks} ranks share the state. The figures are those of one rank, which has a GPU and {share} of the "
-        f"RAM, drives and processors of {host}. Tokens, parameters and the checkpoint are those of all ranks together."
-    )
-
-
-def _links_assumption(names: Sequence[str], world: World, *, here: bool) -> str:
-    """Return a sentence about the rates that are assumed for links between ranks, and how to measure them."""
-    words = {
-        "gather_bytes_per_s": "a GPU gathers {:.0f} GB/s from the others of its host",
-        "scatter_bytes_per_s": "it receives {:.0f} GB/s of gradients from them",
-        "network_bytes_per_s": "it receives {:.1f} GB/s from other hosts",
-        "ranks_slowdown": "compute stands still meanwhile",
-    }
-    said = ", ".join(words[name].format(ASSUMED[name] / 1e9) for name in names)
-    remedy = f"Give {', '.join(names)} in the file of --machine."
-    if here:
-        hosts = f"--nnodes {world.hosts} " if world.hosts > 1 else ""
-        remedy = f"Run `torchrun {hosts}--nproc-per-node {world.host_ranks} -m megatier bench` to measure them."
-    return (
-        f"Links between GPUs were not measured, so the times are rough. Assumed: {said}. With NVLink, GPUs are about "
-        f"ten times as fast. {remedy}"
-    )
-
-
-def _assumption(rates: Rates, assumed: Sequence[str], mounts: Sequence[str], *, searches: bool) -> str:
-    """Return a sentence about the rates that are assumed because nobody measured them, and what follows from that.
-
-    Args:
-        rates: those of the plan.
-        assumed: the names of those that were not measured.
-        mounts: the run's, as `tiers.nvme` has them.
-        searches: whether settings were chosen nevertheless.
-    """
-    words = []
-    what = "These drives were"
-    if "flops_per_s" in assumed:
-        what = "This machine was"
-        words = [
-            f"copies to and from the GPU {rates.to_gpu_bytes_per_s / 1e9:.0f} GB/s",
-            f"AdamW in RAM {format_count(rates.update_parameters_per_s)} parameters/s",
-            f"AdamW on the GPU {format_count(rates.gpu_update_parameters_per_s)} parameters/s",
-            f"compute {rates.flops_per_s / 1e12:.3g} TFLOP/s",
-        ]
-    if rates.drives:
-        words.append(f"each drive {rates.drives[0].mixed_bytes_per_s / 1e9:.0f} GB/s")
-
-    then = "and so is the choice" if searches else "and no settings are chosen, nor are they by `megatier train`"
-    command = "megatier bench" + (f" --nvme {','.join(mounts)}" if mounts else "")
-    return (
-        f"{what} not measured, so the times are rough, {then}. Assumed: {', '.join(words)}. Run `{command}` to measure "
-        "them."
-    )
-
-
-def _spilled_gradients(count: int, plan: Plan) -> str:
-    """Return a sentence about what gradients of so many units cost on NVMe, and how to avoid that."""
-    words = "Gradients"
-    remedy = "and so do train.clip null and numerics.guard off."
-    if plan.placement.sums_on_gpu:
-        words = "Sums of groups"
-        remedy = "and so does train.groups 1; fewer groups make it less."
-
-    size = mib(plan.spilled_gradient_bytes)
-    return (
-        f"{words} of {count} units lie on NVMe, because RAM is too short for them. A step writes {size} more for that, "
-        f"and reads as much. More tiers.ram avoids it, {remedy}"
-    )
-
-
-def _writing(plan: Plan) -> str:
-    """Return how long a checkpoint takes, in words; empty if no drive is known."""
-    if plan.checkpoint_seconds is None or plan.checkpoint_pause_seconds is None:
-        return ""
-
-    seconds = format_seconds(plan.checkpoint_seconds)
-    pause = format_seconds(plan.checkpoint_pause_seconds)
-    apart = about(every_seconds(plan.checkpoint_pause_seconds))
-    return (
-        f" and is written in {seconds}, of which training waits {pause}; with checkpoint_every auto one is due about "
-        f"every {apart}"
-    )
