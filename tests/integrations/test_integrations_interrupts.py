@@ -21,7 +21,14 @@ from megatier.integrations.streamed import Streamed
 from megatier.session import filling
 from megatier.store.queue import Queue
 
-PLACES_INTERRUPTED = ("play", "store", "drives", "engine/gradient", "integrations/streamed")
+PLACES_INTERRUPTED = (
+    "play",
+    "store",
+    "drives",
+    "engine/gradient",
+    "integrations/streamed",
+    "integrations/stream_steps",
+)
 TRAIN = TrainConfig(steps=6, batch=6, groups=1, clip=0.5, weight_decay=0.1, learning_rate=1e-2)
 PLACES_OF_RESTORE = (*PLACES_INTERRUPTED, "session", "checkpoint", "integrations", "optim/masters", "tear")
 LAST = 4

@@ -1,0 +1,233 @@
+"""The steps of a streamed model in a user's loop: opened by a forward, ended by `optimizer.step`, or dropped.
+
+Ranks end and drop steps together. Where they meet, each says what it has come to.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatier.config.values import check_setting
+from megatier.engine.step import StepResult
+from megatier.errors import StepDroppedError, StreamedModelError
+from megatier.integrations.open_step import OpenStep
+from megatier.integrations.stream_state import StreamedState
+from megatier.session.session import Session
+from megatier.trace.events import TraceEvent, write_trace
+
+FORWARD = "a forward with gradients"
+STEP = "optimizer.step()"
+"""What ranks have come to, where they meet within a step."""
+TRACED_STEPS = 3
+"""The number of last steps that `Streamed.write_trace` writes."""
+
+
+class StreamedSteps(StreamedState):
+    """The step of a streamed model that is open, and those that have ended.
+
+    Attributes:
+        rank: number of this process among the ranks, from 0.
+        num_ranks: number of ranks, 1 without `torchrun`.
+        accumulation_steps: number of backwards per `optimizer.step` that this process makes.
+        last: result of the last step.
+    """
+
+    def __init__(self, session: Session, *, is_from_folder: bool, has_new_adapters: bool) -> None:
+        """Take a session that is loaded; see `StreamedState`."""
+        train = session.setup.config.train
+        super().__init__(session, is_from_folder=is_from_folder, has_new_adapters=has_new_adapters)
+        self._engine = session.engine
+        self.rank = self._crew.rank
+        self.num_ranks = self._crew.size
+        self.accumulation_steps = train.groups // self.num_ranks
+        self.clip = train.clip
+
+        self.last: StepResult | None = None
+        self._step = OpenStep()
+        self._events: list[tuple[int, list[TraceEvent]]] = []
+        """The last steps by number, with what happened in them."""
+
+        self._is_closed = False
+        self._has_parted = False
+        """Whether this rank has left a step half-way, in which the others are still."""
+
+    @property
+    def clip(self) -> float | None:
+        """Global gradient norm to clip to, above 0, read by `optimizer.step`; None: off."""
+        return self._clip
+
+    @clip.setter
+    def clip(self, norm: float | None) -> None:
+        check_setting("clip", norm)
+        self._clip = norm
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is open: a forward with gradients was made since the last step."""
+        return self._step.num_groups > 0
+
+    def grad_norm(self) -> float:
+        """Return the exact global norm of the step's gradients, before they are clipped.
+
+        Call it after the last backward of the step. The host waits for the device.
+
+        Raises:
+            StreamedModelError: a backward is missing.
+            TimelineError: the step used its units in another order than the first one.
+            StepDroppedError: another rank has dropped the step.
+        """
+        # Trainers ask for the norm before `optimizer.step` asks again. The pass can be ended only once.
+        if self._step.norm is None:
+            self._check_whole()
+            if dropped := self._meet(STEP):
+                self._drop_step()
+                raise StepDroppedError(self.steps + 1, dropped)
+
+            # A step whose pass has ended cannot be measured again, so whatever fails here gives the step up.
+            try:
+                self._step.norm = self._engine.measure(self.steps + 1)
+            except BaseException:
+                self._part()
+                raise
+        return self._step.norm
+
+    def finish_step(self) -> StepResult:
+        """Clip, and make the updates due with the settings of this moment; `optimizer.step` calls this.
+
+        A step whose norm is not finite is left out: it changes no weight.
+
+        Raises:
+            StreamedModelError: a backward is missing, or a setting cannot be taken.
+            NonFiniteError: too many steps in a row were not finite.
+        """
+        self._session.owner.check()
+        norm = self.grad_norm()
+        rate = self._take_settings()
+        step = self.steps + 1
+
+        # The step is over for this object before the engine ends it: its number counts also if the engine raises
+        # because too many steps were left out, and a second `optimizer.step` must not end the same step again. An
+        # interrupt in here would leave a step that counts and of which no weight knows.
+        with self._session.store.tear.call:
+            self.steps = step
+            losses = self._step.losses
+            self._step = OpenStep()
+
+            # The loop may compute losses itself, so the guard gets one that is finite and judges by the norm.
+            result = self._engine.finish_step(step, rate, norm, 0.0)
+        # The engine has read the norm, so the device is through with the losses.
+        loss = math.nan
+        if len(losses) == self.accumulation_steps:
+            loss = float(torch.stack(losses).sum())
+        self.last = replace(result, loss=loss)
+        self._events = [*self._events[1 - TRACED_STEPS :], (step, self._session.player.take_events())]
+        return self.last
+
+    def abandon(self) -> None:
+        """Forget the forwards and backwards since the last step. No weight changes.
+
+        A rank that drops a step waits for the others, which may drop it too. Those that do not go on until their
+        `optimizer.step`, where they get a `StepDroppedError`. Several ranks cannot drop the first step, nor go on if
+        only some of them drop one whose `grad_norm` is known.
+        """
+        self._session.owner.check()
+        if not self.is_in_step:
+            return
+        if self.num_ranks == 1 or self._step.norm is not None:
+            self._meet("abandon()")
+            self._step = OpenStep()
+            self._engine.abandon()
+        elif self._engine.can_drop:
+            self._sit_out(self._step.drop_cause or "it called abandon() or zero_grad().")
+        else:
+            self._part()
+
+    def _sit_out(self, cause: str) -> None:
+        """Take no part any more in the open step, and drop it with all other ranks, once they have come to its end."""
+        for group in range(self._step.num_groups - 1, self.accumulation_steps):
+            if group >= self._step.num_groups:
+                self._meet(FORWARD, cause)
+            self._session.player.sit_out(group)
+        self._meet(STEP, cause)
+        self._drop_step()
+
+    def _drop_step(self) -> None:
+        """Drop the open step together with all other ranks, which have come to its end."""
+        self._step = OpenStep()
+        self._engine.drop_step()
+        self._session.player.take_events()  # nobody asks what happened in it
+
+    def _part(self) -> None:
+        """Leave the open step half-way. Several ranks cannot go on after that."""
+        self._step = OpenStep()
+        self._has_parted = self.num_ranks > 1
+        self._engine.abandon()
+
+    def drop_gradients(self) -> None:
+        """Abandon the step, unless its first forward still waits for its backward; `optimizer.zero_grad` calls this."""
+        self._session.owner.check()
+        if self._has_gradient():
+            self.abandon()
+
+    def _has_gradient(self) -> bool:
+        """Return whether the open step has had a backward that trains."""
+        # Loops call zero_grad also between the forward and the backward of a step, where there is no gradient yet. A
+        # backward that was broken off, as by a want of memory, has made some.
+        is_waiting = self._engine.gradients.is_open and not self._engine.gradients.is_in_backward
+        return self._step.num_groups > 1 or (self._step.num_groups == 1 and not is_waiting)
+
+    def _take_settings(self) -> float:
+        """Hand the optimizer's settings of this moment to the arithmetic, and return the learning rate."""
+        rate, others = self.optimizer.settings()
+        arithmetic = self._session.optimizer
+        arithmetic.hyper = replace(arithmetic.hyper, clip=self.clip, **others)
+        return rate
+
+    def _check_whole(self) -> None:
+        self._check_open()
+
+        # The last forward counts only when all of its backward is done, which an interrupt may have cut short.
+        made = self._step.num_groups
+        if self.is_in_step and self._engine.gradients.is_open:
+            made -= 1
+        if made < self.accumulation_steps:
+            raise StreamedModelError(
+                f"optimizer.step() after {made} of {self.accumulation_steps} backwards: each step needs as many as "
+                "accumulation_steps of megatier.stream says. A step() or zero_grad() before took those that were made, "
+                "and a backward for gradients of inputs alone is none. Make the missing ones, or drop the step with "
+                "abandon()."
+            )
+
+    def _check_open(self) -> None:
+        """Refuse a model that takes no calls any more, or not here, and drop a step whose forward has failed."""
+        self._session.owner.check()
+        if self._is_closed:
+            raise StreamedModelError("this streamed model is closed; open it anew with megatier.stream.")
+        if self._has_parted:
+            raise StreamedModelError(
+                "this rank has left a step half-way, in which the other ranks are still. Start all ranks again, from "
+                "the last Streamed.save."
+            )
+        self._stop_giving()
+        if self._step.drop_cause:
+            self.abandon()
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write moves, updates, uses and stalls of the last three steps, for Perfetto.
+
+        Raises:
+            TransferError: the drive is full or gone.
+        """
+        write_trace(Path(path), self._events)
+
+    def _check_between_steps(self, what: str) -> None:
+        self._check_open()
+        if self.is_in_step:
+            raise StreamedModelError(
+                f"{what} in the middle of a step: end it with optimizer.step() first, or drop it with abandon()."
+            )
