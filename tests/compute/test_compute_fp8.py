@@ -68,7 +68,8 @@ def test_fp8_result_and_gradient_of_a_row_do_not_depend_on_other_rows() -> None:
 def test_fp8_gradient_of_a_weight_is_nearly_exact_though_rows_differ_in_size() -> None:
     layer, rows, slope = layer_of(64, 48), rows_of(512, 64), rows_of(512, 48)
     sizes = 2.0 ** torch.arange(-20, 12, dtype=torch.bfloat16).repeat(16)[:, None]
-    for left, right in [(sizes, 1), (1, sizes), (sizes, 1 / sizes), (sizes, sizes)]:
+    same = torch.ones_like(sizes)
+    for left, right in [(sizes, same), (same, sizes), (sizes, 1 / sizes), (sizes, sizes)]:
         found = gradients(layer, rows * left, slope * right)[2].float()
         wanted = (slope * right).float().t() @ (rows * left).float()
         assert cosine_similarity(found.flatten(), wanted.flatten(), 0) > 0.998
