@@ -78,6 +78,7 @@ class Filling:
                 self._share(unit, kinds, base=not unit.layout.has_base)
             progress(unit)
 
+        # The sources may name planes of any kind, so a unit counts as spilled if any of its kinds is.
         spills = {unit.name for unit in units if self._blocks.spilled(unit.name)}
         self._in_threads(units, spills, tasks_of, threads, end)
 
@@ -151,6 +152,8 @@ class Filling:
             stack.callback(self._leave)
             for unit in _mixed(units, spilled):
                 spills = unit.name in spilled
+
+                # Only now is the oldest waited for: the threads of this pool have work for one more unit while it ends.
                 if len(under_way[spills]) == UNITS_AHEAD:
                     _wait(*under_way[spills].popleft(), end)
                 tasks = [pools[spills].submit(task) for task in tasks_of(unit)]
@@ -176,6 +179,7 @@ class Filling:
         ahead: Piece | None = None
         """The piece that reaches beyond the runs that are done."""
         for elements in self._runs(unit, kinds, base=base):
+            # Nobody takes what is filled after an interrupt, and closing the pools waits for this thread.
             if self._is_left:
                 return
             values = self._buffer(elements)
@@ -242,6 +246,8 @@ class Filling:
         """Return this thread's memory for the numbers of a run, whatever is in it."""
         start, stop = elements
         size = stop - start
+
+        # Runs of one size come again and again, so the buffer of the largest one so far serves nearly all.
         kept: Tensor | None = getattr(self._kept, "buffer", None)
         if kept is None or kept.numel() < size:
             kept = torch.empty(size, dtype=torch.float32, device="cpu")

@@ -105,6 +105,8 @@ class Session:
         work = setup.work
         self.whole_units = work.units
         self.own_units = work.units if ranks is None else shards_of(work.units, ranks)
+
+        # Before anything is opened, since it refuses what the device cannot compute.
         options = _engine_options(setup, seed, any_shape=any_shape)
         if setup.compiles:
             keep_code()
@@ -128,6 +130,8 @@ class Session:
             self.placement = _place(setup, budgets)
             self.optimizer = self._open_optimizer(opened, setup)
             self._open_player(opened, work)
+
+            # After the player, which has registered all blocks: their extents are told where the bytes lie.
             self.in_place = self._attach_base(work)
             self.why_copied = work.in_place.why_not
 
@@ -211,6 +215,7 @@ class Session:
             source: gives the weights. If several threads may read it, all cores do.
             progress: is called after each unit.
         """
+        # An error or interrupt in here leaves units of two models, which nobody may train or export: the state is torn.
         with self.player.loading():
             if isinstance(source, PartReader):
                 self._filling.fill_masters(self.whole_units, self.own_units, source, self.num_cores, progress)
@@ -235,6 +240,7 @@ class Session:
             threads: most threads that fill what is not at home on NVMe.
             progress: is called after each unit, in this thread.
         """
+        # Some planes would be new and others old after an interrupt in here.
         with self.store.tear.change:
             self._filling.fill_arrays(self.own_units, sources, threads, progress)
 
@@ -243,6 +249,8 @@ class Session:
 
         Frozen weights have no remainder, so their master is the weight as it is.
         """
+        # The trained elements come first in every unit, so those that have a remainder are the front of what was asked
+        # for.
         weight = self.read_plane(unit, Kind.WEIGHT, start, stop)
         master = weight.float()
         is_split = Kind.REMAINDER in unit.layout.schema.kinds
@@ -296,6 +304,8 @@ def _open_store(
     """
     machine = setup.machine
     local_size = machine.world.host_ranks
+
+    # A host's RAM and drives are cut evenly among its ranks, because their shards are of equal size.
     own = setup.budgets.of_rank(machine.world)
     nvme = [f"{mount.directory}:{(mount.num_bytes or 0) // local_size}" for mount in machine.mounts]
     if ranks is not None:
@@ -338,6 +348,7 @@ def _place(setup: Setup, budgets: Budgets) -> Placement:
         refusal = advised(short, setup, lambda other: place(other.work.specs, budgets, other.work.policy))
         if refusal is not short:
             raise refusal from short
+        # Nobody is to raise one budget and meet the next one that is too small.
         raise all_short(short, work.specs, budgets, work.policy) from short
 
 

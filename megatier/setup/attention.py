@@ -26,6 +26,8 @@ def with_kernel(config: RunConfig, model: PretrainedConfig, machine: Machine) ->
     """
     if config.model.attention != "auto":
         return config, ""
+    # Flex attention without a compiler makes the whole matrix of scores, so the rule has to know whether layers are
+    # compiled.
     config = config.changed({"model.compile": compiles(config.model, machine)})
     kernel, why = chosen(_described(config, model, machine.capability))
     return config.changed({"model.attention": kernel}), why
@@ -34,6 +36,8 @@ def with_kernel(config: RunConfig, model: PretrainedConfig, machine: Machine) ->
 def _described(config: RunConfig, model: PretrainedConfig, capability: Capability | None) -> Attention:
     """Return the attention of a run, as far as the rule looks at it."""
     text = model.get_text_config()
+
+    # A config that lacks these gets heads of 0 elements, which were never measured, so the rule chooses `sdpa`.
     heads = getattr(text, "num_attention_heads", None) or 0
     keys = getattr(text, "num_key_value_heads", None) or heads
     width = getattr(text, "hidden_size", None) or 0
@@ -59,6 +63,9 @@ def _unsupported(model: PretrainedConfig, text: PretrainedConfig) -> str | None:
 
     # Where a config says what each layer has, a window of the whole model is only that of some layers.
     windows = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+
+    # Each of these is a case that flex attention, or transformers' way to it, does otherwise than `sdpa`. The first one
+    # that holds is what a user is told.
     reasons = {
         f"transformers gives {model.model_type} no flex attention": not supports_flex(model),
         "the model has a vision tower": getattr(model, "vision_config", None) is not None,

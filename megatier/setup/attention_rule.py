@@ -83,6 +83,7 @@ class Attention:
 
 def chosen(attention: Attention) -> tuple[str, str]:
     """Return the fastest repeatable kernel for a run, and why it is not flex attention; empty if it is, or on a CPU."""
+    # Flex attention has no backward on a CPU, so there is nothing to choose and no reason to tell.
     if attention.capability is None:
         return SDPA, ""
 
@@ -120,6 +121,7 @@ def efficiency(kernel: str, head_size: int, tokens: int, phase: Phase) -> float:
         tokens: tokens of a sequence.
         phase: forward or backward.
     """
+    # A plan needs some figure for every model, so a size that nobody measured is not refused as it is by `chosen`.
     nearest = min(MEASURED, key=lambda size: abs(size - head_size))
     kernels = MEASURED[nearest]
     points = kernels.get(kernel, kernels[SDPA])[phase]

@@ -199,6 +199,7 @@ def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
     Raises:
         ConfigError: more RAM is set than there is. The kernel would promise it, and end the process when it is filled.
     """
+    # In a container that is its limit and not the RAM of the host.
     total_bytes = ram_total_bytes()
     if tiers.ram is not None and tiers.ram > total_bytes:
         raise ConfigError(
@@ -213,6 +214,7 @@ def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
             f"than the {mib(total_bytes)} of RAM that this machine, or its container, has. Lower it, or leave it out."
         )
 
+    # `default_budgets` asks CUDA what is free, which nobody needs to know if both are set.
     if tiers.gpu is not None and tiers.ram is not None:
         return tiers.gpu, tiers.ram
     machine = default_budgets(device.type)

@@ -56,6 +56,7 @@ class Setup:
             ConfigError: the ranks cannot share the groups equally, or the experts cannot be cut so.
             UnsupportedModelError: the model cannot be streamed.
         """
+        # The first of all, since a number of groups that ranks cannot share is an error of the config alone.
         check_groups(config.train.groups, machine.world.ranks)
 
         # From here on the setting is true or false for whoever reads the config.
@@ -82,6 +83,9 @@ class Setup:
             ConfigError, UnsupportedModelError: as for `of`.
         """
         own = self.config
+
+        # The skeleton is kept, and building one takes seconds. So a caller that changes what is in it is at fault, and
+        # no user.
         for name in OF_SKELETON:
             assert getattr(own.model, name) == getattr(config.model, name), name
         check_groups(config.train.groups, self.machine.world.ranks)
@@ -92,6 +96,8 @@ class Setup:
             config = config.changed({"model.compile": compiles(config.model, self.machine)})
 
         units = self.units
+
+        # Cutting units walks over all modules, and a search tries many configs.
         if config.model.expert_parts != own.model.expert_parts:
             units = cut_units(self.model, config.model.expert_parts)
         return replace(
@@ -145,6 +151,7 @@ def advised(short: PlanError, setup: Setup, place: Callable[[Setup], object]) ->
         setup: the run that was refused.
         place: tries a run, and raises PlanError if something is short.
     """
+    # Parts of experts make the largest unit smaller. Nothing but slots, which are as large as that unit, gains by it.
     if not short.what.startswith(GPU_SLOTS):
         return short
 
@@ -163,6 +170,7 @@ def _fits_slots(setup: Setup, parts: int, place: Callable[[Setup], object]) -> b
     """Return whether every unit fits into its slots with so many parts. Something else may still be short."""
     try:
         place(setup.changed({"model.expert_parts": parts}))
+    # Some experts cannot be cut at all, or not into so many parts. Then other numbers may do.
     except UnsupportedModelError:
         return False
     except PlanError as short:

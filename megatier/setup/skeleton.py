@@ -47,6 +47,9 @@ def skeleton_of(config: ModelConfig, model_config: PretrainedConfig | None = Non
         ConfigError: a pattern of what is frozen, or a target of adapters, names nothing.
     """
     model_config = model_config or model_config_of(config)
+
+    # Quantised linear layers have other modules than plain ones. So the skeleton of such a base is made from its files,
+    # also for a plan.
     has_base = config.path is not None and config.adapters is not None
     if has_base and is_quantised(model_config):
         model, _ = open_base(config, 0, model_config)
@@ -76,6 +79,7 @@ def open_model(config: RunConfig, model_config: PretrainedConfig | None = None) 
     if folder is None or config.model.adapters is None:
         return model, reader
 
+    # Noted in the model, since the adapters that it is exported with name their base.
     identity = identity_of(folder, stored)
     note_identity(model, identity)
     if (given := config.model.adapters.adapter) is None:
@@ -103,6 +107,7 @@ def open_base(
     folder = _folder_of(config)
     model_config = model_config or model_config_of(config)
     if folder is not None and config.adapters is not None and is_quantised(model_config):
+        # Without a dtype the codes are decoded while they are read, which export and merging need.
         dtype = None if decodes else COMPUTE_DTYPES[config.compute_dtype]
         return open_quantised(folder, model_config, config.attention, dtype)
 

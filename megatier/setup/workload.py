@@ -75,6 +75,8 @@ class Workload:
         """
         train = config.train
         tokens = config.data.sequence_length
+
+        # Schemas come first: where updates are by matrix, the padding below deals parameters out whole.
         units = with_schemas(model, units, config.model.compute_dtype, train.moments, train.optimizer)
 
         # Padding lets each unit be cut into equal shards, so that one size holds for all ranks.
@@ -141,6 +143,7 @@ def hidden_width(model: PreTrainedModel) -> int:
     Raises:
         UnsupportedModelError: no config says it.
     """
+    # Nearly every family has it here.
     if width := getattr(model.config.get_text_config(), "hidden_size", None):
         return int(width)
 
@@ -231,6 +234,7 @@ def _offloaded_bytes(config: RunConfig, model: PreTrainedModel, options: IoOptio
     if not with_attention:
         return hidden_bytes
 
+    # What each slice gives is stashed by itself, and begins at a granule, so that drives can move it alone.
     parts = attention_parts(text, tokens // slices, dtype.itemsize)
     sizes = (hidden_bytes, *parts * slices)
     return sum(round_up(size, options.granule_bytes) for size in sizes)
@@ -248,6 +252,7 @@ def _activations(units: Sequence[Unit], train: TrainConfig, adapted: Collection[
     A unit may run earlier than its place among the modules says (embeddings of each layer, as in Gemma 4). Inputs that
     need a gradient after all then stay on the GPU too, which changes no bit.
     """
+    # The last layers keep theirs, since their backward comes first: what they keep is there for the shortest time.
     layers = [unit.name for unit in units if unit.is_layer]
     keeping = set(layers[max(0, len(layers) - train.kept_layers) :])
     wanted = Activations(train.activations)
