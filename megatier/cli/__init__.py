@@ -251,6 +251,7 @@ def usage() -> str:
             "",
             "`megatier COMMAND --help` explains a command. With any command --debug shows the traceback of an error.",
             "`megatier --version` prints the version.",
+            "docs/troubleshooting.md says what to change if memory runs out, or if a run is slow or hangs.",
             "",
             "to begin with:",
             "  megatier doctor",

@@ -386,7 +386,7 @@ def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budg
         what = f"gradients and activations in RAM, {at_least(sums)} of it for sums of groups,"
         other = ", let NVMe hold state (tiers.nvme, tiers.state), so that sums go there, or lower train.groups."
     elif policy.deferred and policy.ranks == 1:
-        other = ", or set train.clip to null and numerics.guard to off."
+        other = ", or set train.clip to null and numerics.guard to false."
 
     needed = host_ram(used, policy)
     had = _host_ram_of(budgets, policy)

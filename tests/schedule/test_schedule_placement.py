@@ -235,7 +235,7 @@ def test_gpu_smaller_than_one_unit_is_refused_by_name() -> None:
 
 def test_gradients_that_do_not_fit_name_clipping() -> None:
     budgets = Budgets(512 * KIB, 100 * KIB, 1 << 40)
-    with pytest.raises(PlanError, match=r"or set train\.clip to null and numerics\.guard to off\."):
+    with pytest.raises(PlanError, match=r"or set train\.clip to null and numerics\.guard to false\."):
         place(LAYERS, budgets, Policy(state=(Tier.RAM,)))
 
 
