@@ -80,3 +80,12 @@ def test_trl_example_trains_and_writes_a_model(name: str, keys: tuple[str, ...],
         loss = example(name)(model, records(tmp_path / "a.jsonl", *keys), str(tmp_path / "out"), max_steps=2)
     assert 0 < loss < 20
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+def test_grpo_example_learns_what_is_rewarded_and_writes_a_model(tmp_path: Path) -> None:
+    with one_thread():
+        first, last = example("trl_grpo.py")(str(tmp_path / "out"), steps=15)
+    assert last > 1.5 * first
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
