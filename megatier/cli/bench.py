@@ -108,7 +108,6 @@ def _end(
     """Keep the rates, and write what was asked for; returns the exit code."""
     from megatier.measure.probe import machine_facts, rates_of
     from megatier.report.probe_picture import draw
-
     rates = rates_of(drives, links)
     if between is not None:
         rates = between.added_to(rates)
@@ -227,6 +226,7 @@ def _mounts(texts: Sequence[str], num_bytes: int) -> list[MountBudget]:
             mount = MountBudget(mount.directory, num_bytes)
         mounts.append(mount)
 
+    # A plan adds drives up, so it would count this one twice.
     if len({mount.directory.resolve() for mount in mounts}) < len(mounts):
         raise ConfigError(f"--nvme names a directory twice: {', '.join(words)}. Name each drive once.")
 
@@ -272,6 +272,8 @@ def _print_links(console: Console, links: LinkFigures) -> None:
         by_itself = _parameters(update.parameters_per_s)
         beside_others = _parameters(update.shared_parameters_per_s)
         table.add_row(f"AdamW, {update.threads} thread{plural}", by_itself, beside_others)
+
+        # In bytes as well, since the threads of AdamW and copies share what RAM carries.
         table.add_row("  of RAM", _rate(update.memory_bytes_per_s), _rate(update.shared_memory_bytes_per_s))
     table.add_section()
 
@@ -326,6 +328,7 @@ def _keep(console: Console, rates: Rates, links: LinkFigures) -> Path | None:
     """Keep rates that may be believed; returns their file, or None if they are not kept."""
     from megatier.measure.probe import cache_rates
 
+    # A plan takes links and drives together, so drives alone are not kept either.
     if links.flags:
         say(console, "rates not kept for `megatier plan`: some are not to be believed, as said above")
         return None

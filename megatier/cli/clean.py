@@ -35,9 +35,11 @@ def run(argv: Sequence[str]) -> int:
     found = []
 
     for directory in options.directory:
+        # Said line by line, since removing large files takes time.
         for leftover in find_leftovers(directory, remove=options.yes):
             found.append(leftover)
             say(console, _line(leftover, removed=options.yes))
+        # A run directory holds the only copy of what was trained, so this command never removes one.
         for path in killed_runs(directory):
             say(console, f"{path}: a killed run; `megatier resume` goes on with it")
 

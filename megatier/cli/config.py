@@ -52,7 +52,6 @@ def run(argv: Sequence[str]) -> int:
     for name, value in of_machine.items():
         section, _, key = name.partition(".")
         sections[section][key] = value
-
     names = [f"{name}.{key}" for name, section in SECTIONS.items() for key in section.__dataclass_fields__]
     if options.json:
         sources = {name: GIVEN if name in given else DEFAULT for name in names} | dict.fromkeys(of_machine, MACHINE)
@@ -78,6 +77,7 @@ def _of_machine(config: RunConfig) -> dict[str, object]:
         found["tiers.device"] = device
     if config.model.compile is None:
         found["model.compile"] = device == "cuda"
+    # A config may ask for a GPU that is not in this machine, such as one that is written for another one.
     if device == "cuda" and not gpus():
         return found
 

@@ -52,6 +52,7 @@ def run(argv: Sequence[str]) -> int:
     made = convert(options.file)
     sections, names, needed = _checked(made, overrides)
 
+    # The name comes from outside, and a line break in it would end the comment.
     head = [f"From {made.trainer}'s {shown(options.file.name)}, by `megatier convert`."]
     if needed:
         head.append(f"Still needed: {', '.join(needed)}")
@@ -61,6 +62,7 @@ def run(argv: Sequence[str]) -> int:
     print(*_summary(made, options.output), sep="\n")
     if needed:
         print(f"still needed, in the file or on the command line: {', '.join(needed)}")
+    # Other trainers count epochs, so a number of steps that nobody gave would hardly be what is wanted.
     if names.isdisjoint({"train.steps", "train.epochs"}):
         print(f"train.steps is at its default, {sections['train']['steps']:,}: set it, or train.epochs")
     print(f"next, `megatier plan {options.output}` says whether it fits")

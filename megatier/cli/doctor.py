@@ -119,6 +119,7 @@ def checks(mounts: Sequence[MountBudget]) -> Iterator[Check]:
     yield _native()
     yield _cpu()
 
+    # A broken torch is one row of the table: the other checks may say why it is broken.
     gpus: Sequence[hardware.Gpu] = ()
     try:
         gpus = hardware.gpus()
@@ -150,7 +151,6 @@ def _extra(name: str, wanted: str) -> Check:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return _ok(what, f"not installed: pip install 'megatier[{name}]'")
-
     if _numbers(found) < _numbers(least):
         return _warn(what, f"{found}, and {least} is the least", f"pip install 'megatier[{name}]'")
     return _ok(what, found)
@@ -186,6 +186,8 @@ def _native() -> Check:
 def _cpu() -> Check:
     cores = hardware.cores_usable()
     found = f"{cores} usable of {os.cpu_count()}"
+
+    # Fewer cores train as well, only slower, so this is no failure.
     if cores >= 4:
         return _ok("cores", found)
     return _warn("cores", found, "AdamW and NVMe share these cores; 8 or more keep up with a GPU.")
@@ -210,6 +212,8 @@ def _pcie(link: hardware.PcieLink | None) -> Check:
         f"generation {link.generation} of {link.generation_max}, {link.lanes} of {link.lanes_max} lanes: "
         f"{link.bytes_per_s / 1e9:.0f} GB/s each way"
     )
+
+    # Lanes do not go down while a GPU is idle, as the generation does.
     if link.lanes < link.lanes_max:
         return _warn("PCIe link", found, "Copies are as slow as that. Seat the card anew, or use another slot.")
 
@@ -220,6 +224,7 @@ def _pcie(link: hardware.PcieLink | None) -> Check:
 
 def _gds(has_gpu: bool, mounts: Sequence[MountBudget]) -> Iterator[Check]:
     """Check what GPUDirect Storage needs, and whether it runs."""
+    # It is not imported here, since it may hang (`_kvikio`).
     has_kvikio = has_gpu and importlib.util.find_spec("kvikio") is not None
     if has_kvikio:
         kvikio = _kvikio(mounts)
@@ -276,6 +281,7 @@ def _kvikio(mounts: Sequence[MountBudget]) -> Check:
         except subprocess.TimeoutExpired:
             return _warn("kvikio", f"hangs, for {KVIKIO_SECONDS} s at least", f"Check the driver. {remedy}")
 
+    # The last line of a traceback has the error. A process that a signal ended has said nothing.
     if done.returncode:
         return _warn("kvikio", (done.stderr.strip().splitlines() or ["ended by a signal"])[-1], remedy)
     return _ok("kvikio", done.stdout.strip())

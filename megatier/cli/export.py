@@ -50,6 +50,8 @@ def run(argv: Sequence[str]) -> int:
         help="where the base of the adapters, or the model that the run began with, is now (default: where it was)",
     )
     options = parser.parse_args(argv)
+
+    # The least that can be wrong is looked at first, and takes no time.
     shard_bytes = parse_bytes(options.shard_size)
     if not (options.merge and find_adapter(options.checkpoint)):
         find_checkpoint(options.checkpoint)

@@ -107,6 +107,7 @@ def _data(given: str) -> dict[str, Any]:
     if is_hub_id and given != PYTHON_STDLIB:
         return {"data.dataset": given}
 
+    # Only the shape of the records is looked at, so the tokenizer of the model need not be there.
     files = list(parse_list(given))
     config = DataConfig(files=tuple(files), tokenizer=BYTE_TOKENIZER)
     chat, field = guess_shape(config)
@@ -128,6 +129,7 @@ def _length(model: str) -> int:
     folder = find_local(model)
     if folder is None:
         return LENGTH
+    # Read as JSON and not by transformers, which takes seconds to load.
     found = read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, ConfigError)
     length = LENGTH
     # GPT-2 and its like have the second name.

@@ -72,6 +72,7 @@ def write_config(path: Path, text: str, *, overwrites: bool) -> None:
 
 def json_text(document: Mapping[str, Any]) -> str:
     """Return a document as JSON. JSON has no NaN, so a NaN is written as text."""
+    # `plain` has written NaN as text by now. If one is left, an error is better than a file that parsers refuse.
     return json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
 
 

@@ -29,6 +29,8 @@ def run(argv: Sequence[str]) -> int:
         help="file to write (default: report.html in the run's directory)",
     )
     options = parser.parse_args(argv)
+
+    # The page is made whole before the file is opened, so an error leaves a page from before as it is.
     text = build(options.directory)
     output: Path = options.output or options.directory / "report.html"
     write_text(output, text, "--output FILE.html")

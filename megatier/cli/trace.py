@@ -36,9 +36,12 @@ def run(argv: Sequence[str]) -> int:
         "--output", type=Path, metavar="FILE.svg", help="file to write (default: step-N.svg next to the trace)"
     )
     options = parser.parse_args(argv)
+
+    # Other names would do as well, but whoever names a PNG expects one.
     if options.output is not None and options.output.suffix != ".svg":
         raise ConfigError(f"--output {options.output}: the picture is an SVG. Name a file that ends in .svg.")
 
+    # A trace may have been copied from the machine that made it, without the run.
     path: Path = options.trace / TRACE_FILE if options.trace.is_dir() else options.trace
     steps = read_trace(path)
     step, events = _choose(path, steps, options.step)
@@ -75,12 +78,17 @@ def _table(step: int, seconds: float, uses: Iterable[LaneUse], spent: Account) -
         table.add_row(escape(use.lane), *figures)
 
     table.add_section()
+
+    # Lanes work beside each other and beside compute, so their times add up to more than the step. These are what the
+    # step is made of.
     stalls = {f"stall: {cause}": stalled for cause, stalled in spent.stall_seconds.items()}
     causes = {
         "compute alone": spent.compute_seconds,
         **stalls,
         "host": spent.host_seconds,
     }
+
+    # Most steps compile nothing, and a row of zeros would only ask for an explanation.
     if spent.compile_seconds:
         causes["compiler"] = spent.compile_seconds
     for cause, lasted in sorted(causes.items(), key=lambda item: -item[1]):

@@ -129,6 +129,8 @@ def check_mount(mount: MountBudget) -> int:
     """
     directory = mount.directory
     num_bytes = mount.num_bytes or 0
+
+    # A directory in RAM would be as fast as RAM, and a plan would believe it.
     check_directory(directory, "--nvme")
     least = BLOCKS_MIN * IoOptions().granule_bytes
     if num_bytes < least:
@@ -184,7 +186,6 @@ def probe_drive(
         write = traffic.write(seconds)
         mixed = traffic.updated(seconds, threads)
         read = traffic.read(seconds)
-
     knee_step = knee(sustained)
     figures = DriveFigures(
         directory=str(directory),
@@ -215,6 +216,7 @@ def choose_threads(traffic: BlockTraffic, default: int, seconds: float) -> tuple
     """
     if not traffic.is_direct:
         return default, {}
+    # Short trials find which number is best. How fast it is, is measured after that.
     trials = try_threads(traffic, seconds * TRIAL_SHARE)
     io_threads = fewest_threads(trials)
     traffic.set_threads(io_threads)
@@ -271,6 +273,7 @@ def drive_flags(figures: DriveFigures) -> tuple[str, ...]:
         ("write", figures.write, limit),
         ("mixed", figures.mixed, 2 * limit),
     ):
+        # What PCIe cannot carry did not come from the drive, whatever counters say.
         if flow.bytes_per_s > most:
             flags.append(f"{name}: more than {limit / 1e9:.0f} GB/s, which PCIe does not carry: a cache answered")
         elif flow.device_bytes is not None and flow.num_bytes > UNCOUNTED_SHARE_MAX * flow.device_bytes:
@@ -295,6 +298,7 @@ def drive_notes(figures: DriveFigures) -> tuple[str, ...]:
         notes.append(f"the device wants transfers of {logical} bytes; the store's may be smaller")
 
     for flow in figures.flows.values():
+        # The device's counter counts what all programs move. One remark is enough for all flows.
         if flow.device_bytes and flow.device_bytes > UNCOUNTED_SHARE_MAX * flow.num_bytes:
             notes.append("others used the device meanwhile: the figures are too low")
             break

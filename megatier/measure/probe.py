@@ -160,6 +160,7 @@ def cached_rates(directories: Sequence[Path], device: str, path: Path | None = N
         if entry["machine"] != machine:
             continue
         try:
+            # A mount that is missing is refused by name elsewhere. Here it only means that nothing is known of it.
             if not all(directory.is_dir() for directory in directories):
                 return None
             facts = [mount_facts(directory) for directory in directories]
@@ -196,6 +197,8 @@ def rates_or_assumed(directories: Sequence[Path], device: str) -> tuple[Rates, t
         DriveRates(directory=str(directory), read_bytes_per_s=rate, write_bytes_per_s=rate, mixed_bytes_per_s=rate)
         for directory in directories
     )
+
+    # So the links are taken as they were measured, and the drives alone are assumed.
     links = cached_rates((), device)
     if links is not None:
         return dataclasses.replace(links, drives=drives), ("drives",)
@@ -227,8 +230,12 @@ def io_threads(asked: int | None, rates: Rates | None) -> tuple[int, str]:
 def _assumed_links(device: str) -> Rates:
     """Return the rates of a machine that was not measured, but for its drives. They are round, and rather low."""
     cores = hardware.cores_usable()
+
+    # A few cores cannot take all that RAM carries, and beyond so many more of them take no more.
     memory = ASSUMED_MEMORY_BYTES_PER_S * min(cores, ASSUMED_CORES)
     gpus = hardware.gpus() if device == "cuda" else ()
+
+    # On a CPU a copy between the tiers is one in RAM, which reads and writes each byte.
     link = ASSUMED_LINK_BYTES_PER_S if device == "cuda" else memory / 2
     gpu_memory = ASSUMED_GPU_BYTES_PER_S if device == "cuda" else memory
     return Rates(
@@ -245,6 +252,7 @@ def _assumed_links(device: str) -> Rates:
 
 def _shared(drives: Sequence[DriveRates], facts: Sequence[dict[str, Any]]) -> tuple[DriveRates, ...]:
     """Divide the rates of a file system into equal parts for the directories that lie on it."""
+    # Directories of one file system have equal facts.
     parts = [facts.count(here) for here in facts]
     return tuple(
         dataclasses.replace(
@@ -262,6 +270,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
         entries = json.loads(hardware.text_of(path))
     except ValueError:
         return []
+    # A cache that cannot be read costs a measurement and nothing else, so it is no error.
     return [entry for entry in entries if _is_whole(entry)] if isinstance(entries, list) else []
 
 

@@ -74,6 +74,7 @@ class RankFigures:
         Ranks of one host say what its own links do. Those of several hosts say what the network does, which is what a
         scatter waits for there.
         """
+        # A rank has one part itself, so it receives those of the others alone.
         part = self.layer_bytes / self.ranks
         if self.hosts > 1:
             far = (self.ranks - self.ranks // self.hosts) * part
@@ -107,6 +108,7 @@ def probe_ranks(ranks: Ranks, device: str, *, seconds: float) -> RankFigures:
 
 def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = None) -> RankFigures:
     """Measure one way of bytes between ranks: the best that there is, or one that is preferred to shared RAM."""
+    # In whole pages, as shards lie in slots.
     own_bytes = max(1, LAYER_BYTES[device] // ranks.size // PAGE_BYTES) * PAGE_BYTES
 
     # What other ranks read lies in the memory that they may read by copy engines.
