@@ -108,6 +108,7 @@ def _end(
     """Keep the rates, and write what was asked for; returns the exit code."""
     from megatier.measure.probe import machine_facts, rates_of
     from megatier.report.probe_picture import draw
+
     rates = rates_of(drives, links)
     if between is not None:
         rates = between.added_to(rates)

@@ -89,6 +89,8 @@ class UpdatesBeside:
             2 * num_elements,
             chunk_elements=num_elements,
         )
+
+        # Threads of its own, as in a run: AdamW and the drive's threads share the cores.
         self._pool = adamw_threads(threads)
         self._flying: deque[_native.Batch] = deque()
 
@@ -135,6 +137,7 @@ class BlockTraffic:
             raise
 
         try:
+            # All extents are reserved before the file is made, as a run does, so that its size is known.
             self._extents = [self._files.reserve(block_bytes) for _ in range(num_blocks)]
             self._files.allocate()
 
@@ -191,6 +194,7 @@ class BlockTraffic:
         This takes MIXED_WINDOWS times as long as the other flows. Through the page cache there are no windows, since
         what was written is counted only at the end.
         """
+        # Without O_DIRECT a write is over when the page cache has it, so the rate of a window would be that of RAM.
         window_s = seconds if self.is_direct else None
         num_elements = self._block_bytes // BYTES_OF_MOMENT
         with UpdatesBeside(num_elements, threads) as updates:
@@ -204,6 +208,8 @@ class BlockTraffic:
         chosen = itertools.islice(indices, num_blocks)
         writes = ((True, index) for index in chosen)
         began = time.perf_counter_ns()
+
+        # No time limit here: what is asked for is a number of bytes, after which a cache must be full.
         spans = self._run(writes, DEPTH)
         return step_rates(began, [end for _, end in spans], self._block_bytes)
 
@@ -254,6 +260,8 @@ class BlockTraffic:
 
         ended = time.perf_counter_ns()
         after = self._device.moved_bytes()
+
+        # A counter may be missing in a container, or on a file system over a network.
         counted = None
         if before is not None and after is not None:
             counted = sum(after[way] - before[way] for way in ways)
@@ -286,6 +294,8 @@ class BlockTraffic:
             if len(flying) == window:
                 land()
             is_over = until_ns is not None and time.perf_counter_ns() >= until_ns
+
+            # A slow drive may not end one turn in the time given, and fewer operations would be no mixture.
             if is_over and number >= MIXED_READS + MIXED_WRITES:
                 break
             flying.append(self._submit(write, index, number % window))
@@ -338,6 +348,8 @@ def step_rates(began_ns: int, ends_ns: Iterable[int], block_bytes: int) -> tuple
     If all blocks together are less than a GiB, the rate is that of all of them.
     """
     ends = sorted(ends_ns)
+
+    # A block may be larger than a step, and then each step is one block.
     blocks = max(1, SUSTAINED_STEP_BYTES // block_bytes)
     blocks = min(blocks, max(1, len(ends)))
     num_bytes = blocks * block_bytes

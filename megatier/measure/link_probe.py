@@ -159,7 +159,6 @@ def probe_links(
     ):
         first = _copy_figures(devices[0], copies, seconds)
         updates = tuple(_update_figures(update, copies, count, seconds) for count in sorted(set(threads)))
-
     size = matmul_size or MATMUL_SIZE[device]
     matmul = matmul_flops_per_s(devices[0], size, seconds)
     fp8 = fp8_matmul_flops_per_s(devices[0], size, seconds) if has_gpu else None

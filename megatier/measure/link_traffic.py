@@ -56,6 +56,7 @@ def at_once(works: Mapping[str, Work], seconds: float) -> dict[str, float]:
         return work(lambda: time.perf_counter() > end)
 
     with closing(Workers(len(works), "megatier-traffic")) as workers:
+        # A thread for each kind of traffic. All of them release the interpreter while they wait.
         rates = workers.map(run, works.values())
         return dict(zip(works, rates, strict=True))
 
@@ -75,6 +76,7 @@ class CopyTraffic:
         Raises:
             CapacityError: there is less memory.
         """
+        # Pieces begin at pages, like slots, so that copies have the alignment of those of a run.
         self._piece = max(PAGE_BYTES, num_bytes // COPY_PIECES // PAGE_BYTES * PAGE_BYTES)
         self._way_bytes = COPY_PIECES * self._piece
         self._host = Arena(2 * self._way_bytes, torch.device("cpu"), pin=device.type == "cuda")

@@ -107,6 +107,7 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 
 def _built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     """Return the model of a config, with its buffers."""
+    # transformers writes into the config what it has chosen.
     config = copy.deepcopy(config)
 
     # Named, sdpa is asked of every part. Where nothing is named, transformers takes it where a part has it.
@@ -210,6 +211,7 @@ def _check_tied(
     Raises:
         UnsupportedModelError: they are not.
     """
+    # A head with a bias of its own has a parameter that the embedding lacks, and no unit of both would be bound whole.
     is_whole = set(names) == {tensor.name for tensor in first.layout.tensors}
     is_embedding = model.get_submodule(first.module_names[0]) is model.get_input_embeddings()
     is_head = model.get_submodule(module_name) is model.get_output_embeddings()
@@ -265,6 +267,7 @@ def tiled_names(unit: Unit, module: nn.Module) -> list[str]:
 
 def decays(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of the parameters with weight decay, as Hugging Face's Trainer chooses them."""
+    # A norm may be called anything, such as `ln_f`, so its class counts as well.
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
     decayed = set[str]()
     for name, _ in model.named_parameters():
@@ -342,6 +345,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
             f"{type(model).__name__} has no list of *Layer or *Block modules below its decoder: nothing to stream."
         )
 
+    # Of two that are equally long the first one counts, in the order of the modules.
     return max(lists, key=len)
 
 
@@ -350,6 +354,8 @@ def tied_modules(model: PreTrainedModel) -> frozenset[str]:
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     weight = getattr(embedding, "weight", None)
+
+    # By identity: two tensors that are merely equal are trained apart.
     if weight is None or weight is not getattr(head, "weight", None):
         return frozenset()
 
@@ -379,6 +385,7 @@ def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[st
         if inside is not None and name.startswith(inside):
             continue
 
+        # A module may have registered None, such as the bias of a layer without one.
         owns_parameters = any(parameter is not None for parameter in module._parameters.values())
         is_outside = id(module) not in decoder
         is_one_unit = id(module) in layers or is_adapter(module) or (is_outside and _has_no_list(module))

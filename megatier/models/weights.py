@@ -119,6 +119,9 @@ class SafetensorsFolder(TensorReader):
         shapes = {name: tensor.shape for name, tensor in self.stored.items()}
         self._assemblies = assemble(model, shapes)
         self._folder = folder
+
+        # Buffers are small and read at once, but only after every name and shape was checked: a refusal changes
+        # nothing.
         self._check(model)
         self._read_buffers(model)
 
@@ -180,6 +183,7 @@ class SafetensorsFolder(TensorReader):
         dtype = DTYPES[stored.dtype]
         with open_at(stored, run.start * dtype.itemsize) as file:
             for start, stop in chunks(run.num_elements):
+                # The last piece is shorter than the buffers.
                 count = stop - start
                 piece = raw[: count * dtype.itemsize]
                 read_exactly(file, piece, stored)

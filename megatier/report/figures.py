@@ -83,6 +83,7 @@ class StepReport(RankWork):
     @property
     def main_stall(self) -> str | None:
         """The cause that compute waited longest for; None if it waited for less than `STALLED_MIN` of the step."""
+        # Short waits are at every step of every run, and naming one of them would look like a fault.
         stalls = self.stall_seconds
         least = STALLED_MIN * self.seconds
         if not stalls or self.stalled_seconds < least:

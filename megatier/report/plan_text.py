@@ -52,6 +52,7 @@ def _time_table(plan: Plan) -> Table:
     title = f"a step: {format_seconds(made.seconds)}{waver}, {format_count(plan.tokens_per_s)} tokens/s"
     table = figure_table(title, "lane", "moves", "alone", "busy", "share")
     for lane, alone in made.alone_seconds.items():
+        # A lane that has nothing to do in this run is no row.
         if not alone:
             continue
         # Compute and updates move nothing.
@@ -77,6 +78,7 @@ def sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
         steps: those of the run; None: its text decides, by epochs.
         taken: what the run directory takes, in words; empty if it takes nothing.
     """
+    # First of all, since it says what every figure after it is about.
     if plan.world.ranks > 1:
         yield _ranks(plan.world)
     trained = f", {format_count(plan.num_trained)} of them trained" if plan.num_trained < plan.num_parameters else ""
@@ -107,13 +109,13 @@ def sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
         yield f"The activations of {spilled} of {len(offloaded)} units go on to NVMe, {short}."
     if plan.hidden_at is not None:
         yield f"From {format_count(plan.hidden_at)} tokens a step on all but compute is hidden, if activations fit."
-
     yield from _saves(plan, taken)
     if plan.written_bytes_per_step:
         written = plan.written_bytes_per_step
         whole = "" if steps is None else f" and {written * steps / 1e12:,.3g} TB in the run"
         day = f"{plan.written_bytes_per_day / 1e12:,.3g} TB a day"
         yield f"A step writes {mib(round(written))} to NVMe, which is {day}{whole}. Drives are rated in TBW."
+    # Epochs say nothing of the number of steps until the text was read.
     if steps is not None:
         seconds = format_seconds(plan.forecast.seconds * steps)
         yield f"The {steps:,} steps of the run take {seconds}, in addition to its start, compiling and its saves."
@@ -215,6 +217,8 @@ def rates_assumption(rates: Rates, assumed: Sequence[str], mounts: Sequence[str]
 def _spilled_gradients(count: int, plan: Plan) -> str:
     """Return a sentence about what gradients of so many units cost on NVMe, and how to avoid that."""
     words = "Gradients"
+
+    # Without a norm to wait for, gradients of a single group are used up at once.
     remedy = "and so do train.clip null and numerics.guard off."
     if plan.placement.sums_on_gpu:
         words = "Sums of groups"

@@ -83,6 +83,7 @@ def draw(drives: Sequence[DriveFigures], links: LinkFigures, title: str) -> str:
         ("copies, GB/s (inner bar: both ways at once)", _copy_bars(links), links.flags),
         ("AdamW on the CPU, Gparam/s (inner bar: beside copies both ways)", _update_bars(links), ()),
     ):
+        # The inner bar may be the longer one by chance, and neither may leave the plot.
         most = max(max(row.value, row.inner) for row in rows)
         parts += _section(heading, ("alone", "beside others"), rows, flags, y, most)
         y += _section_height(len(rows), flags)

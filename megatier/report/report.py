@@ -67,6 +67,9 @@ class Progress:
     def update(self, report: StepReport) -> None:
         """Show a finished step, unless the last one was shown just now."""
         self._num_reports += 1
+
+        # Before the pause is looked at: the course of the loss and the time left have every step, also those that are
+        # not drawn.
         self._losses.add(report.loss)
         self._compile_seconds += report.compile_seconds
 
@@ -187,6 +190,8 @@ def print_placement(console: Console, tiers: Sequence[TierState], num_ranks: int
     total = sum(tier.state_bytes for tier in tiers)
     others = sum(tier.other_bytes for tier in tiers)
     budgets = sum(tier.budget_bytes for tier in tiers)
+
+    # The sum has the form of a tier, so that it is written like one.
     whole = TierState(
         tier="all",
         state_bytes=total,

@@ -48,6 +48,8 @@ def build(directory: Path) -> str:
         history=read_history(metrics) if metrics.exists() else History(),
         trace=picture.read_trace(trace) if trace.exists() else {},
     )
+
+    # What a run is at and its figures come first: they answer what most readers ask.
     parts = [note(headline.status(run)), cards(headline.figures(run)), *_sections(run)]
     return page(f"run {directory.resolve().name}", parts)
 
@@ -71,6 +73,7 @@ def _timeline(run: RecordedRun) -> str:
     """Return the picture of the last step of the trace."""
     if not run.trace:
         return note("No trace: a run writes that of its last steps when it ends, with output.trace: true.")
+    # The first steps of a trace may be those that learn or compile.
     step = max(run.trace)
     drawn = picture.draw(run.trace[step], f"step {step:,}")
     return f'<div class="timeline wide">{drawn}</div>'
@@ -79,6 +82,8 @@ def _timeline(run: RecordedRun) -> str:
 def _placement(run: RecordedRun) -> str:
     """Return the map of homes, and what it does not show."""
     opening = run.opening
+
+    # Runs of older versions have no record of how they began.
     if opening is None:
         return note(OLDER if run.steps else NO_STEP)
     words = [f"Units in forward order: {len(opening.homes)}; a pointer over a block shows its name."]
