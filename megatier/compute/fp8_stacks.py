@@ -4,8 +4,8 @@ A module of transformers holds the matrices of all experts of a layer in paramet
 to several experts: it makes as many pairs. The rows of an expert's pairs are laid together, and one grouped product
 multiplies each group with a matrix of its own.
 
-Rows and outputs have scales of their own, as anywhere. A gradient has one for each expert, taken from the rows that
-went to it: what other tokens or other experts have changes nothing there.
+Rows and outputs have scales of their own, as anywhere. What is largest, of a matrix or of the rows that a sum runs
+along, is so within an expert: what other tokens or other experts have changes nothing there.
 
 Groups are filled up with rows of zeros to a multiple of 16, by at least one, since the kernel of GPUs takes no others.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from megatier.compute.fp8 import ALIGNED, CODES, columns, divided, rounded, scale_of
+from megatier.compute.fp8 import ALIGNED, CODES, columns, divided, inverse, rounded
 from megatier.readback import on_host
 
 FIRST = ("gate_up_proj", "up_proj")
@@ -151,27 +151,36 @@ class _StackProduct(torch.autograd.Function):
         kept = (rows8, row_scale) if ctx.needs_input_grad[1] else (None, None)
         ctx.save_for_backward(*kept, weight, weight_scale, *groups)
 
+        if not weight8.is_contiguous():
+            weight8 = _turned(weight8.transpose(1, 2))
         laid = _laid(rows8, pair, copies)
-        raw: Tensor = _grouped(laid, weight8.contiguous(), weight_scale.squeeze(2), ends, True)
+        raw: Tensor = _grouped(laid, weight8, weight_scale.squeeze(2), ends, True)
         return (raw[place].float() * _copied(row_scale, copies)).to(torch.bfloat16)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         rows8, row_scale, weight, weight_scale, expert, is_own, place, pair, ends = ctx.saved_tensors
         copies = ctx.copies
-        grad = grads[0].float()
+        grad8, grad_scale = rounded(grads[0], -1)
+        laid_grad = _laid(grad8, pair, 1)
         of_rows = of_weight = None
 
         if ctx.needs_input_grad[0]:
-            grad8, scale = _rounded_by_expert(grad * weight_scale.squeeze(2)[expert], expert, ends.shape[0])
-            weight8 = divided(weight, weight_scale).transpose(1, 2).contiguous()
-            raw = _grouped(_laid(grad8, pair, 1), weight8, scale.expand(-1, weight8.shape[1]), ends, False)
-            of_pairs = raw[place].where(is_own, 0)
+            largest = weight_scale.amax(1, keepdim=True)
+            turned = weight.transpose(1, 2)
+            weight8 = divided(turned, largest) if turned.is_contiguous() else _turned(weight, inverse(largest))
+            raw = _grouped(laid_grad, weight8, weight_scale.new_ones(weight8.shape[:2]), ends, False)
+            scaled = (raw[place].float() * (grad_scale * largest[expert, 0])).to(torch.bfloat16)
+            of_pairs = scaled.where(is_own, 0)
             of_rows = of_pairs.view(-1, copies, of_pairs.shape[1]).sum(1)
         if ctx.needs_input_grad[1]:
-            grad8, scale = _rounded_by_expert(grad * _copied(row_scale, copies), expert, ends.shape[0])
-            laid_grad, laid_rows = columns(_laid(grad8, pair, 1)), columns(_laid(rows8, pair, copies))
-            of_weight = _grouped(laid_grad, laid_rows, scale.expand(-1, laid_rows.shape[0]), ends, False)
+            scale = (_copied(row_scale, copies) * grad_scale).where(is_own, 0)
+            largest = _largest(scale, expert, ends.shape[0])
+            factor = (scale * inverse(largest)[expert])[pair.clamp(max=expert.shape[0] - 1)]
+            # Where no pair lies, rows of zeros stay so, whatever another pair's numbers are.
+            factor = factor.where((pair < expert.shape[0])[:, None], 1)
+            laid_rows = columns(_laid(rows8, pair, copies), factor)
+            of_weight = _grouped(columns(laid_grad), laid_rows, largest.expand(-1, laid_rows.shape[0]), ends, False)
         return of_rows, of_weight, None, *(None for _ in Groups._fields)
 
 
@@ -198,13 +207,19 @@ def _laid(codes: Tensor, pair: Tensor, copies: int) -> Tensor:
     return rows.where((pair < num_pairs)[:, None], 0).view(CODES)
 
 
-def _rounded_by_expert(rows: Tensor, expert: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of pairs in FP8, and the scales that they were divided by, one for each expert, [experts, 1]."""
-    largest = rows.abs().amax(1, keepdim=True)
-    # Each row beside each expert, since a maximum that is scattered would have to be found by atomic operations.
+def _turned(stack: Tensor, factor: Tensor | None = None) -> Tensor:
+    """Return matrices [experts, M, N], whose rows are multiplied with factors [experts, 1, 1], as [experts, N, M]."""
+    count, num_rows, num_columns = stack.shape
+    rows = None if factor is None else factor.expand(count, num_rows, 1).reshape(-1, 1)
+    turned: Tensor = columns(stack.reshape(-1, num_columns), rows)
+    return turned.view(num_columns, count, num_rows).transpose(0, 1)
+
+
+def _largest(scale: Tensor, expert: Tensor, count: int) -> Tensor:
+    """Return the largest scale among the pairs of each expert, [experts, 1]; of no pairs the least normal number."""
+    # Each pair beside each expert, since a maximum that is scattered would have to be found by atomic operations.
     is_of = expert[:, None] == torch.arange(count, dtype=torch.int64, device=expert.device)
-    scale = scale_of(largest.where(is_of, 0).amax(0))[:, None]
-    return divided(rows, scale[expert]), scale
+    return scale.where(is_of, 0).amax(0).clamp(min=torch.finfo(torch.float32).tiny)[:, None]
 
 
 @torch.library.custom_op("megatier::fp8_groups", mutates_args=())
@@ -238,7 +253,7 @@ def _grouped(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: 
     start = 0
     for number, end in enumerate(on_host(ends).tolist()):
         if right.dim() == 3:
-            rows, matrix = left[start:end], right[number]
+            rows, matrix = left[start:end], right[number].contiguous()
         else:
             rows, matrix = left[:, start:end].contiguous(), right[:, start:end].contiguous()
         raw = torch._scaled_mm(rows, matrix.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=is_fast)

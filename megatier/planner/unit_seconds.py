@@ -36,9 +36,9 @@ REPEATED = 0.7, 0.6, 0.55, 0.39, 0.16, 0.03, 0.0
 shape. At 0, as under recompute, that is all but the last product."""
 FP8_TIMES = 1.4
 """How many times as fast as in bf16 products in FP8 are taken to be where that was not measured."""
-ROUNDED_BYTES = 5
-"""Bytes of memory that move for each number of a stack that is rounded to FP8: two reads of bf16 and a write in the
-forward; a read and a write, and both again to turn it, in the backward."""
+ROUNDED_BYTES = {Phase.FORWARD: 5, Phase.BACKWARD: 3}
+"""Bytes of memory that move for each number of a stack that is rounded to FP8: two reads of bf16, or one, and a
+write."""
 
 
 def unit_seconds(setup: Setup, head: str, rates: Rates) -> ComputeSeconds:
@@ -104,9 +104,8 @@ class _UnitSeconds:
         forward += adapting
         backward += 2 * adapting
 
-        rounding = self._rounding_seconds(unit)
-        forward += rounding
-        backward += rounding
+        forward += self._rounding_seconds(unit, Phase.FORWARD)
+        backward += self._rounding_seconds(unit, Phase.BACKWARD)
 
         # The modules of a unit share its FLOPs.
         num_uses = len(unit.module_names)
@@ -232,14 +231,14 @@ class _UnitSeconds:
         num_tiles = self._slices * math.ceil(slice_tokens / tile_tokens)
         return num_tiles * num_bytes / self._memory_bytes_per_s
 
-    def _rounding_seconds(self, unit: Unit) -> float:
-        """Return the seconds in which stacks of experts are rounded to FP8, once.
+    def _rounding_seconds(self, unit: Unit, phase: Phase) -> float:
+        """Return the seconds in which stacks of experts are rounded to FP8.
 
         Only some tokens go to each of them, so it takes a larger part than that of linear layers, which is in the rate.
         """
         stacks = [tensor for tensor in _named(unit.layout.tensors, self._in_fp8) if len(tensor.shape) == 3]
         num_elements = sum(tensor.num_elements for tensor in stacks)
-        return self._slices * ROUNDED_BYTES * num_elements / self._memory_bytes_per_s
+        return self._slices * ROUNDED_BYTES[phase] * num_elements / self._memory_bytes_per_s
 
     def _adapting_seconds(self, unit: Unit) -> float:
         """Return the seconds in which the parameters of a unit are adapted, which the memory of the GPU bounds.

@@ -325,7 +325,7 @@ def test_plan_of_experts_in_fp8_saves_a_row_once_and_counts_their_rate() -> None
     sliced = [
         Trial.of(elsewhere(each.changed({"train.slices": 2}), fast)).seconds[forward] for each in (in_fp8, without)
     ]
-    num_bytes = ROUNDED_BYTES * 8 * 3 * 32 * LLAMA["hidden_size"]
+    num_bytes = ROUNDED_BYTES[Phase.FORWARD] * 8 * 3 * 32 * LLAMA["hidden_size"]
     assert sliced[0] - found.seconds[forward] == pytest.approx(
         num_bytes / fast.gpu_update_parameters_per_s / UPDATE_BYTES
     )
