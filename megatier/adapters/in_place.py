@@ -74,12 +74,15 @@ def in_place(model: PreTrainedModel, units: Sequence[Unit], tiers: TiersConfig, 
         ranks: ranks that share the state.
     """
     frozen = [unit for unit in units if unit.layout.has_base and unit.layout.num_trained < unit.layout.num_elements]
+
+    # Without NVMe nothing lies on drives, and a base in RAM is copied once, whatever its files are.
     if not frozen or not tiers.nvme:
         return InPlace()
 
     base: BaseTensors | None = getattr(model, NOTED, None)
     if base is None:
         return InPlace(why_not="it is quantised, was given in RAM, or has no files yet")
+    # These reasons hold for the whole base, so no unit is looked at.
     if why := _why_refused(base, tiers, ranks):
         return InPlace(why_not=why)
 
@@ -120,6 +123,7 @@ def _drives(paths: Iterable[Path]) -> set[int | None]:
         try:
             drives.add(path.stat().st_dev)
         except OSError:
+            # It differs from every drive that is there, so nothing is read in place.
             drives.add(None)
     return drives
 
@@ -133,6 +137,8 @@ def _parts(unit: Unit, base: BaseTensors) -> tuple[FilePart, ...] | str:
         is_trained = tensor.start < unit.layout.num_trained
         if is_trained or not tensor.num_elements:
             continue
+        # One tensor that cannot be read in place makes the whole unit a copy: its block has one place for all frozen
+        # weights.
         runs = _runs(tensor, base)
         if isinstance(runs, str):
             return runs

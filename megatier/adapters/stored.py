@@ -81,6 +81,7 @@ def checked_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         ConfigError: adapters of this kind are not trained here. Names the setting.
     """
+    # The other kinds of PEFT (prefixes, IA3, ...) put other things into a model than the layers that are streamed here.
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ConfigError(f"{where} is of the kind {shown(str(kind))}; LORA alone is trained here.")
@@ -169,6 +170,8 @@ class StoredAdapter:
             TransferError: the file has become shorter or unreadable meanwhile.
         """
         stored = self._stored[name]
+
+        # Whole at once: an adapter's matrices are small.
         raw = read_bytes(stored, 0, stored.num_bytes)
         return raw.view(DTYPES[stored.dtype]).float()
 

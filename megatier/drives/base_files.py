@@ -52,6 +52,9 @@ class BaseFiles:
                 self._versions[path] = FileVersion.of(file)
 
             opened = self._versions[path]
+
+            # Between a look at the file and this opening it may have been written, and its tensors may lie elsewhere
+            # now.
             if version is not None and version != opened:
                 raise FileChangedError(str(path))
 
@@ -67,6 +70,7 @@ class BaseFiles:
             if first >= last:
                 continue
 
+            # Reads go by descriptors, so a file that is renamed or removed while the run goes on is still read.
             file = self._files[part.path]
             offset = part.file_offset + first - part.start
             target = address + first - start
@@ -94,6 +98,7 @@ class BaseFiles:
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 os.close(file)
+        # Forgotten, so that a second call closes no descriptor that somebody else has got meanwhile.
         self._files = {}
 
     def _opened(self, path: Path) -> int:
@@ -103,6 +108,7 @@ class BaseFiles:
         try:
             return os.open(path, flags | direct)
         except OSError as error:
+            # EINVAL is how a file system refuses O_DIRECT. All else is an error of the file.
             if not direct or error.errno != errno.EINVAL:
                 raise TransferError("opening", "nvme", str(path), 0, error.errno or 0) from error
         return os.open(path, flags)

@@ -79,6 +79,7 @@ class Extent:
 
     def stripe_parts(self, start: int, stop: int) -> Iterator[Stripe]:
         """Yield the parts of stripes that hold bytes [start, stop) of the block. Their `start` counts from `start`."""
+        # A block has few stripes, so a search would gain nothing.
         for stripe in self.stripes:
             first = max(start, stripe.start)
             last = min(stop, stripe.start + stripe.num_bytes)
@@ -156,6 +157,7 @@ class Striping:
             # Only the last stripe of a block may end inside a granule, since every other granule lies on one mount.
             if room < missing:
                 room -= room % self._granule_bytes
+            # No stripe is longer, so that a large block lies on all mounts and they move it together.
             size = min(missing, STRIPE_BYTES, room)
 
             # Equals go by index: a run that resumes from a savepoint must deal the same stripes as before.
@@ -175,6 +177,7 @@ def zero_checksum(num_bytes: int) -> int:
 
 def zero_checksums(num_bytes: int, granule_bytes: int) -> npt.NDArray[np.uint32]:
     """Return the checksum of each granule of so many zeros. The last granule may be shorter."""
+    # Files are filled with zeros before use, so blocks are valid from the start and reads of them are verified.
     num_granules = -(-num_bytes // granule_bytes)
     whole = zero_checksum(granule_bytes)
     checksums = np.full(num_granules, whole, dtype=np.uint32)

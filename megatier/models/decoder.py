@@ -344,8 +344,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no list of *Layer or *Block modules below its decoder: nothing to stream."
         )
-
-    # Of two that are equally long the first one counts, in the order of the modules.
     return max(lists, key=len)
 
 
@@ -384,8 +382,6 @@ def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[st
     for name, module in model.named_modules():
         if inside is not None and name.startswith(inside):
             continue
-
-        # A module may have registered None, such as the bias of a layer without one.
         owns_parameters = any(parameter is not None for parameter in module._parameters.values())
         is_outside = id(module) not in decoder
         is_one_unit = id(module) in layers or is_adapter(module) or (is_outside and _has_no_list(module))

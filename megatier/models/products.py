@@ -75,6 +75,8 @@ def products_of(model: PreTrainedModel, units: Sequence[Unit], excepted: Sequenc
     """
     found = [(name, layer) for unit in units if unit.is_layer for name, layer in _linears(model, unit)]
     stacks = dict(item for unit in units if unit.is_layer or unit.experts for item in _stacks(model, unit))
+
+    # Also patterns of what stays in bf16 anyway are fine, but one that names nothing is a mistake.
     _check_patterns(excepted, [*(name for name, _ in found), *stacks])
 
     fp8, bf16 = [], []
@@ -85,6 +87,7 @@ def products_of(model: PreTrainedModel, units: Sequence[Unit], excepted: Sequenc
             bf16.append((name, reason))
         else:
             fp8.append(name)
+    # Silently training all in bf16 would not be what was asked for.
     if not fp8:
         why = f" ({' and '.join(dict.fromkeys(reason for _, reason in bf16))})" if bf16 else ""
         raise ConfigError(
@@ -116,6 +119,7 @@ def _why_not(name: str, layer: nn.Module) -> str:
 def set_products(model: PreTrainedModel, fp8: Sequence[str]) -> None:
     """Let these linear layers and stacks of a skeleton, and no others, take their products in FP8."""
     for layer in model.modules():
+        # What was set before is taken back first: these layers do, and no others.
         if isinstance(layer, Fp8Linear):
             adopt(layer, is_fp8=False)
         elif isinstance(layer, QuantisedLinear):
@@ -141,11 +145,15 @@ def _linears(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Linea
     for module_name in unit.module_names:
         for inside, layer in model.get_submodule(module_name).named_modules():
             name = f"{module_name}.{inside}".rstrip(".")
+
+            # A subclass, or a forward of somebody's own, may compute anything.
             is_linear = type(layer) in (nn.Linear, Fp8Linear, QuantisedLinear) and "forward" not in vars(layer)
             is_own = any(f"{name}.{leaf}" in own for leaf in WEIGHTS)
             if not (is_linear and is_own) or ".lora_" in name:
                 continue
             assert isinstance(layer, nn.Linear)
+
+            # A router stays in bf16: rounding its numbers would send tokens to other experts.
             is_router = name.rpartition(".")[2] in ROUTERS and layer.out_features in experts
             if not is_router:
                 yield name, layer

@@ -199,6 +199,7 @@ def make_plan(setup: Setup) -> Plan:
         if refusal is short:
             # Another number of parts may cure the GPU's slots. Otherwise all that is short is said at once.
             refusal = all_short(short, work.specs, trial.budgets, work.policy)
+        # A refusal alone leaves users to guess, so settings that would fit are tried before it is said.
         raise with_ways(refusal, setup, lambda other: Trial.of(other).placed()) from short
 
     made = trial.forecast(placement)
@@ -206,6 +207,8 @@ def make_plan(setup: Setup) -> Plan:
 
     # Each rank writes its shard, to the drives whose rates are its own.
     drives = trial.rates.drives
+
+    # Of all ranks together, as they write into one directory.
     room = Room.of(config.output, setup.model, work.units, is_made=False)
     shard_bytes = room.checkpoint_bytes // world.ranks
     spilled_bytes = placement.state_bytes.get(Tier.NVME, 0)
@@ -288,6 +291,8 @@ def checkpoint_seconds(num_bytes: int, spilled_bytes: int, drives: Sequence[Driv
 
     # Reads and writes share the drive, which then does what it does of both together.
     drive = drives[0]
+
+    # A checkpoint's files are new, and drives write bytes for the first time more slowly.
     written_s = num_bytes / (drive.first_write_bytes_per_s or drive.write_bytes_per_s)
     if not spilled_bytes:
         return written_s
@@ -305,6 +310,7 @@ def pause_seconds(written_s: float, step: Forecast) -> float:
         written_s: seconds of writing the checkpoint.
         step: the forecast.
     """
+    # Added up and not taken as the longest: the queues share the drives.
     drives_s = sum(step.alone_seconds.get(queue, 0.0) for queue in QUEUES_OF_DISK)
     free_s = max(0.0, step.seconds - drives_s)
     return max(0.0, written_s - free_s)
@@ -317,6 +323,8 @@ def generation_bytes(trial: Trial, placement: Placement) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     work = trial.work
+
+    # The immediate mode updates in place, so it can have no second generation.
     if not (placement.spilled and work.policy.deferred):
         return sizes
 

@@ -369,6 +369,8 @@ class Collectives:
 
     def _gather_now(self, unit: str) -> None:
         """Gather a unit's weights, of which this rank's shard has come."""
+        # Leased for the collective alone: the shard's slot goes to the next unit, and the whole stays until compute has
+        # used it.
         key = self._blocks.key(unit, Kind.WEIGHT)
         with (
             self._store.lease(key, Tier.GPU, wait=True) as own,
@@ -414,6 +416,8 @@ class Collectives:
         unit = scatter.unit
         gradients = self._gradients
         last_group = self._blocks.policy.groups - 1
+
+        # Each rank sent its part at the place of its number, so the rows are in the order of the groups.
         shards = received.view(self._ranks.size, -1)
 
         # Asked before the buffer is taken and handed over, after which a group's gradient is there.

@@ -81,6 +81,7 @@ class Pass:
             return False
 
         for item in self.timeline.items:
+            # A streamed unit's update comes with its load, and all others are items of their own.
             updates = isinstance(item, Update) or (isinstance(item, Load) and item.updates)
             if updates and item.access >= len(self.accesses):
                 return True
@@ -95,6 +96,8 @@ class Pass:
         Raises:
             TimelineError: others do, or updates have not all begun.
         """
+        # Updates that were submitted cannot be taken back. And of several ranks, the others play the timeline that this
+        # one would leave.
         if not is_alone or self.updates_ahead:
             raise TimelineError(
                 f"this step takes another course ({self.course}) than the one before ({self.planned}). Several ranks "
@@ -118,6 +121,9 @@ class Pass:
             TimelineError: the order is another one.
         """
         assert self.timeline is not None
+
+        # Loads of what is left out were submitted long ago, so each such access has to come and go for the lanes to go
+        # on.
         skipped = passed_over(self.timeline.accesses, self.accesses, access, self.left_out, trained)
         for recorded in skipped:
             self.left_out.add((recorded.unit, recorded.group))
@@ -158,9 +164,14 @@ class Orders:
     def record(self, played: Pass) -> None:
         """Remember the order of a pass, unless it is known, and that its course came now."""
         name = played.name
+
+        # A pass may have left out what its course has at the end, so its own legs can be fewer than those of the course
+        # that it was.
         course = played.course if played.timeline is None else played.planned
         courses = self._courses.setdefault(name, {})
         if courses:
+            # Loops often take courses by turns, as in an epoch whose last step has fewer groups. So the next one is
+            # guessed by the last one.
             self._followed[name, self._last(name)] = course
 
         # Taken out and put back: the last one is last.
@@ -187,6 +198,8 @@ class Orders:
             oldest = next(iter(courses))
             forgotten = courses.pop(oldest)
             num_accesses -= len(forgotten.accesses)
+
+            # What came after it goes as well, or this table alone would grow without end.
             self._followed.pop((name, oldest), None)
 
     def knows(self, name: str) -> bool:
@@ -243,6 +256,8 @@ class Orders:
         Its slots are empty, and nothing is updated in what is left.
         """
         done = len(played.accesses)
+
+        # If no course is found below, the rest is recorded like a first pass, and loads come on demand.
         played.timeline = None
         played.recorded_from = done
 

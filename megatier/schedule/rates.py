@@ -119,6 +119,8 @@ class Rates:
             return ()
 
         assumed = []
+
+        # The network matters only between hosts.
         for name in ASSUMED:
             is_needed = name != "network_bytes_per_s" or world.hosts > 1
             if is_needed and getattr(self, name) is None:
@@ -138,6 +140,8 @@ class Rates:
         # RAM, processors and drives are those of the host, of which each rank has an equal part.
         local = world.host_ranks
         memory = self.memory_bytes_per_s / local
+
+        # A plan for ranks has to have a figure for each of them, and `assumed` tells which are none of this machine.
         gather = self.gather_bytes_per_s or ASSUMED["gather_bytes_per_s"]
         scatter = self.scatter_bytes_per_s or ASSUMED["scatter_bytes_per_s"]
         network = self.network_bytes_per_s or ASSUMED["network_bytes_per_s"]
@@ -168,6 +172,7 @@ class Rates:
         """Native threads each way that keep all drives busy at once; None if those of one drive are not known."""
         total = 0
         for drive in self.drives:
+            # The others' threads alone would leave this drive without work.
             if drive.io_threads is None:
                 return None
             total += drive.io_threads
@@ -194,6 +199,7 @@ class Rates:
             if rate is None:
                 drives.append(drive)
             else:
+                # Only the mixed rate was measured as it wavers, and reads and writes are taken to waver with it.
                 factor = rate / drive.mixed_bytes_per_s
                 drives.append(drive.times(factor))
         return dataclasses.replace(self, drives=tuple(drives))
@@ -254,6 +260,7 @@ def as_dict(rates: Rates) -> dict[str, Any]:
 
 def _figures(path: Path, given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     """Return the values of some names, of which all but the optional ones must be there."""
+    # Both are said at once: a name that is misspelt is missing and unknown.
     missing = names - given.keys() - OPTIONAL
     unknown = given.keys() - names
     if missing or unknown:
@@ -283,6 +290,8 @@ def _value(path: Path, name: str, value: Any) -> object:  # noqa: ANN401 - whate
         return Way(value)
 
     figure = _figure(value)
+
+    # Threads are counted, so 2.5 of them are no figure, although it is a positive number.
     if name == "io_threads" and figure is not None:
         figure = int(figure) if figure.is_integer() else None
     if figure is None:

@@ -142,6 +142,7 @@ def host_ram(ram: int, policy: Policy) -> int:
     bay = BAY_BYTES_MIN
     while bay_bytes(ram + SHARED_STAGES * bay) > bay:
         bay *= 2
+    # Bays are taken from what a rank has, so the host needs them in addition to what ranks use for themselves.
     rank_ram = ram + SHARED_STAGES * bay
     return rank_ram * policy.host_ranks
 
@@ -204,6 +205,7 @@ def grad_bytes(spec: UnitSpec, policy: Policy) -> int:
 
     With several groups it is a summand of an fp32 sum; else it has the compute dtype.
     """
+    # A summand that was rounded before it is added would make the sum depend on how a step is cut into groups.
     width = 4 if policy.groups > 1 else spec.schema.grad_width
     return round_up(spec.num_trained * width)
 

@@ -88,6 +88,7 @@ class Start:
         if self.state is None:
             return check_numbers(self.directory / NUMBERS_FILE, setup.config, accepts_changes=self.accepts_changes)
 
+        # What was saved counts, and not how the run began: a change that was accepted before the save is none any more.
         changes = self.state.changes(setup.config, setup.machine.device)
         if changes:
             self.state.check(changes, changes if self.accepts_changes else self._accepted_before)
@@ -100,6 +101,7 @@ class Start:
             ConfigError: there are some that the user has not accepted.
         """
         if self.state is None:
+            # The run was killed before its first save, and what it noted as it began is all there is.
             before = noted_origin(self.directory / NUMBERS_FILE)
             source = str(self.directory)
         else:
@@ -149,6 +151,8 @@ class Start:
         has_base = any(unit.layout.has_base for unit in session.own_units)
         loads = self.savepoint is None and (self.checkpoint is None or has_base)
         num_elements = sum(unit.layout.num_elements for unit in session.own_units)
+
+        # Each element is filled twice then, and the bar counts elements.
         rounds = 2 if loads and self.checkpoint is not None else 1
         with WorkBar(console, f"{what} of parameters", rounds * num_elements, format_count) as work:
 
