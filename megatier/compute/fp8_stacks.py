@@ -234,19 +234,7 @@ def _grouped(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: 
         is_fast: whether sums are taken with fewer bits, as is usual in a forward.
     """
     if _has_kernel(left.device, ends.shape[0]):
-        # It may not be asked for groups without rows, or of a number of rows that is no multiple of 16.
-        num_rows = left.shape[0] * (1 if right.dim() == 3 else ends.shape[0])
-        ones = torch.ones(num_rows, dtype=torch.float32, device=left.device)
-        of_columns = scale.contiguous() if right.dim() == 3 else scale.flatten()
-        return torch._scaled_grouped_mm(
-            left,
-            right.transpose(-2, -1),
-            ones,
-            of_columns,
-            offs=ends,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=is_fast,
-        )
+        return _by_kernel(left, right, scale, ends, is_fast=is_fast)
 
     one = torch.ones((), dtype=torch.float32, device=left.device)
     products = []
@@ -262,6 +250,25 @@ def _grouped(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: 
     if right.dim() == 2:
         return torch.stack(products)
     return torch.cat([*products, left.new_zeros(left.shape[0] - start, right.shape[1], dtype=torch.bfloat16)])
+
+
+def _by_kernel(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, *, is_fast: bool) -> Tensor:
+    """Return the products of all groups by one kernel.
+
+    It may not be asked for groups without rows, or of a number of rows that is no multiple of 16.
+    """
+    is_stack = right.dim() == 3
+    num_rows = left.shape[0] * (1 if is_stack else ends.shape[0])
+    ones = torch.ones(num_rows, dtype=torch.float32, device=left.device)
+    return torch._scaled_grouped_mm(
+        left,
+        right.transpose(-2, -1),
+        ones,
+        scale.contiguous() if is_stack else scale.flatten(),
+        offs=ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=is_fast,
+    )
 
 
 @_grouped.register_fake

@@ -213,6 +213,27 @@ def test_experts_that_are_known_are_those_that_transformers_marks() -> None:
     assert not takes_experts(module)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernel_for_all_groups_takes_what_products_ask_it_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes, strides and types, by torch's own checks, which need no GPU."""
+    asked = []
+    one_by_one = fp8_stacks._grouped
+
+    def noting(*given: Any) -> Tensor:
+        left, right, scale, ends, is_fast = given
+        result: Tensor = one_by_one(*given)
+        on_meta = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in (left, right, scale, ends)
+        ]
+        found = fp8_stacks._by_kernel(*on_meta, is_fast=is_fast)
+        asked.append((found.shape, found.dtype) == (result.shape, result.dtype))
+        return result
+
+    monkeypatch.setattr(fp8_stacks, "_grouped", noting)
+    taken(experts_of(kind), *sent())
+    assert asked == [True] * 6
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_on_cuda_repeat_their_bits_and_are_near_those_of_products_one_by_one(
