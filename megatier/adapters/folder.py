@@ -44,6 +44,7 @@ def export(
         models.export(folder, model, units, read, dtype, shard_bytes, tokenizer)
         return
 
+    # Before anything is read, which may take long.
     models.check_new(folder)
     places = _places(model, units)
     with models.new_folder(folder, _num_bytes(places)) as partial:
@@ -88,6 +89,8 @@ def _write_weights(
         base: the identity of the base, which is noted.
     """
     shapes = ((name, torch.float32, tensor.shape) for name, (_, tensor) in places.items())
+
+    # PEFT's config has a path alone, and what lies there may be another model later.
     metadata = {BASE: json.dumps(base)} if base else {}
     header = write_header(shapes, metadata)
 

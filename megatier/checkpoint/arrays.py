@@ -52,6 +52,7 @@ class ArrayWriter:
         Raises:
             TransferError: an earlier write failed, or a file cannot be created.
         """
+        # Units come in the order of the model, and an array's elements may begin anywhere in it.
         number = _number_of(self._chunks, first)
         done = 0
         while done < num_elements:
@@ -72,6 +73,9 @@ class ArrayWriter:
                 self._opened[number] = staged, filled
             else:
                 path = self._folder / chunk.key
+
+                # A file has a whole chunk always, so that other readers find elements by their position. The last one
+                # is padded.
                 whole = self._grid.chunk_elements
                 self.checksums[number] = self._files.write(staged, path, filled, whole)
             number += 1

@@ -54,6 +54,8 @@ class Pace:
         """Return whether a checkpoint may begin now."""
         now = self._clock()
         since = self._began if self._last is None else self._last
+
+        # The first one comes early: a run that fails mostly fails soon, and until then nothing of it is safe.
         pause_s = FIRST_S if self._last is None else EVERY_S
         if now - since < pause_s:
             return False
@@ -92,6 +94,7 @@ class Pace:
                 seconds.
             written_s: seconds from its beginning until it was whole.
         """
+        # Without plain steps to compare with, all of the writing counts as cost, which is the most that it can be.
         most = waited_s + written_s
         if self._plain:
             # The median, because single steps may have waited for something else, such as an evaluation.

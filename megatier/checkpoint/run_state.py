@@ -122,6 +122,7 @@ class RunState:
 
         if stored["step"] < 0:
             raise CheckpointError(f"the checkpoint is damaged: step is {stored['step']}.")
+        # What else the file has is of a newer version, and was not asked for.
         fields = {name: stored[name] for name in FIELDS}
         return cls(**fields, tiles=read_tiles(stored))
 
@@ -144,6 +145,7 @@ class RunState:
         now = _numeric(_plain(config))
         changes = list(differences(_numeric(self.config), now, free))
 
+        # Another library or GPU may choose another kernel, so it counts like a setting.
         changes += changes_of(self.environment, environment(device))
         return changes
 
@@ -174,11 +176,15 @@ class RunState:
     def changes_of_blocks(self, config: RunConfig) -> list[str]:
         """Return what differs of the settings that decide where blocks lie and how large they are, with both values."""
         now = _plain(config)
+
+        # All of this section, because each of its settings may move a block.
         tiers = differences(self.config.get("tiers", {}), now["tiers"])
         changes = [f"tiers.{change}" for change in tiers]
 
         old = _numeric(self.config)
         new = _numeric(now)
+
+        # Of the others none decides how large a block is.
         others = {*old, *new}.difference(WIDTHS)
         changes += differences(old, new, free=others)
         return changes

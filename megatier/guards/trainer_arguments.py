@@ -104,6 +104,7 @@ def needs_logits(given: Mapping[str, Any]) -> bool:
     """Return whether an argument of a trainer's constructor asks for logits, which a fused loss does not make."""
     if getattr(given.get("args"), "label_smoothing_factor", 0):
         return True
+    # Each of these functions of a user is given logits.
     functions = ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics")
     return any(given.get(name) is not None for name in functions)
 
@@ -134,6 +135,8 @@ def check_training_arguments(
         ConfigError: names the first one, and what to set instead.
     """
     check_fields(args)
+
+    # A member of the Trainer's enumeration, or the text that names it.
     optimizer = getattr(args.optim, "value", args.optim)
 
     # A GPU without a number is whichever is the current one, so it may be the other one.
@@ -190,6 +193,7 @@ def check_accelerator(accelerator: Any) -> None:  # noqa: ANN401 - accelerate's
     Raises:
         ConfigError: names the first thing, and what to set instead.
     """
+    # `accelerate launch` speaks by the environment, past all arguments of the Trainer.
     state = accelerator.state
     refuse_any(
         (

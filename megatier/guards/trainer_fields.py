@@ -127,6 +127,7 @@ def check_fields(args: Any) -> None:  # noqa: ANN401 - TrainingArguments, or tho
     for name, message in (*REFUSED.items(), *TRL_REFUSED.items()):
         if getattr(args, name, None):
             raise ConfigError(message)
+    # Whatever else somebody gives has no defaults to compare with.
     if dataclasses.is_dataclass(args):
         for name in _unknown(args):
             warnings.warn(
@@ -139,6 +140,7 @@ def check_fields(args: Any) -> None:  # noqa: ANN401 - TrainingArguments, or tho
 def _unknown(args: Any) -> Iterable[str]:  # noqa: ANN401
     """Return the fields that are not known, and differ from their defaults."""
     for field in dataclasses.fields(args):
+        # Names are compared with a table, so that a new release of transformers is noticed field by field.
         if field.name in KNOWN:
             continue
 

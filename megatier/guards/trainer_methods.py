@@ -65,6 +65,7 @@ def check_overrides(kind: type, mixin: type, ranks: int) -> None:
     Raises:
         ConfigError: names the first one, and what to do instead.
     """
+    # The methods in whose place the mixin has its own work only if whoever overrides them calls super's.
     needed = REPLACED | EXTENDED | (EXTENDED_BY_RANKS if ranks > 1 else frozenset())
     for owner, name, is_before in _overrides(kind, mixin):
         place = f"{owner.__name__}.{name}"
@@ -100,6 +101,7 @@ def _overrides(kind: type, mixin: type) -> Iterator[tuple[type, str, bool]]:
     order = kind.__mro__
     below_trainer = order[: order.index(Trainer)]
     for place, owner in enumerate(below_trainer):
+        # megatier's own classes override what they must.
         if owner.__module__.partition(".")[0] == "megatier":
             continue
 

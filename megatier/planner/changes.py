@@ -59,6 +59,7 @@ def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
 
     times = 1.0
     while not is_hidden(times):
+        # Doubled, since N* may be thousands of times as many, and each try is a simulation.
         times *= 2
         if times > TIMES_MAX:
             return None

@@ -33,6 +33,7 @@ def nearest(refusals: Sequence[PlanError]) -> PlanError:
 
     Where a GPU is too small for a candidate, other candidates take less of it, and no budget can be raised.
     """
+    # RAM and drives can be added to a machine, unlike memory of a GPU.
     buyable = [short for short in refusals if short.tier in (Tier.RAM, Tier.NVME)]
     return min(buyable or refusals, key=_missing_bytes)
 
@@ -62,6 +63,7 @@ def with_ways(short: PlanError, setup: Setup, place: Place) -> PlanError:
 
 def _ways(setup: Setup, place: Place) -> Iterator[str]:
     """Yield the ways in which the run fits."""
+    # A larger machine comes first, because it changes no number of the run.
     if more := _least_machine(setup, place):
         yield f"with {more}"
 
@@ -97,6 +99,8 @@ def _least_machine(setup: Setup, place: Place) -> str:
             num_steps = max(1, math.ceil(_missing_bytes(short) / STEP_BYTES))
             missing = num_steps * STEP_BYTES
             more[tier] = more.get(tier, 0) + missing
+
+            # In whole steps, since nobody adds a few bytes, and each try places the whole model.
             raised = {str(tier): getattr(setup.budgets, tier) + missing}
             setup = replace(setup, budgets=replace(setup.budgets, **raised))
         else:

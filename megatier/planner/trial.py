@@ -99,6 +99,8 @@ class Trial:
         """
         fastest = replace(self, rates=self.rates.fastest)
         slowest = replace(self, rates=self.rates.slowest)
+
+        # A simulation takes as long as the forecast itself, so it is left out where it would give the same.
         is_measured = not fastest.rates == slowest.rates == self.rates
         if not (made.uses_drives and is_measured):
             return made.seconds, made.seconds

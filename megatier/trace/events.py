@@ -79,11 +79,13 @@ def account(events: Iterable[TraceEvent], start_ns: int, end_ns: int) -> Account
     relevant = [event for event in events if event.lane in ("compute", "stall")]
     relevant.sort(key=lambda event: event.start_ns)
     for event in relevant:
+        # An event may outlast the step, whose account ends where the step does.
         stop = min(event.end_ns, end_ns)
         start_busy = max(event.start_ns, until_busy)
         busy += max(0, stop - start_busy)
         until_busy = max(until_busy, stop)
         if event.lane == "stall":
+            # Two threads may wait at once, and the step has that time only once.
             start = max(event.start_ns, until)
             lasted = max(0, stop - start)
             until = max(until, stop)
@@ -115,6 +117,8 @@ def busy_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
     by_start = sorted(events, key=lambda event: event.start_ns)
     for event in by_start:
         lane = event.lane
+
+        # The event of the whole step is busy from its beginning to its end, which says nothing.
         if lane in ("stall", STEP):
             continue
 
@@ -153,6 +157,7 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
             rows.append(row)
         arrows += _flows(events, lanes, len(arrows))
 
+    # Perfetto knows tracks by numbers, and this is where they get the names of lanes.
     names = []
     for lane, track in lanes.items():
         name = {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": lane}}
@@ -189,6 +194,7 @@ def _flows(events: Sequence[TraceEvent], lanes: Mapping[str, int], first: int) -
 
 def _cause_of(stall: TraceEvent, events: Sequence[TraceEvent]) -> TraceEvent | None:
     """Return the event of a stall's cause that it waited for last; None if there is none."""
+    # What begins after a wait is over was not waited for.
     began_before = [event for event in events if event.start_ns < stall.end_ns]
     of_cause = [event for event in began_before if event.lane == stall.cause]
     return max(
