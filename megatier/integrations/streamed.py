@@ -151,7 +151,7 @@ class Streamed(ClosedWhenDropped, StreamedSteps):
         self._check_open()
         if torch.is_grad_enabled():
             run = self._begin_forward()
-        elif self.is_in_step and self._engine.gradients.takes_aside and self.num_ranks == 1:
+        elif self.is_in_step and self._engine.gradients.takes_aside:
             # The weights are those of the step's forwards, so it is a part of the step.
             run = self._engine.aside()
         else:
@@ -235,11 +235,6 @@ class Streamed(ClosedWhenDropped, StreamedSteps):
         """Begin a forward with gradients, inside: a further one of the open group, or the first of a new one."""
         self._held.let_go()  # if somebody trains while a text is generated
         if self.is_in_step and self._engine.gradients.is_open:
-            if self.num_ranks > 1:
-                raise StreamedModelError(
-                    "the last forward has had no backward, and ranks take one forward for each. Call loss.backward() "
-                    "before the next forward, or drop the step with abandon()."
-                )
             # What the loop makes of several losses, it alone knows.
             self._step.losses.append(torch.tensor(math.nan, dtype=torch.float32, device="cpu"))
             return self._engine.begin_forward()

@@ -22,7 +22,14 @@ from torch import Tensor
 
 import megatier
 from megatier.config.schema import TiersConfig
-from megatier.errors import CheckpointError, ConfigError, MegatierError, StepDroppedError, StreamedModelError
+from megatier.errors import (
+    CheckpointError,
+    ConfigError,
+    MegatierError,
+    StepDroppedError,
+    StreamedModelError,
+    TimelineError,
+)
 from megatier.integrations.streamed import Streamed
 
 GROUPS = 4
@@ -101,6 +108,109 @@ def test_loop_on_ranks_has_the_numbers_and_files_of_one_process(
         found = files_of(tmp_path / str(size))
         assert found.keys() == files.keys()
         assert [name for name in files if found[name] != files[name]] == []
+
+
+def train_in_course(course: str, options: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Any]]:
+    """Steps whose every group has these forwards, with gradients (F) and without (a), before one backward."""
+    norms, sums = [], []
+    with open_streamed(fused_loss=False, **options) as streamed:
+        for step in range(1, 4):
+            losses = []
+            for group in range(streamed.rank, streamed.groups, streamed.num_ranks):
+                total = torch.zeros(())
+                for number, leg in enumerate(course):
+                    tokens = rows(step, 10 * group + number)
+                    with torch.set_grad_enabled(leg == "F"):
+                        loss = streamed.model(input_ids=tokens, labels=tokens).loss
+                    total = 0.7 * total + loss if leg == "F" else total * (1 + loss)
+                (total / streamed.groups).backward()
+                losses.append(total.item())
+            streamed.optimizer.step()
+            assert streamed.last is not None
+            norms.append(streamed.last.grad_norm)
+            sums.append(math.fsum(chain(*streamed.all_of(losses))))
+        return sums, norms, {name: value.numpy() for name, value in streamed.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("course", "size", "options"),
+    [
+        ("FaF", 2, {}),
+        pytest.param("FF", 4, {"clip": None}, marks=pytest.mark.slow),
+        pytest.param("aFF", 2, {}, marks=pytest.mark.slow),
+        pytest.param("aF", 4, {"compute_dtype": "fp32"}, marks=pytest.mark.slow),
+    ],
+)
+def test_forwards_of_one_backward_on_ranks_have_the_bits_of_one_process(
+    course: str, size: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {**options, "nvme": (f"{tmp_path}:64MiB",)}
+    (alone,) = POOL.run(train_in_course, 1, course, options)
+    for sums, norms, weights in POOL.run(train_in_course, size, course, options):
+        assert (sums, norms) == alone[:2]
+        assert [name for name in weights if (weights[name] != alone[2][name]).any()] == []
+
+
+def group_loss(streamed: Streamed, step: int, group: int, course: str) -> Tensor:
+    """The loss of the forwards of a group."""
+    total = torch.zeros(())
+    for number, leg in enumerate(course):
+        tokens = rows(step, 10 * group + number)
+        with torch.set_grad_enabled(leg == "F"):
+            total = total + streamed.model(input_ids=tokens, labels=tokens).loss
+    return total / streamed.groups
+
+
+def take_another_course(course: str | None) -> tuple[str, dict[str, Any]]:
+    """Steps of two forwards a group, between which one rank takes another course; what the others were told."""
+    told = ""
+    with open_streamed() as streamed:
+        for step in (1, 2, 3, 4):
+            is_odd = step == 3 and streamed.rank == 1
+            if step == 3 and course is None:
+                continue
+            for group in range(streamed.rank, streamed.groups, streamed.num_ranks):
+                if is_odd and course is not None:
+                    with pytest.raises(TimelineError, match="this step takes another course"):
+                        group_loss(streamed, step, group, course).backward()
+                    streamed.optimizer.zero_grad()
+                    break
+                group_loss(streamed, step, group, "FF").backward()
+            if step == 3 and not is_odd:
+                with pytest.raises(StepDroppedError) as dropped:
+                    streamed.optimizer.step()
+                told = str(dropped.value)
+            elif step != 3:
+                streamed.optimizer.step()
+        return told, {name: value.numpy() for name, value in streamed.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "course",
+    ["FFF", pytest.param("F", marks=pytest.mark.slow), pytest.param("FaF", marks=pytest.mark.slow)],
+)
+def test_rank_that_takes_another_course_drops_its_step_and_all_go_on(course: str) -> None:
+    expected = POOL.run(take_another_course, 2, None)
+    found = POOL.run(take_another_course, 2, course)
+    assert "step 3 was dropped" in found[0][0]
+    for (_, weights), (_, others) in zip(found, expected, strict=True):
+        assert [name for name in weights if (weights[name] != others[name]).any()] == []
+
+
+def take_another_first_course() -> str:
+    """What a rank is told if the first step of one has a further forward."""
+    try:
+        with open_streamed() as streamed:
+            group_loss(streamed, 1, 0, "FF" if streamed.rank else "F").backward()
+    except MegatierError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_whose_first_steps_take_different_courses_are_told() -> None:
+    told = POOL.run(take_another_first_course, 2)
+    POOL.close()
+    assert all("Ranks need the same order of units" in message for message in told)
 
 
 def take_weights(folder: Path) -> dict[str, Any]:
@@ -215,7 +325,7 @@ def leave_step(way: str) -> str:
         ("first", "this rank has left a step half-way"),
         ("break", "my own"),
         pytest.param("close", "Closing in the middle of a step", marks=pytest.mark.slow),
-        pytest.param("forward", "the last forward has had no backward", marks=pytest.mark.slow),
+        pytest.param("forward", "this step takes another course (Ff) than the one before", marks=pytest.mark.slow),
     ],
 )
 def test_rank_that_leaves_a_step_ends_all_with_its_cause(way: str, cause: str) -> None:
