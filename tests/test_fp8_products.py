@@ -151,7 +151,14 @@ def test_fp8_adapters_over_a_base_in_fp8_have_the_same_bits_on_any_tier(
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize(("kind", "compiles"), [("channel", False), ("tensor", True), ("dora", False)])
+@pytest.mark.parametrize(
+    ("kind", "compiles"),
+    [
+        ("channel", False),
+        ("dora", False),
+        pytest.param("tensor", True, marks=pytest.mark.slow),
+    ],
+)
 def test_fp8_adapters_over_a_stored_base_in_fp8_multiply_its_codes_on_any_tier(
     kind: str, compiles: bool, tmp_path: Path
 ) -> None:

@@ -198,3 +198,18 @@ def test_fp8_products_with_a_stored_matrix_read_its_codes_and_keep_nothing_else(
         assert float(found.float().norm()) == pytest.approx(float(wanted.norm()), rel=0.02)
     assert {tensor.data_ptr() for tensor in saved} == {codes.data_ptr(), scale.data_ptr()}
     assert fp8.linear_of_codes(rows[:0], codes, scale, None).shape == (0, 48)
+
+
+@pytest.mark.usefixtures("traced")
+def test_fp8_compiled_product_with_a_stored_matrix_gives_the_same_bits() -> None:
+    codes, scale, slope = rows_of(48, 32, 100).to(CODES), torch.rand(48, 1) + 0.1, rows_of(21, 48)
+
+    def run(rows: Tensor) -> Tensor:
+        return fp8.linear_of_codes(nn.functional.rms_norm(rows, (32,)), codes, scale, None)
+
+    found = []
+    for function in (run, Compilation(0.8)(run, "a layer")):
+        rows = rows_of(21, 32).requires_grad_()
+        result = function(rows)
+        found.append((result.detach(), *torch.autograd.grad(result, rows, slope)))
+    assert all(map(torch.equal, *found))
