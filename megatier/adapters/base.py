@@ -49,6 +49,7 @@ def identity_of(folder: Path, stored: Mapping[str, StoredTensor] | None = None) 
     tensor_of = {tensor.path: tensor for tensor in stored.values()}
     identity = dict[str, str]()
     for path in sorted(tensor_of):
+        # By the file's name alone, so that a folder may be moved.
         identity[path.name] = _size_and_checksum(tensor_of[path])
     return identity
 
@@ -100,6 +101,7 @@ def check_base(adapter: Path, folder: Path, identity: Mapping[str, str], base: s
             f"{was} and is {now}. Give it its own base."
         )
 
+    # Adapters of other programs have no identity, but a name.
     named = read_config(adapter).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         return
@@ -133,6 +135,7 @@ def _check_named(adapter: Path, named: Path, folder: Path, identity: Mapping[str
         ConfigError: they are others.
     """
     if any(named.glob("*.safetensors")):
+        # The base that it names is here, so files are compared and not names.
         if identity_of(named) == identity:
             return
         if _contents_of(named) == _contents_of(folder):

@@ -69,6 +69,8 @@ class StoredMatrix:
         raw = list[Tensor]()
         for name, part in self.scheme.parts.items():
             stored = self.parts[name]
+
+            # In the order of the scheme's parts, which is that of the arguments of `decode`.
             raw.append(_read(stored, 0, part.num_bytes))
 
         matrix = decode(self.scheme, raw, torch.float32)
@@ -151,6 +153,8 @@ def open_quantised(
     matrices = find_matrices(folder, settings, stored)
     decoding = {name: matrix.decode for name, matrix in matrices.items()}
     reader = SafetensorsFolder(folder, model, _as_decoded(stored, matrices), decoding)
+
+    # Decoded as it is read, for whoever wants the numbers and trains no adapters.
     if dtype is None:
         return model, reader
 
@@ -163,6 +167,7 @@ def _as_decoded(stored: Mapping[str, StoredTensor], matrices: Mapping[str, Store
 
     So names and shapes are compared as those of any model.
     """
+    # The settings of NF4 are stored as a tensor too, which no model has.
     scales = {f"{name}{IN_NF4}" for name in matrices}
     for matrix in matrices.values():
         for part_name, part in matrix.parts.items():
@@ -242,6 +247,7 @@ def _checked_groups(folder: Path, settings: Mapping[str, Any]) -> tuple[int, int
     Raises:
         UnsupportedModelError: a group of layers is quantised in another way.
     """
+    # The file is a stranger's, so each level is looked at before it is used.
     groups = settings.get("config_groups")
     block: tuple[int, int] | None = None
     for group in groups.values() if isinstance(groups, dict) else ():
@@ -272,6 +278,7 @@ def _fp8(tensor: StoredTensor, stored: Mapping[str, StoredTensor], block: tuple[
     Raises:
         UnsupportedModelError: its scale is missing, or does not fit.
     """
+    # compressed-tensors stores what codes are multiplied by, and so does transformers, which calls it inverse.
     names = [f"{tensor.name}{end}" for end in SCALES]
     scale = next((stored[name] for name in names if name in stored), None)
     if scale is None:

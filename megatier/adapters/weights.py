@@ -119,6 +119,8 @@ class AdaptedWeights(TensorReader):
         if part == MAGNITUDE:
             return self._lengths(unit, module)
 
+        # Units are read in any order and by any rank, so each adapter begins at the state that PEFT would have had
+        # there.
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._generators[module])
             drawn = _draw(self._parts[module])
@@ -129,6 +131,8 @@ class AdaptedWeights(TensorReader):
         name = f"{module}.base_layer.weight"
         shape = self._shapes[name]
         whole = TensorSlice(base_name(name), shape, 0)
+
+        # Whole, since the length of a row has to be taken over all of it.
         weight = self._base.read_whole(unit, whole).view(shape)
         if module in self._transposed:
             weight = weight.T

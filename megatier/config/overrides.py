@@ -26,6 +26,7 @@ def settings_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     Raises:
         ConfigError: a word is no override, or has no value.
     """
+    # One iterator for the loop and for values, so that a value is not taken for the next setting.
     waiting = iter(words)
     for word in waiting:
         if not word.startswith("--"):
@@ -54,6 +55,9 @@ def laid_over(tree: Mapping[str, Mapping[str, Any]], overrides: Sequence[str]) -
     laid: dict[str, Any] = {name: dict(keys) for name, keys in tree.items()}
     for name, text in settings_of(overrides):
         value: Any = text
+
+        # Settings of ours are parsed by the section, which knows their types. What is inside of a nested one nobody
+        # here knows, so it is YAML.
         if is_nested(name) and name not in AS_WRITTEN:
             try:
                 value = parse_yaml(text)
@@ -83,6 +87,7 @@ def check_known(keys: Iterable[str], where: str | None = None) -> None:
     Raises:
         ConfigError: names the first one.
     """
+    # The section of a misspelt key is known in most cases, so the hint names its neighbours and not all settings.
     by_section = {name: [f"{name}.{key}" for key in hints(section)] for name, section in SECTIONS.items()}
     known = list(itertools.chain.from_iterable(by_section.values()))
     for key in keys:

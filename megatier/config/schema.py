@@ -87,6 +87,8 @@ class ModelConfig(Section):
         # Before other settings are looked at, so that a stored config has all settings of the adapters.
         read_lora(self)
         self.need("saved_share", 0 <= self.saved_share <= 1, "from 0 to 1")
+
+        # Only a lower bound: a chunk of more tokens than there are is one chunk.
         self.need("loss_chunk", self.loss_chunk >= 1, "at least 1 token")
         is_some = self.tile_tokens is None or self.tile_tokens >= 1
         self.need("tile_tokens", is_some, "at least 1 token, or null for all at once")
@@ -162,6 +164,8 @@ class TiersConfig(Section):
         kinds = {directory.expanduser().is_absolute() for directory in directories}
         bound = "all absolute or all relative; a directory with a comma goes into a list, such as '[\"/mnt/a,b:5GiB\"]'"
         self.need("nvme", len(kinds) < 2, bound)
+
+        # A name that is given twice makes the list longer than the set.
         known = {*self.state} & {"gpu", "ram", "nvme"}
         is_known_once = 0 < len(self.state) == len(known)
         self.need("state", is_known_once, "one or more of gpu, ram, nvme, each once")

@@ -68,11 +68,16 @@ def format_of(path: Path, declared: str = "auto") -> Format:
 
     # The suffix of "a.jsonl.gz" that tells its format is the one before.
     suffix = Path(path.stem).suffix.lower() if compression else last
+
+    # A user who names a format knows better than the suffix.
     name = declared
+
+    # Unknown suffixes are texts, since texts have any: .txt, .md, .py.
     if declared == "auto":
         name = RECORD_FORMATS.get(suffix, "text")
     if compression and name in TABLES:
         raise DataError(f"{path}: a {name} file compresses its own columns. Unpack the {compression} around it.")
+    # An archive would be read as one text, names and padding included.
     if suffix in (".tar", ".zip") or last in (".tgz", ".7z", ".rar"):
         raise DataError(f"{path} is an archive. Unpack it, and name the files in it.")
     return Format(name, compression, suffix)

@@ -68,12 +68,16 @@ def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray
     while piece.stop < len(text):
         # The next piece begins where a token does, so that it agrees at once if what is before does not matter.
         starts = piece.spans[:, 0]
+
+        # Tokens near the end of the piece may be others than in the whole text, so the pieces share some thousands of
+        # characters.
         begins = starts[starts >= piece.stop - OVERLAP_CHARACTERS]
         after = None
         place = None
         if len(begins):
             after = _TokenRun.of(text, int(begins[0]), PIECE_CHARACTERS, tokenizer)
             place = _agreement(piece, after)
+        # Pieces that never agree end in the whole text, which is slow and right.
         if after is None or place is None or place[0] < first:
             # All of it again, and as much after it.
             size *= 2

@@ -113,6 +113,7 @@ class MountDirectories:
             ConfigError: other users may enter a directory.
             RunLockedError: another process uses a directory.
         """
+        # Before the first directory is made, so that the end of the process removes what was made before an error.
         _OPEN.add(self)
         for path in self._names:
             # Each one is noted as soon as it is locked, so that `close` unlocks it if the next one is refused.
@@ -238,6 +239,9 @@ def budget_bytes(mount: MountBudget, left_bytes: int = 0) -> int:
         TransferError: the drive does not say what it has.
     """
     check_directory(mount.directory)
+
+    # A budget may be more than is free now: other files may go before it is used. More than the whole drive it cannot
+    # be.
     if mount.num_bytes is not None:
         if mount.num_bytes > (total := total_bytes(mount.directory)):
             raise ConfigError(

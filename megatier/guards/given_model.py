@@ -59,6 +59,7 @@ def check_around(outer: nn.Module, inner: nn.Module) -> None:
     Raises:
         UnsupportedModelError: names the module.
     """
+    # By identity, since wrappers name the model inside in ways of their own.
     inside = {id(module) for module in inner.modules()}
     for name, module in outer.named_modules():
         if id(module) in inside:
@@ -95,6 +96,7 @@ def _reason(parameter: nn.Parameter) -> str | None:
 
 def _reasons(module: nn.Module) -> Iterator[str]:
     """Yield why a module cannot be taken, in words, with what to do instead."""
+    # Past `getattr`, which modules answer in their own ways.
     held = vars(module)
     if "_hf_hook" in held:
         yield (

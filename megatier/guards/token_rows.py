@@ -74,6 +74,7 @@ def _names_inside(module: nn.Module, path: str) -> list[str]:
 
 def _may_have_rows(module: nn.Module) -> bool:
     """Return whether a module has parameters, holds something inside, and takes nothing that it can do without."""
+    # A single product gains nothing by tiles: it holds nothing between its input and its output.
     if isinstance(module, (nn.Linear, nn.Embedding, nn.ModuleList)):
         return False
     if next(module.parameters(), None) is None:
@@ -83,6 +84,8 @@ def _may_have_rows(module: nn.Module) -> bool:
     _, *taken = inspect.signature(type(module).forward).parameters.values()
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [parameter for parameter in taken if parameter.kind not in starred]
+
+    # What may be left out is mostly a mask, positions or a cache, which belong to whole sequences.
     has_optional = any(parameter.default is not inspect.Parameter.empty for parameter in named)
     return bool(named) and not has_optional
 
@@ -102,6 +105,8 @@ def why_joined(module: nn.Module, run: Callable[..., Any], rows: Sequence[Tensor
 
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         before = _random_state(device)
+
+        # As it trains, because dropout is off in other modes and would not be found.
         module.train()
         try:
             joined = _what_joins(run, some)
@@ -142,6 +147,7 @@ def _what_joins(run: Callable[..., Any], rows: Sequence[Tensor]) -> str | None:
         if (is_kept & has_changed).any():
             return "what it makes of a token depends on other tokens"
 
+    # Without the first ones, so that each token that stays has another place and fewer beside it.
     last = numbers[count // 3 :]
     fewer = run(*_taken(rows, last))
     has_changed = ~are_alike(result.index_select(-2, last), fewer)

@@ -65,6 +65,7 @@ def describe_text(console: Console, config: RunConfig, text: PackedText | TextSt
     if learnt is not None and learnt < text.num_tokens:
         words += f", of which {format_count(learnt)} are learnt"
 
+    # Not rounded: an epoch may end within a step, and a short text takes a part of one.
     steps = text.num_sequences / config.train.batch
     epochs = config.train.steps / steps
     say(console, f"{words}; an epoch is {steps:,.4g} steps, and {config.train.steps:,} steps are {epochs:,.3g} epochs")
@@ -94,6 +95,7 @@ def describe(
     """
     if text.damaged is not None:
         say(console, f"{text.damaged} was damaged, so the text was tokenised again.")
+    # What the run has chosen by itself is said with its reason.
     count, why = session.io_threads
     threads = f", {count} I/O threads each way ({why})" if session.store.files is not None else ""
     say(console, f"{_model(session, config)}; {nvme_path(session.store)}{threads}")
@@ -175,6 +177,8 @@ def opening(
     forecast = None
     if expected is not None:
         names = ("seconds", "bound_by", "busy_seconds", "moved_bytes")
+
+        # Recorded as it was planned, since a report may be made on a machine that knows other rates.
         forecast = {name: getattr(expected.forecast, name) for name in names}
         forecast["seconds_range"] = expected.seconds_range
 

@@ -50,6 +50,8 @@ class SavePlan:
         """
         room = Room.of(output, session.model, session.whole_units)
         crew = session.crew
+
+        # All ranks write into one directory, so one of them looks at its drive, and all have its error.
         num_kept = crew.from_first(lambda: _checked_count(output, session, room, is_done=is_done))
         cost_s = expected_cost(session, expected)
         return cls(
@@ -117,6 +119,8 @@ def _checked_count(output: OutputConfig, session: Session, room: Room, *, is_don
         return output.keep_checkpoints
 
     num_kept = room.num_kept(output)
+
+    # Savepoints are asked for by name, so a lack of room for them is an error, and not a reason to leave them out.
     if output.savepoint_every:
         check_savepoint_room(session, Path(output.directory) / SAVEPOINT_FOLDER)
     return num_kept
