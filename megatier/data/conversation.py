@@ -70,6 +70,8 @@ class Text:
         text = record.get(self.key)
         if not isinstance(text, str):
             remedy = f"Its keys are {_shown(list(record))}. " if record else ""
+
+            # A record of conversations is the usual reason why there is no text, so the remedy names its shape.
             chat = next((chat for chat, key in CHAT_KEYS.items() if key in record), None)
             if chat:
                 remedy += f"Set data.chat to {chat}."
@@ -120,6 +122,8 @@ class Turns:
             raise DataError(f"{place}: a turn is {_shown(turn)}, not an object.")
         role = turn.get(self.role)
         content = turn.get(self.content)
+
+        # Without roles of its own the format is that of chat templates, which know whatever roles they like.
         known = dict(self.roles)
         if not isinstance(role, str) or (known and role not in known):
             names = f"one of {', '.join(known)}" if known else "text"

@@ -50,6 +50,7 @@ class BadRecords:
         Raises:
             DataError: the text is refused, and enough is known to say why.
         """
+        # Counted beyond those that are named, for the sentence at the end.
         self.count += 1
         if len(self.first) < BAD_SHOWN:
             self.first.append(str(error))
@@ -150,6 +151,7 @@ def saved_files(folder: Path) -> list[Path] | None:
             raise DataError(f"data.files: {folder} holds the splits {names}. Name one: {folder}/<split>.")
         if not state.is_file():
             return None
+        # In the order of this list, which is that of the rows.
         files = json.loads(state.read_text("utf-8"))["_data_files"]
         return [folder / file["filename"] for file in files]
     except (LookupError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:

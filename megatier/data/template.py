@@ -135,6 +135,9 @@ class _Template:
     def rendered(self) -> tuple[str, list[CharacterRange]]:
         """Return the conversation as text, and the ranges of the assistant's turns."""
         messages = self._conversation.messages
+
+        # By the text of the template, since transformers takes a template without marks and marks nothing, with a
+        # warning.
         is_marked = "endgeneration" in self._source
         text, ranges = self._render(messages, return_assistant_tokens_mask=is_marked)
         found = ranges if is_marked else list(self._turns(text))
@@ -151,6 +154,7 @@ class _Template:
             answer = turn.get("content")
             if not isinstance(answer, str) or not answer.strip():
                 continue
+            # Many templates cut the blanks around an answer off.
             bare = answer.strip()
             learnt = text[start:stop]
             is_bare = learnt.endswith((answer, bare))

@@ -73,6 +73,8 @@ def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple
         OSError: the note cannot be written.
     """
     paths = [directory / name for name in names]
+
+    # Nothing was made yet, or a kill came before the note, which is written last.
     if not all(path.exists() for path in (directory / NOTE_FILE, *paths)):
         return None, None
 
@@ -87,12 +89,15 @@ def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple
     note = _parsed(text)
     if note is None:
         return None, str(directory / NOTE_FILE)
+    # Not damaged, only of other settings: they are made again without a word.
     if note["settings"] != settings:
         return None, None
 
     noted = [Content(*note["files"].get(path.name, (0, 0))) for path in paths]
     for path, content in zip(paths, noted, strict=True):
         found_now = content_of(path)
+
+        # Without the counts, which an older version may not have noted.
         if (found_now.num_bytes, found_now.crc32) != (content.num_bytes, content.crc32):
             return None, str(path)
     return noted, None

@@ -143,6 +143,8 @@ def with_schemas(
 
     for unit in units:
         names = frozenset(tensor.name for tensor in unit.layout.tensors)
+
+        # All of it computes in fp32, so the unit has that schema itself and nothing has to be lent.
         if names <= kept_in_fp32:
             changed.append(replace(unit, layout=replace(unit.layout, schema=fp32_schema)))
             continue

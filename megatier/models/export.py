@@ -66,6 +66,8 @@ def export(
         UnsupportedModelError: no layout of the weights is known that loads back.
     """
     check_new(folder)
+
+    # All names and sizes are known before anything is written, so what cannot be written is refused first.
     outgoing = _Outgoing(model, units, dtype)
     shards = _cut(outgoing.num_bytes, shard_bytes)
     total = sum(outgoing.num_bytes.values())
@@ -84,6 +86,7 @@ def check_new(folder: Path) -> None:
     Raises:
         ConfigError: it is not empty, or a file is in its place or above it.
     """
+    # A folder above it may be missing too, and then the nearest one that is there has to be a folder.
     existing = (place for place in (folder, *folder.parents) if place.exists())
     nearest = next(existing, None)
     if nearest is not None and not nearest.is_dir():

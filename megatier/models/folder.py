@@ -25,6 +25,8 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """
     single = folder / SINGLE_FILE
     index = folder / INDEX_FILE
+
+    # As transformers does: a single file wins over an index that an earlier save has left.
     if single.is_file():
         return read_header(single)
     if not index.is_file():
@@ -39,6 +41,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         if Path(file_name).name != file_name or not _is_file(folder / file_name):
             raise UnsupportedModelError(f"{index}: {shown(file_name)!r} is no file in this folder.")
         for name, tensor in read_header(folder / file_name).items():
+            # transformers would take either of them, without a word.
             if name in stored:
                 raise UnsupportedModelError(f"{tensor.path}: tensor {shown(name)} is also in {stored[name].path}.")
             stored[name] = tensor

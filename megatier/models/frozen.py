@@ -39,6 +39,7 @@ def freeze(model: nn.Module, patterns: str | Sequence[str], setting: str = "mode
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of[id(parameter)].append(name)
 
+    # In their order, since a later one may take back what an earlier one has set.
     for pattern in parse_list(patterns):
         wanted = pattern.removeprefix("!")
         is_trained = pattern != wanted
@@ -48,6 +49,7 @@ def freeze(model: nn.Module, patterns: str | Sequence[str], setting: str = "mode
         for parameter in named:
             parameter.requires_grad_(is_trained)
 
+    # A run that trains nothing would end with the model that it began with.
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"{setting}: every parameter of this model is frozen, so there is nothing to train. Name what is trained "

@@ -119,6 +119,7 @@ class Initialiser(TensorReader):
     @contextmanager
     def _bound(self, unit: Unit, modules: Sequence[str], values: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Put real tensors into a unit's places inside some modules while the initialisation runs."""
+        # Before anything is bound, since `bindings` knows parameters by their objects.
         places = [place for module in modules for place in bindings(self._model, unit, module)]
         before = [parameters[leaf] for parameters, leaf, _ in places]
         for parameters, leaf, tensor in places:
@@ -160,6 +161,7 @@ class Initialiser(TensorReader):
 
     def _init_weights(self, name: str) -> None:
         """Let a module be initialised by the nearest PreTrainedModel at or above it. What is on meta stays as it is."""
+        # As in transformers, where the language model inside of a model with a vision tower draws its own modules.
         nearest = next(owner for owner in (name, *_above(name)) if owner in self._pretrained)
         self._pretrained[nearest]._init_weights(self._model.get_submodule(name))
 

@@ -78,6 +78,7 @@ class Law:
         """Whether the steps set every element, whatever was there before."""
         if not self._steps:
             return False
+        # A step that sets all elements clears those before it, so only the first one can set them.
         first = self._steps[0]
         return first.operation in SETTING and self._is_all(first)
 
@@ -106,6 +107,7 @@ class Law:
     @torch.no_grad()
     def settle(self) -> Tensor:
         """Fill the parameter's own memory, with NaN where no step sets it, and return it, flat."""
+        # A view, as the parameter is contiguous.
         flat = self.parameter.detach().flatten()
         for start, values in self.draw(0, self._size):
             stop = start + values.numel()
@@ -143,6 +145,7 @@ class Law:
                 step.operation(values, *step.arguments, generator=generator)
                 continue
 
+            # A step may be for some elements alone, such as the row of the padding token.
             lower = max(0, step.start - first)
             upper = max(0, step.stop - first)
             for part in values[lower:upper].split(SERIAL_ELEMENTS):

@@ -54,6 +54,7 @@ def find_local(path_or_id: str) -> Path | None:
         if path.is_dir():
             _check_folder(path)
             return path
+        # A model in one file, such as GGUF.
         if path.exists():
             raise ConfigError(_refusal(path, [path], "is a file"))
     except PermissionError as error:
@@ -86,6 +87,7 @@ def _check_folder(folder: Path) -> None:
     """
     if (folder / CONFIG_FILE).exists():
         return
+    # What is there instead says what the user has in hand.
     files = sorted(folder.iterdir())
     what = f"has no {CONFIG_FILE}" if files else "is empty"
     raise ConfigError(_refusal(folder, files, what))

@@ -89,6 +89,8 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
     stacks = defaultdict[str, defaultdict[int, list[str]]](lambda: defaultdict(list))
     for name in names:
         words = name.split(".")
+
+        # The outermost number is that of the layer, and those behind it are of experts and the like.
         place = next((i for i, word in enumerate(words) if word.isdigit()), None)
         if place is None:
             (behind if stacks else before).append(name)
@@ -119,6 +121,8 @@ def hub_visits(
     # In the model's own order, however its layers are cut into units.
     own = {name: number for number, name in enumerate(state)}
     in_order = sorted(layout, key=lambda name: (own[layout[name].runs[0].name], layout[name].runs[0].start))
+
+    # Found once for all layers, as the units are many.
     holders = _holders(units, names, buffers)
     visits = list[Visit]()
     for group in layer_groups(in_order):
@@ -152,6 +156,8 @@ def _visits(
 ) -> Iterator[Visit]:
     """Yield the visits that one layer takes."""
     needed = {name: _parts(assembly, holders) for name, assembly in layout.items()}
+
+    # In the order of the units, so that each of them is brought to the GPU once for the layer.
     for number in sorted({number for parts in needed.values() for number in parts}):
         visit = Visit(None if number == BUFFERS else units[number])
         for name, parts in needed.items():
@@ -170,6 +176,8 @@ def _parts(assembly: Assembly, holders: Mapping[str, list[_Holder]]) -> dict[int
         stop = run.start + run.num_elements
         for holder in holders[run.name]:
             first, end = holder.elements
+
+            # A unit may hold some of the elements alone, such as some experts of a stack.
             lower = max(run.start, first)
             upper = min(stop, end)
             if lower < upper:

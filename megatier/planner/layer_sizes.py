@@ -105,6 +105,8 @@ def _sizes_of(setup: Setup, unit: Unit, absent: Collection[str], width: int, att
         attention: what attention gives, in boundary activations.
     """
     text = setup.model.config.get_text_config()
+
+    # A model without experts goes through its one MLP.
     chosen = getattr(text, "num_experts_per_tok", None) or 1
     names = {tensor.name for tensor in unit.layout.tensors}
     in_fp8 = setup.work.products.weights
@@ -149,6 +151,8 @@ def _product(tensor: TensorSlice, chosen: int, width: int, *, in_fp8: bool) -> _
     """
     shape = tensor.parameter_shape
     num_elements = shape[-1] if len(shape) > 1 else 0
+
+    # A stack of experts has three dimensions, and every other parameter of a product two.
     is_of_expert = len(shape) == 3
     copies = chosen if is_of_expert else 1
 

@@ -80,6 +80,8 @@ class Prediction:
         """
         # The first step of a process loads on demand, so its moves do not follow the pattern of the others.
         self._num_seen += 1
+
+        # One correction is enough: the forecast is compared with all later steps, and must not follow them.
         is_over = len(self._rates) == STEPS
         if self._num_seen == 1 or is_over or not planned_rate(self.forecast):
             return None
@@ -107,6 +109,8 @@ class Prediction:
                 break
 
         self.forecast = made
+
+        # The range was that of the probe's drives, and these are others.
         self.seconds_range = (made.seconds, made.seconds)
         return Correction(
             planned_seconds=planned.seconds,

@@ -88,6 +88,8 @@ def search(setup: Setup, fixed: frozenset[str] = frozenset()) -> Choice:
     """
     config = setup.config
     is_open = TILE not in fixed and config.model.tile_tokens is None
+
+    # A sequence that is no longer than a tile is one tile, which saves nothing.
     can_cut = is_open and config.data.sequence_length > TILE_TOKENS
     whole: Choice | None = None
     try:
@@ -123,6 +125,8 @@ def _best(setup: Setup, fixed: frozenset[str]) -> Choice:
     # The sort is stable, so among trials with equal compute the simplest comes first.
     for settings, wanted in sorted(_trials(setup, fixed), key=lambda pair: pair[1].compute_seconds):
         limit = float("inf") if best is None else best.seconds * (1 - WORTH)
+
+        # Trials come by their compute, so none after this one can be faster.
         if wanted.compute_seconds >= limit:
             break
 
@@ -135,10 +139,13 @@ def _best(setup: Setup, fixed: frozenset[str]) -> Choice:
             trial = wanted if "tiers.gpu" in fixed else _fitted(wanted)
             placement = trial.placed()
         except PlanError as error:
+            # Kept, since the refusal of the whole search names the candidate that was nearest to fitting.
             refused.append((error, settings))
             continue
 
         that_fit.add(others)
+
+        # Different settings may come to the same homes and compute, and then to the same forecast.
         if (trial.seconds, placement) in seen:
             continue
         seen.append((trial.seconds, placement))

@@ -90,6 +90,9 @@ class _UnitSeconds:
         repeated = self._with_tiles(unit, products, repeated)
         forward = products / self._flops_per_s - self._gained_seconds(unit.layout.tensors)
         frozen = [tensor for tensor in unit.layout.tensors if tensor.name in unit.layout.frozen]
+
+        # A backward has two products for each of the forward: for the gradient of the input, and of the weight, which
+        # frozen ones lack.
         spared = self._frozen_flops(unit, products) / self._flops_per_s - self._gained_seconds(frozen)
         backward = forward * (2 + repeated) - spared
 
@@ -149,6 +152,8 @@ class _UnitSeconds:
         num_active = 0.0
         for tensor in tensors:
             num_dimensions = len(tensor.shape)
+
+            # Norms and biases are vectors, whose time is that of memory and lies in the rates of a layer.
             if num_dimensions < 2:
                 continue
             is_of_expert = num_dimensions == 3 and tensor.parameter_shape[0] == self._num_experts
@@ -161,6 +166,8 @@ class _UnitSeconds:
         config = self._setup.config
         sequence = config.data.sequence_length
         width = head_width(self._text)
+
+        # Without a mask attention is causal, and kernels skip the half of the pairs that lies above the diagonal.
         flops_per_pair = 4 if config.has_mask else 2
         flops_per_token = flops_per_pair * sequence * self._text.num_attention_heads * width
         flops = flops_per_token * self._setup.tokens
@@ -182,6 +189,8 @@ class _UnitSeconds:
         """
         setup = self._setup
         share = setup.saved_share if self._activations[unit.name].keeps_graph else 0.0
+
+        # Between the shares that were measured it goes in straight lines.
         products = float(np.interp(share, REPEATED_AT, REPEATED))
         if keeps_attention(setup, unit):
             return products, 0.0
