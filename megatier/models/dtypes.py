@@ -64,15 +64,13 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
     if model.dtype is dtype:
         return present
 
-    # Built once more in either dtype, because only the constructor knows which buffers follow it.
-    before = _constructed_buffers(model, model.dtype)
+    # Built once more, because only the constructor knows which buffers follow the weights. Few models have any.
     after = _constructed_buffers(model, dtype)
-    following = dict[str, torch.dtype]()
-    for name, made in after.items():
-        # A buffer whose dtype was changed since the model was made keeps what it was changed to.
-        is_as_made = name in present and present[name] is before[name]
-        if is_as_made and made is not present[name]:
-            following[name] = made
+    others = [name for name, made in after.items() if name in present and made is not present[name]]
+
+    # A buffer whose dtype was changed since the model was made keeps what it was changed to.
+    before = _constructed_buffers(model, model.dtype) if others else {}
+    following = {name: after[name] for name in others if present[name] is before[name]}
 
     stored = following.keys() & model.state_dict(keep_vars=True).keys()
     in_fp32 = names_in_fp32(model, stored)
