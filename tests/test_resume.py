@@ -93,15 +93,36 @@ def flip(path: Path) -> None:
     path.write_bytes(raw)
 
 
+@pytest.fixture(scope="module")
+def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A folder with a run whose last step and export are missing, as after a kill; and a copy of that folder."""
+    folder, kept = (tmp_path_factory.mktemp("stopped") / name for name in ("folder", "kept"))
+    folder.mkdir()
+    settings = {"train.schedule": "constant", "output.checkpoint_every": 1, "output.keep_checkpoints": 9}
+    before = torch.are_deterministic_algorithms_enabled()
+    with one_thread():
+        assert main(command(folder, settings)) == 0
+    torch.use_deterministic_algorithms(before)
+    shutil.rmtree(folder / "run" / "model")
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000003")
+    shutil.copytree(folder, kept)
+    return folder, kept
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The test's folder. That of the stopped run is put back as it was: a run goes on in its own place alone."""
+    if "stopped" not in request.fixturenames:
+        return tmp_path
+    folder, kept = request.getfixturevalue("stopped_once")
+    shutil.rmtree(folder)
+    return Path(shutil.copytree(kept, folder))
+
+
 @pytest.fixture
 def stopped(_one_thread: None, tmp_path: Path) -> Path:
-    """A run directory whose last step and export are missing, as after a kill."""
-    settings = {"train.schedule": "constant", "output.checkpoint_every": 1, "output.keep_checkpoints": 9}
-    assert main(command(tmp_path, settings)) == 0
-    run = tmp_path / "run"
-    shutil.rmtree(run / "model")
-    shutil.rmtree(run / "checkpoints" / "step-00000003")
-    return run
+    """The directory of the stopped run."""
+    return tmp_path / "run"
 
 
 def test_resume_that_is_refused_leaves_the_config_as_it_was(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:

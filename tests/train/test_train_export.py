@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,14 @@ MOE = {**FAMILIES["qwen3_moe"], "model_type": "qwen3_moe", "head_dim": 16}
 MODELS: dict[str, dict[str, Any]] = {"untied": {}, "tied": {"tie_word_embeddings": True}, "moe": MOE}
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def small_chunks() -> Iterator[None]:
     """So that the arrays of tiny models have many chunks, and tensors come in pieces that are no whole ones."""
-    for module in (checkpoint, checkpoint_writer, plane_writer):
-        monkeypatch.setattr(module, "Grid", SmallGrid)
-    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 700)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (checkpoint, checkpoint_writer, plane_writer):
+            patch.setattr(module, "Grid", SmallGrid)
+        patch.setattr(weights, "CHUNK_ELEMENTS", 700)
+        yield
 
 
 def trained(folder: Path, model: str = "untied", **settings: Any) -> Path:
@@ -55,9 +58,16 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.fixture(scope="module")
+def trained_once(small_chunks: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run directory of a model that was trained before the first test which asks for it. No test changes it."""
+    return functools.cache(lambda model: trained(tmp_path_factory.mktemp("once") / "a run", model))
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return trained(tmp_path / "a run")
+def run(trained_once: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A run directory of the test's own."""
+    return Path(shutil.copytree(trained_once("untied"), tmp_path / "a run"))
 
 
 # ---------------------------------------------------------------------- the same bytes
@@ -65,9 +75,9 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_export_of_a_checkpoint_is_what_the_run_exports(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, trained_once: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = trained(tmp_path / "bf16", model)
+    run = trained_once(model)
     masters = trained(tmp_path / "fp32", model, output__export_dtype="fp32")
     capsys.readouterr()
     assert main(["export", str(run), str(tmp_path / "x" / "as the run")]) == 0
@@ -143,8 +153,11 @@ def test_export_takes_buffers_and_settings_from_where_the_run_began(tmp_path: Pa
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_export_reads_each_chunk_once(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = trained(tmp_path / "run", model, output__export=False)
+def test_export_reads_each_chunk_once(
+    model: str, trained_once: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(shutil.copytree(trained_once(model), tmp_path / "run"))
+    shutil.rmtree(run / "model")  # as of a run that writes none
     begin, reads = ChunkFiles._begin_read, Counter[Path]()
 
     def counted(self: ChunkFiles, array: StoredArray, place: int, chunk: ArrayChunk) -> Any:
