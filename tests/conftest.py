@@ -38,6 +38,24 @@ if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
 """What tests compile is kept for other test runs, and not in the user's own place."""
 
 
+FIRST = (
+    "test_compiled_attention.py",
+    "test_integrations_lengths.py",
+    "test_muon.py",
+    "test_soak.py",
+    "test_train_verify.py",
+)
+"""Files of few tests that take long."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files that several processes take one by one, so that none is left alone with a long one at the end."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        num_tests = Counter(item.path for item in items)
+        items.sort(key=lambda item: (item.path.name not in FIRST, -num_tests[item.path]))
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays, so Python's collector need not look at its 400,000 objects again and again."""
     gc.freeze()
