@@ -20,7 +20,6 @@ ELSEWHERE: Mapping[str, str] = {
     "max_steps": "train.steps",
     "num_steps": "train.steps",
     "max_grad_norm": "train.clip",
-    "warmup_ratio": "train.warmup_steps",
     "gradient_checkpointing": "train.activations",
     "max_length": "data.sequence_length",
     "max_seq_length": "data.sequence_length",

@@ -50,6 +50,7 @@ def _idle(config: RunConfig) -> dict[str, tuple[bool, str]]:
         "train.momentum": (train.optimizer != "muon", f"train.optimizer {train.optimizer} does not read it"),
         "train.eps": (train.optimizer == "lion", "train.optimizer lion does not read it"),
         "train.min_learning_rate_ratio": (train.schedule == "constant", "train.schedule is constant"),
+        "train.decay_ratio": (train.schedule != "wsd", f"train.schedule is {train.schedule}"),
         "tiers.generations": (at_once, "no update waits: train.clip is null and numerics.guard false"),
         "numerics.max_skips": (not config.numerics.guard, "numerics.guard is false"),
     }

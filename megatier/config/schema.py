@@ -228,10 +228,14 @@ class TrainConfig(Section):
     0.99."""
     learning_rate: float = 3e-4
     """Peak learning rate, at least 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Course of the learning rate after the warm-up. wsd: constant, and at the end linear (train.decay_ratio)."""
     warmup_steps: int = 0
     """Steps of linear warm-up, from 0 to below train.steps."""
+    warmup_ratio: float = 0.0
+    """Share of all steps that is linear warm-up, 0 to below 1, instead of train.warmup_steps."""
+    decay_ratio: float = 0.1
+    """Share of all steps in which wsd falls at the end, above 0 to 1."""
     min_learning_rate_ratio: float = 0.0
     """Last learning rate as a share of the peak, 0 to 1."""
     weight_decay: float = 0.0
@@ -272,8 +276,10 @@ class TrainConfig(Section):
         self.need("moments", takes_moments, bound)
 
         self.need_least(stall_timeout=0)
-        ratio = self.min_learning_rate_ratio
-        self.need("min_learning_rate_ratio", 0 <= ratio <= 1, "from 0 to 1")
+        self.need("min_learning_rate_ratio", 0 <= self.min_learning_rate_ratio <= 1, "from 0 to 1")
+        self.need("warmup_ratio", 0 <= self.warmup_ratio < 1, "from 0 to below 1")
+        self.need("warmup_ratio", not (self.warmup_steps and self.warmup_ratio), "0 beside train.warmup_steps")
+        self.need("decay_ratio", 0 < self.decay_ratio <= 1, "above 0, and at most 1")
         is_some = self.epochs is None or self.epochs > 0
         self.need("epochs", is_some, "above 0, or null for steps")
 

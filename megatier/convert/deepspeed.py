@@ -307,7 +307,7 @@ DIFFERING = {
     "amp": "model.compute_dtype is bf16 or fp32, for all layers",
     "torch_autocast": "model.compute_dtype is bf16 or fp32, for all layers",
     "optimizer": "AdamW has no such setting here",
-    "scheduler": "train.schedule is constant, linear or cosine, and has no such setting",
+    "scheduler": "train.schedule is constant, linear, cosine or wsd, and has no such setting",
     "curriculum_learning": NOT_THERE,
     "data_efficiency": NOT_THERE,
     "progressive_layer_drop": NOT_THERE,

@@ -175,15 +175,13 @@ def _schedule(made: Conversion, key: str) -> None:
     name = made.text(key) or "linear"
     if name in SCHEDULES:
         made.carry(key, {"train.schedule": SCHEDULES[name]})
-    made.leave(key, "train.schedule is constant, linear or cosine", differs=True)
+    made.leave(key, "train.schedule is constant, linear, cosine or wsd", differs=True)
 
     # A config has steps beside a ratio only if they are to overrule it.
     warmup = made.count("warmup_steps", 0)
     ratio = made.number("warmup_ratio")
-    steps = made.settings.get("train.steps")
-    if not warmup and ratio and isinstance(steps, int):
-        # Of steps that are known only: epochs are counted when the text is.
-        made.carry("warmup_ratio", {"train.warmup_steps": min(steps - 1, round(ratio * steps))})
+    if not warmup and ratio:
+        made.carry("warmup_ratio", {"train.warmup_ratio": ratio})
     elif made.has("warmup_steps"):
         made.carry("warmup_steps", {"train.warmup_steps": warmup or 0})
 
@@ -254,7 +252,7 @@ DIFFERING = {
     "mask_history": "all turns of the assistant are learnt",
     "fp16": "model.compute_dtype stays bf16, which needs no loss scaling",
     "pure_bf16": "masters are always fp32, and so are moments unless train.moments says bf16",
-    "warmup_ratio": "train.warmup_steps counts steps",
+    "warmup_ratio": "train.warmup_steps overrules it, as there",
     "freeze_vision_tower": VISION,
     "freeze_multi_modal_projector": VISION,
     "optim": f"train.optimizer is {in_words(OPTIMIZER_NAMES)}",

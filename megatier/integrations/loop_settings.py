@@ -107,6 +107,8 @@ NOT_OF_LOOPS: Mapping[str, str] = {
     "offload_attention": "how long the loop's sequences are is not known, so no room is set aside for it",
     "schedule": OWN_RATE,
     "warmup_steps": OWN_RATE,
+    "warmup_ratio": OWN_RATE,
+    "decay_ratio": OWN_RATE,
     "min_learning_rate_ratio": OWN_RATE,
     "evaluate_every": OWN_TEST,
     "evaluate_batches": OWN_TEST,

@@ -1,30 +1,34 @@
-"""The learning rate of each step: a linear warm-up, then constant, linear or cosine."""
+"""The learning rate of each step: a linear warm-up, then constant, linear or cosine, or constant and then linear."""
 
 from __future__ import annotations
 
 import math
 
 
-def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, steps: int, minimum_ratio: float) -> float:
+def learning_rate(
+    step: int, *, peak: float, schedule: str, warmup: int, decay: int, steps: int, minimum_ratio: float
+) -> float:
     """Return the learning rate of step 1 to `steps`.
 
     Args:
         step: 1, 2, ...
         peak: the rate at the end of the warm-up.
-        schedule: `constant`, `linear` or `cosine`.
+        schedule: `constant`, `linear`, `cosine` or `wsd` (warm-up, stable, decay).
         warmup: steps in which the rate rises in a straight line.
+        decay: last steps, in which `wsd` falls in a straight line.
         steps: steps of the whole run.
-        minimum_ratio: the share of the peak to which `linear` and `cosine` would fall one step after the last.
+        minimum_ratio: the share of the peak to which all but `constant` would fall one step after the last.
     """
     if step <= warmup:
         return peak * step / warmup
-    if schedule == "constant":
+    last_at_peak = max(warmup, steps - decay) if schedule == "wsd" else warmup
+    if schedule == "constant" or step <= last_at_peak:
         return peak
 
-    # The first step after the warm-up has the peak.
-    steps_since = step - warmup - 1
-    share = steps_since / max(1, steps - warmup)
+    # The first step of the fall has the peak too.
+    steps_since = step - last_at_peak - 1
+    share = steps_since / max(1, steps - last_at_peak)
 
     # From 0 at the peak to 1 one step after the last.
-    fall = share if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * share))
+    fall = 0.5 * (1 - math.cos(math.pi * share)) if schedule == "cosine" else share
     return peak * (1 - (1 - minimum_ratio) * fall)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -254,7 +255,9 @@ def rate_of(step: int, train: TrainConfig) -> float:
         step,
         peak=train.learning_rate,
         schedule=train.schedule,
-        warmup=train.warmup_steps,
+        # A part of a step counts as a whole one, as in transformers.
+        warmup=train.warmup_steps or math.ceil(train.warmup_ratio * train.steps),
+        decay=math.ceil(train.decay_ratio * train.steps),
         steps=train.steps,
         minimum_ratio=train.min_learning_rate_ratio,
     )

@@ -208,6 +208,12 @@ def test_dump_of_any_text_is_read_again() -> None:
             ["--train.epochs=2", "--train.steps=5", "--train.warmup_steps=5"],
             r"train\.warmup_steps is 5; it must be below train\.steps 5",
         ),
+        (["--train.warmup_ratio", "1"], r"train\.warmup_ratio is 1\.0; it must be from 0 to below 1"),
+        (
+            ["--train.warmup_ratio=0.1", "--train.warmup_steps=5"],
+            r"train\.warmup_ratio is 0\.1; it must be 0 beside train\.warmup_steps",
+        ),
+        (["--train.decay_ratio", "0"], r"train\.decay_ratio is 0\.0; it must be above 0, and at most 1"),
         (["--train.groups", "3"], r"train\.batch is 8; it must be a multiple of groups \* slices \(3\)"),
         (["--data.holdout_fraction", "1"], r"data\.holdout_fraction is 1\.0"),
         (["--data.files", ""], r"data\.files is \[\]; it must be at least one"),

@@ -342,7 +342,7 @@ def test_convert_bad_input_is_refused(content: object, message: str, tmp_path: P
         (INFINITY, {"optimizer.params.weight_decay"}),
         (
             LLAMA_FACTORY,
-            {"cutoff_len", "per_device_train_batch_size", "template", "max_samples", "warmup_ratio"},
+            {"cutoff_len", "per_device_train_batch_size", "template", "max_samples"},
         ),
         (
             {
@@ -384,16 +384,17 @@ def test_convert_llama_factory(tmp_path: Path) -> None:
         "train.eps": 1e-8,
         "train.clip": 1.0,
         "train.schedule": "cosine",
+        "train.warmup_ratio": 0.1,
         "output.directory": "saves/llama3-8b/full/sft",
         "output.checkpoint_every": 500,
     }
-    assert findings(made, "left").keys() == {"do_train", "template", "max_samples", "logging_steps", "warmup_ratio"}
+    assert findings(made, "left").keys() == {"do_train", "template", "max_samples", "logging_steps"}
 
 
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ({"max_steps": 200, "warmup_ratio": 0.1}, {"train.steps": 200, "train.warmup_steps": 20}),
+        ({"max_steps": 200, "warmup_ratio": 0.1}, {"train.steps": 200, "train.warmup_ratio": 0.1}),
         ({"max_steps": -1, "num_train_epochs": 2}, {"train.epochs": 2}),
         ({"warmup_steps": 7, "warmup_ratio": 0.1}, {"train.warmup_steps": 7}),
         ({"flash_attn": "disabled", "val_size": 0.1}, {"model.attention": "eager", "data.holdout_fraction": 0.1}),

@@ -27,6 +27,8 @@ OTHERS: dict[str, Any] = {
     "offload_attention": True,
     "schedule": "linear",
     "warmup_steps": 3,
+    "warmup_ratio": 0.1,
+    "decay_ratio": 0.2,
     "min_learning_rate_ratio": 0.1,
     "evaluate_every": 5,
     "evaluate_batches": 3,

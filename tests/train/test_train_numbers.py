@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +248,30 @@ def test_rate_of_any_schedule_follows_its_formula(schedule: str) -> None:
         factor = {"constant": 1.0, "linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share))}[schedule]
         floor = 1.0 if schedule == "constant" else 0.1
         assert rate == pytest.approx(2.0 * (floor + (1 - floor) * factor), rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
+def test_rate_with_a_warmup_ratio_is_that_of_as_many_steps(schedule: str) -> None:
+    changes: dict[str, Any] = {"schedule": schedule, "learning_rate": 2.0}
+    # Counted up, as transformers does: 0.3 of 11 steps are 4.
+    by_steps, by_ratio = (
+        TrainConfig(steps=11, **more, **changes) for more in ({"warmup_steps": 4}, {"warmup_ratio": 0.3})
+    )
+    assert [rate_of(step, by_steps) for step in range(1, 12)] == [rate_of(step, by_ratio) for step in range(1, 12)]
+
+
+def test_rate_of_wsd_falls_from_the_peak_to_its_minimum_in_the_last_steps_alone() -> None:
+    train = TrainConfig(
+        steps=20, warmup_steps=2, learning_rate=2.0, schedule="wsd", decay_ratio=0.25, min_learning_rate_ratio=0.1
+    )
+    rates = [rate_of(step, train) for step in range(1, 22)]
+    assert rates[:16] == [1.0, *[2.0] * 15]
+    assert rates[15:] == pytest.approx([2.0, 1.64, 1.28, 0.92, 0.56, 0.2], rel=1e-12)
+
+    # Where the warm-up takes more than what the fall leaves, the fall is shorter.
+    all_of_it = [rate_of(step, replace(train, decay_ratio=1.0)) for step in range(1, 21)]
+    assert all_of_it[:3] == [1.0, 2.0, 2.0]
+    assert all(earlier > later for earlier, later in pairwise(all_of_it[2:]))
 
 
 # ---------------------------------------------------------------------- Hugging Face in and out
