@@ -81,6 +81,7 @@ def groups_of(units: Sequence[Unit]) -> tuple[str, ...]:
 
 def tensors_of(layout: Layout, name: str) -> tuple[TensorSlice, ...]:
     """Return the tensors of a unit that lie in arrays of a group: frozen ones have no moments, and a base has none."""
+    # Units of one model may have different optimizers, as with Muon, and so different groups of arrays.
     if name not in layout.schema.arrays:
         return ()
     has_frozen = name == MASTERS and not layout.has_base

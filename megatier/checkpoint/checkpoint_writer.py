@@ -125,6 +125,7 @@ class CheckpointWriter:
                 before it are whole.
             StepAbandonedError: the session was closed meanwhile. What was written is removed here too.
         """
+        # An error of any unit before it is this item's as well, since each item waits for the one before.
         self._end.wait()
         return self._target
 
@@ -155,6 +156,8 @@ class CheckpointWriter:
     def _open_writers(self) -> None:
         """Allocate buffers, and start threads."""
         whole_units = self._session.whole_units
+
+        # One size of buffers for all arrays, which is that of the largest chunk.
         grids = [Grid.of(shape) for shape in parameter_shapes(whole_units).values()]
         chunk_elements = max(grid.chunk_elements for grid in grids)
 
@@ -179,6 +182,7 @@ class CheckpointWriter:
         for name in groups_of(whole_units):
             files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_THREADS, num_staged))
             self._writers.append(PlaneWriter(self._session, files, self._partial, name, buffers, owners))
+        # A thread for masters and for each moment: they read different planes of a unit, and each has its own files.
         self._workers = Workers(len(self._writers), "megatier-checkpoint")
 
         # Called first of all, because the threads fill what the others free.

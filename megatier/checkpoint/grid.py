@@ -64,6 +64,7 @@ class Grid:
         """The shape of every chunk, padding included, as Zarr's metadata has it."""
         if not self.shape:
             return ()
+        # Zarr cuts all axes alike in all places, so axes above the one that is cut have chunks of a single place.
         ones = (1,) * self.axis
         below = self.shape[self.axis + 1 :]
         return (*ones, self.rows, *below)

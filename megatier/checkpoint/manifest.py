@@ -84,6 +84,7 @@ class Manifest:
             self.check_metadata(root, node)
             keys.add(METADATA_FILE)
 
+        # A file more or less than noted is damage too, so the numbers are compared first.
         noted = self.checksums.get(node, ())
         if len(noted) != len(keys):
             raise DamagedCheckpointError(str(root / node), f"is noted in the manifest with {len(noted)} checksums")
@@ -119,6 +120,8 @@ class Manifest:
         """
         start = f"{folder}/" if folder else ""
         known = set(files)
+
+        # A node is named by its whole path, so what lies directly in the folder is the first part behind it.
         for node in self.checksums:
             if node.startswith(start):
                 name, _, _ = node.removeprefix(start).partition("/")

@@ -159,6 +159,7 @@ class PlaneWriter:
 
         The first ones of a tensor may be in a chunk that another rank writes.
         """
+        # A chunk may have elements of several ranks' shards, and one of them writes all of it.
         by_rank = self._owners.sent(unit.name, self._name)
         pieces = list(chain.from_iterable(by_rank))
         sizes = [piece.num_elements for piece in pieces]

@@ -58,6 +58,7 @@ class Room:
         """
         exported = 0
         if output.export:
+            # By the layout that is written and not by parameters: some tensors stay in fp32.
             exported = export_bytes(model, units, COMPUTE_DTYPES[output.export_dtype])
         return cls(Path(output.directory), checkpoint_bytes(units), exported, is_made)
 
@@ -109,6 +110,8 @@ class Room:
             return ""
 
         said = f"{self.directory} takes up to {mib(self.needed_bytes(wanted))}: {last}."
+
+        # Nobody can ask the drive of another machine.
         kept = self.num_kept(output) if here else wanted
         if kept < wanted:
             then = f"{kept} of the checkpoints will be kept" if kept else "no checkpoint will be written"

@@ -60,6 +60,8 @@ def fingerprint(session: Session) -> str:
     lies: dict[str, Any] = {}
     for (unit, kind), home in session.placement.homes.items():
         stripes = []
+
+        # Blocks in memory are written out, so it does not matter where they lie.
         places = blocks.generations.places(unit, kind) if home is Tier.NVME else ()
         for place in places:
             extent = session.store.extents[block_key(unit, kind, place)]
@@ -84,6 +86,8 @@ def write_blocks(session: Session, folder: Path) -> tuple[int, dict[str, list[in
     # The checksums of all blocks on NVMe are written as one array, block after block.
     tables = [extent.checksums for extent in _spilled_extents(session)]
     table = np.concatenate(tables or [np.zeros(0, np.uint32)])
+
+    # Staging buffers are made once for all of them, as large as the largest needs.
     sizes = [block.num_bytes for block in resident]
 
     found: dict[str, list[int]] = {}
@@ -169,6 +173,8 @@ def verify_spilled(session: Session) -> None:
         for name, ahead, ahead_kinds in chunks[index + 1 : index + 2]:
             for kind in ahead_kinds:
                 span = blocks.span(name, kind, ahead)
+
+                # Drives read the next chunk while this one is verified.
                 store.prefetch(blocks.key(name, kind), Tier.RAM, span, wait=True)
         with blocks.open_state(unit, elements, on_nvme):
             pass

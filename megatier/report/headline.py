@@ -73,6 +73,8 @@ def figures(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
         yield "compiled", format_seconds(sum(compiled)), remark
 
     opening = run.opening
+
+    # Without the first steps, which learn the order and compile.
     attainments = [step.attainment for step in run.steady if step.attainment is not None]
     if attainments and opening is not None and opening.expected is not None:
         remark = f"bound by {opening.expected.bound_by}, as planned"

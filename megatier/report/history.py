@@ -174,6 +174,7 @@ class History:
             self.outcome = _text(record["run"])
             self.moved_bytes = _amounts(record.get("moved_bytes", {}))
             self.demanded_bytes = _amounts(record.get("demanded_bytes", {}))
+        # Records have no field for their kind in files of older versions, so they are told apart by what they hold.
         elif "loss" in record:
             self._add_step(step, record)
         elif "heldout_loss" in record:

@@ -79,6 +79,7 @@ class MetricsLog:
             kept = []
             not_records = []
             for number, line in enumerate(lines, 1):
+                # A line that is no record counts as later than any step, so it goes.
                 step_of_line = _step_of(line)
                 if step_of_line <= step:
                     kept.append(line)
@@ -145,6 +146,7 @@ def format_size(num_bytes: float) -> str:
 
 def format_share(part: float, whole: float) -> str:
     """Return a part of a whole in percent, or "-" if the whole is 0."""
+    # A step whose clock did not move has no shares.
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 

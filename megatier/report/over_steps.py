@@ -56,6 +56,8 @@ def _speeds(run: RecordedRun) -> list[Line]:
     """Return the lines of tokens a second, as measured and as planned."""
     lines = [Line("measured", run.points(tokens_per_s))]
     expected = None if run.opening is None else run.opening.expected
+
+    # A machine that was not measured has no plan to compare with.
     if expected is not None:
         planned = run.points(lambda step: step.tokens / expected.seconds)
         lines.append(Line("as planned", planned, is_dashed=True))
@@ -107,6 +109,8 @@ def _tiers(opening: RunStart) -> str:
     rows = []
     for tier in opening.tiers:
         sizes = map(mib, (tier.state_bytes, tier.other_bytes, tier.budget_bytes))
+
+        # All of it is reserved at the start, whether it is in use or not.
         used_bytes = tier.state_bytes + tier.other_bytes
         share = format_share(used_bytes, tier.budget_bytes)
         rows.append((tier.tier, *sizes, share))
@@ -131,6 +135,8 @@ def moves(run: RecordedRun) -> str:
     for queue in QUEUES:
         moved_bytes = moved.get(queue, 0.0)
         demanded_bytes = demanded.get(queue, 0.0)
+
+        # Queues that this run has no use for are left out.
         if not moved_bytes and not demanded_bytes:
             continue
         of_queue = amount_of(lambda step: step.moved_bytes, queue)

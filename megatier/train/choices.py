@@ -32,6 +32,9 @@ def fit_positions(config: RunConfig, given: frozenset[str], model: PretrainedCon
         model: Hugging Face's config of its model.
     """
     most = max_positions(model)
+
+    # A length that somebody gave is no default to be changed. If it is too long for a table, `check_positions` refuses
+    # it.
     if most is None or config.data.sequence_length <= most or "data.sequence_length" in given:
         return config
     return config.changed({"data.sequence_length": most})
@@ -72,6 +75,7 @@ def with_budgets_kept(setup: Setup) -> Setup:
     # A savepoint is the run's own block files. Budgets of another day would place other state there.
     if not setup.config.output.savepoint_every:
         return setup
+    # With their sizes, since what is free on a drive changes from day to day.
     mounts = tuple(f"{mount.directory}:{mount.num_bytes}" for mount in setup.machine.mounts)
     return setup.changed(
         {
@@ -111,6 +115,7 @@ def plan_choices(setup: Setup, given: frozenset[str], console: Console) -> tuple
         console.print(f"no plan fits by estimate, so the settings stay as they are: {error}", highlight=False)
         return config, None
 
+    # As options of the command line, so that they can be given to another run as they are.
     words = options(choice.settings)
     prediction = Prediction(choice)
     said = f"planned, {choice.seconds:.3g} s a step{wavering(prediction.seconds_range)}{': ' * bool(words)}{words}"

@@ -53,6 +53,7 @@ def setup_of(
     Raises:
         ConfigError, UnsupportedModelError: the run cannot be planned or opened; the message says what to change.
     """
+    # Each rank has one group then, which is what data parallelism usually means.
     if ranks is not None and "train.groups" not in given:
         config = config.changed({"train.groups": ranks.size})
 
@@ -133,6 +134,8 @@ class SharedDirectory:
         """Open it on the first rank, until the stack closes; see `RunDirectory`."""
         crew = ranks or Alone()
         self.path = Path(config.output.directory)
+
+        # One lock on one host: the others would be refused by it.
         own = opened.enter_context(RunDirectory(config, resumes=resumes)) if crew.rank == 0 else None
         self.own = own
 
