@@ -78,6 +78,7 @@ def add_given(model: PreTrainedModel, config: Any, base: str) -> None:  # noqa: 
     Raises:
         ConfigError: it is none, of a kind that is not trained here, or for another task; see also `add_adapters`.
     """
+    # By PEFT's own dictionary, so that settings of newer releases are seen and refused by name.
     given = _settings_of(config)
 
     # Other ways to begin go by the weights of the base, which PEFT does not find in a skeleton.
@@ -159,6 +160,7 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
     PEFT's own also changes which parameters require a gradient, which the units of a skeleton have fixed.
     """
+    # By the attribute and not by class, since PEFT has a class of layers for each kind of module.
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
@@ -178,6 +180,8 @@ def check_trained(model: PreTrainedModel) -> None:
         ConfigError: names the first parameter.
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    # By what PEFT would write, which is what the trained model is loaded from.
     in_folder = set(stored_names(model).values())
     odd = sorted(trained ^ in_folder)
     if odd:

@@ -99,6 +99,7 @@ def inject(model: PreTrainedModel, given: Mapping[str, Any], base: str, *, is_by
     for name in given.get("target_parameters") or ():
         _named_parameters(model, name, is_pattern=False)
 
+    # What is given comes last: it may name another task, such as that of a classifier.
     settings = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, **given}
     with reading(f"model.lora: PEFT {peft.__version__} makes no such adapters", ConfigError), _quiet():
         config = peft.LoraConfig(**settings)
@@ -196,6 +197,7 @@ def _named_parameters(model: PreTrainedModel, name: str, *, is_pattern: bool) ->
     Raises:
         ConfigError: there is none.
     """
+    # Patterns stand for stacks of experts alone: a matrix has its adapter by its module.
     stacks = [path for path, parameter in model.named_parameters() if parameter.dim() == STACKED]
     if is_pattern:
         named = [path for path in stacks if is_named(path, name)]

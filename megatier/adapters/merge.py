@@ -45,6 +45,8 @@ class MergedWeights:
         self._base = base
         self._model = model
         self._trained = trained
+
+        # The matrices that change, by their names in the plain model. All others are read as the base has them.
         self._adapted = _adapted(model)
         self._last_merged: tuple[str, Tensor] | None = None
 
@@ -93,6 +95,8 @@ class MergedWeights:
 
         module_name, base_key = self._adapted[tensor.name]
         shape = tensor.parameter_shape
+
+        # Whole, since an adapter is a product of matrices, and with DoRA rows are scaled by their lengths.
         base = self._of_base(unit, tensor.name, shape, 0, math.prod(shape))
         return _merged(self._model, module_name, base_key, base.view(shape), self._trained).flatten()
 
@@ -122,6 +126,8 @@ class LayerMerger:
         """
         self.plain = build_skeleton(model.config, "sdpa")
         self._model = copy.deepcopy(self.plain)
+
+        # A copy, as the model in training goes on with its own.
         config: Any = copy.copy(adapter_config(model))
 
         # Neither changes which parameters there are.

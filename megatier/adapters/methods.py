@@ -120,6 +120,7 @@ def refuse_unknown(kind: type[nn.Module]) -> type[nn.Module]:
         if not is_public or name in kept or not callable(getattr(kind, name)):
             continue
 
+        # A method of a newer release is refused like one that makes an adapter, until somebody has looked at it.
         remedy = METHODS.get(name, BEFORE)
         if remedy is not RIGHT:
             # A static method takes no instance, and so refuses also what is called on the class.

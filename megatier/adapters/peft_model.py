@@ -77,6 +77,7 @@ class StreamedLoraModel(_AroundStreamed, LoraModel):  # type: ignore[misc]
         self.targeted_parameter_names = [base_name(name) for name in wrappers_in(model)]
         self.targeted_module_names = list[str]()
         for name, module in model.named_modules():
+            # Wrappers are listed above, under the parameters that they stand for.
             if isinstance(module, LoraLayer) and not is_wrapper(module):
                 self.targeted_module_names.append(name)
 

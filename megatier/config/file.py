@@ -84,6 +84,7 @@ def _parsed(tree: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """Return the config of a tree of sections."""
     made = {}
     for name, section in SECTIONS.items():
+        # A copy, since values are replaced while the section may be the caller's.
         values = dict(tree.get(name, {}))
         for key, value in values.items():
             words = value if isinstance(value, list) else [value]
@@ -149,6 +150,7 @@ def _sections(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
     check_known(unknown, where)
     check_sections(tree, where)
 
+    # A section without lines is null to YAML.
     sections = {name: keys or {} for name, keys in tree.items()}
     for name, keys in sections.items():
         check_known([f"{name}.{key}" for key in keys], where)

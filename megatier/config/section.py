@@ -97,6 +97,7 @@ class Section:
                 continue
             kept = _kept(value, types)
             if kept is None:
+                # As the file has it: None is Python's word.
                 found = "null" if value is None else told(value)
                 allowed = in_message(hint)
                 doc = field_docs(section)[key]

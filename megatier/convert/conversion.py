@@ -68,6 +68,7 @@ class Conversion:
 
     def raw(self, key: str) -> Any:  # noqa: ANN401  a file holds anything
         """Return the value of a key as it stands; None if the file has none, or leaves it to Hugging Face."""
+        # DeepSpeed's files say `auto` where Hugging Face's Trainer fills a value in.
         value = self._waiting.get(key)
         return None if value == AUTO else value
 

@@ -62,6 +62,8 @@ def _batch(made: Conversion, key: str) -> None:
 
     # Without the whole batch one GPU is assumed.
     batch = whole or (micro and micro * (passes or 1))
+
+    # What one GPU took at once fits into memory, so it stays the size of a group.
     groups = batch // micro if batch and micro else passes
     if batch and made.has(key):
         made.carry(key, {"train.batch": batch}, "" if whole else "from the other two")

@@ -49,6 +49,7 @@ def _kind(made: Conversion, key: str) -> None:
             f"{made.source}: stage is {stage}; `megatier train` does sft and pt. DPO runs with StreamedTrl "
             "(docs/trainers.md)."
         )
+    # LLaMA-Factory trains adapters unless it is told otherwise.
     method = made.text("finetuning_type") or "lora"
     if method not in ("full", "lora"):
         raise ConfigError(f"{made.source}: finetuning_type is {method}; megatier trains full or lora.")
@@ -62,6 +63,8 @@ def _adapters(made: Conversion) -> None:
     """Convert the settings of LoRA. The numbers are LLaMA-Factory's defaults."""
     rank = made.count("lora_rank") or 8
     alpha = made.number("lora_alpha")
+
+    # The same words as in PEFT, but for the one that stands for all linear layers.
     targets = _names(made, "lora_target") or ["all"]
     lora = {
         "rank": rank,
@@ -104,6 +107,7 @@ def _computing(made: Conversion, key: str) -> None:
 
 
 def _data(made: Conversion, key: str) -> None:
+    # Datasets there are names in a table, which a run of megatier reads as well.
     folder = (made.text("dataset_dir") or "data").rstrip("/")
     names = made.raw(key)
 

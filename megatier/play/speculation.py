@@ -128,6 +128,8 @@ class Speculation:
         num_clipped = sum(self._clipped)
         is_promising = 2 * num_clipped <= len(self._clipped)
         if self._units and is_promising:
+            # Taken now, since it has the scalars of the step that begins. Deferred updates of the last step run with
+            # others meanwhile.
             unclipped = self._optimizer.unclipped()
             apply = self._carrier.in_ram(unclipped)
             self._attempt = Attempt(apply=apply)
@@ -140,10 +142,15 @@ class Speculation:
             requires: what makes its gradient, or adds it up.
         """
         attempt = self._attempt
+
+        # Units whose state is at home elsewhere have one generation, which nothing may overwrite before the norm is
+        # known.
         if attempt is None or unit not in self._units:
             return
         generations = self._blocks.generations
         new = generations.spare(unit)
+
+        # A savepoint may keep a generation, and then none may be spare.
         if new is None:
             return
 
@@ -266,6 +273,7 @@ class Speculation:
 
         for move in carried(blocks.units[unit]):
             self._count(attempt, move)
+        # What the new generation has in RAM is written where it lies, so nothing of it moves.
         for kind in blocks.spilled(unit):
             start, stop = blocks.span(unit, kind, chunk.elements)
             num_bytes = round_up(stop) - start

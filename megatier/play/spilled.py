@@ -154,12 +154,12 @@ class SpilledUpdates:
         """Run AdamW on a unit: read ahead, update, feed the load, write back."""
         unit = update.unit
         try:
+            # Before anything moves: an update that is refused must not have read or written.
             self._check(unit)
 
             # Room on the GPU comes first. It waits for accesses, so for loads, which pass through RAM slots: none of
             # these may be leased here meanwhile.
             feeds = update.load is not None and self._may_feed(update.load)
-
             apply = self._carrier.in_ram(self._optimizer.apply)
             for chunk in chunks:
                 self._recorder.busy["update_nvme"] = "nvme_to_ram"

@@ -90,6 +90,8 @@ class Moves:
                 return self.scatter(item)
             case Exchange():
                 moves: list[Move] = []
+
+                # In this order, since what comes fills the slots that are left.
                 for unit in item.home:
                     moves += self.return_state(unit)
                 for unit in item.fetched:
@@ -131,6 +133,8 @@ class Moves:
         """Return what becomes of a unit's gradient of one group. If one group of a step has one, all have."""
         placement = self._placement
         policy = self._policy
+
+        # The last group makes the sum whole, so rounding, measuring and the update follow it alone.
         is_last = group == policy.groups - 1
 
         # A speculative update runs as if nothing were clipped. The others of the deferred mode wait for the norm.
@@ -157,6 +161,7 @@ class Moves:
         """Return the accesses whose backward adds to a sum that left the GPU, and has to come again before they end."""
         ahead = set()
         for (unit, group), index in timeline.last_uses().items():
+            # The first group adds to nothing.
             if group and self._fetch_sum(unit):
                 ahead.add(index)
         return frozenset(ahead)

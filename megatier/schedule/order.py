@@ -41,9 +41,12 @@ def passed_over(
         is_new = access not in recorded
 
     skipped: list[Access] = []
+
+    # A copy: if the order is refused, nothing was left out.
     gone = set(left_out)
     index = len(used)
     for other in recorded[index:]:
+        # All accesses before it are left out, and the pass goes on as it was recorded.
         if other == access:
             return skipped
 

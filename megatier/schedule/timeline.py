@@ -142,6 +142,7 @@ def build(
     Raises:
         PlanError: a unit must be loaded and there is no slot.
     """
+    # Compute reads whole weights then, for which there are slots of their own.
     is_shared = placement.ranks > 1
     num_slots = placement.num_slots(Tier.GPU, Kind.GATHERED if is_shared else Kind.WEIGHT)
 
@@ -170,6 +171,7 @@ def build(
                 items.append(waiting_scatters.popleft())
 
         if unit in not_updated:
+            # The first access alone needs the update, and all later ones come after it.
             not_updated.remove(unit)
 
             # AdamW on a streamed unit works in the slot that the load fills. Any other load takes the new weights.
