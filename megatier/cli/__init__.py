@@ -118,6 +118,7 @@ def _main(words: Sequence[str], *, ends: bool) -> int:
 
 def _answer(words: Sequence[str]) -> int:
     """Run one command, and turn every error into a message; returns the exit code."""
+    # Looked for by hand, since a parser may be what fails.
     debug = "--debug" in words
     try:
         code = _run([word for word in words if word != "--debug"])
@@ -160,6 +161,7 @@ def _refused(error: OSError) -> str:
     if error.errno == errno.ENOENT and error.filename is None:
         return "the working directory is gone. Change to one that is there."
 
+    # An error that Python raises by itself may have none.
     number = error.errno or 0
     remedy = REMEDIES.get(number) or SYSTEM.get(number, "--debug shows where.")
     place = "the system"
@@ -179,6 +181,7 @@ def _run(words: Sequence[str]) -> int:
 
     command, *rest = words
     if command not in COMMANDS:
+        # argparse would list all commands, and not say which one was meant.
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(COMMANDS)}."
         return _refuse(f"no command {command!r}. {hint}")

@@ -114,6 +114,8 @@ class Rebinding:
     def _pack(self, tensor: Tensor) -> Tensor | _InRegion | _OffloadedTensor:
         """Save a tensor, or its address."""
         assert self._regions
+
+        # By address: a view of the slot has no other mark, whatever the forward has made of it.
         for index, region in enumerate(self._regions):
             offset = tensor.data_ptr() - region.data_ptr()
             if 0 <= offset < region.nbytes:

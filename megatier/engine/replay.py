@@ -133,6 +133,8 @@ class Replay:
 
         # Of the CPU too, as torch.utils.checkpoint does: a module may compute some of it there.
         self._autocast: dict[str, tuple[bool, torch.dtype]] = {}
+
+        # On a CPU both are one.
         kinds = {"cpu", device.type}
         for kind in kinds:
             self._autocast[kind] = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -171,6 +173,8 @@ class Replay:
 
     def _restore_modes(self, stack: contextlib.ExitStack) -> None:
         modes, default = _modes()
+
+        # A context of torch for the default device is entered again, if the forward had another one.
         if default != self._default:
             stack.enter_context(self._default)
 

@@ -90,6 +90,8 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[
     write = sum(drive.write_bytes_per_s for drive in drives) or 1.0
     mixed = sum(drive.mixed_bytes_per_s for drive in drives) or 1.0
     disk = 26 / mixed / (14 / read + 12 / write)
+
+    # Links and memory are resources that lanes share, each of which takes a part of them at its full rate.
     to_gpu = rates.to_gpu_bytes_per_s
     to_ram = rates.to_ram_bytes_per_s
     memory = rates.memory_bytes_per_s
@@ -118,6 +120,7 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[
             links = {"to_gpu": rate / to_gpu, "to_ram": rate * sent / to_ram}
             shared[name] = lane(rate, 1 + sent, **processors, **links)
 
+    # AdamW on the GPU is bound by its memory, and takes few processors from compute.
     products = {"processors": 1.0} if multiplies else {}
     return {
         "host": Lane(1.0),

@@ -112,6 +112,7 @@ def draw(
         scales: rows of numbers below those of the steps.
         from_zero: whether the axis begins at 0; False: at the least value.
     """
+    # A run of millions of steps has more points than pixels, so neighbours are drawn as one.
     runs_of = {line: _buckets(line.points) for line in _distinct(lines)}
     buckets = [bucket for runs in runs_of.values() for run in runs for bucket in run]
     if not buckets:
@@ -188,6 +189,7 @@ class _Axes:
     @classmethod
     def of(cls, buckets: Sequence[_Bucket], *, from_zero: bool) -> _Axes:
         """Return axes that show all buckets, with some room above them."""
+        # By least and greatest figures and not by means, so that no spike leaves the chart.
         low = min(bucket.low for bucket in buckets)
         high = max(bucket.high for bucket in buckets)
         if from_zero:

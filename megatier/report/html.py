@@ -124,6 +124,7 @@ def cards(figures: Iterable[tuple[str, str, str]]) -> str:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table whose first column holds names and whose others hold figures."""
+    # All text is escaped where it becomes HTML: names of units, files and settings may hold anything.
     head = "".join(f"<th>{plain(name)}</th>" for name in columns)
     lines = []
     for row in rows:

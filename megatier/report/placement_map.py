@@ -78,6 +78,7 @@ def _cell(x: float, y: float, width: float, tier: str, words: str) -> Iterator[s
 
 def _names(names: list[str], width: float, top: float) -> Iterator[str]:
     """Yield names of units, slanted, below their columns; if there are many units, so many that they keep apart."""
+    # Names of thousands of units would lie on top of each other.
     every = max(1, math.ceil(len(names) / NAMES_MAX))
     y = top + 14
     for column in range(0, len(names), every):

@@ -68,6 +68,7 @@ class RecordedRun:
         """
         points: list[Point] = []
         for step in self.steps:
+            # Older records lack figures, and a gap in a line says so better than a 0.
             value = figure(step)
             points.append((step.step, math.nan if value is None else value / scale))
         return points

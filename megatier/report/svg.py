@@ -69,6 +69,7 @@ def grid_line(x: float, top: float, bottom: float) -> str:
 
 def plain(words: str, most: int = TEXT_MAX) -> str:
     """Return text as XML takes it, cut to so many characters."""
+    # XML takes no control characters, not even escaped, and names come from files.
     words = UNPRINTABLE.sub("\ufffd", words)
     if len(words) > most:
         words = words[: most - 1] + "…"

@@ -46,6 +46,7 @@ def hold_in_generation(session: Session, limit_bytes: int | None) -> HeldWeights
 
 def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a model's `generate`."""
+    # The first rank alone says it, and once.
     is_told = session.ranks is not None and session.ranks.rank > 0
 
     def generate_once(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
@@ -60,6 +61,8 @@ def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any
     @functools.wraps(generate)
     def generating(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
         rewind = _rewinder(session.engine.options.device)
+
+        # What a caller has handed in may have been used up or filled by the first try.
         given = [(name, value) for name, value in kwargs.items() if value is not None]
         with held.opened():
             try:
@@ -90,6 +93,7 @@ def _demands(session: Session) -> Iterator[list[Counter[str]]]:
 
 def _rewinder(device: torch.device) -> Callable[[], None]:
     """Return what sets torch's random numbers back to where they are now."""
+    # A text that is sampled anew is to be the one that the first try would have given.
     on_cpu = torch.get_rng_state()
     on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 

@@ -97,6 +97,7 @@ class HeldWeights:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Hold weights inside, where text is generated."""
+        # A `generate` inside of another one, as some models call theirs, belongs to the outer one.
         if self._is_open or not self._away:
             yield
             return
@@ -125,6 +126,8 @@ class HeldWeights:
         self._taken.clear()
         self._forwards += 1
         share, free = self._memory()
+
+        # The prompt is the longest forward, so what is free after it is what stays free.
         takes = self._forwards == PROMPT + 1
         self._room = free - 2 * share if takes else 0
         if self._bytes and free < share:
@@ -132,6 +135,7 @@ class HeldWeights:
             self._give_back()
             self._shrink(2 * share - self._memory()[1])
 
+        # Other units are used in the pass, so it has a name, and a timeline, of its own.
         held = tuple(self._bytes)
         return name + self._names.setdefault(held, f" held {len(self._names)}") if held else name
 
@@ -153,6 +157,7 @@ class HeldWeights:
 
     def enter(self, unit: str, phase: Phase, group: int) -> WeightUse:
         """Return a unit's weights: those that are held, or else from the tiers; see `WeightSource.enter`."""
+        # No lease and no wait: nobody else writes to memory that is held.
         if (held := self._bytes.get(unit)) is not None:
             return _Held(held)
         use = self._source.enter(unit, phase, group)
@@ -168,6 +173,8 @@ class HeldWeights:
 
     def _take(self, unit: str, weights: torch.Tensor) -> None:
         """Copy weights that are in compute's hands, if there is room for them."""
+        # Taken off first, so that one unit without room ends the taking: those after it would be found in another
+        # order.
         self._room -= weights.numel()
         if self._room < 0:
             return

@@ -87,6 +87,7 @@ class HubWeights:
             StreamedModelError: a step is open, or the model was used in another way before all tensors were taken.
             TransferError, IntegrityError: weights could not be brought.
         """
+        # Updates that are due would change weights half-way.
         self._settle()
         giving = self._giving = _Giving(self._session, self._visits, self._merger)
         try:
@@ -98,6 +99,7 @@ class HubWeights:
 
     def iter_groups(self) -> Iterator[tuple[list[str], list[Tensor]]]:
         """Give the tensors of one layer after the other, with their names. They are the caller's own."""
+        # One pass for all groups, as the groups are in the order of the tensors.
         pairs = iter(self)
         for names in self.groups():
             yield names, [tensor for _, (_, tensor) in zip(names, pairs, strict=False)]
@@ -172,6 +174,7 @@ class _Giving:
 
     def _all_pairs(self) -> Iterator[tuple[str, Tensor]]:
         """Visit all units, and yield each tensor once it is whole."""
+        # Tensors that lie in several units are whole only after the last of these.
         begun = dict[str, Tensor]()
         while self._visits:
             visit = self._visits.popleft()

@@ -83,6 +83,7 @@ class Recorder:
             entered: when it had them.
             left: when it gave them back.
         """
+        # Times are kept as instants and read later: on a GPU they are events, whose reading would wait for the device.
         use = _Use(
             access=access,
             cause=cause,
@@ -239,6 +240,8 @@ class Recorder:
         access = use.access
         name = f"{access.unit} {access.phase} {access.group}"
         from_ns = use.entered.ns()
+
+        # The wait for the weights comes before the use, and so does its event.
         self._note_stall(access.unit, use.cause, use.asked.ns(), from_ns)
         for waits_for, begun, resumed in use.pauses:
             until_ns = begun.ns()
@@ -255,6 +258,7 @@ class Recorder:
         if self._uses:
             return
 
+        # They belong to no use: the step waits for its norm, or for updates.
         for cause, begun, resumed in self._pauses:
             self._note_stall(STEP_END, cause, begun.ns(), resumed.ns())
         self._pauses = []
