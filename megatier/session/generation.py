@@ -60,6 +60,9 @@ def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any
 
     @functools.wraps(generate)
     def generating(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
+        if session.ranks is not None:
+            # Each token takes all ranks, so those that are through with their texts go on until all are.
+            kwargs.setdefault("synced_gpus", True)
         rewind = _rewinder(session.engine.options.device)
 
         # What a caller has handed in may have been used up or filled by the first try.

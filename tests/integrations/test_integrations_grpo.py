@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_pool import POOL
 from small_optimizers import close_optimizer
 from streamed_loops import TIERS
 from test_integrations_transformers_trainer import logged
@@ -26,6 +27,7 @@ pytest.importorskip("datasets")
 
 import datasets
 import trl
+from accelerate import state
 
 from megatier.integrations.trl_trainer import StreamedTrl
 
@@ -127,3 +129,22 @@ def test_grpo_with_a_reference_of_a_model_that_is_not_its_folder_any_more_is_ref
         pytest.raises(ConfigError, match="beta: TRL would load the reference from the folder"),
     ):
         trainer(STREAMED, streamed, tmp_path, beta=0.1)
+
+
+def grpo_on_ranks(path: str, folder: Path) -> Any:
+    """Figures and weights of some steps on this rank."""
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    options: dict[str, Any] = {"tiers": TIERS, "compute_dtype": "fp32", "compile": False, "fused_loss": False}
+    with megatier.stream(path, accumulation_steps=2, **options) as streamed:
+        made = trainer(STREAMED, streamed, folder, steps=3, num_iterations=2)
+        found = figures(made)
+        return found, {name: value.numpy() for name, value in streamed.state_dict().items()}
+
+
+@pytest.mark.slow
+def test_grpo_on_ranks_gives_all_of_them_the_same_figures_and_weights(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    (found, weights), (others, has) = POOL.run(grpo_on_ranks, 2, path, tmp_path)
+    assert others == found
+    assert [len(values) for values in found] == [3, 3, 2], "rewards are logged where texts are made"
+    assert [name for name in weights if (has[name] != weights[name]).any()] == []

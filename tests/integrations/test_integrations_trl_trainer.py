@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -347,20 +348,45 @@ def test_trl_without_the_mixin_or_after_it_names_the_way(tmp_path: Path) -> None
             build(trl.SFTTrainer, streamed.model, "sft", tmp_path).train()
 
 
-def run_on_ranks(kind: str, folder: Path) -> Any:
+def run_on_ranks(kind: str, folder: Path, has_adapters: bool = False) -> Any:
     """The same on this rank, with four backwards on all ranks; and the weights."""
     state.AcceleratorState._reset_state(reset_partial_state=True)
-    with ranks_streamed(compute_dtype="fp32", fused_loss=False) as streamed:
+    more: dict[str, Any] = {}
+    if has_adapters:
+        more["peft_config"] = importlib.import_module("peft").LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    with ranks_streamed(compute_dtype="fp32", fused_loss=False, **more) as streamed:
         figures = run(
             streamed_class(kind), streamed, kind, folder, gradient_accumulation_steps=streamed.accumulation_steps
         )
         return figures, {name: value.numpy() for name, value in streamed.state_dict().items()}
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_trl_on_ranks_has_the_numbers_of_one_process(kind: str, tmp_path: Path) -> None:
-    ((figures, weights),) = POOL.run(run_on_ranks, 1, kind, tmp_path / "1")
-    for size in (2, 4):
-        for found, has in POOL.run(run_on_ranks, size, kind, tmp_path / str(size)):
+@pytest.mark.parametrize(
+    ("kind", "has_adapters", "sizes"),
+    [
+        ("sft", False, (2, 4)),
+        ("dpo", False, (2, 4)),
+        pytest.param("dpo", True, (2,), marks=pytest.mark.slow),
+    ],
+)
+def test_trl_on_ranks_has_the_numbers_of_one_process(
+    kind: str, has_adapters: bool, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    if has_adapters:
+        pytest.importorskip("peft")
+    ((figures, weights),) = POOL.run(run_on_ranks, 1, kind, tmp_path / "1", has_adapters)
+    for size in sizes:
+        for found, has in POOL.run(run_on_ranks, size, kind, tmp_path / str(size), has_adapters):
             assert found == figures
             assert [name for name in weights if (has[name] != weights[name]).any()] == []
+
+
+@pytest.mark.slow
+def test_trl_kto_on_ranks_has_nearly_the_numbers_of_one_process(tmp_path: Path) -> None:
+    """TRL's estimate of the divergence is a mean over the rows of all ranks, so it is another one."""
+    ((alone, _),) = POOL.run(run_on_ranks, 1, "kto", tmp_path / "1")
+    (figures, weights), (other, has) = POOL.run(run_on_ranks, 2, "kto", tmp_path / "2")
+    assert other == figures
+    assert [name for name in weights if (has[name] != weights[name]).any()] == []
+    for found, expected in zip(figures, alone, strict=True):
+        assert found == pytest.approx(expected, rel=1e-2)

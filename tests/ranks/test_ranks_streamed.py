@@ -213,6 +213,24 @@ def test_ranks_whose_first_steps_take_different_courses_are_told() -> None:
     assert all("Ranks need the same order of units" in message for message in told)
 
 
+def generate_some(lengths: Sequence[int]) -> list[list[int]]:
+    """Tokens that this rank generates, each rank so many, with a step before."""
+    with open_streamed(fused_loss=False) as streamed:
+        figures = train(streamed, 1, 1)
+        model: Any = streamed.model
+        found = [
+            model.generate(rows(step, 0)[:1, :4], do_sample=False, min_new_tokens=length, max_new_tokens=length)
+            for step, length in enumerate((lengths[streamed.rank], 3))
+        ]
+        assert train(streamed, 2, 2) != figures
+        return [tokens[0].tolist() for tokens in found]
+
+
+def test_texts_of_ranks_that_end_at_different_places_are_those_of_one_process() -> None:
+    expected = [POOL.run(generate_some, 1, [length])[0] for length in (5, 9)]
+    assert POOL.run(generate_some, 2, [5, 9]) == expected
+
+
 def take_weights(folder: Path) -> dict[str, Any]:
     """The weights by the names of the model's folder, after a step. The first rank has broken off once."""
     with open_streamed((f"{folder}:64MiB",)) as streamed:
