@@ -28,7 +28,7 @@ from megatier.setup import attention, machine, setup, skeleton
 from megatier.setup.workload import Workload
 
 RAM_BYTES = 64 << 20
-NO_DECISION = {"megatier.optim.optimizer", "megatier.drives.gds", "torch"}
+NO_DECISION = {"megatier.optim.gradient_sums", "megatier.drives.gds", "torch"}
 """Modules that ask for a GPU for other reasons than to choose where a run computes."""
 
 
