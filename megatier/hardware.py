@@ -71,6 +71,8 @@ class Gpu:
     """The bytes that no process has taken."""
     uuid: str = ""
     """Its id without the prefix "GPU-", by which its link is found (`pcie_links`)."""
+    compute_capability: float | None = None
+    """Its generation, such as 9.0; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +251,8 @@ def gpus() -> tuple[Gpu, ...]:
     for index in range(torch.cuda.device_count()):
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         properties = torch.cuda.get_device_properties(index)
-        found.append(Gpu(properties.name, total_bytes, free_bytes, str(properties.uuid)))
+        capability = float(f"{properties.major}.{properties.minor}")
+        found.append(Gpu(properties.name, total_bytes, free_bytes, str(properties.uuid), capability))
     return tuple(found)
 
 

@@ -65,6 +65,7 @@ def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
         flops_per_s=links.flops_per_s,
         fp8_flops_per_s=links.fp8_flops_per_s,
         gpu_bytes=float(gpus[0].total_bytes) if gpus else None,
+        compute_capability=gpus[0].compute_capability if gpus else None,
     )
 
 

@@ -100,6 +100,9 @@ class Rates:
     """The same of products in FP8, with the time in which numbers are rounded to it; None: not known."""
     gpu_bytes: float | None = None
     """Memory of the GPU; None: not known, so that a plan cannot say whether activations fit."""
+    compute_capability: float | None = None
+    """What CUDA calls the generation of the GPU, such as 8.9; None: not known. Kernels of attention and FP8 products
+    are chosen by it."""
     gather_bytes_per_s: float | None = None
     """Rate at which a GPU receives weights from the others of its host, while all of them do so; None: not known."""
     scatter_bytes_per_s: float | None = None
@@ -218,7 +221,15 @@ FIELDS = {field.name for field in dataclasses.fields(Rates)}
 WAVERING = {"mixed_low_bytes_per_s", "mixed_high_bytes_per_s"}
 OF_RANKS = {"ranks_way", *ASSUMED}
 """What is measured of links between ranks, by ranks alone."""
-OPTIONAL = {"fp8_flops_per_s", "gpu_bytes", "io_threads", "first_write_bytes_per_s", *WAVERING, *OF_RANKS}
+OPTIONAL = {
+    "fp8_flops_per_s",
+    "gpu_bytes",
+    "compute_capability",
+    "io_threads",
+    "first_write_bytes_per_s",
+    *WAVERING,
+    *OF_RANKS,
+}
 DRIVE_FIELDS = {field.name for field in dataclasses.fields(DriveRates)}
 
 

@@ -92,7 +92,7 @@ class Machine:
 
     @classmethod
     def elsewhere(cls, tiers: TiersConfig, rates: Rates, budgets: Budgets, world: World = ALONE) -> Self:
-        """Describe another machine, which nobody can look at: by default it has a GPU on which kernels were measured.
+        """Describe another machine, which nobody can look at. Unless its rates name its GPU, it has one of Hopper's.
 
         Args:
             tiers: device and mounts.
@@ -100,11 +100,10 @@ class Machine:
             budgets: bytes of each tier of a host, and of each GPU.
             world: the ranks of the run.
         """
-        # Nothing here says which GPU it is, so it gets the capability for which the kernels have figures.
         is_gpu = tiers.device != "cpu"
         return cls(
             device=torch.device("cuda" if is_gpu else "cpu"),
-            capability=HOPPER if is_gpu else None,
+            capability=_capability_of(rates) if is_gpu else None,
             has_bf16=True,
             budgets=budgets,
             mounts=tiers.mounts,
@@ -191,6 +190,14 @@ def compiles(model: ModelConfig, machine: Machine) -> bool:
     """Return whether layers and loss are compiled: by default on a GPU; never if bf16 products are taken in fp32."""
     wanted = machine.device.type == "cuda" if model.compile is None else model.compile
     return wanted and not machine.takes_fp32_products(model)
+
+
+def _capability_of(rates: Rates) -> Capability:
+    """Return the compute capability of a GPU, by default that for which the kernels have figures."""
+    if rates.compute_capability is None:
+        return HOPPER
+    major, _, minor = f"{rates.compute_capability:.1f}".partition(".")
+    return int(major), int(minor)
 
 
 def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:

@@ -164,3 +164,12 @@ def test_rates_of_links_that_are_not_known_are_assumed_by_name() -> None:
     assert RATES.assumed(World(4, 2)) == tuple(ASSUMED)
     assert LINKED.assumed(World(4, 2)) == ()
     assert RATES.of_rank(World(2)).gather_bytes_per_s == ASSUMED["gather_bytes_per_s"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "examples/machines").iterdir()), ids=lambda p: p.stem
+)
+def test_rates_of_every_example_are_read_and_say_how_large_its_gpu_is(path: Path) -> None:
+    rates = read_rates(path)
+    assert rates.gpu_bytes is not None
+    assert rates.drives

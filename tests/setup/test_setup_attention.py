@@ -46,6 +46,16 @@ def test_kernel_for_a_measured_gpu_is_flex_attention() -> None:
     assert kernel(found) == (found, "")
 
 
+@pytest.mark.parametrize(
+    ("capability", "expected"), [(None, "flex_attention"), (9.0, "flex_attention"), (12.0, "sdpa")]
+)
+def test_kernel_elsewhere_is_that_of_the_gpu_that_the_rates_name(capability: float | None, expected: str) -> None:
+    config = config_of({})
+    machine = Machine.elsewhere(config.tiers, replace(ROUND, compute_capability=capability), Budgets(0, 0, 0))
+    found, _ = with_kernel(config, model_config_of(config.model), machine)
+    assert found.model.attention == expected
+
+
 def test_kernel_here_is_that_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
