@@ -54,6 +54,7 @@ def run(argv: Sequence[str]) -> int:
 
     device = choose_device(options.device, "--device").type
     with joined(device) as ranks:
+        # A process alone is its own first rank, so that what follows has one way for both.
         crew = ranks or Alone()
         console = Console(quiet=options.json or crew.rank > 0)
 
@@ -64,6 +65,8 @@ def run(argv: Sequence[str]) -> int:
             with console.status("measuring links between ranks"):
                 between = rank_probe.probe_ranks(ranks, device, seconds=options.seconds)
             _print_ranks(console, between)
+        # If the first rank cannot write its files, all ranks end with its error, and torchrun sees no rank that went
+        # well.
         return crew.from_first(lambda: _end(options, device, console, *host, between))
 
 
@@ -124,6 +127,7 @@ def _end(
     _write(console, options, report, partial(draw, drives, links))
     if options.json:
         print_json(report | {"rates_file": None if rates_file is None else str(rates_file)})
+    # A script that measures many machines need not read the tables to drop figures like these.
     return 1 if links.flags or any(drive.flags for drive in drives) else 0
 
 
@@ -223,6 +227,8 @@ def _mounts(texts: Sequence[str], num_bytes: int) -> list[MountBudget]:
     mounts: list[MountBudget] = []
     for word in words:
         mount = parse_mount(word, "--nvme")
+
+        # Not all that is free, as for a run: the file is filled before it is read, which could take hours.
         if mount.num_bytes is None:
             mount = MountBudget(mount.directory, num_bytes)
         mounts.append(mount)

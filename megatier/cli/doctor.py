@@ -114,6 +114,8 @@ def run(argv: Sequence[str]) -> int:
 def checks(mounts: Sequence[MountBudget]) -> Iterator[Check]:
     """Yield all checks, the software first. The mounts are those to which state would spill."""
     yield _python()
+
+    # First, since what is missing here is why checks further down fail.
     yield from map(_package, ("torch", "transformers", "zarr", "safetensors"))
     yield from (_extra(name, wanted) for name, wanted in EXTRAS.items())
     yield _native()
@@ -145,6 +147,7 @@ def _python() -> Check:
 
 def _extra(name: str, wanted: str) -> Check:
     """Say whether the package of an extra is there, and of a version that is taken. None of them is needed to train."""
+    # The text is that of pyproject.toml, so that a test can compare the two.
     package, least = wanted.split(">=")
     what = f"{name} ({package})"
     try:
@@ -306,6 +309,8 @@ def _memlock() -> Check:
 
 def _huge_pages() -> Check:
     mode = hardware.transparent_huge_pages()
+
+    # The arena asks for huge pages by madvise, so it gets them in both modes.
     if mode in ("always", "madvise"):
         return _ok("huge pages", mode)
 

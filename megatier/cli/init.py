@@ -75,6 +75,7 @@ def run(argv: Sequence[str]) -> int:
     else:
         # Nothing is downloaded to write a file.
         print(f"{options.model} is no folder here, so it is taken for a model on the hub, which is not looked at now")
+    # Written as a run will read them, and not as they were given here.
     sections = config_file.to_dict(made)
     text = HEAD.format(path=options.output) + config_text.write(sections, settings, _remarks(settings))
     write_config(options.output, text, overwrites=options.overwrite)
@@ -146,6 +147,7 @@ def _tiers(nvme: str) -> dict[str, Any]:
     Raises:
         ConfigError: a mount cannot be used.
     """
+    # Rounded down below, so that no budget written is more than the machine has.
     budgets = default_budgets(device_for("auto"))
     tiers: dict[str, Any] = {
         "tiers.gpu": f"{budgets.gpu_bytes >> 20}MiB",
@@ -159,6 +161,7 @@ def _tiers(nvme: str) -> dict[str, Any]:
 
 def _remarks(settings: Iterable[str]) -> dict[str, str]:
     """Return the first words of what each setting means."""
+    # A remark stands on the line of its setting, so only its beginning fits. `megatier train --help` has the rest.
     docs = {name: field_docs(section) for name, section in SECTIONS.items()}
     said = {}
     for dotted in settings:

@@ -223,6 +223,7 @@ def _elsewhere(loaded: RunConfig, machine: Path, *, searches: bool) -> tuple[Rat
             "--search, which chooses it if the file of --machine has gpu_bytes."
         )
 
+    # What a mount without a size could hold over there is not known, so the directory of that name here stands for it.
     nvme = sum(
         mount_of(mount.directory).free_bytes if mount.num_bytes is None else mount.num_bytes for mount in tiers.mounts
     )

@@ -95,6 +95,7 @@ class LoraConfig(Section):
         Raises:
             ConfigError: a setting is not known, or its value is out of bounds. Names it.
         """
+        # YAML's keys may be numbers. As text they are refused as unknown settings are, with a message that names them.
         return cls(**{str(key): value for key, value in given.items()})
 
     def to_dict(self) -> dict[str, Any]:

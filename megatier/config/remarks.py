@@ -39,6 +39,8 @@ def _idle(config: RunConfig) -> dict[str, tuple[bool, str]]:
     """Return for settings that depend on others whether they have no effect, and why they have none then."""
     train = config.train
     keeps = train.activations == "keep"
+
+    # Updates wait for nothing but the norm of all gradients, and the guard's word that they are finite.
     at_once = train.clip is None and not config.numerics.guard
     return {
         "train.kept_layers": (keeps, "under train.activations keep all layers keep theirs"),

@@ -127,6 +127,7 @@ NUMBERS = {
 }
 """How numbers look."""
 for _kind, _looks in NUMBERS.items():
+    # PyYAML tries a rule only on values that begin with one of these characters.
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_looks), list("-+.0123456789"))
 
 
@@ -138,6 +139,7 @@ def parse_yaml(text: str) -> Any:  # noqa: ANN401  YAML holds anything
             writes.
     """
     try:
+        # Each pass refuses what would cost the next one time or memory without bounds.
         _check_written(text)
         _check_unfolded(yaml.compose(text, yaml.SafeLoader))
         return yaml.load(text, _Loader)
@@ -281,6 +283,8 @@ def number(
     """
     found: int | float | None = None
     wanted: Any = numbers.Integral if whole else numbers.Real
+
+    # A truth value is an int to Python.
     if isinstance(value, wanted) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):  # of a number larger than any float
             found = int(value) if whole else float(value)

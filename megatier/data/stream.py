@@ -297,6 +297,7 @@ class TextStream:
             self._dataset.set_epoch(position.epoch)
             if position.dataset is not None:
                 self._dataset.load_state_dict(position.dataset)
+            # Windows before the one to go on from are not read again, and may have had text.
             found = position.window > 0
             rows = read_rows(config, config.split, self._dataset, self.bad)
             while window := self._read_window(rows):

@@ -58,6 +58,8 @@ def write_note(directory: Path, settings: str, names: Sequence[str], contents: S
     # The digest is of all the rest.
     note: dict[str, Any] = {"settings": settings, "files": files}
     note["digest"] = _digest(note)
+
+    # Replaced at once: a note that a kill cut short would let whole files be made again.
     text = json.dumps(note).encode()
     replace_file(directory / NOTE_FILE, text)
 
