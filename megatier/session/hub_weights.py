@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megatier import _native
 from megatier.adapters.lora import adapter_config
 from megatier.adapters.merge import LayerMerger
 from megatier.adapters.weights import base_name
+from megatier.address import address_of
 from megatier.engine.stage import WeightUse
 from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.models.decoder import Unit
@@ -103,6 +105,16 @@ class HubWeights:
         pairs = iter(self)
         for names in self.groups():
             yield names, [tensor for _, (_, tensor) in zip(names, pairs, strict=False)]
+
+    def checksums(self) -> dict[str, int]:
+        """Return a checksum of each tensor as it is now, to compare with those of the tensors that an engine has."""
+        return {name: self.checksum(tensor) for name, tensor in self}
+
+    @staticmethod
+    def checksum(tensor: Tensor) -> int:
+        """Return the CRC32C of a tensor's bytes, wherever it lies."""
+        in_bytes = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
+        return _native.crc32c(address_of(in_bytes, torch.uint8, in_bytes.numel()), in_bytes.numel())
 
     def stop(self) -> None:
         """Give no more to whoever takes weights now: something else uses the model, or it closes."""
