@@ -224,6 +224,7 @@ class Compiled(Generic[P, R]):
             with self._compiling(args, kwargs):
                 return self._run(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit, AssertionError) as error:
+            # torch says by an AssertionError that its guards do not hold. Any other one is the model's own.
             if isinstance(error, AssertionError) and REFUSED_GUARDS not in str(error):
                 raise
             self._refuse(error, args, kwargs)
@@ -256,6 +257,7 @@ class Compiled(Generic[P, R]):
 
         So it does not depend on the batches before whether a batch runs compiled.
         """
+        # torch's word for code that it cannot trace. Whatever else it refuses may be due to these sizes.
         is_of_code = isinstance(error, Unsupported)
         self.is_refused = True
         if is_of_code or self._refused is None:
@@ -284,6 +286,7 @@ def _heed_kernels() -> None:
     allowed = allowed_kernels()
     if allowed == _kernels:
         return
+    # Before the first call nothing is compiled that could be of other kernels.
     if _kernels:
         torch.compiler.reset()
         text = (

@@ -203,6 +203,7 @@ def check_train(train: TrainConfig, given: Iterable[str]) -> None:
         is_met = name in meets and value == meets[name]
         if is_given and not is_met:
             raise ConfigError(f"train.{name} is {value!r}, which a loop does not follow: {instead}. Leave it out.")
+    # A TrainConfig may also name a policy for sequences of one length, which a loop need not have.
     _checked("activations", train.activations, "train.activations")
 
 
@@ -246,6 +247,7 @@ def read_tiers(given: TiersConfig | Mapping[str, Any] | None) -> TiersConfig:
         ConfigError: as `read_section`, or a budget has no unit.
     """
     if isinstance(given, Mapping):
+        # Of a TiersConfig nobody knows any more how its sizes were written.
         check_units(given)
     return TiersConfig() if given is None else read_section(TiersConfig, given)
 

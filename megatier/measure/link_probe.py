@@ -159,6 +159,7 @@ def probe_links(
     ):
         first = _copy_figures(devices[0], copies, seconds)
         updates = tuple(_update_figures(update, copies, count, seconds) for count in sorted(set(threads)))
+    # Only now, when no traffic of copies and AdamW is left that could take the bandwidth of RAM.
     size = matmul_size or MATMUL_SIZE[device]
     matmul = matmul_flops_per_s(devices[0], size, seconds)
     fp8 = fp8_matmul_flops_per_s(devices[0], size, seconds) if has_gpu else None
@@ -167,6 +168,7 @@ def probe_links(
         device=device,
         copies=(first, *others),
         updates=updates,
+        # Without a GPU the CPU updates everything, with the most threads that were tried.
         gpu_update_parameters_per_s=gpu_update or updates[-1].parameters_per_s,
         matmul_flops_per_s=matmul,
         flops_per_s=matmul * LAYER_EFFICIENCY[device],

@@ -86,6 +86,8 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
     Names without a number come before all layers if they do so here, else after them.
     """
     before, behind = list[str](), list[str]()
+
+    # By what stands before the number, since a model may have several stacks, such as an encoder and a decoder.
     stacks = defaultdict[str, defaultdict[int, list[str]]](lambda: defaultdict(list))
     for name in names:
         words = name.split(".")
@@ -145,6 +147,7 @@ def _holders(
     for number, unit in enumerate(units):
         dtype = weight_dtype(unit.layout.schema)
         for tensor in unit.layout.tensors:
+            # The matrices of adapters have no name in the folder: they are merged into what they adapt.
             if tensor.name in names:
                 holder = _Holder(number, tensor.elements, tensor.place(0), dtype)
                 holders[names[tensor.name]].append(holder)

@@ -166,6 +166,7 @@ def _refuse_given(given: Mapping[str, Any], refused: Mapping[str, str]) -> None:
         ConfigError: names the first one.
     """
     for name, why in refused.items():
+        # Users may write out what is off, as false, 0 or null.
         if given.get(name):
             raise ConfigError(f"{name}: {why}")
 

@@ -113,6 +113,7 @@ def _drive_bars(drive: DriveFigures) -> list[Bar]:
 
 
 def _copy_bars(links: LinkFigures) -> list[Bar]:
+    # The rates of each GPU are those to it and those to RAM, in turn.
     colours = itertools.cycle((TO_GPU, TO_RAM))
     return [_compared(*rates, colour) for rates, colour in zip(links.copy_rates, colours, strict=False)]
 

@@ -163,6 +163,7 @@ class _Giving:
                 with self._computing():
                     pair = next(self._pairs, None)
             except BaseException:
+                # An interrupt as well: a generator that has raised gives nothing more, so the pass cannot go on.
                 self.is_open = False
                 self._player.cancel()
                 raise
@@ -179,6 +180,7 @@ class _Giving:
                 return
             self.is_open = False
             with self._computing():
+                # Nobody waits for the units that are left.
                 if self._is_alone:
                     self._player.cancel()
                 else:
@@ -212,6 +214,7 @@ class _Giving:
                 elements = by_columns(elements, part.num_columns)
             tensor[part.at : part.at + elements.numel()] = elements
         if piece.is_last:
+            # The caller alone holds it from now on, and so decides when its memory is free.
             del begun[name]
         return tensor
 
@@ -256,6 +259,8 @@ class _Giving:
             return
         current = torch.cuda.current_stream(self._device)
         if current != self._stream:
+            # The other stream waits for the work that makes the tensor. The allocator waits for the other stream before
+            # it uses the memory again.
             current.wait_stream(self._stream)
             tensor.record_stream(current)
 

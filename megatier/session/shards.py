@@ -115,4 +115,5 @@ def reading_masters(
     try:
         yield masters.read
     finally:
+        # Also if reading has failed: the other ranks serve until they are told.
         masters.end()
