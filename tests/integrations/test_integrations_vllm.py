@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from rank_pool import POOL
 from small_optimizers import close_optimizer
 from stand_in_engine import stand_in
 from streamed_loops import TIERS
@@ -20,6 +21,8 @@ import megatier
 from megatier.errors import ConfigError
 
 pytest.importorskip("trl")
+
+from accelerate import state
 
 pytestmark = pytest.mark.filterwarnings("default")  # of TRL and datasets
 OPTIONS: dict[str, Any] = {"tiers": TIERS, "compute_dtype": "fp32", "compile": False, "fused_loss": False}
@@ -90,3 +93,24 @@ def test_engine_that_would_be_fed_within_a_step_is_refused_before_it_is_loaded(
         with pytest.raises(ConfigError, match="vllm_mode colocate: vLLM opens the folder"):
             trainer(STREAMED, streamed, tmp_path, use_vllm=True)
     assert engines == []
+
+
+def feed_on_ranks(path: str, folder: Path) -> Any:
+    """Figures of some steps on this rank, and whether the engines of this process have the model's weights then."""
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.MonkeyPatch.context() as patching:
+        engines = stand_in(patching, path)
+        with megatier.stream(path, accumulation_steps=2, **OPTIONS) as streamed:
+            made = made_with(STREAMED, streamed, folder, steps=3, use_vllm=True, vllm_mode="server")
+            found = figures(made)
+            made.vllm_generation.sync_weights()
+            weights = dict(streamed.weights())
+        same = [all(torch.equal(weights[name], of) for name, of in engine.parameters.items()) for engine in engines]
+        return found, same
+
+
+@pytest.mark.slow
+def test_grpo_on_ranks_feeds_the_server_by_the_first_one(tmp_path: Path) -> None:
+    (found, same), (others, none) = POOL.run(feed_on_ranks, 2, saved(tmp_path), tmp_path)
+    assert others == found
+    assert (same, none) == ([True], [])
