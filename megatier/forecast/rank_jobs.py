@@ -62,6 +62,8 @@ class RankJobs(StepJobs):
         arrived = updated
         if own:
             slot = self._shards[0] if len(self._shards) == SLOTS_MIN else ()
+
+            # Pieces let one lane work on what another has brought. With one lane alone they save no time.
             pieces = self._num_pieces(spec.num_elements) if len(own) > 1 else 1
             needs = self._last_end, *slot, updated
             arrived = self._chain(own, unit, *needs, pieces=pieces)

@@ -50,6 +50,7 @@ class Products:
     @property
     def weights(self) -> frozenset[str]:
         """The names of the weights of those that do, or of their codes."""
+        # A module has some of these leaves alone, and nobody asks for the others.
         return frozenset(f"{name}.{leaf}" for name in self.fp8 for leaf in (*WEIGHTS, *STACKS))
 
     def described(self) -> Iterator[str]:
@@ -74,6 +75,8 @@ def products_of(model: PreTrainedModel, units: Sequence[Unit], excepted: Sequenc
         UnsupportedModelError: a layer has a stack of experts, which no pattern names.
     """
     found = [(name, layer) for unit in units if unit.is_layer for name, layer in _linears(model, unit)]
+
+    # Several units may have ranges of the experts of one stack, which counts once.
     stacks = dict(item for unit in units if unit.is_layer or unit.experts for item in _stacks(model, unit))
 
     # Also patterns of what stays in bf16 anyway are fine, but one that names nothing is a mistake.

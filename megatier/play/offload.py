@@ -164,6 +164,7 @@ class Offload:
         fetched = self._fetched[unit] = []
         key = activation_key(unit)
         for stashed in self._stashed.pop(unit):
+            # As it lay when it was stashed: kernels go by strides, and bits by kernels.
             tensor = torch.empty_strided(
                 stashed.shape,
                 stashed.stride,

@@ -98,6 +98,8 @@ def share_memory(channel: Channel, num_bytes: int) -> mmap.mmap:
     def make() -> tuple[int, int]:
         file = os.memfd_create("megatier", os.MFD_CLOEXEC)
         made.append(file)
+
+        # Ranks open it by its path under /proc, and users other than theirs may not.
         os.fchmod(file, 0o600)
 
         # Pages that are missing when they are touched end the process.
@@ -106,12 +108,15 @@ def share_memory(channel: Channel, num_bytes: int) -> mmap.mmap:
 
     try:
         process, number = channel.from_first(make)
+
+        # If one rank cannot open it, none goes on: the others would wait for that one.
         with channel.together():
             if not made:
                 file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
                 made.append(file)
             return mmap.mmap(made[0], num_bytes)
     finally:
+        # The mapping holds the memory without them.
         for descriptor in made:
             os.close(descriptor)
 

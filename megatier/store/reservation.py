@@ -77,6 +77,8 @@ class Reservation:
         # The slots are as large as the largest block that fits. A block that is larger passes in spans.
         sizes = [round_up(size) for size in passing]
         largest = max((size for size in sizes if size <= room), default=room)
+
+        # More slots than blocks would never be in use at once.
         num_slots = min(len(passing), room // largest)
         self._wanted[tier, None] = largest, num_slots
 
