@@ -60,6 +60,7 @@ class PrivateDirectory:
             flags |= os.O_EXCL
         file = os.open(name, FILE_FLAGS | flags, 0o600, dir_fd=self._folder)
         try:
+            # Asked of the open file: its name may be that of another one by now.
             _refuse_shared(self.path / name, file)
         except BaseException:
             os.close(file)
@@ -155,6 +156,8 @@ def make_private(directory: Path) -> None:
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
         above = directory.parent.stat()
+
+        # Of a link itself, and not of what it leads to.
         status = directory.lstat()
     except OSError as error:
         raise _unusable(directory, error) from error

@@ -119,6 +119,7 @@ def _optimizer(made: Conversion, key: str) -> None:
         made.send("optimizer.params.momentum", "train.momentum", momentum)
         made.leave_below("optimizer", "a setting of another form of Muon")
     elif kind == "lion":
+        # The second beta of DeepSpeed's Lion. Betas that the file gives are converted after this, and win.
         made.carry(key, {"train.optimizer": "lion", "train.beta2": 0.99})
     elif made.raw(key) is not None and (kind not in ("adam", "adamw") or not decays_apart):
         made.leave(key, "AdamW trains instead: set train.learning_rate", differs=True)

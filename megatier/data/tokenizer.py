@@ -110,6 +110,8 @@ def tokenizer_files(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> li
 def _load(name: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or of the hub, after a look at its files."""
     folder = _folder_of(name)
+
+    # A name on the hub has one slash at most, so these are paths.
     if folder is None and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise DataError(f"no tokenizer at {shown(name)}: there is no such folder. {REMEDY}")
     names = ", ".join(_check_files(folder))
@@ -195,6 +197,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of 257 tokens; decoding gives back any text, byte for byte."""
     alphabet = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+
+    # A space put before a text would come back when it is decoded.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
 

@@ -39,6 +39,8 @@ class GivenTensors:
         """Note the versions of these arguments."""
         # Tensors of inference mode count no versions, and cannot be changed where gradients are.
         self._tensors = [(i, x) for i, x in enumerate(flat) if torch.is_tensor(x) and not x.is_inference()]
+
+        # torch counts the changes of a tensor in place, so nothing has to be copied or compared.
         self._versions = [x._version for _, x in self._tensors]
 
     def check(self, module_name: str, why: str) -> None:
@@ -175,6 +177,8 @@ def _some(result: Tensor | None) -> Tensor | None:
         return None
     flat = result.detach().reshape(-1)
     step = max(1, flat.numel() // SAMPLES)
+
+    # A copy, since the result may be overwritten before it is made again.
     return flat[::step].clone()
 
 
@@ -184,6 +188,7 @@ def _differ(before: Tensor | None, after: Tensor | None, *, is_plain: bool) -> b
     On a GPU some kernels add up in any order, and a module may be compiled anew meanwhile. Then roundings may change.
     """
     if before is None or after is None or before.shape != after.shape:
+        # None is a result without numbers to compare, and two of these are alike.
         return before is not after
 
     is_exact = is_plain and not before.is_cuda

@@ -54,6 +54,8 @@ class Trial:
         """Make a trial of a run."""
         config = setup.config
         world = setup.machine.world
+
+        # The ranks of a host share its rates and budgets, and a trial is that of one of them.
         rates = setup.machine.rates.of_rank(world)
         head = _head(setup.model, setup.units)
         return cls(
@@ -74,6 +76,8 @@ class Trial:
             PlanError: it does not fit, or leaves too little GPU memory for activations; names what is short.
         """
         placement = place(self.work.specs, self.budgets, self.work.policy)
+
+        # The arena is taken when a run begins, so activations get what it leaves.
         arena = placement.state_bytes.get(Tier.GPU, 0) + placement.other_bytes.get(Tier.GPU, 0)
         if self.gpu_bytes is not None and arena + self.activations.peak > self.gpu_bytes:
             raise PlanError(

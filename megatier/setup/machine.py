@@ -104,6 +104,7 @@ class Machine:
         return cls(
             device=torch.device("cuda" if is_gpu else "cpu"),
             capability=_capability_of(rates) if is_gpu else None,
+            # The CPU cannot be asked from here.
             has_bf16=True,
             budgets=budgets,
             mounts=tiers.mounts,
@@ -196,6 +197,7 @@ def _capability_of(rates: Rates) -> Capability:
     """Return the compute capability of a GPU, by default that for which the kernels have figures."""
     if rates.compute_capability is None:
         return HOPPER
+    # A file of rates has it as one number, such as 9.0.
     major, _, minor = f"{rates.compute_capability:.1f}".partition(".")
     return int(major), int(minor)
 

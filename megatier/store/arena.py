@@ -36,6 +36,7 @@ POPULATE_BYTES = 256 << 20
 Allocate = Callable[[int], torch.Tensor]
 """Gives uint8 [n] of device memory, which the current stream fills with zeros."""
 
+# Weak, so that a mapping goes with the last view of it.
 _MAPPINGS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 """All mappings of this process."""
 
@@ -181,6 +182,7 @@ class SlotPool:
         """Make all slots free, whoever has them. Nothing may move in them any more."""
         self._free: deque[Slot] = deque()
         for number in range(self.num_slots):
+            # New slots wait for nothing: what moved in the old ones is over.
             slot = Slot(
                 offset=self._offset + number * self.slot_bytes,
                 num_bytes=self.slot_bytes,
