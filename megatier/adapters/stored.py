@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -195,9 +194,12 @@ def noted_base(folder: Path) -> dict[str, str] | None:
     # Another program may have written anything there.
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     noted = metadata.get(BASE) if isinstance(metadata, dict) else None
-    if not isinstance(noted, str) or not noted.startswith("{"):
+    if not isinstance(noted, str):
         return None
-    identity = json.loads(noted)
+    try:
+        identity = parse_json(noted.encode("utf-8", "replace"), "the base", ConfigError)
+    except ConfigError:
+        return None
     return identity if isinstance(identity, dict) else None
 
 

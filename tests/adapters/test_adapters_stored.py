@@ -80,6 +80,12 @@ def test_train_goes_on_with_its_own_adapter_which_names_its_base(base: Path, tmp
     )
 
 
+@pytest.mark.parametrize("noted", ["{oops", "[1]", "org/model", '{"a": "1", "a": "2"}', ""])
+def test_adapter_whose_note_of_a_base_is_another_programs_names_none(noted: str, tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(2)}, tmp_path / WEIGHTS, metadata={"format": "pt", "base": noted})
+    assert noted_base(tmp_path) is None
+
+
 def other_base(given: Path, base: Path) -> None:
     tensors = load_file(given / WEIGHTS)
     noted = dict.fromkeys(identity_of(base), "1 byte, checksum 00")
