@@ -17,7 +17,7 @@ from tiny_runs import PLACES, exactness_config, one_thread, opened, plain_model,
 from torch import Tensor
 
 import megatier
-from megatier.errors import StreamedModelError
+from megatier.errors import IntegrityError, StreamedModelError
 from megatier.integrations.streamed import Streamed
 from megatier.models.visits import layer_groups
 from megatier.optim.masters import split_by_torch
@@ -134,6 +134,21 @@ def test_hub_weights_broken_off_in_a_layer_give_everything_back(tmp_path: Path) 
         next(pairs)
     with pytest.raises(StreamedModelError, match="was used, or closed"):
         next(pairs)
+
+
+def test_hub_weights_that_a_drive_has_damaged_are_an_error_each_time(tmp_path: Path) -> None:
+    with streamed_on("nvme", tmp_path, TRAIN) as (session, streamed):
+        step(streamed)
+        taken(streamed)
+        for path in tmp_path.rglob("blocks"):
+            content = bytearray(path.read_bytes())
+            content[::4096] = bytes(byte ^ 1 for byte in content[::4096])
+            with path.open("r+b") as file:
+                file.write(content)
+        for _ in range(2):
+            with pytest.raises(IntegrityError, match="is damaged in"):
+                dict(streamed.weights())
+            assert not session.player.weights._held, "leases went back"
 
 
 def test_hub_weights_within_a_step_or_of_a_closed_model_are_refused() -> None:
