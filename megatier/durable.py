@@ -135,12 +135,21 @@ def sync_tree(folder: Path) -> None:
     """
     directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # Python has no call for this, so the C library is asked.
-        library = ctypes.CDLL(None, use_errno=True)
-        if library.syncfs(directory):
-            raise OSError(ctypes.get_errno(), "syncfs", str(folder))
+        _sync_file_system(directory, folder)
     finally:
         os.close(directory)
+
+
+def _sync_file_system(directory: int, folder: Path) -> None:
+    """Wait until all of the file system of an open directory is on the drive. An error names the folder.
+
+    Raises:
+        OSError: the drive failed.
+    """
+    # Python has no call for this, so the C library is asked.
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.syncfs(directory):
+        raise OSError(ctypes.get_errno(), "syncfs", str(folder))
 
 
 def discard(path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from from_outside import FAULTS, open_files, threads
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from warm_python import WarmPython
 
+from megatier import durable
 from megatier.hardware import scratch_directory
 
 pytest.register_assert_rewrite("store_contract")
@@ -163,6 +164,18 @@ def nothing_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def sync_file_system() -> Iterator[Callable[[int, Path], None]]:
+    """Nothing waits for the whole drive, where other tests write too: no test looks at it after a loss of power.
+
+    Processes of their own do wait, and so do the tests of `durable`, which take the real call from here.
+    """
+    real = durable._sync_file_system
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(durable, "_sync_file_system", lambda directory, folder: None)
+        yield real
 
 
 @pytest.fixture(autouse=True)

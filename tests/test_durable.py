@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,13 @@ from megatier.errors import TransferError
 
 CALLS = ((durable, "sync"), (durable, "sync_tree"), (durable, "switch"), (os, "rename"), (durable, "discard"))
 KINDS = ["file", "folder"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _synchronised(sync_file_system: Callable[[int, Path], None]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(durable, "_sync_file_system", sync_file_system)
+        yield
 
 
 def write(path: Path, kind: str, what: str) -> None:
