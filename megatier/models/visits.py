@@ -31,7 +31,7 @@ class HubTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class HubElements:
     """A run of elements of such a tensor, as they lie in one unit, or in a buffer."""
 
     source: str
@@ -45,12 +45,12 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HubPiece:
     """All that a visit gives to one tensor."""
 
     tensor: HubTensor
     """The tensor."""
-    parts: tuple[Part, ...]
+    parts: tuple[HubElements, ...]
     """Its parts."""
     is_last: bool
     """Whether the tensor is whole after that."""
@@ -62,7 +62,7 @@ class Visit:
 
     unit: Unit | None
     """The unit; None: buffers."""
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[HubPiece] = field(default_factory=list)
     """What it gives, in the order of the tensors that are whole then."""
 
 
@@ -167,13 +167,13 @@ def _visits(
             if number in parts:
                 dtype = holders[layout[name].runs[0].name][0].dtype
                 tensor = HubTensor(name, dtype, layout[name].shape)
-                visit.pieces.append(Piece(tensor, tuple(parts[number]), is_last=number == max(parts)))
+                visit.pieces.append(HubPiece(tensor, tuple(parts[number]), is_last=number == max(parts)))
         yield visit
 
 
-def _parts(assembly: Assembly, holders: Mapping[str, list[_Holder]]) -> dict[int, list[Part]]:
+def _parts(assembly: Assembly, holders: Mapping[str, list[_Holder]]) -> dict[int, list[HubElements]]:
     """Return the parts of a tensor by the number of the unit that has them."""
-    parts = defaultdict[int, list[Part]](list)
+    parts = defaultdict[int, list[HubElements]](list)
     at = 0
     for run in assembly.runs:
         stop = run.start + run.num_elements
@@ -184,7 +184,7 @@ def _parts(assembly: Assembly, holders: Mapping[str, list[_Holder]]) -> dict[int
             lower = max(run.start, first)
             upper = min(stop, end)
             if lower < upper:
-                part = Part(
+                part = HubElements(
                     source=run.name,
                     elements=(lower + holder.shift, upper + holder.shift),
                     at=at + lower - run.start,

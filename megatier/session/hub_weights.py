@@ -26,7 +26,7 @@ from megatier.address import address_of
 from megatier.engine.stage import WeightUse
 from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.models.decoder import Unit
-from megatier.models.visits import HubTensor, Part, Piece, Visit, hub_visits, layer_groups
+from megatier.models.visits import HubElements, HubPiece, HubTensor, Visit, hub_visits, layer_groups
 from megatier.models.weights import by_columns
 from megatier.optim.masters import weight_dtype
 from megatier.session.session import Session
@@ -201,7 +201,7 @@ class _Giving:
             self._leave()
         self._end()
 
-    def _taken(self, piece: Piece, sources: _Sources, begun: dict[str, Tensor]) -> Tensor:
+    def _taken(self, piece: HubPiece, sources: _Sources, begun: dict[str, Tensor]) -> Tensor:
         """Return a tensor, flat, with what a piece adds to it."""
         name = piece.tensor.name
         if name not in begun:
@@ -285,7 +285,7 @@ class _Sources:
         self._slices = {tensor.name: tensor for tensor in unit.layout.tensors} if unit is not None else {}
         self._merged: dict[str, Tensor] = {}
 
-    def elements(self, part: Part) -> Tensor:
+    def elements(self, part: HubElements) -> Tensor:
         """Return the elements of a part, flat."""
         first, stop = part.elements
         if self._plane is None:
