@@ -49,6 +49,7 @@ class Fp8Experts(nn.Module):
         experts: Any = self
         num_tokens, copies = top_k_index.shape
         if num_tokens == 0:
+            # Scales are maxima, of which no rows have none, so the class's own forward gives the empty result.
             nothing: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return nothing
 
@@ -56,7 +57,9 @@ class Fp8Experts(nn.Module):
         has_gate = getattr(experts, "has_gate", True)
         first = FIRST[0] if has_gate else FIRST[1]
         inside = self._product(first, hidden_states, groups, copies)
+        # Some models override the gate of the class, such as gpt-oss, which clamps it.
         inside = experts._apply_gate(inside) if has_gate else experts.act_fn(inside)
+        # Each pair has a row of its own by now, so a row is that of one pair alone.
         found = self._product(LAST, inside, groups, 1)
         if getattr(experts, "has_post_expert_norm", False):
             found = experts.post_expert_norm(found)
@@ -74,6 +77,7 @@ class Fp8Experts(nn.Module):
         bias: Tensor | None = getattr(self, f"{name}_bias", None)
         if bias is not None:
             result = result + bias[groups.expert]
+        # Selected and not multiplied by 0: what lies behind all groups may be NaN, which a product would keep.
         return result.where(groups.is_own, 0)
 
 
@@ -124,9 +128,11 @@ def takes_sizes(module: nn.Module) -> bool:
 def _groups(chosen: Tensor, count: int) -> Groups:
     """Return where the pairs of each expert lie, of the expert of each pair and the number of experts."""
     num_pairs = chosen.shape[0]
+    # An expert's gradient is a sum over its pairs, so these have to lie in the same order every time.
     ordered, order = chosen.sort(stable=True)
     stops = torch.searchsorted(ordered, torch.arange(count, dtype=torch.int64, device=chosen.device), right=True)
     sizes = stops.diff(prepend=stops.new_zeros(1))
+    # One more than needed even where a size is a multiple, since no group may be without rows (`_by_kernel`).
     filled = (sizes // ALIGNED + 1) * ALIGNED
     ends = filled.cumsum(0)
 
@@ -134,6 +140,8 @@ def _groups(chosen: Tensor, count: int) -> Groups:
     shifts = torch.cat([ends - filled - stops + sizes, ends[-1:] - stops[-1:]])
     numbers = torch.arange(num_pairs, dtype=torch.int64, device=chosen.device)
     place = torch.zeros_like(order).index_copy(0, order, numbers + shifts[ordered])
+    # An upper bound that depends on shapes alone. The exact number is on the GPU, and the host would have to wait for
+    # it.
     num_places = (num_pairs // ALIGNED + 1 + count) * ALIGNED
     pair = numbers.new_full((num_places,), num_pairs).index_copy(0, place, numbers)
     return Groups(chosen.clamp(max=count - 1), (chosen < count)[:, None], place, pair, ends.int())
@@ -148,9 +156,11 @@ class _StackProduct(torch.autograd.Function):
         rows8, row_scale = rounded(rows, -1)
         weight8, weight_scale = rounded(weight, -1)
         ctx.copies = copies
+        # Rows serve the gradient of the weight alone. They are kept as they came, once for all experts of a token.
         kept = (rows8, row_scale) if ctx.needs_input_grad[1] else (None, None)
         ctx.save_for_backward(*kept, weight, weight_scale, *groups)
 
+        # A transposed stack lies by columns, and the kernels take rows alone.
         if not weight8.is_contiguous():
             weight8 = _turned(weight8.transpose(1, 2))
         laid = _laid(rows8, pair, copies)
@@ -166,14 +176,19 @@ class _StackProduct(torch.autograd.Function):
         of_rows = of_weight = None
 
         if ctx.needs_input_grad[0]:
+            # Sums run over the outputs here, so their scales cannot be applied afterwards: the weight is rounded again
+            # with one scale for each expert.
             largest = weight_scale.amax(1, keepdim=True)
             turned = weight.transpose(1, 2)
             weight8 = divided(turned, largest) if turned.is_contiguous() else _turned(weight, inverse(largest))
             raw = _grouped(laid_grad, weight8, weight_scale.new_ones(weight8.shape[:2]), ends, False)
             scaled = (raw[place].float() * (grad_scale * largest[expert, 0])).to(torch.bfloat16)
+            # A token's gradient adds up all of its pairs, of which those elsewhere may be NaN here.
             of_pairs = scaled.where(is_own, 0)
             of_rows = of_pairs.view(-1, copies, of_pairs.shape[1]).sum(1)
         if ctx.needs_input_grad[1]:
+            # Sums run over tokens here, so the scales of both factors move into the rows, as far as they differ from
+            # the largest.
             scale = (_copied(row_scale, copies) * grad_scale).where(is_own, 0)
             largest = _largest(scale, expert, ends.shape[0])
             factor = (scale * inverse(largest)[expert])[pair.clamp(max=expert.shape[0] - 1)]
@@ -236,6 +251,8 @@ def _grouped(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: 
     if _has_kernel(left.device, ends.shape[0]):
         return _by_kernel(left, right, scale, ends, is_fast=is_fast)
 
+    # Without that kernel each group is a product of its own, whose bounds the host has to know: it waits for the
+    # device.
     one = torch.ones((), dtype=torch.float32, device=left.device)
     products = []
     start = 0

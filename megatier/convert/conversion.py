@@ -60,6 +60,7 @@ class Conversion:
         self.source = source
         self.settings: dict[str, object] = {}
         self.findings: list[Finding] = []
+        # A key leaves with its finding, so what still waits at the end is what no rule knows.
         self._waiting = dict(_leaves(tree))
 
     def has(self, key: str) -> bool:
@@ -95,6 +96,7 @@ class Conversion:
         """
 
         def fits(number: float) -> bool:
+            # A count that is written as 1e3 arrives as a float, and is a whole number all the same.
             return number == int(number) and number >= least
 
         number = self.number(key)
@@ -216,6 +218,7 @@ class Conversion:
             while name and name not in known:
                 name = name.rpartition(".")[0]
             why = known.get(name, f"no key of {self.trainer} that is known here")
+            # Of a key that nobody knows it is safer to say that it may change numbers.
             self.leave(key, why, differs=name not in reasons)
 
     def _found(self, key: str, outcome: Outcome, words: str, *, differs: bool) -> None:
@@ -261,6 +264,7 @@ COUNT_FROM_2 = partial(Conversion.count, least=2)
 def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
     """Yield the dotted names and values of all settings. An empty section counts as a value, and gets a finding too."""
     if depth > DEPTH_MAX:
+        # The error that Python raises itself where lists are too deep, so that a caller needs to know one alone.
         raise RecursionError
     for name, value in tree.items():
         key = f"{before}{name}"
@@ -278,6 +282,7 @@ def is_number(value: object) -> bool:
 
 def _written(value: object) -> str:
     """Return a value on one line, as a file has it."""
+    # YAML also has dates, and keys that are no text, which JSON would refuse. A message must not fail on them.
     return str(value) if _is_plain(value) else json.dumps(value, default=str, skipkeys=True)
 
 

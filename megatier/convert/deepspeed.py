@@ -54,6 +54,7 @@ def _batch(made: Conversion, key: str) -> None:
     whole = made.count(key)
     micro = made.count(of_micro)
     passes = made.count(of_passes)
+    # The file does not say how many GPUs there were, so any whole number of them is taken.
     if whole and whole % ((micro or 1) * (passes or 1)):
         raise ConfigError(
             f"{made.source}: train_batch_size is {whole}, no multiple of train_micro_batch_size_per_gpu ({micro or 1}) "
@@ -164,6 +165,7 @@ def _schedule(made: Conversion, key: str) -> None:
     becomes("train.warmup_steps", COUNT_FROM_0, None, words, differs=not is_linear)(made, f"{params}warmup_num_steps")
     if is_linear:
         made.carry(f"{params}warmup_type", {}, "as here")
+    # A key that was carried waits no more, so this takes effect only where the warm-up is another one.
     made.leave(f"{params}warmup_type", "the learning rate rises in a straight line", differs=True)
 
     words = "goes before optimizer.params.lr, as in DeepSpeed" if "train.learning_rate" in made.settings else ""
@@ -225,7 +227,9 @@ RULES = {
         differs=True,
     ),
     "scheduler.type": _schedule,
+    # These are sections and no keys: their rule reads the keys below them.
     **dict.fromkeys(OFFLOADS, _tiers),
+    # Older versions said so, before there were sections for it.
     f"{ZERO}.cpu_offload": turns_on({}, IN_RAM),
     f"{ZERO}.cpu_offload_param": turns_on({}, IN_RAM),
     "aio.use_gds": turns_on({"tiers.gpu_direct": True}, "needs a GPU and the extra megatier[gds]"),
@@ -301,6 +305,7 @@ REASONS = {
         },
     ),
     **{name: why for offload in OFFLOADS for name, why in below(offload, OFFLOAD_REASONS).items()},
+    # For all keys of these sections that are named nowhere: the longest name that is known gives the reason.
     **dict.fromkeys(OFFLOADS, BUDGETS),
 }
 DIFFERING = {

@@ -14,6 +14,7 @@ SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
     "constant": "constant",
+    # A warm-up is no part of a schedule here, but a setting of its own.
     "constant_with_warmup": "constant",
 }
 ATTENTION = {"sdpa": "sdpa", "disabled": "eager"}
@@ -151,6 +152,7 @@ def _steps(made: Conversion, key: str) -> None:
 
 
 def _activations(made: Conversion, key: str) -> None:
+    # LLaMA-Factory computes activations again unless this key tells it not to.
     made.carry(key, {"train.activations": "keep" if made.flag(key) else "recompute"})
 
 

@@ -45,6 +45,7 @@ def convert(path: Path) -> Conversion:
 
 def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Table]:
     keys = tree.keys()
+    # LLaMA-Factory's files are flat, so one with sections of these names is another trainer's.
     if keys & llama_factory.KEYS and not keys & {"model", "training"}:
         return "LLaMA-Factory", llama_factory.TABLE
 
@@ -93,6 +94,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings by name, but {str(tree)[:80]!r}. It must be {KINDS}.")
+    # YAML reads some names as numbers or dates, and rules go by text.
     return {str(name): value for name, value in tree.items()}
 
 

@@ -167,6 +167,8 @@ def _visits(
             if number in parts:
                 dtype = holders[layout[name].runs[0].name][0].dtype
                 tensor = HubTensor(name, dtype, layout[name].shape)
+                # Visits go by the number of the unit, so a tensor is whole after the highest number that has a part of
+                # it.
                 visit.pieces.append(HubPiece(tensor, tuple(parts[number]), is_last=number == max(parts)))
         yield visit
 

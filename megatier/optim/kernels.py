@@ -78,6 +78,8 @@ def adamw(
     for start, stop, decay in segments:
         pieces = tuple(None if view is None else view[start:stop] for view in views)
         count = stop - start
+        # Elements count in 32 bits from their unit's first one, as in native/adamw.h. So random bits do not depend on
+        # where a segment or a launch begins.
         launch = _update[(triton.cdiv(count, BLOCK_ELEMENTS),)]
         launch(
             pieces,
@@ -185,6 +187,8 @@ def _update_elements(
 
     g = _float_of(g) * grad_scale
     if exp_avg_sq is None:
+        # Lion steps by the sign of a mean that beta1 weighs, and keeps another one that beta2 weighs. Two comparisons
+        # give the sign 0 for 0 and for NaN.
         mean = beta1 * m + one_minus_beta1 * g
         x = x * decay - step_size * ((mean > 0).to(tl.float32) - (mean < 0).to(tl.float32))
         tl.store(exp_avg + elements, _settle(beta2 * m + one_minus_beta2 * g), inside)
@@ -194,7 +198,10 @@ def _update_elements(
         m = _settle(beta1 * _float_of(m) + one_minus_beta1 * g)
         v = _settle(beta2 * _float_of(v) + one_minus_beta2 * (g * g))
         x = x * decay - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), sqrt_bias2) + eps)
+        # The step above has taken both moments in fp32: rounding changes what is stored of them alone.
         if exp_avg.dtype.element_ty != tl.float32:
+            # One hash serves both moments: m takes its lower half and v its upper half, so that they do not round
+            # alike.
             random = _random_bits(elements, rounding)
             if exp_avg.dtype.element_ty == tl.uint8:
                 m, v = _first_by(m, random & 0xFFFF), _second_by(v, random >> 16)
@@ -230,6 +237,7 @@ def _one_nan(bits: tl.tensor) -> tl.tensor:
 def _random_bits(elements: tl.tensor, rounding: tl.tuple) -> tl.tensor:
     """Return the 32 random bits of each element, by the hash of native/adamw.h."""
     key_low, key_high, first = rounding
+    # This is lowbias32 of Chris Wellons, with the key added twice. It has no state, so programs need no order.
     bits = (first.to(tl.uint32) + elements.to(tl.uint32)) ^ key_low.to(tl.uint32)
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = ((bits ^ (bits >> 15)) + key_high.to(tl.uint32)) * 0x846CA68B
@@ -239,6 +247,8 @@ def _random_bits(elements: tl.tensor, rounding: tl.tuple) -> tl.tensor:
 @_jit
 def _round_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
     """Round moments to the bits of bf16, stochastically, by 16 random bits each."""
+    # The sum carries into the upper half as often as what is cut off is large, so the stored number is right on
+    # average.
     return ((moment.to(tl.uint32, bitcast=True) + random) >> 16).to(tl.uint16)
 
 
@@ -250,6 +260,8 @@ def _first_of(byte: tl.tensor) -> tl.tensor:
     """Return the first moments that codes of 8 bits stand for."""
     byte = byte.to(tl.uint32)
     code = byte & 0x7F
+    # A code and the offset are the exponent and the upper 2 bits of the mantissa of an fp32 number, and 0 stands for
+    # itself.
     bits = tl.where(code == 0, 0, (code + 399) << 21)
     bits = tl.where(code > 126, 0x7FC00000, bits)
     return (bits | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True)
@@ -268,6 +280,7 @@ def _first_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
     """Round first moments to codes, by 16 random bits each. Below the range, 0 or the smallest, by chance."""
     bits = moment.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
+    # The 16 random bits, times 32, span the 21 bits that are cut off, so a carry rounds up in proportion to these.
     number = (magnitude + (random << 5)) >> 21
     # 2^-27 / 65536. A product with a power of two is exact.
     is_kept = magnitude.to(tl.float32, bitcast=True) > random.to(tl.float32) * 1.1368683772161603e-13
@@ -281,6 +294,7 @@ def _second_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
     """Round second moments to codes, by 16 random bits each. What is above 0 stays so."""
     magnitude = moment.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
     number = (magnitude + (random << 5)) >> 21
+    # What is below the range becomes the smallest number and not 0: a step is m over the root of v, and would run away.
     code = tl.where(number > 291, tl.minimum(number - 291, 254), 1)
     code = tl.where(magnitude == 0, 0, code)
     return tl.where(magnitude < 0x7F800000, code, 255).to(tl.uint8)
@@ -317,6 +331,8 @@ def _sum_runs(values: tl.tensor, runs: tl.tensor, sums: tl.tensor, aligned: tl.c
     run = tl.program_id(0).to(tl.int64)
     start = tl.load(runs + 2 * run)
     if aligned:
+        # Triton loads several elements at once only from starts that it knows to be aligned, and these come from
+        # memory.
         start = tl.multiple_of(start, 16)
     left = tl.load(runs + 2 * run + 1).to(tl.int32)
     tl.store(sums + run + tl.arange(0, 1), _sum_of(values + start, left))
@@ -331,6 +347,7 @@ def _sum_of(values: tl.tensor, left: tl.tensor) -> tl.tensor:
     lanes = tl.zeros([LANES], tl.float64)
 
     for row in range(0, left, LANES * ROWS_AHEAD):
+        # Whole rows are loaded without a mask, with which Triton would access element by element.
         if left - row >= LANES * ROWS_AHEAD:
             lanes = _add_rows(lanes, values + row, None)
         else:

@@ -104,6 +104,7 @@ class HubWeights:
         # One pass for all groups, as the groups are in the order of the tensors.
         pairs = iter(self)
         for names in self.groups():
+            # The names come first in `zip`: it stops at their end without taking a pair of the next group.
             yield names, [tensor for _, (_, tensor) in zip(names, pairs, strict=False)]
 
     def checksums(self) -> dict[str, int]:
@@ -138,6 +139,8 @@ class _Giving:
         self._device = session.engine.options.device
         self._buffers = _buffers(session.model)
         self._lock = threading.Lock()
+        # A visit is taken out when its unit is entered, so what is left here is what other ranks still need of this
+        # one.
         self._visits = deque(visits)
         self._pairs = self._all_pairs()
         self._use: WeightUse | None = None
@@ -193,6 +196,8 @@ class _Giving:
         while self._visits:
             visit = self._visits.popleft()
             plane = self._enter(visit)
+            # New for each visit: the merged matrices that it holds are dropped with it, so those of one unit are there
+            # at a time.
             sources = _Sources(visit.unit, plane, self._buffers, self._merger)
             for piece in visit.pieces:
                 tensor = self._taken(piece, sources, begun)
@@ -212,6 +217,8 @@ class _Giving:
             elements = sources.elements(part)
             if part.num_columns:
                 elements = by_columns(elements, part.num_columns)
+            # Copied even where the tensor is one part, since the slot is another unit's before the caller is done with
+            # it.
             tensor[part.at : part.at + elements.numel()] = elements
         if piece.is_last:
             # The caller alone holds it from now on, and so decides when its memory is free.
@@ -309,6 +316,8 @@ class _Sources:
 
 def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the buffers that a model's folder has, by their names there."""
+    # `keep_vars` leaves parameters what they are, by which buffers are told from them. Buffers that are not persistent
+    # are in no state dict, and in no folder.
     state = model.state_dict(keep_vars=True)
     return {base_name(name): tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
 
@@ -321,6 +330,7 @@ def _check_plain(units: Sequence[Unit]) -> None:
     """
     for unit in units:
         for tensor in unit.layout.tensors:
+            # Codes travel as elements that stand for several parameters, and scales as elements that stand for none.
             if tensor.stands_for != 1:
                 raise _not_merged(tensor.name, "it is quantised")
 
