@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from megatier.checkpoint.run_directory import METRICS_FILE
@@ -149,9 +150,7 @@ class Loop:
         batch = self._text.batch(step - 1, train.batch)
         read_ns = time.perf_counter_ns()
 
-        # A group has the same rows of every column: ids, labels, and positions if documents are apart.
-        columns = [value.chunk(train.groups) for value in batch.values()]
-        groups = [dict(zip(batch, rows, strict=True)) for rows in zip(*columns, strict=True)]
+        groups = groups_of(batch, train.groups)
 
         # What the host waits for from here on is no work of its own (`StepTimes.host_busy_seconds`).
         REST.restart()
@@ -225,14 +224,29 @@ class Loop:
         """Run one evaluation on held-out text, and tell and record its loss."""
         train = self._config.train
 
+        # A group at a time, as in training: memory has room for so many rows.
         batches = [b for b, _ in zip(self._text.holdout(train.batch), range(train.evaluate_batches), strict=False)]
-        if not batches:
+        groups = [group for batch in batches for group in groups_of(batch, train.groups)]
+        if not groups:
             progress.note("no held-out text to evaluate on")
             return
 
         began_ns = time.perf_counter_ns()
-        with self._watchdog.watch(self._session.player):
-            loss = self._session.engine.evaluate(batches)
+        loss: float | None = None
+        try:
+            with self._watchdog.watch(self._session.player):
+                loss = self._session.engine.evaluate(groups)
+        except torch.OutOfMemoryError:
+            # Weights are what they were. Other ranks would wait in vain for this one, so there the run ends.
+            if self._session.ranks is not None:
+                raise
+        if loss is None:
+            # Not inside of the handler, whose error holds all that the evaluation had made.
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            self._session.player.take_events()
+            progress.note(f"step {step}: not evaluated, since memory ran out. The run goes on.")
+            return
 
         # Nobody asks for a trace of evaluations, and their events must not count for the next step.
         ended_ns = time.perf_counter_ns()
@@ -247,6 +261,13 @@ class Loop:
                 **asdict(spent),
             }
         )
+
+
+def groups_of(batch: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """Return the rows of a batch in so many groups, or fewer if it has fewer rows."""
+    # A group has the same rows of every column: ids, labels, and positions if documents are apart.
+    columns = [value.chunk(count) for value in batch.values()]
+    return [dict(zip(batch, rows, strict=True)) for rows in zip(*columns, strict=True)]
 
 
 def rate_of(step: int, train: TrainConfig) -> float:

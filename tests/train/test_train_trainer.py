@@ -20,6 +20,7 @@ from small_commands import IMMEDIATE, MODEL, PLACES, all_records, command, lefto
 
 from megatier.cli import main
 from megatier.config.values import parse_bytes
+from megatier.engine.step import Engine
 from megatier.engine.unit_model import Batch, UnitModel
 from megatier.errors import mib
 from megatier.measure import probe
@@ -322,6 +323,32 @@ def test_train_without_held_out_text_says_so(tmp_path: Path, capsys: pytest.Capt
     assert main(command(tmp_path, {"data.holdout_fraction": 0, "train.evaluate_every": 1})) == 0
     assert "no held-out text" in capsys.readouterr().out
     assert not any("heldout_loss" in record for record in metrics(tmp_path))
+
+
+def test_train_whose_evaluation_runs_out_of_memory_goes_on_and_exports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(engine: Engine, batches: list[Batch]) -> float:
+        # As in training: a group at a time, and not the whole batch.
+        assert {len(batch["input_ids"]) for batch in batches} <= {1, 2}
+        engine._player.drain()
+        with engine.evaluation():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    settings = {"train.batch": 8, "train.groups": 4, "train.evaluate_every": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "evaluate", evaluate)
+        assert main(command(tmp_path, settings)) == 0
+    assert capsys.readouterr().out.count("not evaluated, since memory ran out") == 3
+    assert [record["loss"] for record in metrics(tmp_path)]
+    assert (tmp_path / "run" / "model").is_dir()
+
+    other = tmp_path / "other"
+    other.mkdir()
+    assert main(command(other, settings)) == 0
+    assert [record["loss"] for record in metrics(other) if "loss" in record] == [
+        record["loss"] for record in metrics(tmp_path) if "loss" in record
+    ]
 
 
 def test_train_trace_is_a_chrome_trace_of_the_last_steps(tmp_path: Path) -> None:
