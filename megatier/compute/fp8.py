@@ -189,7 +189,7 @@ def _result(rows8: Tensor, row_scale: Tensor, weight8: Tensor, weight_scale: Ten
     Sums are taken with fewer bits, as is usual in a forward.
     """
     one = torch.ones((), dtype=torch.float32, device=rows8.device)
-    raw = torch._scaled_mm(rows8, weight8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    raw = torch._scaled_mm(rows8.contiguous(), weight8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     # Behind the kernel, even where a single row would have a single scale, which kernels take: a row has the bits that
     # it has among others, also where the scale of stored codes is no power of two.
@@ -205,6 +205,8 @@ def _grad_of_rows(grad8: Tensor, scale: Tensor, weight8: Tensor) -> Tensor:
 def _product(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
     """Return left right^T in bf16, times one scale: FP8 [M, K] and [N, K]. Sums are taken with all bits of fp32."""
     one = torch.ones((), dtype=torch.float32, device=left.device)
+    # Kernels of GPUs take rows that lie one after the other, and a gradient of one sequence may come by its columns.
+    left = left.contiguous()
     return torch._scaled_mm(left, right.t(), scale.view(()), one, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,24 @@ def test_fp8_result_and_gradient_of_a_row_do_not_depend_on_other_rows() -> None:
     others, of_others, _ = gradients(layer, rows * factor, slope * factor)
     assert torch.equal(result[:16], others[:16])
     assert torch.equal(of_rows[:16], of_others[:16])
+
+
+def test_fp8_products_take_rows_one_after_the_other_though_inputs_and_gradients_come_by_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The kernels of GPUs refuse anything else; the CPU's takes it.
+    layer, product = layer_of(64, 48), torch._scaled_mm
+    strides = []
+
+    def multiply(left: Tensor, right: Tensor, *args: Any, **names: Any) -> Tensor:
+        strides.append((left.stride(1), right.stride(0)))
+        return product(left, right, *args, **names)
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    rows, slope = rows_of(64, 32).t(), rows_of(48, 32).t()
+    found = gradients(layer, rows, slope)
+    assert strides == [(1, 1)] * 3
+    assert all(map(torch.equal, found, gradients(layer, rows.contiguous(), slope.contiguous())))
 
 
 def test_fp8_gradient_of_a_weight_is_nearly_exact_though_rows_differ_in_size() -> None:
