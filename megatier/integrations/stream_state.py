@@ -180,7 +180,8 @@ class StreamedState(ABC):
     def all_of(self, value: T) -> list[T]:
         """Return what each rank gives, in the order of the ranks: losses to add up, for example. Any object will do."""
         self._meet("all_of()")
-        return self._crew.gather_objects(value)
+        # In a tuple, since ranks whose object is None would be left out.
+        return [each for (each,) in self._crew.gather_objects((value,))]
 
     def read(self, name: str) -> Tensor:
         """Return the fp32 master of a parameter after all steps so far, as a copy on the CPU. All ranks get it.

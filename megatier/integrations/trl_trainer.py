@@ -118,7 +118,7 @@ class StreamedTrl(StreamedTraining):
 
         Raises:
             ConfigError: the trainer is for language models, and this is a classifier; or vLLM cannot open the model.
-        UnsupportedModelError: no engine can take its weights.
+            UnsupportedModelError: no engine can take its weights.
         """
         model = self.streamed
         kinds = [base.__name__ for base in type(self).__mro__ if base.__name__ in OF_LANGUAGE]

@@ -106,6 +106,8 @@ class HubWeights:
         for names in self.groups():
             # The names come first in `zip`: it stops at their end without taking a pair of the next group.
             yield names, [tensor for _, (_, tensor) in zip(names, pairs, strict=False)]
+        # The pass ends only where somebody asks for more, and is known then: the next one loads ahead.
+        next(pairs, None)
 
     def checksums(self) -> dict[str, int]:
         """Return a checksum of each tensor as it is now, to compare with those of the tensors that an engine has."""

@@ -62,6 +62,8 @@ def train(streamed: Streamed, first: int, last: int) -> list[tuple[float, float]
         streamed.optimizer.step()
         assert streamed.last is not None
         figures.append((math.fsum(chain(*streamed.all_of(losses))), streamed.last.grad_norm))
+    # None is an object too, and keeps its place among those of the ranks.
+    assert streamed.all_of(streamed.rank or None) == [number or None for number in range(streamed.num_ranks)]
     return figures
 
 

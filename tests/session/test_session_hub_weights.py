@@ -173,6 +173,13 @@ def test_hub_weights_that_an_error_cuts_off_let_the_model_close(tmp_path: Path) 
         next(pairs)
 
 
+def test_hub_weights_taken_by_layer_end_their_pass_so_the_next_one_loads_ahead(tmp_path: Path) -> None:
+    with streamed_on("nvme", tmp_path, TRAIN) as (_, streamed):
+        for _ in streamed.weights().iter_groups():
+            pass
+        assert streamed._session.player._orders.knows("weights")
+
+
 def test_hub_weights_taken_by_another_thread_leave_its_modes_alone(tmp_path: Path) -> None:
     with streamed_on("nvme", tmp_path, TRAIN) as (_, streamed):
         found, modes = dict[str, Tensor](), list[bool]()
