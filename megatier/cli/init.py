@@ -22,17 +22,23 @@ from megatier.drives.mounts import budget_bytes
 from megatier.errors import ConfigError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object
 from megatier.hardware import default_budgets, device_for
+from megatier.measure.probe import cached_rates
 from megatier.models.location import CONFIG_FILE, find_local
 from megatier.session.paths import check_tokenizer
 
 HEAD = """\
 # A run of `megatier train`, written by `megatier init`. Every setting is explained by `megatier train --help`.
-# Next: `megatier bench` measures this machine once, `megatier plan {path}` says whether the run fits and how fast it
-# will be, and `megatier train {path}` trains.
+# Next: `megatier bench --nvme DIR` measures this machine and its drive once, `megatier plan {path}` says whether the
+# run fits and how fast it will be, and `megatier train {path}` trains. If tiers.gpu and train.activations are left out
+# on a machine that was measured, `train` chooses them.
 """
 LENGTH = 1024
 RATE = 1e-5
 """Learning rate for a model that is trained on, and not from scratch."""
+ADAPTER_RATE = 1e-4
+"""Learning rate for adapters, which begin at zero."""
+CHOSEN = ("tiers.gpu", "train.activations")
+"""Settings that a run chooses itself on a machine that was measured, if they are left out."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -52,6 +58,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--nvme", default="", metavar="DIR[:SIZE],...", help="drives that state may spill to (default: none)"
     )
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank instead of the model")
     options = parser.parse_args(argv)
 
     settings = {
@@ -61,11 +68,15 @@ def run(argv: Sequence[str]) -> int:
         **_tiers(options.nvme),
         "train.epochs": 1.0,
         "train.batch": 8,
-        "train.learning_rate": RATE,
+        "train.learning_rate": RATE if options.lora is None else ADAPTER_RATE,
         "train.activations": "recompute",
         "output.directory": f"runs/{options.output.stem}",
         "output.checkpoint_every": "auto",
     }
+    if options.lora is not None:
+        settings["model.lora"] = {"rank": options.lora}
+    if _is_measured(options.nvme):
+        settings = {name: value for name, value in settings.items() if name not in CHOSEN}
 
     # What is written is a config that loads.
     made = config_file.from_dict(sections_of(settings))
@@ -157,6 +168,12 @@ def _tiers(nvme: str) -> dict[str, Any]:
     if mounts:
         tiers["tiers.nvme"] = [f"{mount.directory}:{budget_bytes(mount) >> 20}MiB" for mount in mounts]
     return tiers
+
+
+def _is_measured(nvme: str) -> bool:
+    """Return whether `megatier bench` measured this machine with these mounts."""
+    mounts = [parse_mount(text, "--nvme").directory for text in parse_list(nvme)]
+    return cached_rates(mounts, device_for("auto")) is not None
 
 
 def _remarks(settings: Iterable[str]) -> dict[str, str]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_setups import ROUND
 
 from megatier.cli import main
 from megatier.config.file import load, load_given
+from megatier.hardware import device_for
+from megatier.measure.probe import cache_rates
 
 
 @pytest.fixture
@@ -52,6 +56,28 @@ def test_init_writes_a_config_for_the_shape_of_the_data_that_loads(
     lines = [line for line in Path("run.yaml").read_text().splitlines() if line.startswith("  ")]
     assert all("  # " in line and len(line) <= 120 for line in lines)
     assert len(lines) == len(load_given(Path("run.yaml"))[1])
+
+
+def test_init_with_lora_trains_adapters_at_a_rate_of_theirs(folder: Path) -> None:
+    assert main(["init", "model", "a.txt", "--output", "run.yaml", "--lora", "8"]) == 0
+    made = load(Path("run.yaml"))
+    assert made.model.lora is not None
+    assert (made.model.lora["rank"], made.train.learning_rate) == (8, 1e-4)
+
+
+def test_init_on_a_machine_that_was_measured_leaves_choices_to_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    cache_rates(replace(ROUND, drives=()), device_for("auto"))
+    assert main(["init", "model", "a.txt", "--output", "run.yaml"]) == 0
+    given = load_given(Path("run.yaml"))[1]
+    assert "tiers.ram" in given
+    assert not {"tiers.gpu", "train.activations"} & set(given)
+
+    # A drive that was not measured leaves nothing to choose by.
+    assert main(["init", "model", "a.txt", "--output", "other.yaml", "--nvme", ".:4MiB"]) == 0
+    assert {"tiers.gpu", "train.activations"} <= set(load_given(Path("other.yaml"))[1])
 
 
 def test_init_takes_ids_of_the_hub_without_looking_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
