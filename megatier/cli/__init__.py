@@ -249,7 +249,7 @@ def usage() -> str:
         [
             "usage: megatier COMMAND ...",
             "",
-            "Train models larger than RAM on one GPU, or on several of one host, at full precision.",
+            "Train models larger than RAM on one GPU, or on several, at full precision.",
             *lines,
             "",
             "`megatier COMMAND --help` explains a command. With any command --debug shows the traceback of an error.",

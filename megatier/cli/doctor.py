@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megatier import hardware
@@ -105,7 +106,8 @@ def run(argv: Sequence[str]) -> int:
 
     table = Table("check", "", "found", "remedy")
     for check in found:
-        table.add_row(check.name, MARKS[check.state], check.found, check.remedy)
+        # rich would take the brackets of an extra for its own marks.
+        table.add_row(escape(check.name), MARKS[check.state], escape(check.found), escape(check.remedy))
 
     Console().print(table)
     return code

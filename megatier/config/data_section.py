@@ -99,7 +99,7 @@ class DataConfig(Section):
     data.holdout_split."""
     window_rows: int = 1000
     """Rows of a stream that are read at a time and shuffled among themselves, at least 1. If conversations stay
-    whole, this is also how many of them are packed at a time, but at least as many as fill about 32 sequences."""
+    whole, this is also how many of them are packed at a time, but at least as many as fill about 128 sequences."""
     seed: int = 0
     """Seed of the hold-out split and of the order of sequences, at least 0."""
     max_bytes: ByteCount | None = None

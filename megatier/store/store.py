@@ -10,7 +10,7 @@ allocated when the first block is used (`seal`), and never later.
         store.register(BlockSpec("layer0", num_bytes, home=Tier.NVME))
         with store.lease("layer0", Tier.RAM) as block:
             block.bytes.zero_()
-        store.mark_dirty("layer0", Tier.RAM)
+            store.mark_dirty("layer0", Tier.RAM)  # within the lease: later the slot may be another block's
         store.write_back("layer0", Tier.RAM).wait()
 
 This file is the face of the store. Below it, `blocks` knows the blocks, `copies` says which copy has which slot,
@@ -51,7 +51,7 @@ from megatier.tier import BlockSpec, Kind, Tier
 
 
 class TieredStore(ClosedWhenDropped):
-    """Blocks of bytes over three tiers. The head of this file describes it."""
+    """Named blocks of bytes over GPU memory, pinned RAM and NVMe; see `megatier.store.store`."""
 
     def __init__(
         self, budgets: dict[Tier, int], files: BlockFiles | None, device: torch.device, allocate: Allocate | None = None

@@ -42,6 +42,23 @@ def test_doctor_missing_directory_fails(tmp_path: Path, capsys: pytest.CaptureFi
     assert not {"file system", "free space", "O_DIRECT"} & set(checks)
 
 
+def test_doctor_shows_extras_with_their_brackets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remedy = doctor.Check(
+        name="trl (trl)",
+        state="warn",
+        found="not installed: pip install 'megatier[trl]'",
+        remedy="see /mnt/[a]",
+    )
+    monkeypatch.setattr(doctor, "checks", lambda mounts: [remedy])
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor", "--nvme", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "pip install 'megatier[trl]'" in shown
+    assert "/mnt/[a]" in shown
+
+
 def test_doctor_json_is_all_of_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--nvme", str(tmp_path / "none")]) == 1
     document = json.loads(capsys.readouterr().out)
