@@ -1,6 +1,6 @@
 """A loop with Hugging Face's accelerate over a streamed model.
 
-    python examples/accelerate_loop.py MODEL TEXT.txt OUTPUT [--learning-rate 1e-4]
+    python examples/accelerate_loop.py MODEL TEXT.txt OUTPUT [--learning-rate 1e-4] [--nvme /mnt/a:200GiB]
 
 MODEL is a folder with a tokenizer, or an id of the hub. The trained model is written to OUTPUT.
 """
@@ -14,6 +14,8 @@ PARSER.add_argument("model")
 PARSER.add_argument("text")
 PARSER.add_argument("output")
 PARSER.add_argument("--learning-rate", type=float, default=1e-4)
+PARSER.add_argument("--ram", metavar="SIZE", help="RAM for state (default: what is free)")
+PARSER.add_argument("--nvme", metavar="DIR:SIZE", help="a drive for the state that RAM has no room for")
 if __name__ == "__main__":
     GIVEN = PARSER.parse_args()  # before the imports that take long
 
@@ -27,9 +29,17 @@ ACCUMULATION = 2
 LENGTH = 64
 
 
-def main(model: str, text: str, output: str, learning_rate: float = 1e-4, steps: int = 10) -> list[float]:
+def main(
+    model: str,
+    text: str,
+    output: str,
+    learning_rate: float = 1e-4,
+    steps: int = 10,
+    ram: str | None = None,
+    nvme: str | None = None,
+) -> list[float]:
     """Train for some steps, and return the loss of each."""
-    tiers = megatier.TiersConfig(ram="4GiB")  # for state on drives: nvme=["/mnt/a:500GiB"]
+    tiers = megatier.TiersConfig(ram=ram, nvme=nvme or ())
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     tokens = AutoTokenizer.from_pretrained(model)(Path(text).read_text(), return_tensors="pt")["input_ids"][0]
     rows = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
@@ -59,4 +69,4 @@ def main(model: str, text: str, output: str, learning_rate: float = 1e-4, steps:
 
 
 if __name__ == "__main__":
-    main(GIVEN.model, GIVEN.text, GIVEN.output, GIVEN.learning_rate)
+    main(GIVEN.model, GIVEN.text, GIVEN.output, GIVEN.learning_rate, ram=GIVEN.ram, nvme=GIVEN.nvme)

@@ -1,6 +1,6 @@
 """Preference training with TRL's DPOTrainer over a streamed model.
 
-    python examples/trl_dpo.py MODEL PAIRS.jsonl OUTPUT [--learning-rate 1e-6]
+    python examples/trl_dpo.py MODEL PAIRS.jsonl OUTPUT [--learning-rate 1e-6] [--nvme /mnt/a:200GiB]
 
 MODEL is a folder with a tokenizer, or an id of the hub. Each line of PAIRS.jsonl has `prompt`, `chosen` and `rejected`.
 The model is compared with itself as it was, which lies in RAM as a whole.
@@ -13,6 +13,8 @@ PARSER.add_argument("model")
 PARSER.add_argument("pairs")
 PARSER.add_argument("output")
 PARSER.add_argument("--learning-rate", type=float, default=1e-6)
+PARSER.add_argument("--ram", metavar="SIZE", help="RAM for state (default: what is free)")
+PARSER.add_argument("--nvme", metavar="DIR:SIZE", help="a drive for the state that RAM has no room for")
 if __name__ == "__main__":
     GIVEN = PARSER.parse_args()  # before the imports that take long
 
@@ -29,7 +31,15 @@ class StreamedDPO(StreamedTrl, DPOTrainer):
     """TRL's trainer, with the step of megatier."""
 
 
-def main(model: str, pairs: str, output: str, learning_rate: float = 1e-6, max_steps: int = -1) -> float:
+def main(
+    model: str,
+    pairs: str,
+    output: str,
+    learning_rate: float = 1e-6,
+    max_steps: int = -1,
+    ram: str | None = None,
+    nvme: str | None = None,
+) -> float:
     """Train, write the model to OUTPUT, and return the mean loss."""
     args = DPOConfig(
         output_dir=f"{output}-run",
@@ -44,7 +54,7 @@ def main(model: str, pairs: str, output: str, learning_rate: float = 1e-6, max_s
         max_steps=max_steps,
         dataloader_drop_last=True,  # rows that make no whole step are left out of each epoch
     )
-    tiers = megatier.TiersConfig(ram="4GiB")  # for state on drives: nvme=["/mnt/a:500GiB"]
+    tiers = megatier.TiersConfig(ram=ram, nvme=nvme or ())
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     with megatier.stream(model, tiers=tiers, fused_loss=False) as streamed:
         trainer = StreamedDPO(
@@ -60,4 +70,4 @@ def main(model: str, pairs: str, output: str, learning_rate: float = 1e-6, max_s
 
 
 if __name__ == "__main__":
-    main(GIVEN.model, GIVEN.pairs, GIVEN.output, GIVEN.learning_rate)
+    main(GIVEN.model, GIVEN.pairs, GIVEN.output, GIVEN.learning_rate, ram=GIVEN.ram, nvme=GIVEN.nvme)

@@ -13,6 +13,8 @@ PARSER.add_argument("output")
 PARSER.add_argument("--model")
 PARSER.add_argument("--steps", type=int, default=30)
 PARSER.add_argument("--learning-rate", type=float, default=3e-3)
+PARSER.add_argument("--ram", metavar="SIZE", help="RAM for state (default: what is free)")
+PARSER.add_argument("--nvme", metavar="DIR:SIZE", help="a drive for the state that RAM has no room for")
 if __name__ == "__main__":
     GIVEN = PARSER.parse_args()  # before the imports that take long
 
@@ -50,7 +52,14 @@ def make_tiny(folder: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def main(output: str, model: str | None = None, steps: int = 30, learning_rate: float = 3e-3) -> tuple[float, float]:
+def main(
+    output: str,
+    model: str | None = None,
+    steps: int = 30,
+    learning_rate: float = 3e-3,
+    ram: str | None = None,
+    nvme: str | None = None,
+) -> tuple[float, float]:
     """Train, write the model to OUTPUT, and return the mean rewards of the first and the last steps."""
     if model is None:
         model = f"{output}-first"
@@ -71,7 +80,7 @@ def main(output: str, model: str | None = None, steps: int = 30, learning_rate: 
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
     )
-    tiers = megatier.TiersConfig(ram="4GiB")  # for state on drives: nvme=["/mnt/a:500GiB"]
+    tiers = megatier.TiersConfig(ram=ram, nvme=nvme or ())
     data = Dataset.from_list([{"prompt": f"{number} and one is "} for number in range(64)])
     trainer = StreamedGRPO(
         model, digits, args=args, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(model), tiers=tiers
@@ -86,4 +95,4 @@ def main(output: str, model: str | None = None, steps: int = 30, learning_rate: 
 
 
 if __name__ == "__main__":
-    main(GIVEN.output, GIVEN.model, GIVEN.steps, GIVEN.learning_rate)
+    main(GIVEN.output, GIVEN.model, GIVEN.steps, GIVEN.learning_rate, ram=GIVEN.ram, nvme=GIVEN.nvme)
