@@ -122,6 +122,7 @@ class Layout:
             size = max(PAD_ELEMENTS, _padded(offset, PAD_ELEMENTS))
             return Layout(trained, size, size)
 
+        # Frozen parameters begin in a granule of their own, which no update writes.
         num_trained = _padded(offset, CHECKED_ELEMENTS)
         others, offset = _placed(of_frozen, num_trained)
         num_elements = _padded(offset, PAD_ELEMENTS)
@@ -213,6 +214,7 @@ class Layout:
         first_frozen = self.num_trained + rank * num_frozen
         trained = first_trained, first_trained + num_trained, 0
         frozen = first_frozen, first_frozen + num_frozen, num_trained
+        # A unit may have no frozen elements, and one that is frozen as a whole has no trained ones.
         return tuple((first, last, start) for first, last, start in (trained, frozen) if first < last)
 
 

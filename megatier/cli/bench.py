@@ -150,6 +150,7 @@ def _write(console: Console, options: argparse.Namespace, report: dict[str, Any]
 def default_threads(cores: int | None = None) -> list[int]:
     """Return 1, 2, 4, ... and all cores that this process may use."""
     cores = cores or hardware.cores_usable()
+    # The last power is above the number of cores, and so becomes that number.
     return sorted({min(1 << power, cores) for power in range(cores.bit_length() + 1)})
 
 

@@ -182,6 +182,7 @@ def _package(name: str) -> Check:
 
 def _native() -> Check:
     try:
+        # Loaded, and not only looked for: a module that was built for another system fails only then.
         native = importlib.import_module("megatier._native")
     except ImportError as error:
         return _fail("native module", str(error), "Install megatier again, with a C compiler.")

@@ -185,6 +185,7 @@ def _planned(
 
     model_config = model_config_of(loaded.model)
     if elsewhere is None:
+        # One process makes the plan, however many ranks the run will have.
         machine = replace(Machine.here(loaded.tiers), world=world)
     else:
         machine = Machine.elsewhere(loaded.tiers, *elsewhere, world)

@@ -75,6 +75,7 @@ def without_cudnn() -> Iterator[None]:
     other sizes would plan at each step, and its memory would grow.
     """
     cuda = torch.backends.cuda
+    # Without them attention would be left with a chain of products.
     has_others = cuda.flash_sdp_enabled() and cuda.mem_efficient_sdp_enabled()
     if not (has_others and cuda.cudnn_sdp_enabled()):
         yield
@@ -107,6 +108,7 @@ class KeptAttention:
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
         """Run the forward again inside, once. The kernels of attention give what they gave."""
+        # Kernels run again in their order, and the end of a list is where one can be taken out at no cost.
         self._results.reverse()
         with _Around(self._replay):
             yield

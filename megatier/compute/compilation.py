@@ -152,6 +152,7 @@ class Marking(CustomGraphPass):
             is_marked = node.target is FLEX or (not self.flex_alone and is_attention(node.target))
             if is_marked:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        # Otherwise the compiler would save them for the backward, as they are half as large as what they are made of.
         for node in rounded_weights(graph):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
@@ -185,6 +186,7 @@ class Compiled(Generic[P, R]):
         """
         self.is_refused = False
         """Whether the function runs uncompiled with the arguments that it was last called with, or that it last met."""
+        # The share is a setting of the process, and a tile has another one than its layer: it is set for calls alone.
         self._settings: dict[str, Any] = {"activation_memory_budget": 1.0} if saves_all else {}
         self._name = name
         self._function = function
@@ -317,6 +319,7 @@ def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[i
     If a key and value head serves several query heads, torch 2.11 refuses to count, and so to compile at all.
     """
     batch, heads, *_ = query
+    # Counted as if each query head had a key and value head of its own, which takes as many operations.
     return int(_counted_flops(query, (batch, heads, *key[2:]), (batch, heads, *value[2:])))  # type: ignore[no-untyped-call]
 
 

@@ -32,6 +32,7 @@ class CompileClock:
         # Imported here, since it takes seconds, and only what compiles has done so.
         from torch._dynamo.callback import callback_handler
 
+        # Heard of twice, the same seconds would count twice.
         if self._begin not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(self._begin)
             callback_handler.register_end_callback(self._end)

@@ -48,6 +48,7 @@ class Fp32Products(TorchDispatchMode):
         if torch.is_tensor(results):
             return results.to(torch.bfloat16)
 
+        # Attention has several results, and its log-sum-exp stays as it is.
         rounded = list(results)
         for place in PRODUCTS[func]:
             rounded[place] = rounded[place].to(torch.bfloat16)

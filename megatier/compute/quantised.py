@@ -114,6 +114,7 @@ class Fp8:
         scale = _repeated(scale, 1, columns, num_columns)
 
         codes = parts[CODES].view(num_rows, num_columns)[first:last]
+        # In fp32, so that a number is rounded once, when it is written in the dtype that computes.
         values: Tensor = codes.float() * scale
         return values.flatten()
 
@@ -235,6 +236,7 @@ class QuantisedLinear(nn.Linear):
                 shape = _shape_of_codes(part.num_bytes, scheme.shape[0], item)
                 stands_for = math.prod(scheme.shape) // math.prod(shape)
 
+            # The dtype does not matter on meta: what is bound here later has the one in which the unit computes.
             carrier = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"), requires_grad=False)
             setattr(carrier, STANDS_FOR, stands_for)
             self.register_parameter(name, carrier)

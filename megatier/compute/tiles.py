@@ -193,6 +193,7 @@ class TiledModule:
             row_grads.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
         sums = list[Tensor]()
         for weight in trained:
+            # In fp32, since there may be many tiles, and bf16 would round after each.
             sums.append(torch.zeros(weight.shape, dtype=torch.float32, device=weight.device))
 
         tiles = self._cut(rows)

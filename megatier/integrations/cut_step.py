@@ -60,5 +60,6 @@ class CutStep(TrainerCallback):
         Raises:
             ConfigError: the last epoch ended within a step.
         """
+        # Refused only here: a run whose last epoch ends within a step has nothing to which gradients could be added.
         if self._cause:
             raise ConfigError(self._cause)

@@ -150,6 +150,7 @@ def _open(model: Given, config: RunConfig, short: ShortArguments) -> Streamed:
 
         # Whoever makes the batches pads them as they come.
         session = opened.enter_context(Session(setup, ranks=ranks, any_shape=True))
+        # All memory and files are taken before the first weight is read, so that a want of them is found at once.
         session.store.seal()
         session.load(reader)
 
@@ -176,6 +177,7 @@ def _source(model: Given, config: RunConfig, short: ShortArguments) -> tuple[Pre
     else:
         folder = resolve(os.fspath(model))
         skeleton, reader = _in_folder(folder, config, short.get("num_labels"), is_adapted=is_adapted)
+        # The config of adapters notes it, and may be read from another directory, so a folder gets its whole path.
         base = str(folder.resolve()) if Path(model).is_dir() else os.fspath(model)
         if is_adapted:
             stored = reader.stored if isinstance(reader, SafetensorsFolder | CodesReader) else None
@@ -185,6 +187,7 @@ def _source(model: Given, config: RunConfig, short: ShortArguments) -> tuple[Pre
 
     if peft_config is not None:
         add_given(skeleton, peft_config, base)
+        # A new score is drawn before the adapters, from the same generator: they go on where it has stopped.
         generator = reader.generator if isinstance(reader, NewScore) else None
         reader = AdaptedWeights(reader, skeleton, config.train.seed, generator=generator)
 

@@ -113,6 +113,7 @@ class StreamedOptimizer(StateElsewhere):
 
     def _parameters_now(self) -> list[list[int]]:
         """Return which parameters each group has, and in which order."""
+        # By identity: tensors compare element by element, and those on meta have no elements to compare.
         return [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
 
     def __setstate__(self, state: dict[str, Any]) -> None:

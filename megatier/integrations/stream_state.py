@@ -236,6 +236,7 @@ class StreamedState(ABC):
         Raises:
             UnsupportedModelError: no layout of the model's folder is known that loads back.
         """
+        # Kept from call to call: which tensors there are does not change, only their numbers do.
         if self._hub_weights is None:
             self._hub_weights = HubWeights(self._session, lambda: self._settle("Giving weights out", "weights()"))
         return self._hub_weights
@@ -343,6 +344,7 @@ class StreamedState(ABC):
         self._meet("restore()")
         saved = self._saved(Path(folder))
         tiles = read_tiles(saved.state)  # read before anything is changed, as it may be damaged
+        # Weights that are held for a text that is generated would be those of before.
         self._held.let_go()
 
         def take_rest() -> None:

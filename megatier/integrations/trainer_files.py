@@ -53,6 +53,7 @@ class TrainerFiles(Base):
                     "model. Save the model to another folder.",
                 )
             )
+        # On all ranks, as each has shards of the weights; the first one alone writes.
         self.streamed.export(export)
         if not self.args.should_save:
             return
@@ -66,6 +67,7 @@ class TrainerFiles(Base):
         for file in folder.iterdir():
             if WEIGHTS.fullmatch(file.name) and file.name not in written and not self.streamed.has_adapters:
                 file.unlink()
+        # As the Trainer's own `_save` does: without a tokenizer of its own it takes the collator's.
         tokenizer = self.processing_class
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)

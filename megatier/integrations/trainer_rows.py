@@ -107,6 +107,7 @@ class TrainerRows(Base):
                 "several ranks evaluate a dataset that says how many rows it has, since accelerate gives some rows of "
                 "others twice. Evaluate a dataset with a length, without dispatch_batches."
             )
+        # With persistent workers the Trainer keeps the loader of an evaluation, and gives it again as it was dealt.
         if not isinstance(shard.batch_sampler, WholeRounds):
             if self.args.dataloader_drop_last and (rest := len(shard.batch_sampler) % size):
                 raise ConfigError(
@@ -115,6 +116,7 @@ class TrainerRows(Base):
                     "times the ranks, or leave dataloader_drop_last out."
                 )
             shard.batch_sampler = WholeRounds(shard.batch_sampler, size)
+            # Otherwise accelerate would deal rows from the start again, until all ranks have equally many.
             shard.even_batches = False
         return loader
 

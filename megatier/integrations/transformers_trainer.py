@@ -111,6 +111,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
             # This callback would save within a step. A moment later, after the step, it comes to save again.
             if type(callback).__name__ == "JITCheckpointCallback":
                 vars(callback)["on_pre_optimizer_step"] = _do_nothing
+        # Before all others, which may save or evaluate at the end of an epoch: neither can be done while a step is open.
         self.callback_handler.callbacks.insert(0, CutStep(model, self._losses))
         if model.num_ranks > 1:
             # By its outermost override, which need not call that of a class below.
@@ -186,6 +187,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         """Have accelerate prepare the forward (autocast), and wrap nothing around the model: ranks need no DDP."""
         self._follow_arguments()  # the first call of an evaluation, too
         wrapped = super()._wrap_model(model, training, dataloader)
+        # In evaluation mode accelerate puts no DDP around a model. The step adds up the gradients of all ranks itself.
         prepared: nn.Module = self.accelerator.prepare_model(wrapped, device_placement=False, evaluation_mode=True)
         return prepared
 
@@ -263,6 +265,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         Raises:
             ConfigError: they ask for something that a streamed model cannot follow; a callback may have set it.
         """
+        # This runs several times a step, so all checks are made only where an argument has changed.
         watched = [getattr(self.args, name, None) for name in WATCHED]
         if watched != self._watched:
             self._check_arguments()

@@ -42,6 +42,7 @@ WITHOUT_WEIGHTS = {
 class StreamedTrl(StreamedTraining):
     """Mixin for trainers of TRL; see `StreamedTraining`."""
 
+    # TRL computes losses itself, of logits or with the head's weight, so none is fused with the head.
     fuses_loss = False
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the trainer's
@@ -55,10 +56,13 @@ class StreamedTrl(StreamedTraining):
         given = self.given(model, *args, **kwargs)
         check_fields(given.get("args"))
         self._check_given_to_trl(model, given)
+        # `megatier.stream` makes the adapters. Whether TRL is to know of them is decided by `shown`.
         peft_config = given.pop("peft_config", None)
         if own := self._own_kwargs(model, given, peft_config):
+            # What the user has written there wins.
             given["stream_kwargs"] = {**own, **(given.get("stream_kwargs") or {})}
         with warnings.catch_warnings():
+            # New adapters are in the model already when TRL calls `get_peft_model` (`shown`), of which PEFT would warn.
             warnings.filterwarnings("ignore", message="You are trying to modify a model with PEFT for a second time")
             super().__init__(**given)
         model = self.streamed
@@ -70,6 +74,7 @@ class StreamedTrl(StreamedTraining):
 
         @functools.wraps(forward)
         def entering(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            # Only with this argument does TRL's forward multiply by the head's weight itself.
             if not kwargs.get("fused_lm_head"):
                 return forward(*args, **kwargs)
 
@@ -233,6 +238,7 @@ def _check_engine(streamed: Streamed, args: Any) -> None:  # noqa: ANN401 - TRL'
     Raises:
         ConfigError, UnsupportedModelError: they are such.
     """
+    # For its refusal alone: a layout that is not known would be found only when vLLM is loaded.
     streamed.weights()
     folder = streamed.model.name_or_path
     every = args.steps_per_generation * args.num_iterations

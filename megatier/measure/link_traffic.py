@@ -224,6 +224,7 @@ def _pieces_per_s(begin: Callable[[int], Transfer | _native.Batch], num_pieces: 
 
     for last in flying:
         last.wait()
+    # What was under way at the end has been waited for, so it counts like its time.
     return (done + len(flying)) / (time.perf_counter() - began)
 
 
@@ -249,6 +250,7 @@ def fp8_matmul_flops_per_s(device: torch.device, size: int, seconds: float) -> f
     """Return the FLOP/s of a square product in FP8; None if the GPU has none."""
     if torch.cuda.get_device_capability(device) < FP8_FROM:
         return None
+    # torch draws no FP8 numbers.
     left, right = (torch.randn(size, size, device=device, dtype=torch.float32).to(CODES) for _ in range(2))
     one = torch.ones((), device=device, dtype=torch.float32)
     work = partial(torch._scaled_mm, left, right.t(), one, one, out_dtype=torch.bfloat16)
@@ -269,6 +271,7 @@ def repeats_per_s(work: Callable[[], object], device: str, until: Until) -> floa
     in_a_row = LAUNCHES_IN_A_ROW if device == "cuda" else 1
     done = 0
     began = time.perf_counter()
+    # At least once: on a slow machine the time may be over before, and there would be no rate.
     while not done or not until():
         for _ in range(in_a_row):
             work()

@@ -162,6 +162,7 @@ def update_matrix(matrix: Matrix, planes: Planes, grad: Tensor, scalars: Scalars
     longer = max(matrix.shape[-2:])
     rate = scalars.learning_rate * (RMS * math.sqrt(longer))
     if not is_split:
+        # The master decays before the change is added, as in torch.optim.Muon.
         weight.mul_(scalars.decay)
         weight.add_(direction, alpha=-rate)
         return

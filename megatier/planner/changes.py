@@ -106,6 +106,7 @@ def changes_that_help(
 def _variants(trial: Trial, placement: Placement, train: TrainConfig) -> list[_Variant]:
     """Return the changes that are tried, whatever they do."""
     budgets = trial.budgets
+    # Budgets are whole bytes, so a quarter more is taken in whole numbers.
     more_ram = replace(budgets, ram=budgets.ram * 5 // 4)
     more_gpu = replace(budgets, gpu=budgets.gpu * 5 // 4)
     batch = 2 * train.batch

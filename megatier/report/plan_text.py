@@ -173,6 +173,7 @@ def links_assumption(names: Sequence[str], world: World, *, here: bool) -> str:
         "network_bytes_per_s": "it receives {:.1f} GB/s from other hosts",
         "ranks_slowdown": "compute stands still meanwhile",
     }
+    # The words of the slowdown have no place for a figure, so it does not matter that it is divided here as well.
     said = ", ".join(words[name].format(ASSUMED[name] / 1e9) for name in names)
     remedy = f"Give {', '.join(names)} in the file of --machine."
     if here:
@@ -195,6 +196,7 @@ def rates_assumption(rates: Rates, assumed: Sequence[str], mounts: Sequence[str]
     """
     words = []
     what = "These drives were"
+    # A bench measures links and processors together, so one of their rates tells of all of them.
     if "flops_per_s" in assumed:
         what = "This machine was"
         words = [

@@ -122,6 +122,7 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
         )
 
     # Slots have the size of the largest chunk and come out of the RAM budget, so with little RAM chunks are smaller.
+    # Parameters of several dtypes may share a chunk, so the widest state bounds what a chunk takes.
     per_element = max(sum(_widths(size.schema).values()) for size in sizes)
     most = ram // (SLOTS_SHARE * SLOTS * per_element)
     # A multiple of the alignment, on which `_cut` counts.
@@ -140,6 +141,7 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
 
 def _plan(chunks: Sequence[StateChunk], num_ram_slots: int) -> ChunkPlan:
     """Return the plan of chunks that have their homes."""
+    # There may be no chunk at all, if no parameter is trained.
     return ChunkPlan(tuple(chunks), max((chunk.num_bytes for chunk in chunks), default=0), num_ram_slots)
 
 

@@ -38,9 +38,11 @@ def check_parameters(parameters: Collection[Tensor], kept: str = "fp32") -> None
             what = f"is {parameter.dtype}"
             remedy = "Convert it to bfloat16 or float32"
         elif type(parameter.detach()) is not Tensor or parameter.layout is not torch.strided:
+            # A `Parameter` hides the class of what it holds, such as a DTensor, and gives it when it is detached.
             what = f"is a {type(parameter.detach()).__name__}"
             remedy = "Use plain dense tensors"
         elif torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+            # `empty_like` takes the order of the strides over, and neither gaps nor overlaps.
             what = f"has strides {parameter.stride()}, with gaps or overlaps"
             remedy = "Make it contiguous"
         elif kept == "muon" and (parameter.ndim != 2 or not parameter.is_contiguous()):
