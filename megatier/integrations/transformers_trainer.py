@@ -111,7 +111,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
             # This callback would save within a step. A moment later, after the step, it comes to save again.
             if type(callback).__name__ == "JITCheckpointCallback":
                 vars(callback)["on_pre_optimizer_step"] = _do_nothing
-        # Before all others, which may save or evaluate at the end of an epoch: neither can be done while a step is open.
+        # Before all others: they may save or evaluate at the end of an epoch, which cannot be done within a step.
         self.callback_handler.callbacks.insert(0, CutStep(model, self._losses))
         if model.num_ranks > 1:
             # By its outermost override, which need not call that of a class below.
