@@ -21,7 +21,7 @@ from queue import SimpleQueue
 
 import torch
 
-from megatier.errors import StepAbandonedError
+from megatier.errors import ClosedError, StepAbandonedError
 from megatier.store.stream_clock import StreamClock, StreamSpan
 from megatier.store.transfer import Completion, Transfer
 from megatier.tier import Tier
@@ -91,8 +91,13 @@ class Queue:
                 stream.
             requires: transfers that bring the bytes. If one failed, this move is not started and fails with its error.
             follows: transfers that still use the target. It does not matter how they end.
+
+        Raises:
+            ClosedError: the queue was closed.
         """
-        assert self._is_open, f"queue {self.name} is closed"
+        # Another thread may close the store meanwhile. A move that no worker takes would be waited for without end.
+        if not self._is_open:
+            raise ClosedError(f"{key} is not moved by {self.name}: the store was closed. Open it anew.")
         transfer = Transfer(self.name, key, num_bytes, requires, follows)
         self._items.put((transfer, start))
         return transfer

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from interrupts import python_locks
 
-from megatier.errors import StallError, StepAbandonedError, TransferError
+from megatier.errors import ClosedError, StallError, StepAbandonedError, TransferError
 from megatier.store.queue import Queue
 from megatier.store.stream_clock import Instant
 from megatier.store.transfer import Transfer, compute_point
@@ -259,3 +259,10 @@ def test_transfer_takes_no_lock_by_python_code_in_the_thread_that_submits_and_wa
         queue.state()
     assert called == []
     queue.close()
+
+
+def test_queue_that_was_closed_takes_no_moves() -> None:
+    queue = Queue("nvme_to_ram")
+    queue.close()
+    with pytest.raises(ClosedError, match=r"layer0 is not moved by nvme_to_ram: the store was closed"):
+        queue.submit("layer0", 1, lambda: None)
