@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from megatier.compute import fp8
 from megatier.compute.compilation import Compilation
-from megatier.compute.fp8_stacks import adopt_experts, takes_experts
+from megatier.compute.fp8_stacks import set_fp8_experts, supports_fp8
 
 PRODUCTS = ("bf16", "fp8")
 """What is compared."""
@@ -61,9 +61,9 @@ def use(products: str, model: nn.Module) -> None:
     is_fp8 = products == "fp8"
     for name, layer in model.named_modules():
         if type(layer) in (nn.Linear, fp8.Fp8Linear) and name != "lm_head":
-            fp8.adopt(layer, is_fp8=is_fp8)
-        elif takes_experts(layer):
-            adopt_experts(layer, is_fp8=is_fp8)
+            fp8.set_fp8(layer, is_fp8=is_fp8)
+        elif supports_fp8(layer):
+            set_fp8_experts(layer, is_fp8=is_fp8)
 
 
 def speed(options: argparse.Namespace) -> None:

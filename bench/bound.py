@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatier.compute.compilation import Compilation
-from megatier.compute.fp8 import adopt
+from megatier.compute.fp8 import set_fp8
 from megatier.engine.cross_entropy import add_product, cross_entropy_and_grad
 
 
@@ -86,7 +86,7 @@ def measure(
 
     for name, linear in model.model.layers.named_modules() if products == "fp8" else ():
         if type(linear) is torch.nn.Linear and ".lora_" not in name:
-            adopt(linear)
+            set_fp8(linear)
     for layer in model.model.layers if compiles else ():
         layer.forward = compilation(layer.forward, "a layer")
     kernel = compilation(cross_entropy_and_grad, "the loss") if compiles else cross_entropy_and_grad

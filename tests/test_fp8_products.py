@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 
 import megatier
 from megatier.cli import main
-from megatier.compute.fp8 import Fp8Linear, adopt
+from megatier.compute.fp8 import Fp8Linear, set_fp8
 from megatier.compute.fp8_stacks import Fp8Experts
 from megatier.compute.quantised import QuantisedLinear
 from megatier.config.lora import LoraConfig
@@ -195,7 +195,7 @@ def test_fp8_products_leave_codes_that_they_do_not_take(tmp_path: Path) -> None:
 
 def test_fp8_layer_saves_its_input_in_fp8_alone_and_a_frozen_one_saves_none() -> None:
     layer = nn.Linear(32, 48, bias=False, dtype=torch.bfloat16)
-    adopt(layer)
+    set_fp8(layer)
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from megatier.compute.attention import FLEX, allowed_kernels, is_attention
 from megatier.compute.compile_clock import CLOCK
-from megatier.compute.fp8 import rounded_weights
+from megatier.compute.fp8 import find_quantized_weights
 from megatier.compute.open_shapes import Rule, install, open_up, planning, tensors_in
 
 P = ParamSpec("P")
@@ -153,7 +153,7 @@ class Marking(CustomGraphPass):
             if is_marked:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         # Otherwise the compiler would save them for the backward, as they are half as large as what they are made of.
-        for node in rounded_weights(graph):
+        for node in find_quantized_weights(graph):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
     def uuid(self) -> str:

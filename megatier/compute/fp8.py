@@ -1,20 +1,23 @@
-"""Linear layers whose three products are taken of FP8 numbers, with scales from the very tensors that are multiplied.
+"""FP8 linear layers with dynamic per-row scaling.
 
-Of y = x w^T, the rows of x (tokens) and those of w (outputs) have a scale each, and so have the rows of the gradient g:
+Scales are powers of two, computed from the tensors themselves, so results depend neither on slices nor on ranks.
+
+The rows of x (tokens), of w (outputs) and of the gradient g have one scale each. For y = x w^T:
 
     y  = sx sw (x8 w8^T)        x8 = x / sx, w8 = w / sw, rounded to e4m3
     dx = sg s (g8 v8)           g8 = g / sg, v8 = w / s, rounded to e4m3, where s is the largest sw
     dw = t (g8^T z8)            z8 = x8 sx sg / t, rounded to e4m3, where t is the largest sx sg
 
-So x8 is all that stays of an input, and a gradient is rounded once for both of its products. A token's y and dx depend
-on no other token: slices, tiles of tokens and neighbours in a batch do not matter to them. dw sums over tokens, so
-their scales cannot be applied afterwards: they move to z8, by shifts of the exponent. A number of x8 loses bits there
-if its token has far smaller numbers than another one, beside which they hardly count in the sum.
+The forward saves x8 alone of an input, and the backward rounds a gradient once for both of its products.
 
-Scales are powers of two, so that dividing by them is exact, and so is multiplying a rounded result. A maximum is the
-same in any order. So scales depend on no placement, kernel or rank.
+A token's y and dx depend on no other token: not on slices, tiles of tokens or neighbours in a batch. dw is a sum over
+tokens, so their scales cannot be applied after it. They are applied to x8 before it, as shifts of the exponent: z8. A
+number of x8 loses bits there if its token has far smaller numbers than another one, beside which they hardly count.
 
-A tensor with NaN or infinity has an infinite scale, which makes whatever it is multiplied with NaN or infinite.
+Dividing by a power of two is exact, and so is multiplying a rounded result by one. A maximum is the same in any order.
+So scales depend on no placement, kernel or rank.
+
+A tensor with NaN or infinity has an infinite scale, which makes every product with it NaN or infinite.
 
 Source: float8 training with current scaling in torchao and Transformer Engine, which round an input once for each axis.
 """
@@ -32,20 +35,20 @@ from torch.nn import functional
 
 ALIGNED = 16
 """The numbers of inputs and outputs of a layer have to be multiples of this, by a rule of cuBLAS."""
-CODES = torch.float8_e4m3fn
-"""The type of what is multiplied, 3 bits of which are mantissa."""
+FP8_DTYPE = torch.float8_e4m3fn
+"""The dtype of both factors of a product. It has 3 bits of mantissa."""
 FP8_FROM = (8, 9)
 """Compute capability of the first GPUs that multiply FP8 numbers."""
-EXPONENT = 0x7F800000
+EXPONENT_BITS = 0x7F800000
 """The bits of the exponent of an fp32 number."""
-INVERSE = 0x7F000000
-"""What the bits of a power of two and of its inverse add up to."""
-LEAST = 2.0**-112
-"""The least scale. What is below it in a tensor of such small numbers becomes 0."""
+RECIPROCAL_BITS = 0x7F000000
+"""The sum of the bits of a power of two and of its reciprocal."""
+SCALE_MIN = 2.0**-112
+"""The least scale. Where a row has it, numbers that are far below it become 0."""
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer whose products are taken of FP8 numbers. Its weight, its gradients and its results are bf16."""
+    """A linear layer that multiplies in FP8. Its weight, its gradients and its results are bf16."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product with the weight, plus the bias."""
@@ -54,39 +57,39 @@ class Fp8Linear(nn.Linear):
         if input.dtype is not weight.dtype and torch.is_autocast_enabled(input.device.type):
             input = input.to(weight.dtype)
 
-        # Of other dtypes torch's own layer says what is wrong; and of no rows there is no maximum.
+        # torch's own layer raises the error of a wrong dtype, and takes empty inputs, of which amax would raise one.
         if input.dtype is not weight.dtype or input.shape[:-1].numel() == 0:
             return functional.linear(input, weight, bias)
-        result = _multiplied(input.reshape(-1, input.shape[-1]), weight)
+        result = _multiply(input.reshape(-1, input.shape[-1]), weight)
         result = result.view(*input.shape[:-1], weight.shape[0])
         return result if bias is None else result + bias
 
 
 def linear_of_codes(input: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product of an input with a frozen matrix that is stored in FP8, plus the bias.
+    """Apply a linear layer whose frozen weight is stored in FP8.
 
     Args:
         input: [..., K].
         codes: e4m3 [N, K].
-        scale: fp32 [N, 1] or [1, 1]: what the codes are multiplied with. Others have chosen it, so a result is rounded
+        scale: fp32 [N, 1] or [1, 1], the factor of the codes. It need not be a power of two, so a result is rounded
             twice: as a sum, and when it is multiplied.
         bias: [N].
     """
     if input.shape[:-1].numel() == 0:
         return functional.linear(input, codes.to(input.dtype), bias)
-    result = _multiplied_codes(input.reshape(-1, input.shape[-1]), codes, scale)
+    result = _multiply_codes(input.reshape(-1, input.shape[-1]), codes, scale)
     result = result.view(*input.shape[:-1], codes.shape[0])
     return result if bias is None else result + bias
 
 
-def adopt(layer: nn.Linear, *, is_fp8: bool = True) -> None:
-    """Let a plain linear layer take its products of FP8 numbers from now on, or those of its own dtype again."""
+def set_fp8(layer: nn.Linear, *, is_fp8: bool = True) -> None:
+    """Make a plain linear layer multiply in FP8 from now on, or in its own dtype again."""
     assert type(layer) in (nn.Linear, Fp8Linear)
     layer.__class__ = Fp8Linear if is_fp8 else nn.Linear
 
 
-def takes(layer: nn.Linear) -> bool:
-    """Return whether the sizes of a layer's matrix are those that FP8 products take on every device."""
+def fits_fp8(layer: nn.Linear) -> bool:
+    """Return whether every device can multiply a layer's matrix in FP8, by its sizes."""
     return layer.in_features % ALIGNED == 0 and layer.out_features % ALIGNED == 0
 
 
@@ -95,10 +98,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
-        rows8, row_scale = rounded(rows, 1)
-        weight8, weight_scale = rounded(weight, 1)
+        rows8, row_scale = quantize_rows(rows)
+        weight8, weight_scale = quantize_rows(weight)
 
-        # The weight itself, of which an address is kept, and not what it was rounded to.
+        # The weight itself is saved, since that is an address alone; its FP8 copy would be memory.
         kept = (rows8, row_scale) if ctx.needs_input_grad[1] else (None, None)
         ctx.save_for_backward(*kept, weight, weight_scale)
         return _result(rows8, row_scale, weight8, weight_scale)
@@ -106,19 +109,19 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
         rows8, row_scale, weight, weight_scale = ctx.saved_tensors
-        grad8, grad_scale = rounded(grads[0], 1)
+        grad8, grad_scale = quantize_rows(grads[0])
         of_rows = of_weight = None
 
         if ctx.needs_input_grad[0]:
             largest = weight_scale.amax().view(1, 1)
-            weight8 = columns(weight, inverse(largest).expand(len(weight), 1))
+            weight8 = transpose_fp8(weight, reciprocal(largest).expand(len(weight), 1))
             of_rows = _grad_of_rows(grad8, grad_scale * largest, weight8)
         if ctx.needs_input_grad[1]:
             scale = row_scale * grad_scale
-            # Below the least normal number there is no exponent to invert.
+            # Below the least normal number there is no exponent to negate.
             largest = scale.amax().clamp(min=torch.finfo(torch.float32).tiny).view(1, 1)
-            shifted = columns(rows8, scale * inverse(largest))
-            of_weight = _product(columns(grad8), shifted, largest)
+            shifted = transpose_fp8(rows8, scale * reciprocal(largest))
+            of_weight = _product(transpose_fp8(grad8), shifted, largest)
         return of_rows, of_weight
 
 
@@ -127,16 +130,16 @@ class _CodesProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:  # noqa: ANN401
-        rows8, row_scale = rounded(rows, 1)
+        rows8, row_scale = quantize_rows(rows)
         ctx.save_for_backward(codes, scale)
         return _result(rows8, row_scale, codes, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         codes, scale = ctx.saved_tensors
-        # Others have chosen the scale of a row: it may differ too much from the largest to be left to the codes.
-        grad8, grad_scale = rounded(grads[0].float() * scale.t(), 1)
-        return _grad_of_rows(grad8, grad_scale, columns(codes)), None, None
+        # The scales of stored rows may differ too much for the codes to take them, so the gradient does.
+        grad8, grad_scale = quantize_rows(grads[0].float() * scale.t())
+        return _grad_of_rows(grad8, grad_scale, transpose_fp8(codes)), None, None
 
 
 def _apply(rows: Tensor, weight: Tensor) -> Tensor:
@@ -147,7 +150,7 @@ def _apply(rows: Tensor, weight: Tensor) -> Tensor:
 
 # The compiler takes it as one call, and looks into it when it makes the graph of forward and backward. Were it to look
 # into it before, it would make an object of the class, which torch itself warns of.
-_multiplied: Callable[[Tensor, Tensor], Tensor] = torch.compiler.allow_in_graph(_apply)
+_multiply: Callable[[Tensor, Tensor], Tensor] = torch.compiler.allow_in_graph(_apply)
 
 
 def _apply_codes(rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
@@ -156,31 +159,31 @@ def _apply_codes(rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     return result
 
 
-_multiplied_codes: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compiler.allow_in_graph(_apply_codes)
+_multiply_codes: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compiler.allow_in_graph(_apply_codes)
 
 
-def rounded(tensor: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return a matrix or a stack in FP8, and its fp32 scales: one for each line along a dimension."""
-    scale = scale_of(tensor.abs().amax(dim, keepdim=True))
-    return divided(tensor, scale), scale
+def quantize_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix or a stack to FP8. Return it with its fp32 scales, one for each row."""
+    scale = amax_to_scale(tensor.abs().amax(-1, keepdim=True))
+    return quantize(tensor, scale), scale
 
 
-def scale_of(largest: Tensor) -> Tensor:
-    """Return the least powers of two, in fp32, that make the largest numbers fit, or twice these."""
-    bounded = (largest.float() * (2 / torch.finfo(CODES).max)).clamp(min=LEAST)
+def amax_to_scale(amax: Tensor) -> Tensor:
+    """Return the least powers of two, in fp32, by which the largest numbers fit into FP8, or twice these."""
+    bounded = (amax.float() * (2 / torch.finfo(FP8_DTYPE).max)).clamp(min=SCALE_MIN)
     # What is left without the mantissa is a power of two.
-    return (bounded.view(torch.int32) & EXPONENT).view(torch.float32)
+    return (bounded.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
 
 
-def divided(tensor: Tensor, scale: Tensor) -> Tensor:
-    """Return a matrix in FP8, divided by its scales, which are powers of two."""
-    return (tensor.float() * inverse(scale)).to(CODES)
+def quantize(tensor: Tensor, scale: Tensor) -> Tensor:
+    """Quantize a matrix to FP8 by scales that are powers of two."""
+    return (tensor.float() * reciprocal(scale)).to(FP8_DTYPE)
 
 
-def inverse(scale: Tensor) -> Tensor:
-    """Return the inverses of powers of two. That of 0 is a number, and that of infinity makes all others infinite."""
-    # It is exact. A division need not be, on a GPU.
-    return (INVERSE - scale.view(torch.int32)).view(torch.float32)
+def reciprocal(scale: Tensor) -> Tensor:
+    """Return the reciprocals of powers of two. That of 0 is finite, and that of infinity makes all others infinite."""
+    # A division need not be exact on a GPU.
+    return (RECIPROCAL_BITS - scale.view(torch.int32)).view(torch.float32)
 
 
 def _result(rows8: Tensor, row_scale: Tensor, weight8: Tensor, weight_scale: Tensor) -> Tensor:
@@ -191,8 +194,8 @@ def _result(rows8: Tensor, row_scale: Tensor, weight8: Tensor, weight_scale: Ten
     one = torch.ones((), dtype=torch.float32, device=rows8.device)
     raw = torch._scaled_mm(rows8.contiguous(), weight8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-    # Behind the kernel, even where a single row would have a single scale, which kernels take: a row has the bits that
-    # it has among others, also where the scale of stored codes is no power of two.
+    # The kernel would take the scale of a single row. It is applied here all the same, so that a row alone has the bits
+    # that it has among others, also where the scale of stored codes is no power of two.
     return (raw.float() * (row_scale * weight_scale.t())).to(torch.bfloat16)
 
 
@@ -205,37 +208,37 @@ def _grad_of_rows(grad8: Tensor, scale: Tensor, weight8: Tensor) -> Tensor:
 def _product(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
     """Return left right^T in bf16, times one scale: FP8 [M, K] and [N, K]. Sums are taken with all bits of fp32."""
     one = torch.ones((), dtype=torch.float32, device=left.device)
-    # Kernels of GPUs take rows that lie one after the other, and a gradient of one sequence may come by its columns.
+    # Kernels of GPUs take contiguous rows, and the gradient of one sequence may be a transposed view.
     left = left.contiguous()
     return torch._scaled_mm(left, right.t(), scale.view(()), one, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
-@torch.library.custom_op("megatier::fp8_columns", mutates_args=())
-def columns(matrix: Tensor, factor: Tensor | None = None) -> Tensor:
-    """Return the columns of [M, N] as rows in FP8, with zeros up to a length that a product takes.
+@torch.library.custom_op("megatier::fp8_transpose", mutates_args=())
+def transpose_fp8(matrix: Tensor, factor: Tensor | None = None) -> Tensor:
+    """Transpose [M, N] to a contiguous FP8 matrix, padded with zeros to a length that a product takes.
 
-    It is an operation of its own, so that a compiler makes it no part of other kernels; see `compute.fp8_kernels`.
+    It is an operator of its own, so that a compiler does not fuse it with other kernels; see `compute.fp8_kernels`.
 
     Args:
         matrix: FP8; or, with a factor, bf16 too.
-        factor: fp32 [M, 1]: what rows are multiplied with before they are rounded.
+        factor: fp32 [M, 1], by which rows are multiplied before they are rounded.
     """
     padded = _aligned(len(matrix))
     if matrix.is_cuda:
         kernels = importlib.import_module("megatier.compute.fp8_kernels")
-        turned: Tensor = kernels.turned(matrix.contiguous(), None if factor is None else factor.contiguous(), padded)
-        return turned
+        on_gpu: Tensor = kernels.transpose(matrix.contiguous(), None if factor is None else factor.contiguous(), padded)
+        return on_gpu
 
-    codes = matrix if factor is None else (matrix.float() * factor).to(CODES)
+    codes = matrix if factor is None else (matrix.float() * factor).to(FP8_DTYPE)
     # As bytes, since not every version fills FP8.
     result = torch.zeros(codes.shape[1], padded, dtype=torch.uint8, device=codes.device)
     result[:, : len(codes)] = codes.t().view(torch.uint8)
-    return result.view(CODES)
+    return result.view(FP8_DTYPE)
 
 
-@columns.register_fake
+@transpose_fp8.register_fake
 def _(matrix: Tensor, factor: Tensor | None = None) -> Tensor:
-    return matrix.new_empty((matrix.shape[1], _aligned(matrix.shape[0])), dtype=CODES)
+    return matrix.new_empty((matrix.shape[1], _aligned(matrix.shape[0])), dtype=FP8_DTYPE)
 
 
 def _aligned(count: int) -> int:
@@ -243,11 +246,11 @@ def _aligned(count: int) -> int:
     return (count + ALIGNED - 1) // ALIGNED * ALIGNED
 
 
-def rounded_weights(graph: Graph) -> list[Node]:
-    """Return where a graph of forward and backward rounds what one of its inputs holds by itself, as a weight is.
+def find_quantized_weights(graph: Graph) -> list[Node]:
+    """Return the nodes of a graph of forward and backward that quantize one of its inputs alone, such as a weight.
 
     A compiler would save the FP8 weight from the forward to the backward, since it is half as large as the weight. But
-    that stays on its tier meanwhile, and takes no room on the GPU.
+    the weight stays on its tier meanwhile, and takes no memory of the GPU.
     """
     found = []
     only: dict[Node, Node | None] = {}
@@ -262,4 +265,4 @@ def rounded_weights(graph: Graph) -> list[Node]:
 def _is_fp8(node: Node) -> bool:
     """Return whether a node of a graph gives a tensor of FP8 inputs or weights."""
     value = node.meta.get("val")
-    return torch.is_tensor(value) and value.dtype is CODES
+    return torch.is_tensor(value) and value.dtype is FP8_DTYPE

@@ -1,7 +1,7 @@
-"""FP8 matrices turned on a GPU, in Triton: rows become columns, and may be multiplied and rounded on the way.
+"""A Triton kernel that transposes a matrix to FP8, and may multiply and round its rows on the way.
 
-A compiler that turns a matrix within another kernel reads or writes it one byte at a time, with the length of a row
-between two bytes. Here reads and writes are along lines of memory, whichever way a matrix is turned.
+A compiler that transposes a matrix within another kernel reads or writes it one byte at a time, with the length of a
+row between two bytes. Here reads and writes are both along rows of memory.
 
 Import it only if CUDA is available: Triton comes with torch's CUDA builds alone. Launches go to the current stream.
 """
@@ -17,35 +17,35 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
 BLOCK = 128
-"""Rows and columns of what one program turns: 16 KiB of FP8."""
+"""Rows and columns of the block of one program: 16 KiB of FP8."""
 WARPS = 8
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["rows"])
-"""The number of rows is not compiled in, since it is that of a batch's tokens."""
+"""Kernels are not specialized on the number of rows, since it is that of a batch's tokens."""
 
 
-def turned(matrix: Tensor, factor: Tensor | None, padded: int) -> Tensor:
-    """Return a matrix turned, in FP8, with zeros up to the length of its rows.
+def transpose(matrix: Tensor, factor: Tensor | None, padded: int) -> Tensor:
+    """Transpose a matrix to FP8, padded with zeros.
 
     Args:
         matrix: contiguous [M, N], e4m3; or, with a factor, bf16 too.
-        factor: fp32 [M]: what each row is multiplied with before it is rounded.
-        padded: the length, at least M.
+        factor: fp32 [M], by which each row is multiplied before it is rounded.
+        padded: the length of the result's rows, at least M.
 
     Returns:
         e4m3 [N, padded].
     """
     rows, columns = matrix.shape
     result = torch.empty(columns, padded, dtype=torch.float8_e4m3fn, device=matrix.device)
-    # Bytes that nothing is done with are moved as such.
+    # Without a factor the numbers do not change, so they are moved as bytes.
     source, target = (matrix.view(torch.uint8), result.view(torch.uint8)) if factor is None else (matrix, result)
     grid = triton.cdiv(padded, BLOCK), triton.cdiv(columns, BLOCK)
-    _turn[grid](source, factor, target, rows, columns, padded, factor is not None, BLOCK, num_warps=WARPS)
+    _transpose_block[grid](source, factor, target, rows, columns, padded, factor is not None, BLOCK, num_warps=WARPS)
     return result
 
 
 @_jit
-def _turn(
+def _transpose_block(
     source: tl.tensor,
     factor: tl.tensor,
     target: tl.tensor,
@@ -55,7 +55,7 @@ def _turn(
     has_factor: tl.constexpr,
     size: tl.constexpr,
 ) -> None:
-    """Turn one block."""
+    """Transpose one block."""
     # 64 bits: a matrix may have more than 2^31 elements.
     row = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     column = tl.program_id(1).to(tl.int64) * size + tl.arange(0, size)
@@ -66,7 +66,7 @@ def _turn(
         of_rows = tl.load(factor + row, mask=row < rows, other=0)
         block = (block.to(tl.float32) * of_rows[:, None]).to(target.dtype.element_ty)
 
-    # After rounding, so that half as many bytes change hands.
+    # The block is transposed after rounding, so that threads exchange half as many bytes.
     is_wanted = (column[:, None] < columns) & (row[None, :] < padded)
     block = tl.where(is_there, block, tl.zeros_like(block))
     tl.store(target + column[:, None] * padded + row[None, :], tl.trans(block), mask=is_wanted)

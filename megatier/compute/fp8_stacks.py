@@ -1,13 +1,23 @@
-"""Stacks of experts whose products are taken of FP8 numbers, by the recipe of `compute.fp8`.
+"""FP8 products of stacked experts, by the recipe of `compute.fp8`.
 
 A module of transformers holds the matrices of all experts of a layer in parameters of three dimensions. Each token goes
-to several experts: it makes as many pairs. The rows of an expert's pairs are laid together, and one grouped product
-multiplies each group with a matrix of its own.
+to several experts, and makes one pair with each. The rows of an expert's pairs are gathered side by side, so that one
+grouped product multiplies the rows of each expert with its own matrix.
 
-Rows and outputs have scales of their own, as anywhere. What is largest, of a matrix or of the rows that a sum runs
-along, is so within an expert: what other tokens or other experts have changes nothing there.
+Rows and outputs have one scale each, as in `compute.fp8`. A largest scale is one of an expert's rows or outputs alone,
+so an expert's results do not depend on what went to others.
 
-Groups are filled up with rows of zeros to a multiple of 16, by at least one, since the kernel of GPUs takes no others.
+The rows of each expert are padded with zeros to a multiple of 16, by at least one row, since the kernel of GPUs takes
+no other numbers of rows.
+
+| letter | number of |
+|---|---|
+| T | tokens |
+| P | pairs: T times the experts of a token |
+| M | rows that come in: T before the first matrices (a row for several pairs), P before the last |
+| E | experts |
+| R | places: rows of all experts, with padding |
+| K, N | inputs and outputs of a matrix |
 """
 
 from __future__ import annotations
@@ -20,21 +30,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from megatier.compute.fp8 import ALIGNED, CODES, columns, divided, inverse, rounded
+from megatier.compute.fp8 import ALIGNED, FP8_DTYPE, quantize, quantize_rows, reciprocal, transpose_fp8
 from megatier.readback import on_host
 
 FIRST = ("gate_up_proj", "up_proj")
 """What the first matrices of experts are called, with a gate and without."""
 LAST = "down_proj"
 """What the last ones are called."""
-GROUPED = 9
-"""The major compute capability of GPUs whose kernel takes all groups at once. On others each has a product."""
-GROUPS_MAX = 1023
-"""The most groups that it takes."""
+GROUPED_MM_MAJOR = 9
+"""The major compute capability of GPUs with a grouped kernel. On others each expert has a product of its own."""
+EXPERTS_MAX = 1023
+"""The most experts that it takes."""
 
 
 class Fp8Experts(nn.Module):
-    """What stands before a class of experts, and computes as it does, with FP8 products."""
+    """A mixin that makes a class of experts multiply in FP8."""
 
     num_experts: int
 
@@ -49,18 +59,18 @@ class Fp8Experts(nn.Module):
         experts: Any = self
         num_tokens, copies = top_k_index.shape
         if num_tokens == 0:
-            # Scales are maxima, of which no rows have none, so the class's own forward gives the empty result.
+            # amax raises an error for empty inputs, so the class's own forward gives the empty result.
             nothing: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return nothing
 
-        groups = _groups(top_k_index.reshape(-1).long(), self.num_experts)
+        layout = _lay_out(top_k_index.reshape(-1).long(), self.num_experts)
         has_gate = getattr(experts, "has_gate", True)
         first = FIRST[0] if has_gate else FIRST[1]
-        inside = self._product(first, hidden_states, groups, copies)
+        inside = self._product(first, hidden_states, layout, copies)
         # Some models override the gate of the class, such as gpt-oss, which clamps it.
         inside = experts._apply_gate(inside) if has_gate else experts.act_fn(inside)
         # Each pair has a row of its own by now, so a row is that of one pair alone.
-        found = self._product(LAST, inside, groups, 1)
+        found = self._product(LAST, inside, layout, 1)
         if getattr(experts, "has_post_expert_norm", False):
             found = experts.post_expert_norm(found)
 
@@ -68,40 +78,40 @@ class Fp8Experts(nn.Module):
         weighted = found * top_k_weights.reshape(-1, 1)
         return weighted.view(num_tokens, copies, -1).sum(1).to(hidden_states.dtype)
 
-    def _product(self, name: str, rows: Tensor, groups: Groups, copies: int) -> Tensor:
+    def _product(self, name: str, rows: Tensor, layout: ExpertRows, copies: int) -> Tensor:
         """Return the product of each pair's row with a matrix of its expert, plus the bias; 0 for experts elsewhere."""
         weight: Tensor = getattr(self, name)
         if getattr(self, "is_transposed", False):
             weight = weight.transpose(1, 2)
-        result = _multiplied(rows.to(weight.dtype), weight, copies, *groups)
+        result = _multiply(rows.to(weight.dtype), weight, copies, *layout)
         bias: Tensor | None = getattr(self, f"{name}_bias", None)
         if bias is not None:
-            result = result + bias[groups.expert]
-        # Selected and not multiplied by 0: what lies behind all groups may be NaN, which a product would keep.
-        return result.where(groups.is_own, 0)
+            result = result + bias[layout.expert]
+        # `where` and not a product with 0, which would keep NaN: rows behind those of all experts may be anything.
+        return result.where(layout.is_own, 0)
 
 
-class Groups(NamedTuple):
-    """Where the rows of pairs lie when those of each expert are together."""
+class ExpertRows(NamedTuple):
+    """Where the rows of pairs lie when those of each expert are side by side."""
 
     expert: Tensor
-    """The expert of each pair, [pairs]."""
+    """The expert of each pair, [P]."""
     is_own: Tensor
-    """Whether this expert is here, [pairs, 1]. Else another one stands in its place."""
+    """Whether this expert is here, [P, 1]. Else `expert` names another one."""
     place: Tensor
-    """Where each pair lies, [pairs]. Behind all groups, if its expert is elsewhere."""
+    """The place of each pair, [P]: behind the rows of all experts, if its expert is elsewhere."""
     pair: Tensor
-    """The pair that lies in each place, [places]; their number: none."""
+    """The pair in each place, [R]; P where there is none."""
     ends: Tensor
-    """The place behind each group, int32 [experts]."""
+    """The place behind the rows of each expert, int32 [E]."""
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 """Classes of experts with FP8 products, which have the names of those that they are made of."""
 
 
-def adopt_experts(module: nn.Module, *, is_fp8: bool = True) -> None:
-    """Let a stack of experts take its products of FP8 numbers from now on, or those of its own dtype again."""
+def set_fp8_experts(module: nn.Module, *, is_fp8: bool = True) -> None:
+    """Make a stack of experts multiply in FP8 from now on, or in its own dtype again."""
     kind = type(module)
     if is_fp8 and not isinstance(module, Fp8Experts):
         # One for all layers, so that they share what is compiled.
@@ -112,147 +122,156 @@ def adopt_experts(module: nn.Module, *, is_fp8: bool = True) -> None:
         _, module.__class__ = kind.__bases__
 
 
-def takes_experts(module: nn.Module) -> bool:
+def supports_fp8(module: nn.Module) -> bool:
     """Return whether a module is one that `Fp8Experts` knows how to compute."""
     # transformers marks those whose forward may be replaced by this attribute.
     names = {name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3}
     return hasattr(module, "is_transposed") and "forward" not in vars(module) and names <= {*FIRST, LAST}
 
 
-def takes_sizes(module: nn.Module) -> bool:
-    """Return whether the sizes of a stack's matrices are those that FP8 products take on every device."""
+def fits_fp8_experts(module: nn.Module) -> bool:
+    """Return whether every device can multiply a stack's matrices in FP8, by their sizes."""
     matrices = [parameter.shape[1:] for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
     return all(size % ALIGNED == 0 for shape in matrices for size in shape)
 
 
-def _groups(chosen: Tensor, count: int) -> Groups:
-    """Return where the pairs of each expert lie, of the expert of each pair and the number of experts."""
+def _lay_out(chosen: Tensor, num_experts: int) -> ExpertRows:
+    """Return where the rows of each expert lie, from the expert of each pair, [P]."""
     num_pairs = chosen.shape[0]
-    # An expert's gradient is a sum over its pairs, so these have to lie in the same order every time.
-    ordered, order = chosen.sort(stable=True)
-    stops = torch.searchsorted(ordered, torch.arange(count, dtype=torch.int64, device=chosen.device), right=True)
-    sizes = stops.diff(prepend=stops.new_zeros(1))
-    # One more than needed even where a size is a multiple, since no group may be without rows (`_by_kernel`).
-    filled = (sizes // ALIGNED + 1) * ALIGNED
-    ends = filled.cumsum(0)
+    # The sort is stable because an expert's gradient is a sum over its pairs, whose order must always be the same.
+    ordered, order = chosen.sort(stable=True)  # [P], [P]
+    experts = torch.arange(num_experts, dtype=torch.int64, device=chosen.device)  # [E]
+    stops = torch.searchsorted(ordered, experts, right=True)  # [E]
+    sizes = stops.diff(prepend=stops.new_zeros(1))  # [E]
+    # A multiple of 16 gets 16 rows more, so that no expert is without rows (`_grouped_mm_on_gpu`).
+    padded = (sizes // ALIGNED + 1) * ALIGNED  # [E]
+    ends = padded.cumsum(0)  # [E]
 
-    # By how many places a pair lies further back than in order. Pairs that are elsewhere come last.
-    shifts = torch.cat([ends - filled - stops + sizes, ends[-1:] - stops[-1:]])
-    numbers = torch.arange(num_pairs, dtype=torch.int64, device=chosen.device)
-    place = torch.zeros_like(order).index_copy(0, order, numbers + shifts[ordered])
-    # An upper bound that depends on shapes alone. The exact number is on the GPU, and the host would have to wait for
-    # it.
-    num_places = (num_pairs // ALIGNED + 1 + count) * ALIGNED
-    pair = numbers.new_full((num_places,), num_pairs).index_copy(0, place, numbers)
-    return Groups(chosen.clamp(max=count - 1), (chosen < count)[:, None], place, pair, ends.int())
+    # A pair's place is its number in sorted order, plus the padding before it. Pairs that are elsewhere come last.
+    shifts = torch.cat([ends - padded - stops + sizes, ends[-1:] - stops[-1:]])  # [E + 1]
+    numbers = torch.arange(num_pairs, dtype=torch.int64, device=chosen.device)  # [P]
+    place = torch.zeros_like(order).index_copy(0, order, numbers + shifts[ordered])  # [P]
+    # R is an upper bound that depends on shapes alone. The host would have to wait for the exact number, which is on
+    # the GPU.
+    num_places = (num_pairs // ALIGNED + 1 + num_experts) * ALIGNED
+    pair = numbers.new_full((num_places,), num_pairs).index_copy(0, place, numbers)  # [R]
+    return ExpertRows(chosen.clamp(max=num_experts - 1), (chosen < num_experts)[:, None], place, pair, ends.int())
 
 
 class _StackProduct(torch.autograd.Function):
-    """The product of rows [pairs / copies, K] with matrices [experts, N, K], [pairs, N]."""
+    """The product of rows [M, K] with a stack [E, N, K], for each pair: [P, N]."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, copies: int, *groups: Tensor) -> Tensor:  # noqa: ANN401
-        _, _, place, pair, ends = groups
-        rows8, row_scale = rounded(rows, -1)
-        weight8, weight_scale = rounded(weight, -1)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, copies: int, *layout: Tensor) -> Tensor:  # noqa: ANN401
+        _, _, place, pair, ends = layout
+        rows8, row_scale = quantize_rows(rows)  # [M, K], [M, 1]
+        weight8, weight_scale = quantize_rows(weight)  # [E, N, K], [E, N, 1]
         ctx.copies = copies
-        # Rows serve the gradient of the weight alone. They are kept as they came, once for all experts of a token.
+        # Only the gradient of the weight needs rows. They are saved before they are gathered, once for each token.
         kept = (rows8, row_scale) if ctx.needs_input_grad[1] else (None, None)
-        ctx.save_for_backward(*kept, weight, weight_scale, *groups)
+        ctx.save_for_backward(*kept, weight, weight_scale, *layout)
 
-        # A transposed stack lies by columns, and the kernels take rows alone.
+        # The kernels take contiguous rows alone, which a stack has not that is stored as [E, K, N].
         if not weight8.is_contiguous():
-            weight8 = _turned(weight8.transpose(1, 2))
-        laid = _laid(rows8, pair, copies)
-        raw: Tensor = _grouped(laid, weight8, weight_scale.squeeze(2), ends, True)
-        return (raw[place].float() * _copied(row_scale, copies)).to(torch.bfloat16)
+            weight8 = _transpose_stack(weight8.transpose(1, 2))  # [E, N, K]
+        gathered = _gather_rows(rows8, pair, copies)  # [R, K]
+        raw: Tensor = _grouped_mm(gathered, weight8, weight_scale.squeeze(2), ends, True)  # [R, N]
+        return (raw[place].float() * _repeat_rows(row_scale, copies)).to(torch.bfloat16)  # [P, N]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         rows8, row_scale, weight, weight_scale, expert, is_own, place, pair, ends = ctx.saved_tensors
         copies = ctx.copies
-        grad8, grad_scale = rounded(grads[0], -1)
-        laid_grad = _laid(grad8, pair, 1)
+        grad8, grad_scale = quantize_rows(grads[0])  # [P, N], [P, 1]
+        gathered_grad = _gather_rows(grad8, pair, 1)  # [R, N]
         of_rows = of_weight = None
 
         if ctx.needs_input_grad[0]:
-            # Sums run over the outputs here, so their scales cannot be applied afterwards: the weight is rounded again
-            # with one scale for each expert.
-            largest = weight_scale.amax(1, keepdim=True)
-            turned = weight.transpose(1, 2)
-            weight8 = divided(turned, largest) if turned.is_contiguous() else _turned(weight, inverse(largest))
-            raw = _grouped(laid_grad, weight8, weight_scale.new_ones(weight8.shape[:2]), ends, False)
-            scaled = (raw[place].float() * (grad_scale * largest[expert, 0])).to(torch.bfloat16)
-            # A token's gradient adds up all of its pairs, of which those elsewhere may be NaN here.
-            of_pairs = scaled.where(is_own, 0)
-            of_rows = of_pairs.view(-1, copies, of_pairs.shape[1]).sum(1)
+            # The sum is over outputs, so their scales cannot be applied after it: the weight is quantized again, with
+            # one scale for each expert.
+            largest = weight_scale.amax(1, keepdim=True)  # [E, 1, 1]
+            weight8 = _quantize_transposed(weight, largest)  # [E, K, N]
+            raw = _grouped_mm(gathered_grad, weight8, weight_scale.new_ones(weight8.shape[:2]), ends, False)  # [R, K]
+            scaled = (raw[place].float() * (grad_scale * largest[expert, 0])).to(torch.bfloat16)  # [P, K]
+            # The gradient of a token is the sum of its pairs', and those of experts elsewhere may be NaN.
+            of_pairs = scaled.where(is_own, 0)  # [P, K]
+            of_rows = of_pairs.view(-1, copies, of_pairs.shape[1]).sum(1)  # [M, K]
         if ctx.needs_input_grad[1]:
-            # Sums run over tokens here, so the scales of both factors move into the rows, as far as they differ from
-            # the largest.
-            scale = (_copied(row_scale, copies) * grad_scale).where(is_own, 0)
-            largest = _largest(scale, expert, ends.shape[0])
-            factor = (scale * inverse(largest)[expert])[pair.clamp(max=expert.shape[0] - 1)]
-            # Where no pair lies, rows of zeros stay so, whatever another pair's numbers are.
-            factor = factor.where((pair < expert.shape[0])[:, None], 1)
-            laid_rows = columns(_laid(rows8, pair, copies), factor)
-            of_weight = _grouped(columns(laid_grad), laid_rows, largest.expand(-1, laid_rows.shape[0]), ends, False)
-        return of_rows, of_weight, None, *(None for _ in Groups._fields)
+            # The sum is over tokens, so the scales of both factors are applied to the rows before it, relative to the
+            # largest of the expert.
+            scale = (_repeat_rows(row_scale, copies) * grad_scale).where(is_own, 0)  # [P, 1]
+            largest = _amax_of_experts(scale, expert, ends.shape[0])  # [E, 1]
+            factor = (scale * reciprocal(largest)[expert])[pair.clamp(max=expert.shape[0] - 1)]  # [R, 1]
+            # Padding must stay zero, whatever the numbers of the pair are that the clamp gave it.
+            factor = factor.where((pair < expert.shape[0])[:, None], 1)  # [R, 1]
+            columns = transpose_fp8(_gather_rows(rows8, pair, copies), factor)  # [K, R]
+            grad_columns = transpose_fp8(gathered_grad)  # [N, R]
+            of_weight = _grouped_mm(grad_columns, columns, largest.expand(-1, len(columns)), ends, False)  # [E, N, K]
+        return of_rows, of_weight, None, *(None for _ in ExpertRows._fields)
 
 
-def _apply(rows: Tensor, weight: Tensor, copies: int, *groups: Tensor) -> Tensor:
+def _apply(rows: Tensor, weight: Tensor, copies: int, *layout: Tensor) -> Tensor:
     """Return the product of each pair's row with the matrix of its expert."""
-    result: Tensor = _StackProduct.apply(rows, weight, copies, *groups)  # type: ignore[no-untyped-call]
+    result: Tensor = _StackProduct.apply(rows, weight, copies, *layout)  # type: ignore[no-untyped-call]
     return result
 
 
 # As in `compute.fp8`.
-_multiplied: Callable[..., Tensor] = torch.compiler.allow_in_graph(_apply)
+_multiply: Callable[..., Tensor] = torch.compiler.allow_in_graph(_apply)
 
 
-def _copied(rows: Tensor, copies: int) -> Tensor:
-    """Return each row so many times, one after the other."""
+def _repeat_rows(rows: Tensor, copies: int) -> Tensor:
+    """Repeat each row so many times, one after the other: [M, columns] to [P, columns]."""
     return rows[:, None].expand(-1, copies, -1).reshape(-1, rows.shape[1])
 
 
-def _laid(codes: Tensor, pair: Tensor, copies: int) -> Tensor:
-    """Return FP8 rows in the places of their pairs, and zeros in all others. A row is that of so many pairs."""
+def _gather_rows(codes: Tensor, pair: Tensor, copies: int) -> Tensor:
+    """Gather FP8 rows [M, columns] into the places of their pairs, [R, columns], with zeros in all others."""
     num_pairs = codes.shape[0] * copies
-    # As bytes, since not every version gathers FP8.
+    # Not every version of torch gathers FP8, so these are bytes.
     rows = codes.view(torch.uint8)[pair.clamp(max=num_pairs - 1) // copies]
-    return rows.where((pair < num_pairs)[:, None], 0).view(CODES)
+    return rows.where((pair < num_pairs)[:, None], 0).view(FP8_DTYPE)
 
 
-def _turned(stack: Tensor, factor: Tensor | None = None) -> Tensor:
-    """Return matrices [experts, M, N], whose rows are multiplied with factors [experts, 1, 1], as [experts, N, M]."""
-    count, num_rows, num_columns = stack.shape
-    rows = None if factor is None else factor.expand(count, num_rows, 1).reshape(-1, 1)
-    turned: Tensor = columns(stack.reshape(-1, num_columns), rows)
-    return turned.view(num_columns, count, num_rows).transpose(0, 1)
+def _quantize_transposed(weight: Tensor, scale: Tensor) -> Tensor:
+    """Quantize a stack [E, N, K] by scales [E, 1, 1], to a contiguous one [E, K, N]."""
+    transposed = weight.transpose(1, 2)
+    if transposed.is_contiguous():
+        return quantize(transposed, scale)
+    return _transpose_stack(weight, reciprocal(scale))
 
 
-def _largest(scale: Tensor, expert: Tensor, count: int) -> Tensor:
-    """Return the largest scale among the pairs of each expert, [experts, 1]; of no pairs the least normal number."""
-    # Each pair beside each expert, since a maximum that is scattered would have to be found by atomic operations.
-    is_of = expert[:, None] == torch.arange(count, dtype=torch.int64, device=expert.device)
+def _transpose_stack(stack: Tensor, factor: Tensor | None = None) -> Tensor:
+    """Transpose a stack [E, N, K] to FP8, [E, K, N], after multiplying by factors [E, 1, 1]."""
+    num_experts, num_rows, num_columns = stack.shape
+    of_rows = None if factor is None else factor.expand(num_experts, num_rows, 1).reshape(-1, 1)  # [E N, 1]
+    transposed: Tensor = transpose_fp8(stack.reshape(-1, num_columns), of_rows)  # [K, E N]
+    return transposed.view(num_columns, num_experts, num_rows).transpose(0, 1)
+
+
+def _amax_of_experts(scale: Tensor, expert: Tensor, num_experts: int) -> Tensor:
+    """Return the largest scale among the pairs of each expert, [E, 1]; without pairs the least normal number."""
+    # A scattered maximum would need atomic operations, so each pair is compared with each expert.
+    experts = torch.arange(num_experts, dtype=torch.int64, device=expert.device)
+    is_of = expert[:, None] == experts  # [P, E]
     return scale.where(is_of, 0).amax(0).clamp(min=torch.finfo(torch.float32).tiny)[:, None]
 
 
-@torch.library.custom_op("megatier::fp8_groups", mutates_args=())
-def _grouped(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: bool) -> Tensor:
-    """Return the products of groups in bf16, whose columns are multiplied with scales [groups, columns].
+@torch.library.custom_op("megatier::fp8_grouped_mm", mutates_args=())
+def _grouped_mm(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: bool) -> Tensor:
+    """Multiply the rows, or the columns, of each expert by a matrix. Return the products in bf16.
 
     Args:
-        left: FP8 [M, K], in rows of which each group ends; or, with `right` as columns of the same groups, [M, K].
-        right: FP8 [groups, N, K], for [M, N]; or [N, K], for [groups, M, N].
-        scale: fp32, powers of two.
-        ends: where the groups end. What is behind the last one has any numbers.
+        left: FP8 [R, K], for a result [R, N]; or [N, R], for a result [E, N, K].
+        right: FP8 [E, N, K]; or [K, R].
+        scale: fp32 [E, N], or [E, K], by which the columns of the result are multiplied: powers of two.
+        ends: int32 [E], where the places of each expert end. A result has any numbers behind the last one.
         is_fast: whether sums are taken with fewer bits, as is usual in a forward.
     """
     if _has_kernel(left.device, ends.shape[0]):
-        return _by_kernel(left, right, scale, ends, is_fast=is_fast)
+        return _grouped_mm_on_gpu(left, right, scale, ends, is_fast=is_fast)
 
-    # Without that kernel each group is a product of its own, whose bounds the host has to know: it waits for the
-    # device.
+    # Without that kernel the host has to know the bounds of each expert's product, so it waits for the device.
     one = torch.ones((), dtype=torch.float32, device=left.device)
     products = []
     start = 0
@@ -269,10 +288,10 @@ def _grouped(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: 
     return torch.cat([*products, left.new_zeros(left.shape[0] - start, right.shape[1], dtype=torch.bfloat16)])
 
 
-def _by_kernel(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, *, is_fast: bool) -> Tensor:
-    """Return the products of all groups by one kernel.
+def _grouped_mm_on_gpu(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, *, is_fast: bool) -> Tensor:
+    """Multiply for all experts in one kernel.
 
-    It may not be asked for groups without rows, or of a number of rows that is no multiple of 16.
+    Each expert must have rows, whose number is a multiple of 16.
     """
     is_stack = right.dim() == 3
     num_rows = left.shape[0] * (1 if is_stack else ends.shape[0])
@@ -288,21 +307,21 @@ def _by_kernel(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, *, is_f
     )
 
 
-@_grouped.register_fake
+@_grouped_mm.register_fake
 def _(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor, is_fast: bool) -> Tensor:
     shape = (left.shape[0], right.shape[1]) if right.dim() == 3 else (ends.shape[0], left.shape[0], right.shape[0])
     return left.new_empty(shape, dtype=torch.bfloat16)
 
 
 # A compiler weighs products by their operations when it chooses what to save.
-@register_flop_formula(torch.ops.megatier.fp8_groups)
+@register_flop_formula(torch.ops.megatier.fp8_grouped_mm)
 def _(left: Sequence[int], right: Sequence[int], *_: object, **__: object) -> int:
     return 2 * math.prod(left) * right[-2]
 
 
-def _has_kernel(device: torch.device, num_groups: int) -> bool:
-    """Return whether a kernel takes all groups at once."""
-    if device.type != "cuda" or num_groups > GROUPS_MAX:
+def _has_kernel(device: torch.device, num_experts: int) -> bool:
+    """Return whether the device has a grouped kernel for so many experts."""
+    if device.type != "cuda" or num_experts > EXPERTS_MAX:
         return False
     major, _ = torch.cuda.get_device_capability(device)
-    return major == GROUPED
+    return major == GROUPED_MM_MAJOR

@@ -16,7 +16,7 @@ from typing import Self
 import torch
 
 from megatier import _native
-from megatier.compute.fp8 import CODES, FP8_FROM
+from megatier.compute.fp8 import FP8_DTYPE, FP8_FROM
 from megatier.optim.adamw import adamw_threads
 from megatier.state import ADAMW_BF16
 from megatier.store.arena import Arena
@@ -251,7 +251,7 @@ def fp8_matmul_flops_per_s(device: torch.device, size: int, seconds: float) -> f
     if torch.cuda.get_device_capability(device) < FP8_FROM:
         return None
     # torch draws no FP8 numbers.
-    left, right = (torch.randn(size, size, device=device, dtype=torch.float32).to(CODES) for _ in range(2))
+    left, right = (torch.randn(size, size, device=device, dtype=torch.float32).to(FP8_DTYPE) for _ in range(2))
     one = torch.ones((), device=device, dtype=torch.float32)
     work = partial(torch._scaled_mm, left, right.t(), one, one, out_dtype=torch.bfloat16)
     return 2.0 * size**3 * _alone_per_s(work, device, seconds)

@@ -16,8 +16,8 @@ from difflib import get_close_matches
 from torch import nn
 from transformers import PreTrainedModel
 
-from megatier.compute.fp8 import ALIGNED, Fp8Linear, adopt, takes
-from megatier.compute.fp8_stacks import FIRST, LAST, Fp8Experts, adopt_experts, takes_experts, takes_sizes
+from megatier.compute.fp8 import ALIGNED, Fp8Linear, fits_fp8, set_fp8
+from megatier.compute.fp8_stacks import FIRST, LAST, Fp8Experts, fits_fp8_experts, set_fp8_experts, supports_fp8
 from megatier.compute.quantised import CODES, QuantisedLinear
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.models.decoder import Unit
@@ -109,14 +109,14 @@ def _why_not(name: str, layer: nn.Module) -> str:
     if isinstance(layer, QuantisedLinear) and not layer.has_rows_in_fp8:
         return CODED
     if isinstance(layer, nn.Linear):
-        return "" if takes(layer) else ODD
-    if not takes_experts(layer):
+        return "" if fits_fp8(layer) else ODD
+    if not supports_fp8(layer):
         raise UnsupportedModelError(
             f"{name} ({type(layer).__name__}) holds experts in stacks of matrices, and computes with them in a way of "
             f"its own, which numerics.products fp8 does not know. Name them in {EXCEPT}, as {_pattern(name)!r}, to "
             "leave them in bf16."
         )
-    return "" if takes_sizes(layer) else ODD
+    return "" if fits_fp8_experts(layer) else ODD
 
 
 def set_products(model: PreTrainedModel, fp8: Sequence[str]) -> None:
@@ -124,19 +124,19 @@ def set_products(model: PreTrainedModel, fp8: Sequence[str]) -> None:
     for layer in model.modules():
         # What was set before is taken back first: these layers do, and no others.
         if isinstance(layer, Fp8Linear):
-            adopt(layer, is_fp8=False)
+            set_fp8(layer, is_fp8=False)
         elif isinstance(layer, QuantisedLinear):
             layer.multiplies_codes = False
         elif isinstance(layer, Fp8Experts):
-            adopt_experts(layer, is_fp8=False)
+            set_fp8_experts(layer, is_fp8=False)
     for name in fp8:
         layer = model.get_submodule(name)
         if isinstance(layer, QuantisedLinear):
             layer.multiplies_codes = True
         elif isinstance(layer, nn.Linear):
-            adopt(layer)
+            set_fp8(layer)
         else:
-            adopt_experts(layer)
+            set_fp8_experts(layer)
 
 
 def _linears(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Linear]]:

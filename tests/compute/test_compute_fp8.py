@@ -13,13 +13,13 @@ from torch.nn.functional import cosine_similarity, linear
 
 from megatier.compute import fp8
 from megatier.compute.compilation import Compilation
-from megatier.compute.fp8 import CODES, adopt, takes
+from megatier.compute.fp8 import FP8_DTYPE, fits_fp8, set_fp8
 
 
 def layer_of(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
     torch.manual_seed(0)
     layer = nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
-    adopt(layer)
+    set_fp8(layer)
     return layer
 
 
@@ -97,7 +97,7 @@ def test_fp8_gradient_of_a_weight_is_nearly_exact_though_rows_differ_in_size() -
 
 @pytest.mark.parametrize("scales", [48, 1])
 def test_fp8_result_of_a_single_row_over_stored_codes_is_that_among_others(scales: int) -> None:
-    codes, rows = rows_of(48, 32, 100).to(CODES), rows_of(16, 32)
+    codes, rows = rows_of(48, 32, 100).to(FP8_DTYPE), rows_of(16, 32)
     scale = torch.rand(scales, 1) + 0.1
     together = fp8.linear_of_codes(rows, codes, scale, None)
     for number in range(16):
@@ -114,11 +114,11 @@ def test_fp8_rows_that_fill_up_a_product_change_nothing() -> None:
 @pytest.mark.parametrize("largest", [2.9e38, 448.0, 450.0, 447.0, 1.0, 2.0**-100, 2.0**-120, 1e-39, 0.0])
 def test_fp8_scale_is_a_power_of_two_that_makes_the_largest_number_fit(largest: float) -> None:
     rows = torch.tensor([[largest, -largest / 2, 0.0, largest / 64]], dtype=torch.bfloat16)
-    codes, scale = fp8.rounded(rows, 1)
+    codes, scale = fp8.quantize_rows(rows)
     assert math.frexp(scale.item())[0] == 0.5
-    top, code = torch.finfo(CODES).max, codes.float().abs().max().item()
+    top, code = torch.finfo(FP8_DTYPE).max, codes.float().abs().max().item()
     assert code <= top
-    if scale.item() > fp8.LEAST:
+    if scale.item() > fp8.SCALE_MIN:
         assert code >= top / 2
         assert torch.allclose(codes.float() * scale, rows.float(), rtol=2.0**-3, atol=0)
 
@@ -161,8 +161,8 @@ def test_fp8_layer_under_autocast_takes_inputs_of_another_dtype_and_refuses_them
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(24, 32), (32, 24), (32, 1)])
 def test_fp8_layer_with_sizes_that_are_no_multiples_of_sixteen_is_not_meant(inputs: int, outputs: int) -> None:
-    assert takes(nn.Linear(32, 48, device="meta"))
-    assert not takes(nn.Linear(inputs, outputs, device="meta"))
+    assert fits_fp8(nn.Linear(32, 48, device="meta"))
+    assert not fits_fp8(nn.Linear(inputs, outputs, device="meta"))
 
 
 @pytest.mark.usefixtures("traced")
@@ -200,7 +200,7 @@ def _kept(
 
 @pytest.mark.parametrize("scales", [48, 1])
 def test_fp8_products_with_a_stored_matrix_read_its_codes_and_keep_nothing_else(scales: int) -> None:
-    codes, scale = rows_of(48, 32, 100).to(CODES), torch.rand(scales, 1) + 0.1
+    codes, scale = rows_of(48, 32, 100).to(FP8_DTYPE), torch.rand(scales, 1) + 0.1
     weight, rows, slope = codes.float() * scale, rows_of(21, 32).requires_grad_(), rows_of(21, 48)
     saved = list[Tensor]()
 
@@ -221,7 +221,7 @@ def test_fp8_products_with_a_stored_matrix_read_its_codes_and_keep_nothing_else(
 
 @pytest.mark.usefixtures("traced")
 def test_fp8_compiled_product_with_a_stored_matrix_gives_the_same_bits() -> None:
-    codes, scale, slope = rows_of(48, 32, 100).to(CODES), torch.rand(48, 1) + 0.1, rows_of(21, 48)
+    codes, scale, slope = rows_of(48, 32, 100).to(FP8_DTYPE), torch.rand(48, 1) + 0.1, rows_of(21, 48)
 
     def run(rows: Tensor) -> Tensor:
         return fp8.linear_of_codes(nn.functional.rms_norm(rows, (32,)), codes, scale, None)

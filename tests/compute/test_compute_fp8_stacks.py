@@ -14,8 +14,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from megatier.compute import fp8_stacks
 from megatier.compute.compilation import Compilation
-from megatier.compute.fp8 import CODES, Fp8Linear
-from megatier.compute.fp8_stacks import Fp8Experts, adopt_experts, takes_experts, takes_sizes
+from megatier.compute.fp8 import FP8_DTYPE, Fp8Linear
+from megatier.compute.fp8_stacks import Fp8Experts, fits_fp8_experts, set_fp8_experts, supports_fp8
 
 EXPERTS, CHOSEN, HIDDEN, INSIDE = 4, 2, 32, 48
 KINDS = {"gated": Qwen3MoeExperts, "transposed": GptOssExperts, "plain": NemotronHExperts}
@@ -39,7 +39,7 @@ def experts_of(kind: str, device: str = "cpu", *, is_fp8: bool = True, inside: i
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
     module = module.to(device, torch.bfloat16)
     if is_fp8:
-        adopt_experts(module)
+        set_fp8_experts(module)
     return module
 
 
@@ -70,13 +70,13 @@ def are_near(found: Tensor, wanted: Tensor, least: float) -> bool:
 def test_experts_in_fp8_are_near_those_of_transformers(kind: str) -> None:
     plain = experts_of(kind, is_fp8=False)
     wanted = taken(plain, *sent())
-    adopt_experts(plain)
+    set_fp8_experts(plain)
     found = taken(plain, *sent())
     assert isinstance(plain, Fp8Experts)
     for one, other in zip(found, wanted, strict=True):
         assert not torch.equal(one, other)
         assert are_near(one, other, 0.99)
-    adopt_experts(plain, is_fp8=False)
+    set_fp8_experts(plain, is_fp8=False)
     assert type(plain) is KINDS[kind]
     assert all(map(torch.equal, taken(plain, *sent()), wanted))
 
@@ -85,9 +85,9 @@ def test_each_expert_computes_as_a_linear_layer_in_fp8_that_has_its_rows_alone()
     """With a single matrix for each expert, and no activation, there is nothing else."""
     weight = (torch.randn(EXPERTS, INSIDE, HIDDEN, generator=torch.Generator().manual_seed(0)) / 4).bfloat16()
     rows, chosen, _ = sent()
-    groups = fp8_stacks._groups(chosen.flatten(), EXPERTS)
+    layout = fp8_stacks._lay_out(chosen.flatten(), EXPERTS)
     leaves = [rows.detach().requires_grad_(), weight.detach().requires_grad_()]
-    result = fp8_stacks._multiplied(leaves[0], leaves[1], CHOSEN, *groups)
+    result = fp8_stacks._multiply(leaves[0], leaves[1], CHOSEN, *layout)
     slope = torch.randn(result.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
     of_rows, of_weight = torch.autograd.grad(result, leaves, slope)
 
@@ -180,7 +180,7 @@ def test_experts_save_a_row_in_fp8_once_for_all_that_it_goes_to() -> None:
     rows, chosen, weights = sent()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         module(rows.requires_grad_(), chosen, weights)
-    codes = [tuple(tensor.shape) for tensor in saved if tensor.dtype is CODES]
+    codes = [tuple(tensor.shape) for tensor in saved if tensor.dtype is FP8_DTYPE]
     assert codes == [(len(rows), HIDDEN), (len(rows) * CHOSEN, INSIDE)]
 
 
@@ -204,20 +204,20 @@ def test_experts_that_are_known_are_those_that_transformers_marks() -> None:
             super().__init__()
             self.down_proj = nn.Parameter(torch.zeros(4, 16, 16))
 
-    assert not takes_experts(Other())
+    assert not supports_fp8(Other())
     module: Any = experts_of("gated", is_fp8=False)
-    assert takes_experts(module)
-    assert takes_sizes(module)
-    assert not takes_sizes(experts_of("gated", is_fp8=False, inside=40))
+    assert supports_fp8(module)
+    assert fits_fp8_experts(module)
+    assert not fits_fp8_experts(experts_of("gated", is_fp8=False, inside=40))
     module.forward = lambda rows: rows
-    assert not takes_experts(module)
+    assert not supports_fp8(module)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernel_for_all_groups_takes_what_products_ask_it_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes, strides and types, by torch's own checks, which need no GPU."""
     asked = []
-    one_by_one = fp8_stacks._grouped
+    one_by_one = fp8_stacks._grouped_mm
 
     def noting(*given: Any) -> Tensor:
         left, right, scale, ends, is_fast = given
@@ -225,11 +225,11 @@ def test_kernel_for_all_groups_takes_what_products_ask_it_for(kind: str, monkeyp
         on_meta = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in (left, right, scale, ends)
         ]
-        found = fp8_stacks._by_kernel(*on_meta, is_fast=is_fast)
+        found = fp8_stacks._grouped_mm_on_gpu(*on_meta, is_fast=is_fast)
         asked.append((found.shape, found.dtype) == (result.shape, result.dtype))
         return result
 
-    monkeypatch.setattr(fp8_stacks, "_grouped", noting)
+    monkeypatch.setattr(fp8_stacks, "_grouped_mm", noting)
     taken(experts_of(kind), *sent())
     assert asked == [True] * 6
 

@@ -9,7 +9,7 @@ from tiny_runs import one_thread, plain_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megatier.compute.fp8 import adopt
+from megatier.compute.fp8 import set_fp8
 from megatier.errors import UnsupportedModelError
 from megatier.guards.documents import check_documents
 
@@ -43,7 +43,7 @@ def test_dense_model_with_products_in_fp8_keeps_its_documents_apart() -> None:
     model = plain_model(tiny_config("llama", **sizes)).eval()
     layers = [module for name, module in model.named_modules() if type(module) is nn.Linear and name != "lm_head"]
     for layer in layers:
-        adopt(layer)
+        set_fp8(layer)
     assert len(layers) % 7 == 0
     check(model, 0.0, torch.bfloat16)
     with pytest.raises(UnsupportedModelError, match="lets a document of a row see the one before it"):
