@@ -60,6 +60,7 @@ def becoming(partial: Path, target: Path, what: str, *, replaces: bool = False) 
         if old is None:
             with contextlib.suppress(OSError):
                 discard(partial)
+        # A `TransferError` is an OSError too, and says more than the one that would be made of it below.
         if isinstance(error, MegatierError) or not isinstance(error, OSError):
             raise
         path = str(error.filename or target.parent)
@@ -193,6 +194,7 @@ def _take_name(partial: Path, target: Path, replaces: bool) -> Path | None:
 
     # Without a switch the name is free for a moment. `settle` mends a kill in that moment.
     replaced = target.with_name(f".{target.name}{REPLACED}")
+    # A kill may have left one there. With a target in its place it is not needed any more (`settle`).
     discard(replaced)
     target.rename(replaced)
     try:

@@ -214,6 +214,7 @@ def mount_of(directory: Path) -> Mount:
         file_systems[Path(partition.mountpoint)] = partition.fstype
 
     mountpoint = Path(path.anchor)
+    # The innermost one holds it, since mounts lie within each other.
     for parent in (path, *path.parents):
         if parent in file_systems:
             mountpoint = parent

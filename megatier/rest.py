@@ -28,6 +28,7 @@ class Rest:
         self.ns = self._depth = 0
 
     def __enter__(self) -> None:
+        # Of nested contexts the outermost alone counts, since its time holds that of the others.
         if not self._depth:
             self._began_ns = time.perf_counter_ns()
         self._depth += 1

@@ -57,6 +57,7 @@ class ChunkOwners:
                 for tensor in unit.layout.shard(other, size).tensors:
                     self._runs.setdefault(tensor.name, []).append((tensor.offset, other))
         for runs in self._runs.values():
+            # For the bisection in `_rank_of`.
             runs.sort()
 
     def sent(self, unit: str, array: str) -> list[list[Piece]]:

@@ -249,6 +249,7 @@ def write_numbers(path: Path, config: RunConfig, origin: Mapping[str, str]) -> N
         ConfigError: it cannot be written.
     """
     note = {"config": _numeric(_plain(config)), "origin": dict(origin)}
+    # The digest tells a damaged file from one with other numbers (`check_numbers`).
     text = json.dumps({**note, "digest": digest_of(note)})
     try:
         replace_file(path, text.encode())
@@ -287,6 +288,7 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
     else:
         is_bound = config.model.lora is not None and note.get("origin")
         free = {PLACE} if is_bound else set()
+        # What an older version did not have counts as what it did.
         before = ADDED | note["config"]
         changes = list(differences(before, _numeric(_plain(config)), free))
 

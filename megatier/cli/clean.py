@@ -69,4 +69,5 @@ def _summary(directories: Sequence[Path], found: Sequence[Leftover], *, removed:
     size = mib(sum(leftover.num_bytes for leftover in found))
     if removed:
         return f"{size} removed."
+    # Quoted as a shell takes it, so that the line can be copied.
     return f"{size} in all. To remove: megatier clean {shlex.join(map(str, directories))} --yes"

@@ -44,6 +44,7 @@ def run(argv: Sequence[str]) -> int:
     )
     add_config_output(parser)
 
+    # What the parser does not know are settings, which the sections of the config take or refuse.
     options, overrides = parser.parse_known_args(argv)
     # With --overwrite the only copy of what was converted would be gone.
     exist = options.output.exists() and options.file.exists()

@@ -304,6 +304,7 @@ def _ram() -> Check:
 
 def _memlock() -> Check:
 
+    # Told for those who look for it, and never warned of: it does not bind CUDA, which pins the RAM of a run.
     limit = hardware.memlock_limit_bytes()
     if limit is None:
         return _ok("memlock", "no limit")

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 def run(argv: Sequence[str]) -> int:
     """Print the plan; returns 0 if the run fits."""
+    # What the parser does not know are settings, which the sections of the config take or refuse.
     options, overrides = _parser().parse_known_args(argv)
     loaded, given = config_file.load_given(options.config, overrides)
     world = World(options.ranks, options.hosts)

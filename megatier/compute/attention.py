@@ -163,6 +163,7 @@ class LastModule:
 
     def is_needless(self) -> bool:
         """Return whether the module that runs now need not run."""
+        # The last module alone is spared: what the others gave is used by those after them.
         return self._again == self._count - 1 and not self._is_needed
 
     def ran(self) -> None:

@@ -155,6 +155,7 @@ class Nf4:
     @property
     def step(self) -> int:
         """One block of magnitudes, or of numbers; an even one."""
+        # Two numbers share a byte, so a step is even also where a block is odd.
         return 2 * self.block * (self.nested_block or 1)
 
     def values(self, parts: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
@@ -350,6 +351,7 @@ def _(grad: Tensor, carriers: list[Tensor], scheme: str) -> Tensor:
 
 
 def _keep_carriers(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+    # As in `_DecodedProduct`: the codes alone stay between forward and backward.
     _, _, carriers, ctx.scheme = inputs
     ctx.save_for_backward(*carriers)
 

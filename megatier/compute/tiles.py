@@ -202,6 +202,7 @@ class TiledModule:
             leaves = _leaves([*tiles[index], *weights], wanted)
             with torch.enable_grad(), self._bound(leaves[count:]):
                 result: Tensor = self._run(forward, leaves[:count])
+            # A look takes the host's time, so later backwards are believed.
             if self._looks:
                 self._looks -= 1
                 self._look_at(result, leaves)

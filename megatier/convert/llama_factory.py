@@ -57,6 +57,7 @@ def _kind(made: Conversion, key: str) -> None:
     made.carry(key, {}, "as dataset_info.json describes the records")
     if method == "lora":
         _adapters(made)
+    # Adapters have carried this key by now, so what still waits is full training.
     made.agree("finetuning_type", "as here")
 
 

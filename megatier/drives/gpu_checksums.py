@@ -41,6 +41,7 @@ def _power(exponent: int) -> int:
     """Return x to the power of `exponent`, as a polynomial: 1, multiplied by x so many times."""
     number = 1 << 31
     for _ in range(exponent):
+        # Bits are reversed, so a product with x is a shift to the right.
         number = number >> 1 ^ (POLYNOMIAL.value if number & 1 else 0)
     return number
 
@@ -113,6 +114,7 @@ def _check(words: tl.tensor, distances: tl.tensor, found: tl.tensor, count: tl.i
         word = tl.load(words + start + row + columns)
         sums = _product(sums, step) ^ word.to(tl.uint32, bitcast=True)
 
+    # Addition is xor here, so the order in which Triton adds the columns up does not matter.
     parts = _product(sums, tl.load(distances + columns).to(tl.uint32, bitcast=True))
     tl.store(found + granule, tl.xor_sum(parts.to(tl.int32, bitcast=True), 0))
 

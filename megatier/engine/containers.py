@@ -96,6 +96,7 @@ def empty(kind: type, maxlen: int | None) -> Any:  # noqa: ANN401
     base = _base(kind)
     made = base.__new__(kind)
     if base is deque:
+        # A deque takes its bound when it is initialised, and at no other time.
         deque.__init__(made, (), maxlen)
     return made
 
@@ -117,4 +118,5 @@ def fill(container: Any, contents: Mapping[Place, Any]) -> None:  # noqa: ANN401
         elif issubclass(base, dict):
             base.__setitem__(container, key, value)
         else:
+            # Items come in the order of their numbers (`contents_of`), so each belongs at the end.
             base.append(container, value)

@@ -392,6 +392,7 @@ class Gradients:
             dtype = self._dtypes[unit]
             if buffer.dtype is not dtype:
                 rounded = buffer.to(dtype)
+                # In the buffer of the sink itself, of which rounded numbers take the first half.
                 buffer = buffer.view(dtype)[: rounded.numel()].copy_(rounded)
             self._norm.measure(unit, buffer)
 

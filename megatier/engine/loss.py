@@ -221,6 +221,8 @@ class FusedLoss:
             found = "missing" if given is None else str(given.dtype)
             raise DataError(f"labels are {found}; the loss takes numbers of tokens, in int64.")
         if shift_labels is None:
+            # As in Hugging Face's own loss: the last token of a row predicts nothing, so its label is one that does not
+            # count.
             given = functional.pad(given, (0, 1), value=ignore_index)[..., 1:]
         given = given.reshape(-1).to(hidden.device)
 
@@ -234,6 +236,8 @@ class FusedLoss:
         is_known = (given >= 0) & (given < self._vocab_size)
         targets = torch.where(given == ignore_index, IGNORED, torch.where(is_known, given, UNKNOWN))
         if torch.is_grad_enabled():
+            # To look here would make the host wait, so they are kept until a loss is known to be wrong
+            # (`check_labels`).
             self._labels.append((given, targets))
         return targets
 
@@ -368,6 +372,7 @@ class _LossFunction(torch.autograd.Function):
                 hidden_grad = hidden_grad * grad
             return None, hidden_grad, None, None, None
 
+        # The graph goes with this backward, so nobody reads these gradients again, and they are scaled in place.
         ctx.grads = None
         gradients = fused.stage.gradients
         unit = fused.head.unit
@@ -376,6 +381,7 @@ class _LossFunction(torch.autograd.Function):
             gradients.add(unit, summands)
             gradients.close(unit)
         elif grads.of_head:
+            # The graph goes with a backward for gradients of inputs alone, so the group must not wait for this use.
             gradients.forgo(unit, 1)
         if hidden_grad is not None:
             hidden_grad.mul_(grad)

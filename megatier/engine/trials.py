@@ -66,6 +66,7 @@ class Trials:
 
         # In eval mode no random number is drawn, so the step that follows has those of a run without slices.
         with self._model.in_eval_mode(), learning(self._model.stage):
+            # What has twice as many rows in the second one is batched (`Rows.learn`).
             for rows in (1, 2):
                 few = {key: value[:rows] for key, value in batch.items()}
                 with evaluating(self._model, self._player, "evaluate"):

@@ -268,6 +268,7 @@ class UnitModel:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
             is_hooked = is_hooked or bool(module._forward_hooks or module._forward_pre_hooks)
             held.add(id(module._parameters))
+            # The model itself may be compiled, since its own forward is left out of that (`forward_through`).
             if module._compiled_call_impl is not None and module is not self.skeleton:
                 raise StreamedModelError(
                     f"a {type(module).__name__} was compiled after the model was opened, and its weights come and go "

@@ -136,6 +136,7 @@ class Unbound(nn.Parameter):
         if not (function in ALIASES or is_form or name in KEEPING or LOOKS.fullmatch(name)):
             used._refuse()
 
+        # Otherwise the function would come here again, without end.
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
 

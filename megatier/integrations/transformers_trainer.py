@@ -210,6 +210,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
             ConfigError: a subclass has put another optimizer in the place of the streamed model's.
         """
         self._follow_arguments()
+        # accelerate puts a wrapper around an optimizer, which holds it under this name.
         if getattr(self.optimizer, "optimizer", self.optimizer) is not self.streamed.optimizer:
             raise ConfigError(OWN_OPTIMIZER)
         own: Tensor = super().training_step(*args, **kwargs)
@@ -222,6 +223,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
             return torch.zeros_like(own)
         found = self.streamed.all_of(torch.stack(self._losses).cpu())
         self._losses.clear()
+        # Group by group, each with the losses of all ranks: one process would have had them in this order.
         losses = torch.stack(found, dim=1).flatten().to(own.device)
 
         # The Trainer looks at what is returned, and leaves a loss that is not finite out of its logs.

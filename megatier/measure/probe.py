@@ -279,6 +279,7 @@ def _is_whole(entry: object) -> bool:
     """Return whether an entry has everything that this version needs; newer figures may be missing."""
     try:
         assert isinstance(entry, dict)
+        # Made for the check alone: a field that is missing, or that this version does not know, is a TypeError.
         for drive in entry["drives"]:
             DriveRates(**drive["rates"])
         Rates(drives=(), **entry["links"])
@@ -291,4 +292,5 @@ def _processor() -> str:
     names = (
         line.partition(":")[2] for line in hardware.text_of(Path("/proc/cpuinfo")).splitlines() if "model name" in line
     )
+    # Arm's file has no such line, and the architecture stands for it then.
     return next(names, platform.machine()).strip()

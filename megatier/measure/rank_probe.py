@@ -135,6 +135,7 @@ def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = 
         count = max(1, round(seconds / (gather_s + scatter_s)))
         ranks.gather_objects(None)
         moves = _submit(lane, [gather, scatter] * count)
+        # Until the last collective has ended, so that all products have one beside them.
         beside_per_s = repeats_per_s(product, device, moves[-1].done)
         beside_s = _span_s(moves)
 

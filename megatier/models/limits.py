@@ -127,6 +127,7 @@ class _Count:
         self._buffer_bytes = 0
 
     def add_module(self, module: nn.Module | None) -> None:
+        # torch registers None for a part that a module does without.
         if module is not None:
             self._modules += 1
         if self._modules > MODULES_MAX:

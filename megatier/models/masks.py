@@ -69,6 +69,8 @@ class BlockMasks:
         key = (constants, H, Q_LEN, KV_LEN, str(device), tuple(sorted(others.items())))
         if key not in self._made:
             if len(self._made) >= MASKS_MAX:
+                # A loop may have batches of ever other lengths. Mappings keep their order, so the first one was made
+                # first.
                 oldest = next(iter(self._made))
                 del self._made[oldest]
             made = self._make(mask_mod, None, H, Q_LEN, KV_LEN, device, **others)

@@ -91,6 +91,7 @@ def adamw(
             (first + start) & HALF,
             BLOCK_ELEMENTS,
             num_warps=BLOCK_WARPS,
+            # A fused product and sum would be rounded once, where the C code rounds twice.
             enable_fp_fusion=False,
         )
 
@@ -109,6 +110,7 @@ def sum_squares(piece: Tensor, first: int = 0) -> Tensor:
     tile = TILE_ELEMENTS.value
     count = piece.numel()
     skipped = first % tile
+    # Without elements there is no tile, though what is skipped may reach into one.
     num_tiles = triton.cdiv(skipped + count, tile) if count else 0
     partials = torch.empty(num_tiles, dtype=torch.float64, device=piece.device)
 

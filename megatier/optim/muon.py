@@ -186,6 +186,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
         bf16 of the same shape; it may be a transposed view.
     """
     a, b, c = COEFFICIENTS
+    # A copy in memory of its own, whose alignment is the same on every tier: libraries choose their kernels by it.
     x = matrix.bfloat16()
 
     # Transposed, so that the products below are of the shorter side.

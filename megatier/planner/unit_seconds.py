@@ -121,6 +121,7 @@ class _UnitSeconds:
         num_uses = len(unit.module_names)
         forward = products / self._flops_per_s / num_uses
         is_frozen = self._frozen_flops(unit, products) != 0
+        # A frozen head hands the gradient of its input on, and lacks the product for that of its weight.
         backward = forward if is_frozen else 2 * forward
 
         # A fused loss makes the head's gradients in the forward, chunk after chunk.

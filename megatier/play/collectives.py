@@ -213,6 +213,7 @@ class Collectives:
         """Give back the buffers of a backward that was left half-way, and drop what was not scattered."""
         while self._buffers:
             with self._store.tear.change:
+                # An interrupt between these two would leave a lease that nobody ends, so it tears the state.
                 _, (lease, _) = self._buffers.popitem()
                 lease.release()
 

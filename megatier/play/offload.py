@@ -140,6 +140,7 @@ class Offload:
         Raises:
             TransferError, IntegrityError: they could not be brought, or had not come home.
         """
+        # If nobody has asked ahead since the last fetch, this unit itself is still to be asked for.
         self.ask_ahead()
         for asked in self._activations.fetch(unit):
             if asked == unit:

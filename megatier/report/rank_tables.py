@@ -22,6 +22,7 @@ def ranks(run: RecordedRun) -> str:
 
     num_steps = sum(map(len, behind.values()))
     slowest = []
+    # Those that were the slowest most often come first (`behind_of`).
     for name, seconds in list(behind.items())[:RANKS_SHOWN]:
         share = format_share(len(seconds), num_steps)
         slowest.append((name, share, format_seconds(median(seconds))))

@@ -55,6 +55,7 @@ def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any
             found = generate(*args, **kwargs)
         if not is_told and len(demands) >= TOLD_FROM:
             is_told = True
+            # Of the last token alone: the first forwards have read the prompt, and have taken what is held.
             _log(demands[-1] - demands[-2], held.num_bytes, is_alone=session.ranks is None)
         return found
 

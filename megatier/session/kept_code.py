@@ -23,6 +23,7 @@ def keep_code() -> None:
     What lies there is run, so nobody else may write there. Where that does not hold, torch's default stays, and a
     warning says so. Which code is found there changes no bit: it is found by all that it was made of.
     """
+    # torch sets the variable to its default by itself, so that value says nothing of what a user wants.
     if os.environ.get(VARIABLE) not in (None, default_cache_dir()):
         return
     try:

@@ -65,6 +65,7 @@ class WholeMasters:
         """Answer the first rank until it has all that it wants."""
         # Only the first rank makes the question. The function is not called here, and says the type alone.
         while (asked := self._ranks.from_first(lambda: ("", 0, 0))) is not None:
+            # For this rank's part in the collective alone: the first rank puts the pieces together.
             self._pieces(*asked)
 
     def _pieces(self, unit: str, start: int, stop: int) -> list[Piece]:

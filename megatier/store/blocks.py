@@ -63,6 +63,7 @@ class Blocks:
                 fills={block.whole: None},
             )
             block.copies.append(home)
+        # Last, so that a block whose home was refused is not registered.
         self.by_key[spec.key] = block
 
     def find(self, key: str) -> Block:

@@ -276,6 +276,7 @@ def _write_end(
             return error
         except Exception as error:  # noqa: BLE001 - the tokenizers library raises Exception itself; the state comes first
             failed = MegatierError(f"{type(error).__name__}: {shown(str(error))}.")
+            # By hand, since this error is returned here, and raised by the caller.
             failed.__cause__ = error
             return failed
     return None

@@ -130,6 +130,7 @@ def verify(
     Returns:
         Whether all outcomes are equal, within each mode.
     """
+    # Otherwise kernels may add up in another order in each run, whatever the placement is.
     torch.use_deterministic_algorithms(True)
     quick = Mode(CLIP, optimizer=optimizer, products=products)
     modes = {quick: (Activations.KEEP,)} if is_quick else modes_of(optimizer, products)
