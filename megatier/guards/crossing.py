@@ -45,6 +45,7 @@ def check_inside(module_name: str, outputs: Iterable[Tensor | None], own: Sequen
     Raises:
         UnsupportedModelError: it computed with another tensor that requires a gradient.
     """
+    # By identity, since tensors compare element by element.
     ours = {id(leaf) for leaf in own}
     steps = _steps(outputs)
 
@@ -130,6 +131,7 @@ def _name(model: nn.Module, steps: set[Step]) -> str:
             for tensor in tree_leaves(value):
                 is_source = torch.is_tensor(tensor) and tensor.grad_fn in steps
                 if is_source:
+                    # The model itself has the empty name, after which a dot would be left in front.
                     return f"{module_name}.{attribute} {tuple(tensor.shape)}".lstrip(".")
 
     return "it comes by no attribute of a module, so by a closure, a global or a context variable"

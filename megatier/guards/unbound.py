@@ -287,6 +287,7 @@ def refused_outside(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # What no guard has seen torch refuses itself, in a message that names the device meta.
         if not isinstance(error, AbsentWeightError) and "meta" not in str(error):
             raise
         raise UnsupportedModelError(
