@@ -21,7 +21,7 @@ from torch import Tensor
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, build_skeleton, find_units
 from megatier.models.export import export
-from megatier.models.weights import CHUNK_ELEMENTS, WeightReader
+from megatier.models.weights import READ_ELEMENTS, WeightReader
 from megatier.session.session import Session
 from megatier.tier import Kind
 
@@ -118,7 +118,7 @@ def written_base(shape: str, sequence: int, directory: Path | None) -> Iterator[
         began = time.perf_counter()
         model = build_skeleton(llama_config(SHAPES[shape], sequence), "sdpa")
         drawn = random_piece()
-        read = partial(_laid, torch.cat([drawn, drawn[:CHUNK_ELEMENTS]]))
+        read = partial(_laid, torch.cat([drawn, drawn[:READ_ELEMENTS]]))
         export(folder, model, find_units(model), read, torch.bfloat16, SHARD_BYTES)
         drop_cached(folder)
         print(f"base written in {time.perf_counter() - began:.1f} s", flush=True)
@@ -139,13 +139,13 @@ def _laid(piece: Tensor, unit: Unit, start: int, stop: int) -> Tensor:
     """Return elements of a unit's layout that lie in one tensor, without a copy.
 
     Args:
-        piece: the piece, and its first CHUNK_ELEMENTS again, so that each of its elements may be the first one.
+        piece: the piece, and its first READ_ELEMENTS again, so that each of its elements may be the first one.
         unit: the unit.
         start: the first element.
-        stop: at most CHUNK_ELEMENTS further.
+        stop: at most READ_ELEMENTS further.
     """
     tensor = next(tensor for tensor in unit.layout.tensors if tensor.start <= start < tensor.stop)
     if len(tensor.parameter_shape) == 1:
         return torch.ones(stop - start, dtype=piece.dtype)
-    number = (tensor.offset + start - tensor.start) % (piece.numel() - CHUNK_ELEMENTS)
+    number = (tensor.offset + start - tensor.start) % (piece.numel() - READ_ELEMENTS)
     return piece[number : number + stop - start]

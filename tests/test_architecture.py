@@ -93,6 +93,8 @@ OF_THE_SYSTEM = {
     "ranks/peers.py": 1,
 }
 """Files that say what the machine is, and places to write to."""
+DRAWN = {"BAR", "LEFT", "PLOT", "ROW", "TOP", "WIDTH"}
+"""Sizes that each drawing of a report has of its own."""
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatier"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -147,6 +149,27 @@ def test_table_of_rooms_names_every_room_and_file() -> None:
     found = {room.name: {path.stem for path in room.glob("*.py")} - {"__init__"} for room in ROOMS}
     found["ground"] = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
     assert told == found
+
+
+def test_public_constants_of_one_name_are_one_number() -> None:
+    values: dict[str, set[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and _is_number(node.value):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+                for name in names:
+                    values.setdefault(name, set()).add(ast.unparse(node.value))
+    several = {name: found for name, found in values.items() if len(found) > 1 and name[0] != "_"}
+    assert several.keys() <= DRAWN, several
+
+
+def _is_number(value: ast.expr) -> bool:
+    """Return whether a value is a number or a tuple of numbers, without names of others."""
+    parts = (ast.Tuple, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context)
+    return all(
+        isinstance(node.value, int | float) if isinstance(node, ast.Constant) else isinstance(node, parts)
+        for node in ast.walk(value)
+    )
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from megatier.compute.quantised import CODES, Fp8, Nf4, Part, QuantisedLinear, Scheme, decode
+from megatier.compute.quantised import CODES, Fp8, Nf4, QuantisedLinear, Scheme, StoredPart, decode
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, parse_json, shown
 from megatier.layout import TensorSlice
@@ -298,7 +298,7 @@ def _fp8(tensor: StoredTensor, stored: Mapping[str, StoredTensor], block: tuple[
     elif block is None or scale.shape != _num_blocks(rows, columns, block):
         raise _refused(tensor, f"is FP8 of shape {shape}, and has scales of shape {scale.shape}, in blocks of {block}")
 
-    scale_part = Part(DTYPES[scale.dtype], scale.shape)
+    scale_part = StoredPart(DTYPES[scale.dtype], scale.shape)
     scheme = Fp8((rows, columns), scale_part, block)
     return StoredMatrix(scheme, {CODES: tensor, "scale": scale})
 

@@ -42,7 +42,7 @@ FORMAT = 3
 """The format that is written."""
 UNBOUND_FORMAT = 2
 """The format of versions that wrote no manifest."""
-NUM_THREADS = 4
+NUM_READING_THREADS = 4
 """Native threads that read."""
 WRITING = ".partial"
 """End of the hidden name of a checkpoint that is not whole yet."""
@@ -325,7 +325,7 @@ def check_moments(path: Path, units: Sequence[Unit]) -> None:
 def files_for(arrays: Iterable[StoredArray], num_staged: int = STAGED) -> ChunkFiles:
     """Open so many staging buffers that take the chunks of these arrays."""
     largest = max((array.grid.chunk_elements for array in arrays), default=1)
-    return ChunkFiles(largest, NUM_THREADS, num_staged)
+    return ChunkFiles(largest, NUM_READING_THREADS, num_staged)
 
 
 def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:

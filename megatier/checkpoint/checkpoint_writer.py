@@ -58,7 +58,7 @@ from megatier.workers import Workers
 
 RUN_ELEMENTS = 2 << 20
 """Elements of a plane that are brought to RAM at once: 4 or 8 MiB."""
-NUM_THREADS = 2
+NUM_WRITING_THREADS = 2
 """Native threads that write each array."""
 NUM_STAGED = 3
 """Chunks of each array in RAM: one that is being filled, and others on their way."""
@@ -180,7 +180,7 @@ class CheckpointWriter:
 
         owners = ChunkOwners(whole_units, self._crew.rank, self._crew.size)
         for name in groups_of(whole_units):
-            files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_THREADS, num_staged))
+            files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_WRITING_THREADS, num_staged))
             self._writers.append(PlaneWriter(self._session, files, self._partial, name, buffers, owners))
         # A thread for masters and for each moment: they read different planes of a unit, and each has its own files.
         self._workers = Workers(len(self._writers), "megatier-checkpoint")

@@ -20,7 +20,7 @@ EVERY_S = 1800.0
 """Seconds between two checkpoints, at least."""
 UNMEASURED_BYTES_PER_S = 1e9
 """Assumed speed of a drive that nobody measured."""
-STEPS = 16
+PACE_STEPS = 16
 """Number of steps without a checkpoint on its way, from which the usual time of a step follows."""
 
 
@@ -45,7 +45,7 @@ class Pace:
         """When the last checkpoint began, or could not; None: none has."""
         self._spent_s = 0.0
         """Cost of all checkpoints so far."""
-        self._plain: deque[float] = deque(maxlen=STEPS)
+        self._plain: deque[float] = deque(maxlen=PACE_STEPS)
         """Seconds of the last steps without a checkpoint on its way."""
         self._beside: list[float] = []
         """Seconds of the steps since the last checkpoint began, while it was on its way."""

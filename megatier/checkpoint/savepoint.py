@@ -54,7 +54,7 @@ from megatier.session.session import Session
 
 FORMAT = 3
 """The format that is written."""
-UNBOUND_FORMAT = 1
+UNBOUND_SAVEPOINT = 1
 """The format of versions that wrote no checksums of files."""
 MANIFEST_FILE = "manifest.json"
 UNBOUND_PART = {"placement": str, "generations": dict}
@@ -63,7 +63,7 @@ PART = {**UNBOUND_PART, "manifest": dict}
 FIELDS: dict[int, dict[str, type]] = {
     FORMAT: {"state": dict, "hosts": int, "parts": list},
     2: {"state": dict, **PART},
-    UNBOUND_FORMAT: {"state": dict, **UNBOUND_PART},
+    UNBOUND_SAVEPOINT: {"state": dict, **UNBOUND_PART},
 }
 """The fields of a manifest by its format, without those that all formats have. In older ones the part of the only
 process stands beside the state."""
@@ -384,7 +384,7 @@ def _read_manifest(path: Path) -> tuple[RunState, int, list[RankPart]]:
 
     state = RunState.read(found["state"])
     if number != FORMAT:
-        fields = UNBOUND_PART if number == UNBOUND_FORMAT else PART
+        fields = UNBOUND_PART if number == UNBOUND_SAVEPOINT else PART
         return state, 1, [_read_part(path, found, "", fields)]
 
     parts = []

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatier.checkpoint.arrays import ArrayWriter
-from megatier.checkpoint.checkpoint import NUM_THREADS
+from megatier.checkpoint.checkpoint import NUM_READING_THREADS
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import Grid, StoredArray
 from megatier.checkpoint.manifest import Manifest, digest_of
@@ -227,4 +227,4 @@ def _grid(num_bytes: int) -> Grid:
 def _files(sizes: Iterable[int]) -> ChunkFiles:
     """Open staging buffers that take the chunks of arrays of these bytes."""
     largest = max(_grid(size).chunk_elements for size in sizes if size)
-    return ChunkFiles(largest, NUM_THREADS)
+    return ChunkFiles(largest, NUM_READING_THREADS)

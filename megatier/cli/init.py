@@ -32,7 +32,7 @@ HEAD = """\
 # run fits and how fast it will be, and `megatier train {path}` trains. If tiers.gpu and train.activations are left out
 # on a machine that was measured, `train` chooses them.
 """
-LENGTH = 1024
+DEFAULT_LENGTH = 1024
 RATE = 1e-5
 """Learning rate for a model that is trained on, and not from scratch."""
 ADAPTER_RATE = 1e-4
@@ -133,17 +133,17 @@ def _data(given: str) -> dict[str, Any]:
 
 
 def _length(model: str) -> int:
-    """Return the tokens in a sequence: `LENGTH`, or as many positions as a local model was made for, if they are fewer.
+    """Return the tokens in a sequence: `DEFAULT_LENGTH`, or fewer if a local model was made for fewer positions.
 
     Raises:
         ConfigError: there is no such model.
     """
     folder = find_local(model)
     if folder is None:
-        return LENGTH
+        return DEFAULT_LENGTH
     # Read as JSON and not by transformers, which takes seconds to load.
     found = read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, ConfigError)
-    length = LENGTH
+    length = DEFAULT_LENGTH
     # GPT-2 and its like have the second name.
     for name in ("max_position_embeddings", "n_positions"):
         count = found.get(name)

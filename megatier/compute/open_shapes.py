@@ -32,11 +32,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from megatier.compute.attention import allowed_kernels
 
-ROWS = 8
+PLANNED_ROWS = 8
 """The rows that a batch is planned to have."""
-LENGTH = 2048
+PLANNED_LENGTH = 2048
 """The tokens that a row is planned to have, and any other open size."""
-TOKENS = 4096
+PLANNED_TOKENS = 4096
 """The size that is planned where a single one is open: tokens of one row, or of a chunk."""
 
 _thread = threading.local()
@@ -56,7 +56,7 @@ class Rule(CustomGraphPass):
 
     def uuid(self) -> str:
         """Return the name under which torch stores what it has compiled so."""
-        sizes = f"{ROWS} {LENGTH} {TOKENS}" if self.any_shape else "its own"
+        sizes = f"{PLANNED_ROWS} {PLANNED_LENGTH} {PLANNED_TOKENS}" if self.any_shape else "its own"
 
         # The compiler chooses attention's kernel by settings that torch's own key leaves out.
         kernels = allowed_kernels(), torch._C._get_sdp_priority_order()
@@ -150,11 +150,11 @@ def _size(sizes: ShapeEnv, symbol: sympy.Symbol, *, alone: bool) -> sympy.Intege
     # The first dimension of an argument is its rows, if the length is open too.
     source = next(iter(sizes.var_to_sources.get(symbol, ())), None)
     if alone:
-        size = TOKENS
+        size = PLANNED_TOKENS
     elif getattr(source, "idx", None) == 0:
-        size = ROWS
+        size = PLANNED_ROWS
     else:
-        size = LENGTH
+        size = PLANNED_LENGTH
 
     # What a guard has ruled out would mislead the compiler.
     bounds = sizes.var_to_range.get(symbol)

@@ -27,7 +27,7 @@ CODES = "codes"
 """The part of a quantised matrix that has its numbers; the others are scales."""
 STANDS_FOR = "stands_for"
 """The attribute of a parameter that says of how many parameters of the model an element of it carries the codes."""
-PIECE_ELEMENTS = 4 << 20
+DECODED_ELEMENTS = 4 << 20
 """About so many numbers are decoded at once, so that little of a matrix exists in fp32."""
 NF4_BITS = 4
 """Bits of a code of NF4; those of FP8 have twice as many."""
@@ -36,7 +36,7 @@ SCHEMES: dict[str, Scheme] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """One stored tensor of a quantised matrix."""
 
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Scheme(Protocol):
         """Rows and columns of the matrix."""
 
     @property
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, StoredPart]:
         """What is stored of it, `codes` first."""
 
     @property
@@ -80,15 +80,15 @@ class Fp8:
 
     shape: tuple[int, int]
     """Rows and columns of the matrix."""
-    scale: Part
+    scale: StoredPart
     """The scales: as many as there are blocks below and beside one another, in any shape."""
     block: tuple[int, int]
     """Rows and columns that share a scale; those at the edges may be smaller."""
 
     @property
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, StoredPart]:
         """The codes and the scales."""
-        return {CODES: Part(torch.float8_e4m3fn, self.shape), "scale": self.scale}
+        return {CODES: StoredPart(torch.float8_e4m3fn, self.shape), "scale": self.scale}
 
     @property
     def step(self) -> int:
@@ -135,21 +135,21 @@ class Nf4:
     """Magnitudes that share a scale; None: they are stored in fp32."""
 
     @property
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, StoredPart]:
         """The codes, the magnitudes and the tables."""
         numbers = math.prod(self.shape)
         blocks = -(-numbers // self.block)
         is_nested = self.nested_block is not None
         parts = {
-            CODES: Part(torch.uint8, (-(-numbers // 2),)),
-            "absmax": Part(torch.uint8 if is_nested else torch.float32, (blocks,)),
-            "quant_map": Part(torch.float32, (1 << NF4_BITS,)),
+            CODES: StoredPart(torch.uint8, (-(-numbers // 2),)),
+            "absmax": StoredPart(torch.uint8 if is_nested else torch.float32, (blocks,)),
+            "quant_map": StoredPart(torch.float32, (1 << NF4_BITS,)),
         }
         if self.nested_block is not None:
             nested_blocks = -(-blocks // self.nested_block)
-            parts["nested_absmax"] = Part(torch.float32, (nested_blocks,))
-            parts["nested_quant_map"] = Part(torch.float32, (256,))
-            parts["nested_offset"] = Part(torch.float32, (1,))
+            parts["nested_absmax"] = StoredPart(torch.float32, (nested_blocks,))
+            parts["nested_quant_map"] = StoredPart(torch.float32, (256,))
+            parts["nested_offset"] = StoredPart(torch.float32, (1,))
         return parts
 
     @property
@@ -380,7 +380,7 @@ def _pieces(scheme: Scheme) -> Iterator[tuple[int, int]]:
     num_elements = math.prod(scheme.shape)
 
     # Whole steps, at whose borders decoding may begin.
-    num_steps = max(1, PIECE_ELEMENTS // scheme.step)
+    num_steps = max(1, DECODED_ELEMENTS // scheme.step)
     piece = num_steps * scheme.step
     for start in range(0, num_elements, piece):
         stop = min(start + piece, num_elements)

@@ -28,7 +28,7 @@ from megatier.compute.compilation import Compilation
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
 
-LOOKED_AT = 2
+BACKWARDS_WATCHED = 2
 """The number of backwards of a module whose graph is looked at."""
 
 Run = Callable[..., Any]
@@ -86,7 +86,7 @@ class TiledModule:
         self._tokens = tokens
         self._apart = apart
         self._look_at = look_at
-        self._looks = LOOKED_AT
+        self._looks = BACKWARDS_WATCHED
         self._forward: Run = module.forward
         self._keywords: tuple[str, ...] = ()
         """The names of those arguments that have one."""

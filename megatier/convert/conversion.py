@@ -18,7 +18,7 @@ AUTO = "auto"
 """Stands for a value that Hugging Face fills in from its own arguments, which such a file does not hold."""
 FIGURE_MAX = 1e18
 """Larger numbers are refused, since nobody means them."""
-DEPTH_MAX = 20
+SECTION_DEPTH_MAX = 20
 """Levels of sections within sections."""
 NUMERIC = ("train.", "data.", "model.")
 """Sections of ours that change a run's numbers. Tiers and output never do."""
@@ -263,7 +263,7 @@ COUNT_FROM_2 = partial(Conversion.count, least=2)
 
 def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
     """Yield the dotted names and values of all settings. An empty section counts as a value, and gets a finding too."""
-    if depth > DEPTH_MAX:
+    if depth > SECTION_DEPTH_MAX:
         # The error that Python raises itself where lists are too deep, so that a caller needs to know one alone.
         raise RecursionError
     for name, value in tree.items():

@@ -35,7 +35,7 @@ def convert(path: Path) -> Conversion:
     try:
         made = Conversion(trainer, str(path), tree)
 
-        # Sections lie in each other deeper than `DEPTH_MAX`, or lists deeper than Python can follow.
+        # Sections lie in each other deeper than `SECTION_DEPTH_MAX`, or lists deeper than Python can follow.
         made.convert(*table)
     except RecursionError:
         raise ConfigError(f"{path} has settings in settings too deep to be a config.") from None

@@ -23,7 +23,7 @@ from megatier.data.formats import Format, said_of
 from megatier.errors import DataError, FileChangedError, mib
 from megatier.files import FileVersion, open_regular
 
-PIECE_BYTES = 1 << 20
+DECOMPRESSED_BYTES = 1 << 20
 """Bytes of a file that are decompressed at once."""
 DOCUMENT_BYTES_MAX = 4 << 30
 """The most bytes of one text, one line or one JSON array, each of which is whole in RAM. A few compressed bytes may
@@ -179,7 +179,7 @@ def _unpacked(path: Path, compression: str | None) -> Iterator[bytes]:
         version = FileVersion.of(file.fileno())
         try:
             with _stream(path, file, compression) as stream:
-                while piece := stream.read(PIECE_BYTES):
+                while piece := stream.read(DECOMPRESSED_BYTES):
                     yield piece
 
                 # Whoever replaces the file leaves this one as it is. Who writes to it would give text of two versions.

@@ -30,7 +30,7 @@ SEPARATORS = {"csv": ",", "tsv": "\t"}
 
 BAD_SHOWN = 10
 """Most bad records that are named."""
-LOOKED_AT = 100_000
+RECORDS_LOOKED_AT = 100_000
 """Records that are looked at after a bad one for more of them, before the text is refused."""
 
 
@@ -42,7 +42,7 @@ class BadRecords:
         self.skips = skips
         self.count = 0
         self.first: list[str] = []
-        self._left = LOOKED_AT
+        self._left = RECORDS_LOOKED_AT
 
     def add(self, error: DataError) -> None:
         """Take one.

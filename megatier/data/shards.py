@@ -17,7 +17,7 @@ from megatier.files import open_regular
 
 SAMPLE_BYTES = 1 << 16
 """Bytes of a sample of a file."""
-SAMPLES = 4
+NUM_SAMPLES = 4
 """Samples whose digest stands for a file, besides its size and the time of its last change. A file that is no larger
 than these is read whole, and then the time says nothing more."""
 
@@ -68,9 +68,9 @@ def _identity(path: Path) -> list[Any]:
             found = os.fstat(file.fileno())
 
             # The first sample begins with the file, and the last one ends with it.
-            is_whole = found.st_size <= SAMPLES * SAMPLE_BYTES
-            apart = SAMPLE_BYTES if is_whole else (found.st_size - SAMPLE_BYTES) // (SAMPLES - 1)
-            for number in range(SAMPLES):
+            is_whole = found.st_size <= NUM_SAMPLES * SAMPLE_BYTES
+            apart = SAMPLE_BYTES if is_whole else (found.st_size - SAMPLE_BYTES) // (NUM_SAMPLES - 1)
+            for number in range(NUM_SAMPLES):
                 file.seek(number * apart)
                 digest.update(file.read(SAMPLE_BYTES))
     except OSError as error:

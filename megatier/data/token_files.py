@@ -19,9 +19,9 @@ from megatier.errors import DataError
 from megatier.files import open_regular, read_regular, replace_file
 
 NOTE_FILE = "tokens.json"
-NOTE_BYTES_MAX = 64 << 20
+TOKENS_NOTE_BYTES_MAX = 64 << 20
 """A larger file is no note of ours: the longest thing in it is a list of files."""
-PIECE_BYTES = 16 << 20
+READ_BYTES = 16 << 20
 """Bytes of a file that are read at once."""
 
 
@@ -116,7 +116,7 @@ def content_of(path: Path) -> Content:
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             # In pieces, since a file may be larger than RAM.
-            while piece := file.read(PIECE_BYTES):
+            while piece := file.read(READ_BYTES):
                 size += len(piece)
                 crc32 = zlib.crc32(piece, crc32)
     except OSError as error:
@@ -128,7 +128,7 @@ def content_of(path: Path) -> Content:
 def _read(path: Path) -> bytes:
     """Return the bytes of the note."""
     try:
-        return read_regular(path, NOTE_BYTES_MAX)
+        return read_regular(path, TOKENS_NOTE_BYTES_MAX)
     except OSError as error:
         raise _unreadable(path, error) from error
 

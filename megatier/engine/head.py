@@ -32,9 +32,9 @@ from megatier.models.model_class import is_classifier
 
 IGNORED = -100
 """Label of a token that does not count."""
-ROWS = 2
+PROBE_ROWS = 2
 """Rows of the batch with which the forward is asked."""
-TOKENS = 3
+PROBE_TOKENS = 3
 """Tokens of each of these rows."""
 ROUNDING = 64
 """Units in the last place by which two ways of computing a logit may differ."""
@@ -140,8 +140,8 @@ def _calls_loss_function(model: PreTrainedModel) -> bool:
 def _is_cross_entropy(function: Callable[..., Tensor]) -> bool:
     """Return whether a loss function is the one that a fused loss computes. What it calls may have been replaced."""
     vocab_size = 5
-    numbers = torch.linspace(-1.0, 7.0, ROWS * TOKENS * vocab_size, dtype=torch.float32, device="cpu")
-    logits = 3 * numbers.square().sin().view(ROWS, TOKENS, vocab_size)
+    numbers = torch.linspace(-1.0, 7.0, PROBE_ROWS * PROBE_TOKENS * vocab_size, dtype=torch.float32, device="cpu")
+    logits = 3 * numbers.square().sin().view(PROBE_ROWS, PROBE_TOKENS, vocab_size)
     labels = torch.tensor([[0, 1, 4], [2, 3, IGNORED]], dtype=torch.int64, device="cpu")
     mean = function(logits=logits, labels=labels, vocab_size=vocab_size)
     seventh = function(logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=7)
@@ -271,8 +271,8 @@ def _ask(model: PreTrainedModel, head: nn.Module, in_features: int, width: int) 
     """Run one forward; returns what the head gave and what reached the loss function, each fp64 [tokens, width]."""
     name = type(model).__name__
     passage = _Passage()
-    ids = torch.zeros(ROWS, TOKENS, dtype=torch.long, device="cpu")
-    hidden = torch.empty(ROWS, TOKENS, in_features, dtype=torch.float32, device="meta")
+    ids = torch.zeros(PROBE_ROWS, PROBE_TOKENS, dtype=torch.long, device="cpu")
+    hidden = torch.empty(PROBE_ROWS, PROBE_TOKENS, in_features, dtype=torch.float32, device="meta")
     loss = None
 
     try:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatier.errors import UnsupportedModelError
 from megatier.guards.token_rows import are_alike
 
-TOKENS = 64
+DOCUMENT_TOKENS_MAX = 64
 """The most tokens of each document that is tried. Flex attention has other kernels for rows of fewer than 128."""
 TRIALS = 2
 """Trials that a model has to fail. A router may send a token elsewhere because of a rounding, but not each time."""
@@ -34,7 +34,7 @@ def check_documents(run: Callable[[dict[str, Tensor]], Tensor], ids: Tensor, voc
     Raises:
         UnsupportedModelError: it does not.
     """
-    count = min(TOKENS, len(ids) // 2)
+    count = min(DOCUMENT_TOKENS_MAX, len(ids) // 2)
     if not count:
         return
 

@@ -25,7 +25,7 @@ from megatier.errors import UnsupportedModelError
 from megatier.guards.token_rows import COARSE, ROUNDING
 
 REMEDY = "Open the model with activations='keep', under which each forward runs once."
-SAMPLES = 1024
+SAMPLES_NOTED = 1024
 """Numbers of a result that are noted, at least; at most twice as many. All of them would take as much as activations.
 """
 OWN_HOOKS = ("transformers", "peft", "accelerate", "torch", "megatier")
@@ -176,7 +176,7 @@ def _some(result: Tensor | None) -> Tensor | None:
     if result is None or not result.is_floating_point() or not result.numel():
         return None
     flat = result.detach().reshape(-1)
-    step = max(1, flat.numel() // SAMPLES)
+    step = max(1, flat.numel() // SAMPLES_NOTED)
 
     # A copy, since the result may be overwritten before it is made again.
     return flat[::step].clone()

@@ -1,4 +1,4 @@
-"""Weights read from a folder of safetensors, in pieces of CHUNK_ELEMENTS: the model is never whole in memory.
+"""Weights read from a folder of safetensors, in pieces of READ_ELEMENTS: the model is never whole in memory.
 
 A matrix that is stored transposed (an expert of Qwen3-VL-MoE), or is quantised, is whole in memory while it is read.
 
@@ -29,7 +29,7 @@ from megatier.models.decoder import Unit
 from megatier.models.folder import read_generation_config, read_headers
 from megatier.models.safetensors_format import DTYPES, StoredTensor
 
-CHUNK_ELEMENTS = 4 << 20
+READ_ELEMENTS = 4 << 20
 """Elements that are read, converted or written at once: 16 MiB in fp32."""
 
 FULL_PRECISION = ("F32", "BF16", "F16")
@@ -163,17 +163,17 @@ class SafetensorsFolder(TensorReader):
         # As large as the largest piece, and no larger: a tiny tensor needs no buffer of megabytes.
         longest = max((run.num_elements for run in runs), default=0)
         widest_bytes = max((DTYPES[self.stored[run.name].dtype].itemsize for run in runs), default=0)
-        num_elements = min(CHUNK_ELEMENTS, longest)
+        num_elements = min(READ_ELEMENTS, longest)
         raw = torch.empty(num_elements * widest_bytes, dtype=torch.uint8, device="cpu")
         values = torch.empty(num_elements, dtype=dtype, device="cpu")
 
         for run in runs:
             if run.name in self._decoding:
                 decoded = self._decoded(run)
-                yield from decoded.to(dtype).split(CHUNK_ELEMENTS)
+                yield from decoded.to(dtype).split(READ_ELEMENTS)
             elif run.num_columns:
                 matrix = self._transposed(run)
-                yield from matrix.to(dtype).split(CHUNK_ELEMENTS)
+                yield from matrix.to(dtype).split(READ_ELEMENTS)
             else:
                 yield from self._as_they_lie(run, raw, values)
 
@@ -379,6 +379,6 @@ def by_columns(elements: Tensor, num_columns: int) -> Tensor:
 
 
 def chunks(num_elements: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of pieces of at most CHUNK_ELEMENTS."""
-    for start in range(0, num_elements, CHUNK_ELEMENTS):
-        yield start, min(start + CHUNK_ELEMENTS, num_elements)
+    """Yield (start, stop) of pieces of at most READ_ELEMENTS."""
+    for start in range(0, num_elements, READ_ELEMENTS):
+        yield start, min(start + READ_ELEMENTS, num_elements)

@@ -52,7 +52,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatier.compute.adapted import wrappers_in
-from megatier.compute.quantised import PIECE_ELEMENTS
+from megatier.compute.quantised import DECODED_ELEMENTS
 from megatier.models.decoder import Unit
 from megatier.optim.muon import matrices_of
 from megatier.planner.layer_sizes import LayerSizes, in_tiles, is_of_layer, layer_sizes, output_elements
@@ -89,7 +89,7 @@ PRODUCT_BYTES = 14
 takes 8, and 4 for each element of the square of the shorter side."""
 ADAPTED_COPIES = 2
 """What exists of an adapted parameter beside itself: with what its adapter adds, and the gradient of that."""
-PIECE_BYTES = 12
+DECODED_BYTES = 12
 """Bytes for each number of a piece that is decoded: of three copies in fp32."""
 ATTENTION_PASSING = 2
 """Layers whose attention is on the GPU at once, if it is offloaded: it comes back one layer ahead."""
@@ -355,8 +355,8 @@ def _decoded_bytes(setup: Setup) -> int:
             # A tensor of codes stands for more numbers than it has elements.
             if tensor.stands_for > 1:
                 largest = max(largest, tensor.num_parameters)
-    piece_elements = min(largest, PIECE_ELEMENTS)
-    return largest * setup.item_bytes + piece_elements * PIECE_BYTES
+    piece_elements = min(largest, DECODED_ELEMENTS)
+    return largest * setup.item_bytes + piece_elements * DECODED_BYTES
 
 
 def _fp8_bytes(setup: Setup) -> int:

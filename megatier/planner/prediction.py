@@ -15,7 +15,7 @@ from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
 from megatier.planner.search import Choice
 from megatier.trace.events import TraceEvent
 
-STEPS = 3
+MEASURED_STEPS = 3
 """Steps that are measured after the first one, which records the order of units."""
 WORTH_SAYING = 0.05
 """Share of a step by which a correction must differ for the user to be told."""
@@ -82,12 +82,12 @@ class Prediction:
         self._num_seen += 1
 
         # One correction is enough: the forecast is compared with all later steps, and must not follow them.
-        is_over = len(self._rates) == STEPS
+        is_over = len(self._rates) == MEASURED_STEPS
         if self._num_seen == 1 or is_over or not planned_rate(self.forecast):
             return None
         if rate := measured_rate(events):
             self._rates.append(rate)
-        if len(self._rates) < STEPS:
+        if len(self._rates) < MEASURED_STEPS:
             return None
 
         # Drives waver from step to step, and a median leaves out the odd one.

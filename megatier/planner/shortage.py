@@ -17,7 +17,7 @@ Settings = dict[str, Any]
 Place = Callable[[Setup], object]
 """Places a run; raises PlanError if it does not fit."""
 
-SLICES = (2, 4, 8, 16, 32)
+SLICES_TRIED = (2, 4, 8, 16, 32)
 """Numbers of slices that are tried."""
 NARROWER: tuple[Settings, ...] = (
     *({"train.moments": name} for name in MOMENTS[1:]),
@@ -68,7 +68,7 @@ def _ways(setup: Setup, place: Place) -> Iterator[str]:
         yield f"with {more}"
 
     train = setup.config.train
-    for count in SLICES if setup.config.can_slice else ():
+    for count in SLICES_TRIED if setup.config.can_slice else ():
         # The fewest that fit are named alone.
         is_allowed = count > train.slices and train.batch % (train.groups * count) == 0
         if is_allowed and _fits(setup, {"train.slices": count}, place):

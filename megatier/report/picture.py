@@ -39,7 +39,7 @@ FIGURES_RIGHT = (1056, 1122, 1184)
 """Pixels at which the columns busy, share and at once end."""
 ROW = 30
 BAR = 20
-NAME_MAX = 15
+LANE_NAME_MAX = 15
 """Characters of a row's name."""
 GAP_MIN = 0.3
 """Pixels. Spans of a colour that are closer together are drawn as one, so that thousands stay a small file. A shorter
@@ -194,7 +194,7 @@ def account_of(events: Iterable[TraceEvent]) -> Account:
 
 def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str], middle: float) -> Iterator[str]:
     """Yield name, spans and figures of a lane."""
-    yield text(LEFT - 10, middle + 4, use.lane, "end", NAME_MAX)
+    yield text(LEFT - 10, middle + 4, use.lane, "end", LANE_NAME_MAX)
     yield bar(LEFT, middle - BAR / 2, PLOT, BAR, TRACK)
 
     # Spans of a colour are one path, so that thousands of them stay a small file.

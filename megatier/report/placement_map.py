@@ -14,14 +14,14 @@ LEFT = 110
 TOP = 8
 """Pixels of the place where cells begin."""
 ROW = 26
-CELL_MAX = 90
+CELL_WIDTH_MAX = 90
 """Pixels of a column, at most."""
 GAP = 1
 NAMED_MIN = 34
 """Pixels of a column from which its cells name their tier."""
 NAMES_MAX = 40
 """Columns that are all named, at most; of more, some are."""
-NAME_MAX = 18
+UNIT_NAME_MAX = 18
 """Characters of a unit's name."""
 LETTER_HEIGHT = 5.5
 """Pixels that a letter of a slanted name goes down, at most."""
@@ -35,7 +35,7 @@ def draw(opening: RunStart) -> str:
     homes_of = opening.homes
     kinds = [kind for kind in KINDS if any(kind in homes for homes in homes_of.values())]
     bottom = TOP + ROW * len(kinds)
-    width = min(CELL_MAX, (WIDTH - LEFT) / max(len(homes_of), 1))
+    width = min(CELL_WIDTH_MAX, (WIDTH - LEFT) / max(len(homes_of), 1))
 
     parts = []
     for number, kind in enumerate(kinds):
@@ -51,7 +51,7 @@ def draw(opening: RunStart) -> str:
     names = [unit.removeprefix("model.") for unit in homes_of]
     parts += _names(names, width, bottom)
     longest = max(map(len, names), default=0)
-    height = bottom + 24 + LETTER_HEIGHT * min(NAME_MAX, longest)
+    height = bottom + 24 + LETTER_HEIGHT * min(UNIT_NAME_MAX, longest)
 
     used = {tier for homes in homes_of.values() for tier in homes.values()}
     colours = [(f"{tier} square", meaning) for tier, meaning in MEANINGS.items() if tier in used]
@@ -85,5 +85,5 @@ def _names(names: list[str], width: float, top: float) -> Iterator[str]:
         x = LEFT + (column + 0.5) * width
         place = f'x="{x:.1f}" y="{y}" text-anchor="end"'
         slanted = f'transform="rotate(-50 {x:.1f} {y})"'
-        name = plain(names[column], NAME_MAX)
+        name = plain(names[column], UNIT_NAME_MAX)
         yield f"<text {place} {slanted}>{name}</text>"

@@ -26,7 +26,7 @@ INNER = 8
 """Pixels from row to row, of a bar's height, and of the height of the bar inside it."""
 CURVE = 150
 """Pixels of the height of the long write."""
-NAME_MAX = 32
+PROBE_NAME_MAX = 32
 """Characters of a row's name."""
 STEP_MIN = 2
 """Steps of a long write that make a curve, at least."""
@@ -156,7 +156,7 @@ def _section(
         yield text(right, y, name, "end")
     for index, row in enumerate(bars):
         middle = top + ROW * (index + 0.5)
-        yield text(LEFT - 10, middle + 4, row.name, "end", NAME_MAX)
+        yield text(LEFT - 10, middle + 4, row.name, "end", PROBE_NAME_MAX)
         width = PLOT * row.value / most
         yield bar(LEFT, middle - BAR / 2, width, BAR, row.colour)
         if row.inner:

@@ -34,7 +34,7 @@ from megatier.setup.machine import free_gpu_bytes
 from megatier.store.copies import POISON
 from megatier.tier import Kind, Phase, Tier
 
-SHARES = 16
+GPU_SHARES = 16
 """The shares of the GPU's memory, of which one or two stay free."""
 PROMPT = 1
 """The number of the forward that reads the prompt. The next one copies what is held."""
@@ -215,9 +215,9 @@ class HeldWeights:
             # RAM stands for the GPU's memory, and nothing but the arena and what is held is counted in it.
             total = self._limit_bytes or self._arena_bytes
             free = total - self._arena_bytes - self.num_bytes
-            return total // SHARES, free
+            return total // GPU_SHARES, free
         total, free = free_gpu_bytes(self._limit_bytes)
-        return total // SHARES, free
+        return total // GPU_SHARES, free
 
     def _give_back(self) -> None:
         """Give memory that torch keeps, and nobody uses, back to the device."""

@@ -21,7 +21,7 @@ from megatier.tier import QUEUES, Kind, cut_at_addresses
 
 LOG_TRANSFERS_MAX = 1 << 17
 """The most transfers that are kept for a trace. If nobody takes them, the oldest are dropped."""
-PIECE_BYTES = 128 << 20
+COPY_BYTES_MAX = 128 << 20
 """The most bytes that one lane copies at once between RAM and the GPU. The device makes the copies of one direction in
 the order in which they were enqueued, whatever their streams. So each lane enqueues one piece at a time; else a long
 row of pieces would hold up a copy that compute waits for. Pieces end where addresses in RAM are multiples of this, so
@@ -159,9 +159,9 @@ class Lanes:
             return
 
         # The piece before is over on the device before the next one is enqueued, so that the lanes of one direction
-        # take turns (`PIECE_BYTES`). It may belong to the copy before, since the piece is noted for the lane.
+        # take turns (`COPY_BYTES_MAX`). It may belong to the copy before, since the piece is noted for the lane.
         in_ram = source if target.is_cuda else target
-        for start, stop in cut_at_addresses(in_ram.data_ptr(), in_ram.numel(), PIECE_BYTES):
+        for start, stop in cut_at_addresses(in_ram.data_ptr(), in_ram.numel(), COPY_BYTES_MAX):
             before = self._pieces.get(queue)
             if before is not None:
                 before.synchronize()

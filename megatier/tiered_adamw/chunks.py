@@ -15,7 +15,7 @@ from megatier.layout import ALIGN_ELEMENTS
 from megatier.state import StateSchema
 from megatier.tier import Kind, Tier, round_up
 
-CHUNK_ELEMENTS_MAX = 4 << 20
+STATE_CHUNK_ELEMENTS_MAX = 4 << 20
 """Elements of a chunk at most: 16 to 40 MiB, and drives and links are at full speed below that."""
 CHUNK_ELEMENTS_MIN = 2048
 """Elements of a chunk at least, however small the RAM budget is; a multiple of the alignment."""
@@ -112,7 +112,7 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
         PlanError: the state does not fit the budgets.
     """
     # All of it in RAM needs no slots, so chunks may have their largest size.
-    whole = _cut(sizes, CHUNK_ELEMENTS_MAX)
+    whole = _cut(sizes, STATE_CHUNK_ELEMENTS_MAX)
     needed = sum(round_up(chunk.num_bytes) for chunk in whole)
     if needed <= ram:
         return _plan(whole, 0)
@@ -127,7 +127,7 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
     most = ram // (SLOTS_SHARE * SLOTS * per_element)
     # A multiple of the alignment, on which `_cut` counts.
     aligned = most // CHUNK_ELEMENTS_MIN * CHUNK_ELEMENTS_MIN
-    chunk_elements = min(max(aligned, CHUNK_ELEMENTS_MIN), CHUNK_ELEMENTS_MAX)
+    chunk_elements = min(max(aligned, CHUNK_ELEMENTS_MIN), STATE_CHUNK_ELEMENTS_MAX)
     chunks = _cut(sizes, chunk_elements)
     slots = SLOTS * round_up(max(chunk.num_bytes for chunk in chunks))
     if slots > ram:

@@ -28,7 +28,7 @@ from megatier.models import weights
 @pytest.fixture(autouse=True)
 def _settings_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
-    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 700)
+    monkeypatch.setattr(weights, "READ_ELEMENTS", 700)
     with one_thread():
         yield
     torch.use_deterministic_algorithms(before)

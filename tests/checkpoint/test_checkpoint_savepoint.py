@@ -274,7 +274,7 @@ def test_savepoint_with_the_manifest_of_another_is_refused(kept: Path, capsys: p
         check_refused(kept, "is of another savepoint: that of step 2", capsys)
 
 
-@pytest.mark.parametrize("number", [savepoint.UNBOUND_FORMAT, 2])
+@pytest.mark.parametrize("number", [savepoint.UNBOUND_SAVEPOINT, 2])
 def test_savepoint_of_an_older_version_is_gone_on_from(number: int, tmp_path: Path, whole: dict[str, Any]) -> None:
     run = ended(tmp_path, settings_of(tmp_path, SPREAD))
     folder = run / "savepoints" / "step-00000004"

@@ -272,7 +272,7 @@ def test_question_that_becomes_a_guard_is_answered_by_true_sizes_though_it_asks_
     allocator = SizeVarAllocator(sizes)
     hint = next(getattr(allocator, name) for name in open_shapes._HINTS if hasattr(allocator, name))
     with open_shapes.planning():
-        assert hint(tokens) == open_shapes.TOKENS
+        assert hint(tokens) == open_shapes.PLANNED_TOKENS
         assert open_shapes._telling(hint)(tokens) == 1 << 32
     for maker in (simd, triton_utils):
         assert hasattr(maker.expr_fits_within_32bit, "__wrapped__")

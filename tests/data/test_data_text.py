@@ -161,7 +161,7 @@ def test_documents_bad_records_are_left_out_if_told_so(tmp_path: Path) -> None:
 def test_documents_bad_records_far_apart_do_not_keep_the_text_from_being_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatier.data.records.LOOKED_AT", 3)
+    monkeypatch.setattr("megatier.data.records.RECORDS_LOOKED_AT", 3)
     (tmp_path / "a.jsonl").write_text("\n".join(["{", *['{"text": "x"}'] * 9, "{"]))
     with pytest.raises(DataError, match=r"a\.jsonl, line 1: no valid JSON.* data\.skip_bad leaves such records out\.$"):
         read(tmp_path / "a.jsonl")

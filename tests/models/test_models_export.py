@@ -26,7 +26,7 @@ from megatier.models.safetensors_format import read_header
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tensors of tiny models go out in several pieces too."""
-    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(weights, "READ_ELEMENTS", 1000)
 
 
 def test_export_bf16_rounds_to_nearest_even_as_torch_does(tmp_path: Path) -> None:

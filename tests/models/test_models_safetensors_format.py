@@ -21,7 +21,7 @@ from megatier.models.weights import SafetensorsFolder
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tensors of tiny models come in several pieces too."""
-    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(weights, "READ_ELEMENTS", 1000)
 
 
 @pytest.fixture

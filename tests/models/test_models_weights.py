@@ -36,7 +36,7 @@ SHARD_BYTES = 60_000
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tensors of tiny models come in several pieces too."""
-    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(weights, "READ_ELEMENTS", 1000)
 
 
 class Counter:
@@ -65,7 +65,7 @@ def of_all_ranks(source: SafetensorsFolder, units: tuple[Unit, ...], size: int, 
             shard = padded.layout.shard(rank, size)
             found = torch.zeros(shard.num_elements)
             for start, piece in source.read(padded, shard):
-                assert 0 < piece.numel() <= weights.CHUNK_ELEMENTS
+                assert 0 < piece.numel() <= weights.READ_ELEMENTS
                 found[start : start + piece.numel()] = piece
             parts = {t.name: whole[unit.name][t.start : t.stop] for t in unit.layout.tensors}
             offsets = {t.name: t.offset for t in unit.layout.tensors}

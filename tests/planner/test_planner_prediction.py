@@ -15,7 +15,7 @@ from test_planner_plan import MIB, SLOW, budgets, run_config
 from megatier.cli import main
 from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
 from megatier.measure.probe import cache_rates
-from megatier.planner.prediction import STEPS, Correction, Prediction, measured_rate
+from megatier.planner.prediction import MEASURED_STEPS, Correction, Prediction, measured_rate
 from megatier.planner.search import Choice
 from megatier.planner.trial import Trial
 from megatier.schedule.rates import DriveRates, Rates
@@ -85,9 +85,9 @@ def test_prediction_becomes_that_of_the_drives_as_they_are(factor: float) -> Non
     planned, real = prediction(SLOW), prediction(SLOW.times(factor)).forecast
     assert abs(real.seconds / planned.forecast.seconds - 1) > 0.1
     placement = planned._choice.placement
-    corrections = [planned.observe(step_of(real)) for _ in range(STEPS + 3)]
-    assert [number for number, made in enumerate(corrections) if made is not None] == [STEPS]
-    made = corrections[STEPS]
+    corrections = [planned.observe(step_of(real)) for _ in range(MEASURED_STEPS + 3)]
+    assert [number for number, made in enumerate(corrections) if made is not None] == [MEASURED_STEPS]
+    made = corrections[MEASURED_STEPS]
     assert made is not None
     assert made.is_worth_saying
     assert made.seconds == planned.forecast.seconds == pytest.approx(real.seconds, rel=0.02)
@@ -99,7 +99,7 @@ def test_prediction_becomes_that_of_the_drives_as_they_are(factor: float) -> Non
 def test_prediction_that_the_steps_confirm_stays() -> None:
     planned = prediction(SLOW)
     before = planned.forecast.seconds
-    (made,) = [found for _ in range(STEPS + 1) if (found := planned.observe(step_of(planned.forecast)))]
+    (made,) = [found for _ in range(MEASURED_STEPS + 1) if (found := planned.observe(step_of(planned.forecast)))]
     assert not made.is_worth_saying
     assert made.seconds == pytest.approx(before, rel=0.01)
 
@@ -137,7 +137,7 @@ def test_prediction_gives_a_range_until_the_run_knows_better() -> None:
     low, high = run.seconds_range
     assert low == prediction(SLOW.times(1.2)).forecast.seconds < run.forecast.seconds < high
     assert high == prediction(SLOW.times(0.8)).forecast.seconds
-    for _ in range(STEPS + 1):
+    for _ in range(MEASURED_STEPS + 1):
         run.observe(step_of(run.forecast))
     assert run.seconds_range == (run.forecast.seconds,) * 2
     assert prediction(SLOW).seconds_range == (prediction(SLOW).forecast.seconds,) * 2
@@ -188,12 +188,12 @@ def test_run_whose_drive_does_less_than_measured_says_so_and_computes_the_same(
     assert outcomes[0] == outcomes[1]
     assert "the plan said" in capsys.readouterr().out
     (found,) = [record for record in metrics(tmp_path / "planned") if "correction" in record]
-    assert found["step"] == 1 + STEPS
+    assert found["step"] == 1 + MEASURED_STEPS
     correction = found["correction"]
     assert correction["seconds"] > correction["planned_seconds"]
     assert correction["measured_bytes_per_s"] < correction["planned_bytes_per_s"]
     steps = [record for record in metrics(tmp_path / "planned") if "loss" in record]
-    expected = [correction["planned_seconds"]] * (1 + STEPS) + [correction["seconds"]] * 3
+    expected = [correction["planned_seconds"]] * (1 + MEASURED_STEPS) + [correction["seconds"]] * 3
     assert [step["attainment"] * step["seconds"] for step in steps] == pytest.approx(expected)
     begins = all_records(tmp_path / "planned")[0]
     assert begins["expected"]["seconds_range"] == [correction["planned_seconds"]] * 2

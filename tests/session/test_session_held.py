@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatier.config.lora import LoraConfig
 from megatier.integrations.streamed import Streamed
-from megatier.session.held import SHARES, HeldWeights
+from megatier.session.held import GPU_SHARES, HeldWeights
 from megatier.session.session import Session
 from megatier.tier import Tier
 
@@ -109,7 +109,7 @@ def memory_of_the_arena(held: HeldWeights) -> tuple[int, int]:
     A GPU hands out more at once than a tiny model has, and other processes take of it.
     """
     total = held._limit_bytes or held._arena_bytes
-    return total // SHARES, total - held._arena_bytes - held.num_bytes
+    return total // GPU_SHARES, total - held._arena_bytes - held.num_bytes
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -264,7 +264,7 @@ def test_weights_are_let_go_when_memory_gets_short_and_the_text_stays_the_same(
             seen.append(held.num_bytes)
             if tokens == 4:
                 assert held._limit_bytes is not None
-                held._limit_bytes -= held._limit_bytes // (SHARES - 3)
+                held._limit_bytes -= held._limit_bytes // (GPU_SHARES - 3)
 
         assert generate(streamed, shorten) == expected
         away = away_bytes(session)

@@ -16,7 +16,7 @@ import torch
 from megatier.errors import CapacityError
 from megatier.page_lock import LOCKED_BYTES
 from megatier.store.arena import HUGE_PAGE_BYTES, Arena, SlotPool
-from megatier.store.lanes import PIECE_BYTES, Lanes
+from megatier.store.lanes import COPY_BYTES_MAX, Lanes
 from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, cut_at_addresses
 
@@ -134,14 +134,14 @@ def test_arena_of_which_a_piece_is_refused_leaves_nothing_locked(
 
 
 def test_copies_of_lanes_never_cross_the_end_of_what_is_locked_at_once() -> None:
-    assert LOCKED_BYTES % PIECE_BYTES == 0
+    assert LOCKED_BYTES % COPY_BYTES_MAX == 0
     address = 3 * LOCKED_BYTES - 1000
-    pieces = list(cut_at_addresses(address, 3 * PIECE_BYTES, PIECE_BYTES))
+    pieces = list(cut_at_addresses(address, 3 * COPY_BYTES_MAX, COPY_BYTES_MAX))
     assert pieces[0] == (0, 1000)
     assert [stop for _, stop in pieces[:-1]] == [start for start, _ in pieces[1:]]
-    assert pieces[-1][1] == 3 * PIECE_BYTES
-    assert all(stop - start <= PIECE_BYTES for start, stop in pieces)
-    assert list(cut_at_addresses(address, 0, PIECE_BYTES)) == []
+    assert pieces[-1][1] == 3 * COPY_BYTES_MAX
+    assert all(stop - start <= COPY_BYTES_MAX for start, stop in pieces)
+    assert list(cut_at_addresses(address, 0, COPY_BYTES_MAX)) == []
 
 
 def test_slots_are_equal_disjoint_page_aligned_and_last_in_last_out() -> None:
@@ -247,7 +247,7 @@ def test_arena_that_is_locked_in_pieces_is_copied_across_their_ends(locked_bytes
     host.bytes.copy_(torch.arange(host.num_bytes, dtype=torch.int64).remainder_(251))
     there = torch.zeros(host.num_bytes, dtype=torch.uint8, device="cuda")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatier.store.lanes.PIECE_BYTES", locked_bytes)
+        patch.setattr("megatier.store.lanes.COPY_BYTES_MAX", locked_bytes)
         lanes = Lanes(torch.device("cuda"))
         lanes.to_gpu("x", there, host.bytes).wait()
         assert torch.equal(there.cpu(), host.bytes)

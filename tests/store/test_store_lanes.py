@@ -56,7 +56,7 @@ def test_transfer_on_a_stream_has_a_span_on_the_hosts_clock() -> None:
 
 @pytest.mark.gpu
 def test_copy_longer_than_a_piece_arrives_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatier.store.lanes.PIECE_BYTES", 1000)
+    monkeypatch.setattr("megatier.store.lanes.COPY_BYTES_MAX", 1000)
     lanes = Lanes(torch.device("cuda"))
     source, back = pattern(3, 10_500).pin_memory(), torch.zeros(10_500, dtype=torch.uint8, pin_memory=True)
     there = torch.zeros(10_500, dtype=torch.uint8, device="cuda")

@@ -28,7 +28,7 @@ def flat_blocks(source: Initialiser | SafetensorsFolder, units: tuple[Unit, ...]
         for start, piece in source.read(unit):
             assert start >= position
             assert piece.dtype == torch.float32
-            assert 0 < piece.numel() <= weights.CHUNK_ELEMENTS
+            assert 0 < piece.numel() <= weights.READ_ELEMENTS
             position = start + piece.numel()
             blocks[unit.name][start:position] = piece
     return blocks

@@ -17,7 +17,7 @@ from megatier.config.schema import NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.step import StepResult
 from megatier.engine.unit_model import Batch
 from megatier.integrations.streamed import Streamed
-from megatier.session.held import SHARES
+from megatier.session.held import GPU_SHARES
 from megatier.session.session import Session
 from megatier.tier import Kind, Tier
 
@@ -102,7 +102,7 @@ def streamed_on(
         usage = session.store.usage(Tier.GPU)
         arena = sum(usage.values()) - usage["budget"]
         # Two shares of the whole stay free.
-        limit = math.ceil((arena + held * away_bytes(session)) * SHARES / (SHARES - 2)) if held else None
+        limit = math.ceil((arena + held * away_bytes(session)) * GPU_SHARES / (GPU_SHARES - 2)) if held else None
         session.setup = replace(session.setup, config=session.setup.config.changed({"tiers.gpu_limit": limit}))
         with Streamed(session, contextlib.ExitStack()) as streamed:
             streamed.model.train()

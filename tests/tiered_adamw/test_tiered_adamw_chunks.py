@@ -10,7 +10,7 @@ import pytest
 from megatier.errors import PlanError
 from megatier.state import ADAMW_BF16, ADAMW_FP32
 from megatier.tier import PAGE_BYTES, Kind, Tier, round_up
-from megatier.tiered_adamw.chunks import CHUNK_ELEMENTS_MAX, SLOTS, ChunkPlan, ParameterSize, plan_chunks
+from megatier.tiered_adamw.chunks import SLOTS, STATE_CHUNK_ELEMENTS_MAX, ChunkPlan, ParameterSize, plan_chunks
 
 MIB = 1 << 20
 
@@ -60,7 +60,7 @@ def test_small_parameters_share_a_chunk() -> None:
 
 
 def test_state_that_fits_ram_takes_no_slots() -> None:
-    plan = plan_chunks(sizes_of(2 * CHUNK_ELEMENTS_MAX), 80 * MIB, 1)
+    plan = plan_chunks(sizes_of(2 * STATE_CHUNK_ELEMENTS_MAX), 80 * MIB, 1)
     assert {chunk.home for chunk in plan.chunks} == {Tier.RAM}
     assert plan.num_ram_slots == 0
 

@@ -40,7 +40,7 @@ def small_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (checkpoint, checkpoint_writer, plane_writer):
             patch.setattr(module, "Grid", SmallGrid)
-        patch.setattr(weights, "CHUNK_ELEMENTS", 700)
+        patch.setattr(weights, "READ_ELEMENTS", 700)
         yield
 
 
