@@ -1,50 +1,56 @@
-"""Counts the GPU memory that a step's activations, gradients, loss and libraries take, in addition to the arena.
+"""Estimates the GPU memory of a step outside the arena: activations, gradients, the loss and libraries.
 
-Each term is a tensor that is there at a peak, in bytes. Activations are counted in boundary activations: hidden sizes
-of each token of a group. Of a layer, c are the outputs of its products and of attention (where the output of the last
-product is the next layer's input), and f is the widest input of a product, that of a gated MLP's last one. There are
-two peaks, and what layers have saved is there at both. At the loss there are:
+Each term is a tensor that exists at a peak. There are three peaks: the loss, and in the backward of a layer its MLP and
+its attention, of which the larger one counts. Sizes are in these letters:
 
-- `LOSS_BYTES`: the logits of a chunk and their gradient, and the fp32 sum of the head's gradient.
-- `BOUNDARIES_AT_LOSS`: the input, the output and the gradient of the last norm.
+- b: a boundary activation, which is the hidden sizes of all tokens of a group. c and f are multiples of it.
+- c: the outputs of a layer's products and of attention. That of the last product is the next layer's input.
+- f: the widest input of a product, which in a gated MLP is that of the last one.
+- s: the saved share (`model.saved_share`).
 
-In the backward of a layer there are two moments, of which the larger one counts. While its MLP is worked on there are:
+| peak | term | size | constant |
+|---|---|---|---|
+| all | driver and libraries | 1 GB | `CONTEXT_BYTES` |
+| all | what layers save | the second table | |
+| all | offloaded inputs and attention on their way | those of 2 layers each | `INPUTS_PASSING`, `ATTENTION_PASSING` |
+| all | mask of documents kept apart (none with flex) | 1 byte for each pair of tokens | |
+| all | copies of weights lent to the whole forward | gradient dtype | |
+| all | a quantised matrix that is decoded | compute dtype, and pieces in fp32 | `DECODED_BYTES` |
+| all | adapted parameters of one unit | 2 of each | `ADAPTED_COPIES` |
+| all | FP8 copies of the largest matrix | 2 bytes an element | `FP8_WEIGHTS` |
+| all | matrices that Muon updates on the GPU | their products and state | `PRODUCT_BYTES`, `CARRIED_BYTES` |
+| loss | logits of a chunk, and their gradient | by the kind of loss | `LOSS_BYTES` |
+| loss | sum of the head's gradient, to the end if tied | fp32 | |
+| loss | input, output and gradient of the last norm | 3 b | `BOUNDARIES_AT_LOSS` |
+| MLP | gate, up, their product; gradients of the three | 6 f, less what is saved of them | `layer_sizes.IN_MLP` |
+| MLP | gradients and inputs in FP8 | 1.5 f | `FP8_IN_MLP` |
+| MLP | gradient of the layer's output, MLP's input, norm | 3.2 b | `IN_LAYER` |
+| MLP | attention that is computed again | 1.25 times its part of c | `ATTENTION_AGAIN` |
+| MLP | the same of a layer that is not compiled | what it has not saved, 1.4 b, 2 f | `PLAIN_...` |
+| MLP | a module in tiles: one tile, and sums in fp32 | 2.3 times a tile's outputs | `TILE_REPEATED`, `TILED` |
+| attention | gradients of all the layer's weights | compute dtype | |
+| attention | the activations above | at most 10 b | `ATTENTION_BACKWARD` |
+| attention | mask in the compute dtype | 2 bytes for each pair of tokens | |
+| backward, slices | gradient sum; whole output's and input's gradient | fp32 (one slice: compute dtype), 2 b | |
 
-- 6 f: gate, up, their product and the gradients of these, less what the layer has saved of them.
-- `IN_LAYER`: about 3 boundaries.
-- `ATTENTION_AGAIN`: the outputs of attention's products and their rotated copies, if attention is computed again.
+With slices, b of MLP and attention is that of one slice.
 
-When its attention is worked on there are the gradients of all its weights, and of the activations above at most
-`ATTENTION_BACKWARD` boundaries.
+| layer | saves |
+|---|---|
+| compiled | 1 + s (c + f + 1), that is its input, c, f and two norms' outputs; for s < 1 at most c |
+| not compiled, graph retained | also f for the activation function, and 6 b for the norms in fp32 |
+| checkpointed | 1 b, its input; 4 b if its experts are units (`INPUTS_CUT`) |
+| offloaded, or frozen with nothing trained before it | nothing |
+| kept attention; flex attention with s < 0.8 (`ATTENTION_FROM`) | attention's output and log-sum-exp as well |
+| modules in tiles of tokens | their inputs alone |
+| products in FP8 | half of what these take |
+| adapters with dropout | each its own input, and a byte for each element; DoRA also what it adds |
 
-With slices, the activations are those of one slice. Then there are also the sum of the slices before (in the compute
-dtype of one slice, in fp32 of several), and the gradients of the layer's whole output and input.
+A unit that is no layer has the gradients of its weights alone. A frozen layer is counted as if it were trained.
 
-A compiled layer saves the share s of all that it could, 1 + s (c + f + 1), which are its input, c, f and the outputs of
-two norms; c at most, and its input at least. The compiler picks whole tensors, so it may save less. At s = 1 all of it
-is saved. A layer that is not compiled also saves what the activation function gives and the fp32 copies of norms.
-
-Where attention is kept, and the rest of a layer computed again, its output and log-sum-exp are saved besides the input.
-So they are for flex attention if a compiled layer saves less than the share at which attention is among what it saves.
-If they are offloaded, those of two layers are under way.
-
-Norms, MLPs and experts that run in tiles of tokens save nothing but their inputs. What they hold inside counts for one
-tile, and in the backward their gradients count as well: those of a tile, and their sum in fp32.
-
-With products in FP8 a layer saves half of what its products take, and its backward also has gradients, inputs and the
-largest matrix in FP8.
-
-A unit that is no layer has gradients of its weights as well, as large as an embedding. Of one that is tied to the head
-the sum that the loss made stays until its own backward.
-
-A frozen layer is counted as if it were trained. One with nothing trained before it saves nothing. What an adapter adds
-to the output of its module is not saved, except with DoRA. With dropout each adapter saves its own input, and a byte
-for each element that says what was dropped. If documents are kept apart there is also a mask of one byte for each pair
-of tokens, which a layer's attention has in the compute dtype as well. flex_attention has none, because its mask is by
-blocks. Copies of weights that are lent to the whole forward (`Unit.is_lent`) count at both peaks, and so do one
-quantised matrix that is decoded, and the parameters of one unit that have adapters of their own.
-
-`bench/bench_memory.py` compares it with what steps of many shapes and settings take (docs/large_models.md).
+The constants with fractions are fitted. `bench/bench_memory.py` compares all that it has cases of with steps on an
+H100 (docs/large_models.md); cases are named beside the constants. No case has FP8 products, adapters or quantised
+weights: those terms are counted from the tensors that the code makes.
 """
 
 from __future__ import annotations
@@ -63,47 +69,50 @@ from megatier.setup.workload import Workload, attention_parts, boundary_width, h
 from megatier.tier import Tier
 
 CONTEXT_BYTES = 1_000_000_000
-"""Bytes that the driver and libraries hold, with the work areas that these take of torch."""
+"""Bytes that the driver and libraries hold, with their work areas. Cases: all."""
 IN_LAYER = 3.2
-"""Boundary activations beside them: the gradient of the layer's output, the input of the MLP and its norm."""
+"""Boundary activations in the backward of an MLP, beside its own. Cases: 8b_little, 8b_nothing."""
 ATTENTION_AGAIN = 1.25
-"""What attention holds if it is computed again, over the outputs of all but the MLP's products: rotated copies too."""
+"""What attention that is computed again holds over the outputs of all but the MLP's products: also rotated copies.
+Cases: 8b_nothing, 70b."""
 ATTENTION_BACKWARD = 10
-"""Most boundary activations in the backward of attention, when the gradients of all weights of a layer are there."""
+"""The most boundary activations in the backward of attention. Cases: 8b_slices, 32b_muon, 70b."""
 PLAIN_BOUNDARIES = 1.4
 PLAIN_WIDEST = 2
-"""Of a layer that is not compiled: boundary activations, and widest inputs, in its backward beside what it saves."""
+"""Boundary activations, and widest inputs, in the backward of a layer that is not compiled, beside what it saves.
+Cases: 8b_plain, plain_again, plain_kept."""
 TILE_REPEATED = 2.3
-"""Bytes that the backward of a tile holds, over the outputs of its products."""
+"""What the backward of a tile holds over the outputs of its products. Cases: 8b_tiles, small_head_tiles."""
 TILED = 2
-"""Boundary activations of a module that runs in tiles, whole: the gradients of its input and output."""
+"""Boundary activations of a module that runs in tiles, whole: the gradients of its input and output. Cases as above."""
 INPUTS_CUT = 4
 """Least boundary activations that a layer saves if its experts are units: the inputs of both norms, of the attention
 and of the experts."""
 ATTENTION_FROM = 0.8
-"""Least saved share at which attention is among what the compiler saves."""
+"""The least saved share at which the compiler saves attention. Cases: 8b (0.8), 8b_fp8_moments (0.6), 8b_half (0.4)."""
 CARRIED_BYTES = 10
-"""Bytes of each element of a matrix that is carried: its state and its gradient."""
+"""Bytes of each element of a matrix that is carried: its state and its gradient. No case: those have all state on the GPU."""
 PRODUCT_BYTES = 14
 """Most bytes that the products of a matrix take for each of its elements, when its new master is split. Newton-Schulz
-takes 8, and 4 for each element of the square of the shorter side."""
+takes 8, and 4 for each element of the square of the shorter side. Case: 32b_muon."""
 ADAPTED_COPIES = 2
-"""What exists of an adapted parameter beside itself: with what its adapter adds, and the gradient of that."""
+"""Copies of an adapted parameter: its sum with what its adapter adds, and the gradient of that sum."""
 DECODED_BYTES = 12
 """Bytes for each number of a piece that is decoded: of three copies in fp32."""
 ATTENTION_PASSING = 2
-"""Layers whose attention is on the GPU at once, if it is offloaded: it comes back one layer ahead."""
+"""Layers whose offloaded attention is on the GPU at once: it comes back one layer ahead."""
 INPUTS_PASSING = 2
-"""Layers whose offloaded input is there at once: it leaves while the next one comes, and comes back one layer ahead."""
+"""Layers whose offloaded input is on the GPU at once: it leaves while the next one comes, and comes back one
+layer ahead. Case: 8b_offload."""
 FP8_IN_MLP = 1.5
 """Widest inputs, in bf16, that FP8 copies take in the backward of a product: two of a gradient, one of an input."""
 FP8_WEIGHTS = 2
-"""Bytes of FP8 copies for each element of a matrix that is multiplied: as it lies, and in columns."""
+"""Bytes of FP8 copies for each element of a matrix that is multiplied: its rows, and its transpose."""
 BOUNDARIES_AT_LOSS = 3
-"""Boundary activations at the loss: input, output and gradient of the last norm."""
+"""Boundary activations at the loss: input, output and gradient of the last norm. Cases: 8b, 3b."""
 LOSS_BYTES = {"compiled": 4, "plain": 19, "unfused": 12}
-"""Bytes for each logit of a chunk, in bf16: logits and their gradient; also what a loss that is not compiled has in
-fp32; and, if it is not fused with the head, what Hugging Face's loss function has."""
+"""Bytes for each logit of a chunk in bf16, by the kind of loss: of logits and their gradient; with fp32 copies if it is
+not compiled; and of Hugging Face's loss function if it is not fused. Cases: 8b, 3b; 8b_plain; unfused."""
 
 
 @dataclass(frozen=True, slots=True)
