@@ -91,7 +91,7 @@ and of the experts."""
 ATTENTION_FROM = 0.8
 """The least saved share at which the compiler saves attention. Cases: 8b (0.8), 8b_fp8_moments (0.6), 8b_half (0.4)."""
 CARRIED_BYTES = 10
-"""Bytes of each element of a matrix that is carried: its state and its gradient. No case: those have all state on the GPU."""
+"""Bytes of each element of a matrix that is carried: its state and its gradient. No case has state in RAM with it."""
 PRODUCT_BYTES = 14
 """Most bytes that the products of a matrix take for each of its elements, when its new master is split. Newton-Schulz
 takes 8, and 4 for each element of the square of the shorter side. Case: 32b_muon."""
