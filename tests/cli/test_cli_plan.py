@@ -163,6 +163,7 @@ def test_plan_of_a_machine_that_was_not_measured_is_that_of_train(
     assert document["budget_bytes"]["gpu"] == hardware.default_budgets("cpu").gpu_bytes
     assert document["assumed_rates"].keys() == {field.name for field in fields(Rates)} - {
         "gpu_bytes",
+        "compute_capability",
         "fp8_flops_per_s",
         *OF_RANKS,
     }
