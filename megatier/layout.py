@@ -32,7 +32,7 @@ SHARD_ELEMENTS = 64 << 10
 """A shard begins at a multiple of this. It is a multiple of everything that is counted from a unit's start: alignment,
 pages, checksummed granules, and the tiles of the norm."""
 NOTHING: Mapping[str, int] = MappingProxyType({})
-"""Says of no parameter that it carries codes."""
+"""Says that no parameter carries codes."""
 
 
 @dataclass(frozen=True, slots=True)

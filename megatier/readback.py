@@ -1,4 +1,4 @@
-"""Readback: small results of compute, which the host reads while copies go on.
+"""Reads back small results of compute on the host, while copies go on.
 
 CUDA makes all copies from a GPU in the order in which they were enqueued, whatever their streams. A small one that is
 enqueued behind compute therefore holds up every gradient and activation that wants to leave after it. So the host waits

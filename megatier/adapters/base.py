@@ -1,4 +1,4 @@
-"""The identity of a base: what its files of weights are, found without reading all of them."""
+"""Identifies a base by its files of weights, without reading all of them."""
 
 from __future__ import annotations
 

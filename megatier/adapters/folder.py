@@ -1,4 +1,4 @@
-"""The export of what a run has trained: the whole model, or adapters in a folder as PEFT reads and writes them.
+"""Exports what a run has trained: the whole model, or adapters in a folder as PEFT reads and writes them.
 
 Adapters are written in fp32, whatever the type of an exported model is: they are small, and a run may go on from them.
 """

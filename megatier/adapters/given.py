@@ -1,4 +1,4 @@
-"""Adapters that somebody else's program has made or described with PEFT's own classes."""
+"""Takes adapters that somebody else's program has made or described with PEFT's own classes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""LoRA adapters of the `peft` library in a skeleton: its own layers take the places of the modules that they adapt.
+"""Puts LoRA adapters of the `peft` library in a skeleton, in place of the modules that they adapt.
 
-They are parts of the units that these modules are parts of. Everything but the adapters is frozen.
+The adapters are parts of the units of these modules. Everything but the adapters is frozen.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Adapters merged into their base, matrix by matrix: the base is never whole in memory.
+"""Merges adapters into their base, matrix by matrix: the base is never whole in memory.
 
-PEFT merges each one by itself, in fp32. So what is written is rounded once, where a model that is merged in bf16 rounds
-the change and the sum. A matrix, its change and both parts of its adapter exist whole in fp32 while it is merged; so
-does a parameter of stacked experts.
+PEFT merges each adapter by itself, in fp32. So what is written is rounded once, where a model that is merged in bf16
+rounds the change and the sum. A matrix, its change and both parts of its adapter exist whole in fp32 while it is
+merged; so does a parameter of stacked experts.
 """
 
 from __future__ import annotations

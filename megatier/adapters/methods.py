@@ -1,4 +1,4 @@
-"""PEFT's methods at a streamed model: which are right, and what is done instead of the others.
+"""Says which of PEFT's methods are right at a streamed model, and what is done instead of the others.
 
 PEFT's methods change modules and weights where they lie, and the weights of a streamed model lie elsewhere. So a method
 is right if it only looks or computes, and refused by name if not. One that is not known here is refused too.

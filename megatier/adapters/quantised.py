@@ -1,4 +1,4 @@
-"""Quantised bases: folders whose matrices are FP8 or NF4, for adapters over them.
+"""Reads quantised bases: folders whose matrices are FP8 or NF4, for adapters over them.
 
 The linear layers keep what the files hold, codes and scales, on every tier (`compute.quantised`). Whatever else is
 quantised, such as a head or fused experts, is decoded as it is read. Activations are not quantised, whatever the

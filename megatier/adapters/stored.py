@@ -1,4 +1,4 @@
-"""Adapters in a folder in PEFT's format: their config, and their weights for a model with such adapters."""
+"""Reads adapters from a folder in PEFT's format: their config, and weights for a model that has them."""
 
 from __future__ import annotations
 

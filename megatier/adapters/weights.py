@@ -1,4 +1,4 @@
-"""The first weights of a model with adapters: those of the base from its folder, and those that PEFT begins with."""
+"""Makes the first weights of a model with adapters: the base's from its folder, and those PEFT begins with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters with an adapter of their own, such as the stacked experts of a layer (PEFT's `target_parameters`).
+"""Wraps parameters that have an adapter of their own, such as stacked experts (PEFT's `target_parameters`).
 
 PEFT wraps the module that owns the parameter. In the wrapper's forward torch's parametrisation takes the parameter out
 of its module, and puts a property of a new class in its place. Here a view of a slot is bound in that place, and the

@@ -1,4 +1,4 @@
-"""Attention's kernels as operators, and a forward that is run again without what its backward does without.
+"""Names attention's kernels as operators, and runs a forward again without what its backward can do without.
 
 A kernel's backward needs its output and log-sum-exp. Both are small, and attention over long sequences is most of a
 step. So they may stay from the forward to the backward (`KeptAttention`), though the rest of the layer is computed

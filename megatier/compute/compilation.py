@@ -1,4 +1,4 @@
-"""Compilation of units and of the loss, with kernels chosen by rule and never by a stopwatch.
+"""Compiles units and the loss, with kernels chosen by rule and never by a stopwatch.
 
 All units of one class share one compilation, since their modules differ in nothing that the code reads. The training
 graph alone is compiled: keep, recompute and offload run the same one, so that they agree bit for bit. Evaluation runs

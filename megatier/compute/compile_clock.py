@@ -1,4 +1,4 @@
-"""The clock of torch's compiler: how long it has worked in this process, and who waits for it meanwhile.
+"""Measures how long torch's compiler has worked in this process, and who waits for it meanwhile.
 
 The compiler says itself when it begins and ends. That holds for a backward too, which it compiles when autograd first
 runs it. Code that it finds stored is loaded in the same way, and counts.

@@ -1,4 +1,4 @@
-"""bf16 products on CPUs that have no bf16 instructions.
+"""Computes bf16 products on CPUs that have no bf16 instructions.
 
 There, a library's bf16 product runs at a quarter of its fp32 speed. This mode takes the product of the same numbers in
 fp32 and rounds the result once to bf16: what bf16 hardware does, up to the order of the fp32 sums. It is a numeric

@@ -1,4 +1,4 @@
-"""Code that is compiled once for batches of any size, and gives a batch the same bits whichever came before.
+"""Compiles code once for batches of any size, and gives a batch the same bits whichever came before.
 
 torch compiles code for open sizes if their dimensions are marked (`open_up`). Two things then depend on the first batch
 that is seen. torch asks how sizes compare, and compiles again where another batch answers otherwise. That is harmless:

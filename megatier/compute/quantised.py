@@ -1,4 +1,4 @@
-"""Quantised matrices: their codes and scales as checkpoints hold them, decoded where a product takes them.
+"""Decodes quantised matrices where a product takes them, from codes and scales as checkpoints hold them.
 
 A code is a byte or half of one. The parameters of a `QuantisedLinear` are the bytes of its codes and scales, in the
 dtype that its unit computes in: an element of bf16 carries two bytes of them, one of fp32 four. So codes lie in a plane

@@ -1,7 +1,7 @@
-"""Seeds of the random numbers that a forward draws, such as those of dropout, of first values, and of rounded moments.
+"""Derives seeds of random numbers: of dropout in a forward, of first values, and of rounded moments.
 
-Those of a group depend on the run's seed, the step and the group alone, those of an update on the run's seed, the step
-and the unit. So they are the same after a stop and a resume, and no matter what was computed before, and where.
+The seeds of a group depend on the run's seed, the step and the group alone, those of an update on the run's seed, the
+step and the unit. So they are the same after a stop and a resume, and no matter what was computed before, and where.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Modules of a layer in tiles of tokens, so that what they hold inside does not grow with the sequence.
+"""Runs modules of a layer in tiles of tokens, so that what they hold does not grow with the sequence.
 
 Norms, MLPs and experts work on each token by itself. So they may run on some tokens at a time, and keep nothing but
 their inputs. The backward runs each tile again, in the order of the forward. Gradients of inputs go to their rows;

@@ -1,4 +1,4 @@
-"""The bytes of data files as text: decompressed in a stream, and decoded strictly.
+"""Reads data files as text: decompressed in a stream, and decoded strictly.
 
 A byte order mark says which encoding a file has; without one it is UTF-8. Bytes that do not decode are refused with
 their place, never replaced: what replaces them would be learnt.

@@ -46,7 +46,7 @@ class _TokenRun:
         ids = np.asarray(found["input_ids"], np.int64)
         spans = np.asarray(found["offset_mapping"], np.int64)
 
-        # A piece of no tokens has no spans, and still two columns.
+        # A piece without tokens has no spans, and still two columns.
         in_whole_text = spans.reshape(-1, 2) + start
         return _TokenRun(start + len(piece), ids, in_whole_text)
 

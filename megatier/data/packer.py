@@ -1,4 +1,4 @@
-"""Documents as rows of marked tokens: laid end to end, or packed where they fit best.
+"""Lays documents into rows of marked tokens: end to end, or packed where they fit best.
 
 An integer is a token's id, with two more bits below it that say whether the token is learnt and whether a document
 begins there. Texts are closed by the end token and laid end to end; a row is a cut of `sequence_length` tokens.

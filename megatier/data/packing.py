@@ -1,4 +1,4 @@
-"""Documents packed into sequences of equal length, in an order that follows from the step alone.
+"""Packs documents into sequences of equal length, in an order that follows from the step alone.
 
 Documents are tokenised once, and laid in two files of plain integers (`packer`), one to train on and one held out. A
 sequence is a cut of `sequence_length` tokens, addressed by its number. The shuffle is a keyed permutation that is

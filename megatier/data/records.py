@@ -1,4 +1,4 @@
-"""Records out of JSON lines, JSON, CSV, Parquet and Arrow files, one at a time, each with the place that it comes from.
+"""Reads records out of JSON lines, JSON, CSV, Parquet and Arrow files, each with the place it comes from.
 
 A dataset that Hugging Face's `save_to_disk` wrote is a folder of Arrow files, named by its `state.json`. pyarrow reads
 them, and nothing else is needed.

@@ -1,4 +1,4 @@
-"""The files that a config names: paths, folders, globs, entries of a `dataset_info.json`.
+"""Finds the files that a config names: paths, folders, globs, entries of a `dataset_info.json`.
 
 Whatever an entry stands for and is not read is told in a remark, or refused: nothing is dropped without a word.
 """

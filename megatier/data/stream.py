@@ -1,4 +1,4 @@
-"""Sequences out of a stream: rows of a dataset that are tokenised and packed while the run goes on.
+"""Makes sequences out of a stream: rows of a dataset that are tokenised and packed while the run goes on.
 
 Rows are read in windows of `data.window_rows`, and those of a window are shuffled by a keyed permutation, as sequences
 of files are. A window's tokens follow from its rows alone, so a position in the stream is small: the dataset's own

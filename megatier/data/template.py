@@ -103,7 +103,7 @@ def _tokenised(
     all_ids = encoded["input_ids"]
     all_spans = encoded["offset_mapping"]
     for rendered, ids, spans in zip(batch, all_ids, all_spans, strict=True):
-        # A conversation of no tokens has no spans, and still two columns.
+        # A conversation without tokens has no spans, and still two columns.
         pairs = np.asarray(spans, np.int64).reshape(-1, 2)
         begins, ends = pairs.T
         learnt = np.zeros(len(begins), np.bool_)

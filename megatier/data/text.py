@@ -1,4 +1,4 @@
-"""Documents out of files and datasets, one at a time, in an order that does not depend on the machine.
+"""Reads documents out of files and datasets, one at a time, in an order that depends on no machine.
 
 A text file is one document; files of records hold one in each record.
 """

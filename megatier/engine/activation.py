@@ -1,4 +1,4 @@
-"""Activations of a unit between its forward and its backward: how each policy saves and restores them.
+"""Saves and restores the activations of a unit, from its forward to its backward, as each policy does.
 
 All three policies run the same graph in the forward, the training graph, so that they agree bit for bit and compile
 once. They differ in what stays of it.

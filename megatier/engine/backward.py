@@ -1,4 +1,4 @@
-"""What a backward that comes to a node is for: the gradients of a step, or those of inputs alone.
+"""Tells what a backward is for that comes to a node: the gradients of a step, or those of inputs alone.
 
 `loss.backward()` trains. `torch.autograd.grad(loss, x)` and `loss.backward(inputs=[x])` ask for gradients of inputs and
 leave the weights' own as they are. Autograd tells one from the other by the leaves that it comes to: every node has the

@@ -1,4 +1,4 @@
-"""A module of a unit, and the weights that are bound to it while it runs.
+"""Binds weights to a module of a unit while it runs.
 
 Its parameters lie on meta. For each forward views of the slot in which the unit's weights lie take their places, and
 then the parameters come back.

@@ -1,4 +1,4 @@
-"""A call of a node: one use of one unit in one group, cut into slices.
+"""Runs one use of one unit in one group, cut into slices.
 
 The arguments of the module are a flat list. Those that require a gradient are held apart, since autograd passes them
 on. Hugging Face collects some outputs by hooks (router logits): a slice collects its own, and the call hands them on.

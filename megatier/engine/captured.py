@@ -1,4 +1,4 @@
-"""What Hugging Face's hooks capture in a forward, past the results of modules, such as router logits."""
+"""Keeps what Hugging Face's hooks capture in a forward, past the results of modules, such as router logits."""
 
 from __future__ import annotations
 

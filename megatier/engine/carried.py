@@ -1,4 +1,4 @@
-"""Carried tensors: they travel between units in containers, such as a mapping that one layer fills and another reads.
+"""Finds tensors that units hand on in containers, such as a mapping that one layer fills and another reads.
 
 Gemma 3n and 4 hand keys and values on in a dictionary that every layer takes as an argument. Autograd sees only what a
 node takes and returns, so a call is taken apart: every tensor that can be reached from its arguments through mappings,

@@ -1,4 +1,4 @@
-"""Containers that a module may be given: which kinds there are, what one holds, and how to make another one like it.
+"""Takes containers apart that a module may be given, and makes others like them.
 
 A container is a mapping, a sequence, or an object whose contents are its fields. Its contents are read and written past
 whatever its class does then, since a class may count, check or refuse.

@@ -1,4 +1,4 @@
-"""Cross-entropy of a chunk of logits, and its gradients, for a loss that is fused with the head.
+"""Computes cross-entropy of a chunk of logits, and its gradients, for a loss that is fused with the head.
 
 For logits z = cap * tanh((h W' + b) / cap) (or h W' + b), labels y and N counted tokens,
 loss = sum(logsumexp(z) - z[y]) / N and d loss / d z = (softmax(z) - onehot(y)) / N.

@@ -1,4 +1,4 @@
-"""What is chosen of how a model computes."""
+"""Says how a model computes, as far as it can be chosen."""
 
 from __future__ import annotations
 

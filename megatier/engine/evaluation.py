@@ -1,4 +1,4 @@
-"""One forward of a model without gradients, as a pass of its own."""
+"""Runs one forward of a model without gradients, as a pass of its own."""
 
 from __future__ import annotations
 

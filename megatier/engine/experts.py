@@ -1,4 +1,4 @@
-"""The experts of a fused module as several nodes: one for each range, and their sum.
+"""Splits the experts of a fused module into several nodes, one for each range, and adds up their results.
 
 transformers has expert parallelism: a module that owns some of the experts skips tokens whose expert has the number one
 past its last. A node uses that. It runs the module on rows of the parameters, with indices counted from its first

@@ -1,4 +1,4 @@
-"""What takes the gradients of units, and what measures them, as the backward sees both: protocols."""
+"""Defines the protocols by which the backward hands over the gradients of units, and measures them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of units: summed in fp32 over slices, uses and groups, rounded once to the weights' dtype, handed over.
+"""Sums gradients of units in fp32 over slices, uses and groups, and rounds them once to the weights' dtype.
 
 A unit's gradient of a group is whole when every forward use has had its backward, or when the backward is over without
 having come to all of them. A group may have several forwards: its backward goes over them all, the last one first. The

@@ -1,4 +1,4 @@
-"""The way of a model from its head to its loss, found by asking the model's own forward.
+"""Finds the way of a model from its head to its loss, by asking the model's own forward.
 
 A fused loss takes the place of the head and the loss function: the forward then has hidden states under the name of
 logits. That is right only if all it does to them is to scale them. A soft cap that the config names can be taken out of

@@ -1,4 +1,4 @@
-"""Weights that a unit lends, as copies, to code that computes with them past its forward (`Node.lent`)."""
+"""Lends copies of a unit's weights to code that computes with them past its forward (`Node.lent`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Head and loss as one node: cross-entropy over chunks of tokens, so that the logits never exist whole.
+"""Computes head and loss as one node: cross-entropy over chunks of tokens, so that logits never exist whole.
 
 Inside the model's forward, the head's module returns the hidden states unchanged, and the model's `loss_function` runs
 this node on them. Linear scales of the logits (Granite, Cohere) commute with the head and stay where Hugging Face has

@@ -1,4 +1,4 @@
-"""One autograd node for each module of a unit, under Hugging Face's own forward.
+"""Puts one autograd node in place of each module of a unit, under Hugging Face's own forward.
 
 The modules of a unit lie on meta. Each one's `forward` is replaced, on the instance, by a call of its node. The node
 asks for the unit's weights, binds views of their GPU slot, runs the original forward, and unbinds. Its backward asks

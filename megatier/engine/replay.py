@@ -1,4 +1,4 @@
-"""What a forward finds around it, to run it again with the same result though the backward stands elsewhere.
+"""Keeps what a forward finds around it, so that a backward can run it again with the same result.
 
 A context around the forward alone (a choice of kernels, autocast, a default dtype) is gone when the forward runs again,
 and a loop may switch things between forward and backward (`model.eval()`). So what may change a number is noted, and

@@ -1,4 +1,4 @@
-"""Rows of a batch: which arguments of a module are cut into slices, and which results are joined again.
+"""Tells which arguments of a module are cut into slices of a batch, and which results are joined again.
 
 That is learnt by calling the model with one row and with two (`stage.learning`), and never guessed from sizes.
 """

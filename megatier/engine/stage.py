@@ -1,4 +1,4 @@
-"""The stage: what all nodes of a model share, and the protocols of what brings their weights."""
+"""Holds what all nodes of a model share, and defines the protocols of what brings their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training step, written once, and evaluation.
+"""Runs one training step, written once, and evaluation.
 
 for each group:  forward -> loss -> backward          gradients leave unit by unit
 norm -> clip coefficient                              the one point where the host waits for the device

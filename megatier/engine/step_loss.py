@@ -1,4 +1,4 @@
-"""The loss of a step that has several groups: what each of them adds, and the backward that begins in it."""
+"""Collects the loss of a step that has several groups, and begins its backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found out of a model before its first step, by forwards without gradients that change nothing.
+"""Finds out about a model before its first step, by forwards without gradients that change nothing.
 
 Each is an evaluation, which is a pass of its own. So they run before a step begins, and once.
 """

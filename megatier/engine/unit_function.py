@@ -1,4 +1,4 @@
-"""The autograd function of a unit: its forward and its backward. Each asks for the weights, and gives them back.
+"""Runs forward and backward of a unit, as an autograd function that asks for weights and gives them back.
 
 Between the two, the graph of a slice either stays or is dropped and made again (`activation`). If it stays, what it
 saved of memory that will leave is saved as addresses, and bound again in the backward.

@@ -1,4 +1,4 @@
-"""The model under the engine: a skeleton with a node on every module that uses a unit, and with its loss.
+"""Makes a skeleton compute under the engine: with a node on every module that uses a unit, and its loss.
 
 The skeleton's parameters lie on meta for good. The nodes bring weights while a module runs. The loss counts the tokens
 of a whole step.

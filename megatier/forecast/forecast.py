@@ -1,4 +1,4 @@
-"""Forecast: how long a step takes on a machine with given rates, and what bounds it. Pure.
+"""Forecasts how long a step takes on a machine with given rates, and what bounds it. Pure.
 
 The jobs are those that the player would play (`jobs`, `rank_jobs`): the items of the timeline, compute, and what
 follows gradients. Three steps are simulated in a row, because a step's updates run under the next one. The last one

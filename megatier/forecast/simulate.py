@@ -1,4 +1,4 @@
-"""Discrete-event simulation of lanes that share links, drives and memory. Pure.
+"""Simulates lanes that share links, drives and memory, event by event. Pure.
 
 A lane does its jobs one after the other, in order. A job begins when those that it waits for are over. Jobs that run at
 once share resources by max-min fairness: the speeds of all lanes, as shares of their own rates, rise from zero

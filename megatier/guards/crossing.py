@@ -1,4 +1,4 @@
-"""Gradients that would be lost: tensors that pass between units past the arguments and results of their modules.
+"""Refuses models whose units hand on tensors past their modules' arguments and results, losing gradients.
 
 A node runs its module on leaves of its own, so the graph of one forward ends in them. A tensor that another module left
 in an attribute, a closure, a global or a context variable brings a graph that ends elsewhere. In a plain model autograd

@@ -1,4 +1,4 @@
-"""Models that let one document of a row see another though their masks keep the two apart. Found by trying.
+"""Refuses models that let one document of a row see another although masks keep them apart, by trying.
 
 Two rows of few tokens hold two documents each. The first ones differ and the second ones are the same, so whatever a
 model makes of these has to be the same as well. Each row has a forward of its own, so that the same kernels take the

@@ -1,4 +1,4 @@
-"""What cannot be taken of a model in RAM: each is refused by its name, with what to do instead."""
+"""Refuses by name what cannot be taken of a model in RAM, and says what to do instead."""
 
 from __future__ import annotations
 

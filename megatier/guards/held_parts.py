@@ -1,4 +1,4 @@
-"""Parts of a model that its modules hold in other ways than as parameters, buffers and modules.
+"""Finds parts of a model that its modules hold otherwise than as parameters, buffers and modules.
 
 A model in RAM is copied for training, and its weights lie on tiers. What a module holds is copied with it, and holds
 the copies of modules then. But Python copies no function: a hook with a variable in which the model lies would go on to

@@ -1,4 +1,4 @@
-"""A run that learns nothing: the gradients of its first steps are all 0, which no error would say.
+"""Warns of a run that learns nothing: the gradients of its first steps are all 0, which no error would say.
 
 Runs without torch.
 """

@@ -1,4 +1,4 @@
-"""Prefixes: keys, values and states of earlier tokens that a caller hands to a forward.
+"""Refuses prefixes that cannot be taken: keys, values and states of earlier tokens, handed to a forward.
 
 Nodes give layers no cache while gradients are taken: a forward that is made again would append to it a second time. So
 a cache that holds something would be left out, and one that is empty would stay so for the next forward.

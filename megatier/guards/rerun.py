@@ -1,4 +1,4 @@
-"""Forwards that run again in the backward: what they must leave as they found it, and hooks that are called twice.
+"""Checks forwards that run again in the backward: what they leave changed, and hooks that run twice.
 
 A forward that changes an argument in place, a buffer, or a random generator other than torch's finds something else
 when it runs again, and changes it once more. So it is refused under activations other than keep. Hooks inside of a

@@ -1,4 +1,4 @@
-"""Modules whose result for a token depends on other tokens, or on how many there are: they cannot run in tiles.
+"""Finds modules whose result for a token depends on other tokens or their number: they have no tiles.
 
 Found by trying, with the run's own weights and activations. First, other tokens are replaced, and what the module makes
 of a token has to stay as it is. Kernels for as many tokens are the same, so nothing but roundings may differ. Then the

@@ -1,4 +1,4 @@
-"""Token ids that the model does not have, named where torch says no more than that an index is out of range."""
+"""Names token ids that the model does not have, where torch says only that an index is out of range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of Hugging Face's Trainer, and of TRL's, that a streamed model cannot follow: each is refused by name."""
+"""Refuses by name arguments of Hugging Face's Trainer, and of TRL's, that a streamed model cannot follow."""
 
 from __future__ import annotations
 

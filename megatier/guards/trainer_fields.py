@@ -1,4 +1,4 @@
-"""Fields of Hugging Face's TrainingArguments, and of TRL's configs: how a streamed model takes each of them."""
+"""Says how a streamed model takes each field of Hugging Face's TrainingArguments, and of TRL's configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods of Hugging Face's Trainer that a subclass overrides: which are called over a streamed model, and how."""
+"""Says which overridden methods of Hugging Face's Trainer are called over a streamed model, and how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes how autograd itself works around a module, past which its node would lose something: refused by name."""
+"""Refuses by name what changes autograd around a module, so that its node would lose something."""
 
 from __future__ import annotations
 

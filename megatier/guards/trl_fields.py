@@ -1,4 +1,4 @@
-"""Fields of TRL's configs that TrainingArguments do not have: how a streamed model takes each. TRL is not needed."""
+"""Says how a streamed model takes fields of TRL's configs that TrainingArguments lack. Needs no TRL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unbound parameters: they lie in a module in place of its weights, while these are not bound.
+"""Refuses to compute with parameters of a module while its weights are not bound.
 
 An unbound parameter has a shape, a dtype and a device, but no numbers. Torch does not refuse to compute with it: a sum
 with a tensor that has numbers leaves that one as it was, and some products and norms read whatever lies at address 0.

@@ -1,4 +1,4 @@
-"""Weights that a forward must leave as they are: the optimizer alone changes them.
+"""Refuses forwards that change weights, which the optimizer alone may change.
 
 If a forward writes into its weights, that goes into a slot, or into the home of a unit on the GPU. From there it may or
 may not reach the state, so the result would depend on the tiers. So every such change is refused. If torch knows of it,

@@ -1,4 +1,4 @@
-"""A plain model in RAM, as the source of a streamed model's weights."""
+"""Takes a plain model in RAM as the source of a streamed model's weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of a loop: the short arguments of `megatier.stream`, and a `TrainConfig` in their place, as one config."""
+"""Makes one config of `megatier.stream`'s short arguments, or of a `TrainConfig` in their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A saved streamed model: the last checkpoint of a folder, and what was noted in it."""
+"""Reads a saved streamed model: the last checkpoint of a folder, and what was noted in it."""
 
 from __future__ import annotations
 

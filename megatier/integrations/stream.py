@@ -1,4 +1,4 @@
-"""Opening a model for somebody else's loop: `megatier.stream`."""
+"""Opens a model for somebody else's loop: `megatier.stream`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer over a streamed model saves and loads: exports as weights, and masters and moments beside them."""
+"""Saves and loads what a trainer over a streamed model keeps: exports as weights, masters and moments."""
 
 from __future__ import annotations
 

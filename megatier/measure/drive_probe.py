@@ -1,4 +1,4 @@
-"""Drives, measured as the store uses them: blocks in block files, native I/O, checksums, slots of an arena.
+"""Measures drives as the store uses them: blocks in block files, native I/O, checksums, slots of an arena.
 
 Nothing is printed, and the files are removed whatever happens, except after kill -9. A *flag* says that a figure must
 not be believed. A *note* says something else that one should know about a figure.

@@ -1,4 +1,4 @@
-"""Traffic on one drive, as the store makes it: blocks in block files, native I/O, checksums, slots of an arena.
+"""Makes traffic on one drive as the store does: blocks in block files, native I/O, checksums, slots.
 
 Files are removed whatever happens, except after kill -9.
 """

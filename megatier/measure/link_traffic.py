@@ -1,4 +1,4 @@
-"""Traffic on links and processors, as a run makes it: copies on the store's lanes between arenas, AdamW, products.
+"""Makes traffic on links and processors as a run does: copies on lanes between arenas, AdamW, products.
 
 Each kind of traffic goes on until it is told to stop, and then returns its rate. So several kinds can run at once.
 """

@@ -1,4 +1,4 @@
-"""The rates that `megatier bench` measured on this machine, and the cache that keeps them for plans.
+"""Keeps the rates that `megatier bench` measured on this machine, for plans.
 
 The cache is the file `megatier/rates.json` in $XDG_CACHE_HOME or ~/.cache. It is a list with one entry for each
 machine. An entry counts only if its facts are those of the machine that reads it: host name, machine id, processor,

@@ -1,4 +1,4 @@
-"""Probe of the links between ranks: how fast gathers and scatters are, and how much they slow compute down meanwhile.
+"""Measures how fast ranks gather and scatter, and how much that slows compute down meanwhile.
 
 All ranks measure at the same time, with the lane and the collectives of a run. A collective takes all ranks, so they
 agree how many they make.

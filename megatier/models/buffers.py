@@ -1,4 +1,4 @@
-"""Buffers with their values in a model without weights: what its constructor gives them, and its initialisation.
+"""Computes buffers of a model without weights: what its constructor gives them, and its initialisation.
 
 A model is built on meta. What a constructor computes there is lost, and Hugging Face's initialisation sets only some of
 it again: not the constants of Apertus' activation. So whatever a constructor fills with values is real, on the CPU, and

@@ -1,4 +1,4 @@
-"""The conversion between a model's tensors and the stored tensors of a folder in Hugging Face's format.
+"""Converts between a model's tensors and the stored tensors of a folder in Hugging Face's format.
 
 The names differ (prefixes, renamed modules), and so do the tensors: transformers holds the experts of a layer in one
 parameter, and the hub has a tensor for each expert. transformers lists the operations. Here they are applied not to

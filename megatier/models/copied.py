@@ -1,4 +1,4 @@
-"""The skeleton of a model in RAM: its own modules, copied, with parameters on meta.
+"""Copies the modules of a model in RAM to a skeleton with parameters on meta.
 
 Classes, attributes, hooks, modes, buffers, config and loss function are those of the model as it is, whatever its
 config would make. So what somebody has changed on the model is trained as it is. What cannot be copied is refused.

@@ -1,4 +1,4 @@
-"""The units of any Hugging Face decoder, with or without a vision tower, and its skeleton: the model without weights.
+"""Finds the units of any Hugging Face decoder, with or without vision tower, and makes its skeleton.
 
 A skeleton keeps Hugging Face's own modules and buffers, and its parameters stay on the meta device for good. Weights
 exist only inside blocks, and are bound into the modules while a unit runs.

@@ -1,4 +1,4 @@
-"""The dtypes in which a model computes: those that `from_pretrained` gives its buffers and parameters.
+"""Tells the dtypes in which a model computes: those that `from_pretrained` gives its buffers and parameters.
 
 MiniMax multiplies activations with its buffers. Routers of ERNIE 4.5 and convolutions of Inkling 2 compute in fp32
 even if all other weights are in bf16. Such parameters are small and lie in large layers, while a unit has one schema of

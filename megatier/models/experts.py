@@ -1,4 +1,4 @@
-"""Layers whose experts are units of their own, so that no slot has to take a whole layer.
+"""Makes experts of layers units of their own, so that no slot has to take a whole layer.
 
 A fused experts module of transformers has one parameter for all experts, the first dimension of which is the expert,
 and skips what the router sends to an expert that it does not have. So a range of experts runs by itself: on rows of the

@@ -1,4 +1,4 @@
-"""The export of a model to a folder in Hugging Face's format, in pieces of READ_ELEMENTS: it is never whole in memory.
+"""Exports a model to a folder in Hugging Face's format, in pieces of READ_ELEMENTS, never whole in memory.
 
 A matrix that is stored transposed (an expert of Qwen3-VL-MoE) is whole in memory while it is written.
 """

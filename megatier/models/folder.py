@@ -1,4 +1,4 @@
-"""A model's folder in Hugging Face's format: what its files of weights say that they hold."""
+"""Reads what the files of weights in a model's folder say that they hold."""
 
 from __future__ import annotations
 

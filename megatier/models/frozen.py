@@ -1,4 +1,4 @@
-"""Frozen parameters: patterns over names say which of a model's parameters are not trained.
+"""Tells which parameters of a model are not trained, by patterns over their names.
 
 A pattern is the name of a parameter, or of a module with all that is below it. `*`, `?` and `[...]` are those of
 fnmatch, so `*` takes dots too. After `!` it says what is trained all the same. Of the patterns that name a parameter

@@ -1,6 +1,6 @@
-"""First weights that are drawn: of a model from scratch, or of a score alone.
+"""Draws first weights: of a model from scratch, or of a score alone.
 
-They are drawn unit by unit, so that the model is never whole in memory.
+Values are drawn unit by unit, so that the model is never whole in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Laws: how the values of a large parameter are drawn, so that any chunk of it can be drawn by itself.
+"""Finds the law by which a large parameter is drawn, so that any chunk of it can be drawn by itself.
 
 Hugging Face's own `_init_weights` sets a parameter by operations such as `normal_` and `zero_`. For a large parameter
 these are not run but noted (`Noting`), and its chunks are drawn later: in any order, by several threads, each chunk by

@@ -1,4 +1,4 @@
-"""Limits of what a model's config may ask for: a skeleton has no weights, but a billion modules would still fill RAM.
+"""Limits what a model's config may ask for: even without weights a billion modules would fill RAM.
 
 A config that says `num_hidden_layers: 1000000000` keeps its own class busy first, which writes a list of so many kinds
 of layers, and then the model's constructor. The numbers of such loops are looked at before. What a constructor makes is

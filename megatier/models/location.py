@@ -1,4 +1,4 @@
-"""Where a model lies: a local folder in Hugging Face's format, or a repository of the hub. Runs without torch."""
+"""Finds where a model lies: in a local folder, or in a repository of the hub. Runs without torch."""
 
 from __future__ import annotations
 

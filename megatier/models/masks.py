@@ -1,4 +1,4 @@
-"""Masks by blocks, which flex attention takes: one for each length of a sequence, not one for each forward and row.
+"""Makes the masks by blocks that flex attention takes, once for each length of a sequence.
 
 Hugging Face makes a mask once in each forward, for every row of the batch. It depends on the batch only if it reads a
 tensor, as a mask that keeps documents apart does. All others are made once, for one row, which stands for every row and

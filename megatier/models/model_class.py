@@ -1,4 +1,4 @@
-"""The class of a model: the one that transformers makes of a config, and what that class can do."""
+"""Finds the class that transformers makes of a model's config, and tells what that class can do."""
 
 from __future__ import annotations
 

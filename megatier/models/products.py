@@ -1,9 +1,10 @@
-"""Products: which of a model's linear layers and experts take theirs in FP8 (`numerics.products`), by one rule.
+"""Decides which of a model's linear layers and experts multiply in FP8 (`numerics.products`), by one rule.
 
-They are the plain linear layers inside of decoder layers, with sizes that the products take, quantised ones whose codes
-are FP8 with a scale for each row, and stacks of experts as transformers marks them. Embeddings, norms, head and what
-else is outside of decoder layers compute in bf16. So do routers, the matrices of adapters, other quantised layers, and
-layers whose forward was replaced. Other stacks of experts are refused, unless the user leaves them out by name.
+Those in FP8 are the plain linear layers inside of decoder layers, with sizes that the products take, quantised ones
+whose codes are FP8 with a scale for each row, and stacks of experts as transformers marks them. Embeddings, norms, head
+and what else is outside of decoder layers compute in bf16. So do routers, the matrices of adapters, other quantised
+layers, and layers whose forward was replaced. Other stacks of experts are refused, unless the user leaves them out by
+name.
 """
 
 from __future__ import annotations

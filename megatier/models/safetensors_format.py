@@ -1,4 +1,4 @@
-"""The safetensors format: a little-endian u64 header length, a JSON header, and the tensors' bytes.
+"""Reads the safetensors format: a little-endian u64 header length, a JSON header, and the tensors' bytes.
 
 Headers come from strangers. Everything in one is checked against the file before a byte of a tensor is read.
 """

@@ -1,4 +1,7 @@
-"""The tensors of a model's folder in the order of layers, and what each of them takes from which unit."""
+"""Plans how the tensors of a model's folder are read from its units, layer by layer.
+
+A visit is one use of a unit. It gives pieces to tensors, and a tensor is whole after its last piece.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from megatier.models.decoder import Unit
 from megatier.optim.masters import weight_dtype
 
 BUFFERS = -1
-"""The number of the visit that has buffers, which are in no unit: it comes first."""
+"""The number of the visit that has buffers, which are in no unit. It is the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubTensor:
-    """A tensor as a folder in Hugging Face's format has it."""
+    """A tensor as it is stored in a folder in Hugging Face's format."""
 
     name: str
     """Its name there."""
@@ -32,21 +35,21 @@ class HubTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubElements:
-    """A run of elements of such a tensor, as they lie in one unit, or in a buffer."""
+    """A run of elements of a stored tensor that lies in one unit, or in a buffer."""
 
     source: str
-    """The model's own tensor that has them."""
+    """The parameter or buffer of the model that has them."""
     elements: tuple[int, int]
     """The elements [start, stop) of the unit, or of the buffer."""
     at: int
     """Their first element in the tensor."""
     num_columns: int
-    """Columns of the matrix that they are, if it is read column by column; 0: they are read as they lie."""
+    """The columns of their matrix, if it is read column by column; 0: it is read row by row."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubPiece:
-    """All that a visit gives to one tensor."""
+    """All elements that a visit gives to one tensor."""
 
     tensor: HubTensor
     """The tensor."""
@@ -75,7 +78,7 @@ class _Holder:
     elements: tuple[int, int]
     """The elements [start, stop) of the tensor that it has."""
     shift: int
-    """What is added to the number of one for its place in the unit."""
+    """The offset from an element's number in the tensor to its place in the unit."""
     dtype: torch.dtype
     """The dtype in which they compute."""
 
@@ -106,7 +109,7 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
 def hub_visits(
     model: PreTrainedModel, units: Sequence[Unit], names: Mapping[str, str], buffers: Mapping[str, Tensor]
 ) -> list[Visit]:
-    """Return how all tensors of the model's folder are put together, layer by layer, each of one unit after the other.
+    """Return the visits that put together all tensors of the model's folder, layer by layer.
 
     Args:
         model: the skeleton that the folder is of.

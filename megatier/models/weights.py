@@ -1,4 +1,4 @@
-"""Weights read from a folder of safetensors, in pieces of READ_ELEMENTS: the model is never whole in memory.
+"""Reads weights from a folder of safetensors, in pieces of READ_ELEMENTS: the model is never whole in memory.
 
 A matrix that is stored transposed (an expert of Qwen3-VL-MoE), or is quantised, is whole in memory while it is read.
 

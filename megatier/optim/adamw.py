@@ -1,4 +1,4 @@
-"""AdamW on planes of state: the numbers of a step, and the kernel that fits the planes' device.
+"""Computes AdamW on planes of state: the numbers of a step, and the kernel that fits the planes' device.
 
 `optimizer` has the formula. Whoever has planes and a gradient may call this: the optimizer of a run, `TieredAdamW`, and
 the probes that measure it.

@@ -1,4 +1,4 @@
-"""Gradients of a run as its optimizer takes them: sums over groups, sums of squares, and the exact global norm.
+"""Sums a run's gradients over groups, and their squares, and computes the exact global norm.
 
 The norm is that of the rounded gradients. Sums of squares are taken in fp64, in a fixed order, of what each tensor has
 of each tile of its unit, 65,536 elements, or of its own tiles if the unit is updated by matrix. They are added exactly

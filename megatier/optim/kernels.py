@@ -1,4 +1,4 @@
-"""AdamW and sums of squares on the GPU, in Triton, with the bits of native/adamw.c and native/reduce.c.
+"""Computes AdamW and sums of squares on the GPU, in Triton, with the bits of native/adamw.c and native/reduce.c.
 
 Four things keep the bits of AdamW equal. No operation is fused (`enable_fp_fusion=False`). Square root and division
 round to nearest (plain `/` and `tl.sqrt` are approximate). Subnormals are kept (by Triton from 3.6 on; 3.5 flushes

@@ -1,4 +1,4 @@
-"""The learning rate of each step: a linear warm-up, then constant, linear or cosine, or constant and then linear."""
+"""Computes the learning rate of each step: warm-up, then constant, linear or cosine, or constant then linear."""
 
 from __future__ import annotations
 

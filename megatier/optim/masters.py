@@ -1,4 +1,4 @@
-"""Planes and the fp32 numbers that they stand for: masters in two planes, moments in one, and the dtype of each."""
+"""Converts planes to the fp32 numbers that they stand for, and back: masters in two planes, moments in one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Muon on planes of state, one matrix at a time, on whichever device they lie.
+"""Computes Muon on planes of state, one matrix at a time, on whichever device they lie.
 
     g = grad * scale              m = m + (1 - mu) (g - m)            u = g + mu (m - g)
     X = bf16(u) / |u|             five times: A = X X^T, X = a X + (b A + c A A) X

@@ -1,4 +1,4 @@
-"""The optimizer of a run: AdamW on split masters, and Muon for units that are by matrix.
+"""Updates a run's parameters: by AdamW on split masters, and by Muon for units that are by matrix.
 
 AdamW has one definition. The C kernel and the Triton kernel give the same bits, without fused multiply-add:
 

@@ -1,4 +1,4 @@
-"""The rules by which each element is updated by itself, and the settings that they read."""
+"""Defines the rules that update each element by itself, and the settings that they read."""
 
 from __future__ import annotations
 

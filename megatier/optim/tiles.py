@@ -1,4 +1,4 @@
-"""Tiles of a unit, and the sums of squares of its gradient: one of what each tensor has of each tile.
+"""Cuts units into tiles, and sums up squares of gradients: one sum for what each tensor has of each tile.
 
 The norm of a gradient is the exact sum of these, so it does not matter where a unit is cut between tiles.
 """

@@ -62,6 +62,6 @@ def _planned(run: RecordedRun, expected: Expected) -> Iterator[tuple[str, str, s
 
 def _compared(name: str, planned: float, measured: float, form: Callable[[float], str]) -> tuple[str, str, str, str]:
     """Return a row of the table: planned, measured, and by how much the two differ."""
-    # Of nothing planned there is no share.
+    # Where nothing is planned there is no share.
     more = f"{measured / planned - 1:+.1%}" if planned else "-"
     return name, form(planned), form(measured), more

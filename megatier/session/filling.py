@@ -1,4 +1,4 @@
-"""Filling: fp32 numbers become the planes of units, run by run, in one thread or in all."""
+"""Fills the planes of units with fp32 numbers, run by run, in one thread or in all."""
 
 from __future__ import annotations
 

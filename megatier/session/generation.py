@@ -1,4 +1,4 @@
-"""Text that a streamed model generates: weights are held on the GPU meanwhile, and the log says what a token moves."""
+"""Generates text with a streamed model: weights are held on the GPU, and the log says what a token moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held weights: those that stay on the GPU, beside the arena, while a model generates text.
+"""Holds weights on the GPU, beside the arena, while a model generates text.
 
 Each token of a text takes a forward, which uses all weights once. Those that are not at home on the GPU would come from
 RAM or drives for each of them. But no backward follows, so the memory that training leaves to activations is free. As

@@ -1,10 +1,10 @@
-"""The weights of a session by the names and in the layout of its model's folder, one after the other.
+"""Yields the weights of a session, under the names and in the layout of its model's folder.
 
-An engine that generates text takes them so. They come as for a forward: a pass visits the units in the order of layers,
-and the lanes load ahead of it. So the model is whole nowhere. What is given out is a copy of each tensor: vLLM's
-senders, for one, keep several until they have filled a buffer, and a slot is another unit's by then.
+An engine that generates text takes them from here, one after the other. A pass visits the units in the order of layers,
+as in a forward, and the lanes load ahead of it. So the model is whole nowhere. Each tensor is yielded as a copy,
+because vLLM's senders keep several until they have filled a buffer, and a slot is another unit's by then.
 
-Threads: one at a time. A sender may take the weights in a thread of its own while the training thread waits.
+Threads: one at a time iterates. It may be a sender's own thread while the training thread waits.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ PASS = "weights"
 
 
 class HubWeights:
-    """The weights of a model by the names of its folder on the hub, each time as they are then.
+    """An iterable over a model's current weights, by the names of its folder on the hub.
 
-    Iterating gives pairs of a name and a tensor in the dtype in which the model computes, on the device, as often as
-    asked; it has the methods of vLLM's `WeightSource`. Several ranks iterate together, and each gets all tensors.
+    Iterating yields pairs of a name and a tensor in the dtype in which the model computes, on the device, as often as
+    asked. The class has the methods of vLLM's `WeightSource`. Several ranks iterate together, and each gets all
+    tensors.
     """
 
     def __init__(self, session: Session, settle: Callable[[], None]) -> None:

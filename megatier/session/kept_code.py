@@ -1,4 +1,4 @@
-"""Where torch keeps what it has compiled, so that the next process need not compile it again."""
+"""Keeps what torch has compiled, so that the next process need not compile it again."""
 
 from __future__ import annotations
 

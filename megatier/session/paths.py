@@ -1,4 +1,4 @@
-"""Paths: the files and folders that a config names, looked for before anything is loaded that takes seconds.
+"""Looks for the files and folders that a config names, before anything is loaded that takes seconds.
 
 Runs without torch and transformers. Whoever opens a path later checks it again, since it may be gone by then.
 """

@@ -1,4 +1,4 @@
-"""Shards: a rank's part of each unit, and whole masters put together from the shards of all ranks."""
+"""Cuts each unit into the ranks' shards, and puts whole masters together from the shards of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention: how fast its kernels are, and which one is the fastest. Pure figures, never a stopwatch.
+"""Tells how fast attention's kernels are, and which is the fastest. Pure figures, never a stopwatch.
 
 All kernels here give the same bits in every process. They were measured on an H200: causal, bf16, 32 query heads and 8
 key heads of 64 or 128 elements. The free flash kernel, which `numerics.deterministic: false` allows, is slower than

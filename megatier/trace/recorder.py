@@ -1,4 +1,4 @@
-"""The recorder of a pass, which knows what its lanes are at, and makes events of what has ended.
+"""Records what the lanes of a pass are at, and makes events of what has ended.
 
 Threads: the thread that computes calls `access`, `collect` and `take`; the lanes that update call `work`.
 """
