@@ -1,4 +1,4 @@
-"""Warnings that point at the line of the user's own program, from however deep inside of megatier they come."""
+"""Points warnings at the line of the user's own program, from however deep inside of megatier they come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects with threads, memory and files that nobody has closed: what is done when the last reference to one goes."""
+"""Closes objects with threads, memory and files when the last reference to one goes."""
 
 from __future__ import annotations
 

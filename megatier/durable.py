@@ -1,10 +1,10 @@
-"""Files and folders that are whole or not there, even after a kill or a loss of power at any point.
+"""Writes files and folders that are whole or not there, even after a kill or a loss of power at any point.
 
-They are always made in this order:
+Both are always made in this order:
 
 1. Everything is written next to its place, under a hidden name.
 2. The bytes, and the directories that list them, are on the drive.
-3. It gets its name by one rename. If something has that name already, the two change places in one step.
+3. The whole gets its name by one rename. If something has that name already, the two change places in one step.
 4. The directory that holds the name is on the drive.
 5. Only now may anything be removed that it replaces.
 """

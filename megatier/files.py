@@ -1,4 +1,4 @@
-"""How a run opens the files that it keeps for itself. They are regular files, and each is replaced as a whole.
+"""Opens the files that a run keeps for itself. They are regular files, and each is replaced as a whole.
 
 Anything else may lie in the place of such a file. Opening a pipe may block for ever, and opening a device may do
 anything. So everything that is no regular file is refused before it is opened.

@@ -1,4 +1,4 @@
-"""Input from others: files are read within limits, and errors of the libraries that parse them become errors of ours.
+"""Reads input from others within limits, and turns errors of the libraries that parse it into errors of ours.
 
 A model's folder comes from strangers, and so may a config. A parser takes whatever it is given: a file of any size, a
 pipe that nobody writes to, ten thousand lists inside each other. So before a library sees a file, it is opened here,

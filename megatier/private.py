@@ -1,4 +1,4 @@
-"""Directories of a run: made, locked, and closed to other users, also on a mount that others may write to.
+"""Makes directories of a run, locked and closed to other users, also on a mount that others may write to.
 
 Every user of a machine may be allowed to write to a mount. Bytes in a run's directory there become weights, and the
 bytes that a run writes must not go to a file that somebody else chose. So the directory is used only if it belongs to

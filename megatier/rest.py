@@ -1,4 +1,4 @@
-"""The rest of the host: how long the thread that computes has waited, so that one knows how long it has worked.
+"""Measures how long the thread that computes has waited, so that one knows how long it has worked.
 
 On a GPU the host works ahead: it runs Python and enqueues what the device does later. A step is as long as the longer
 of the two. So what the host's work costs shows nowhere else until it is the longer one.

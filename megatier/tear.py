@@ -1,4 +1,4 @@
-"""Tears: changes that something broke off between two of their parts.
+"""Marks changes that something broke off between two of their parts.
 
 A signal handler (Ctrl-C, an alarm, the watchdog) may raise between any two statements of the main thread. If a change
 has several parts, such as noting a unit and submitting its update, this leaves neither the old state nor the new one.

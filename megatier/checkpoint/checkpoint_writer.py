@@ -1,4 +1,4 @@
-"""The writer of a checkpoint, which works while training goes on.
+"""Writes a checkpoint while training goes on.
 
 After `player.drain` the state of a step is home. It stays as it is until the updates of the next step. The lane
 `checkpoint` goes through the units in the order of their updates, and the update of a unit comes behind it. So nothing

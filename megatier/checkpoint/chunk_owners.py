@@ -1,4 +1,4 @@
-"""The owner of each array chunk of a checkpoint: the rank that writes it. Pure arithmetic.
+"""Tells which rank writes each array chunk of a checkpoint. Pure arithmetic.
 
 Where several ranks share the state, a shard begins and ends anywhere in an array, so a chunk may have elements of
 several ranks. The rank that has the first of them owns the chunk, and the others send it theirs.

@@ -1,4 +1,4 @@
-"""Grids: an array is cut into chunks, each of which is a file, as Zarr v3 names and shapes them. Pure arithmetic.
+"""Cuts an array into chunks, each of which is a file, as Zarr v3 names and shapes them. Pure arithmetic.
 
 A chunk has whole rows of one axis, so its elements lie side by side in the array. That is what lets an array be written
 and read from front to back, a chunk at a time, and by ranks that have a run of its elements each.

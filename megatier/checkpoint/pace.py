@@ -1,4 +1,4 @@
-"""The pace of checkpoints in a run that was not told how often to write one.
+"""Decides how often a run writes checkpoints that was not told.
 
 A checkpoint changes no number of a run, so the clock decides nothing but how much is lost to a kill. Checkpoints may
 take one part in fifty of the time that a run has taken so far. Those that cost little come by the clock alone, because

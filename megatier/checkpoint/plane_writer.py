@@ -1,4 +1,4 @@
-"""Planes of state, written to a checkpoint's arrays as they are read from their tiers.
+"""Writes planes of state to a checkpoint's arrays as they are read from their tiers.
 
 Planes at home in RAM are read where they lie. Others pass through a few buffers, past all slots of the store.
 """

@@ -1,4 +1,4 @@
-"""Restoring: the arrays of a checkpoint become the state of a session, several at once."""
+"""Restores the state of a session from the arrays of a checkpoint, several at once."""
 
 from __future__ import annotations
 

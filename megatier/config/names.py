@@ -1,4 +1,4 @@
-"""What somebody meant by the name of a setting that there is not. Pure."""
+"""Guesses what somebody meant by the name of a setting that there is not. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to tell somebody about settings that are allowed and do not do what they seem to. Pure."""
+"""Tells about settings that are allowed and do not do what they seem to. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration of a run, as typed, frozen, checked sections. `config.file` reads them.
+"""Defines the configuration of a run, as typed, frozen, checked sections. `config.file` reads them.
 
 Each section is a dataclass with a string under each field, which names unit and range and is what the help shows. Every
 value is checked once, when the section is built, so a `RunConfig` that exists is a valid one. Pure: no torch, and

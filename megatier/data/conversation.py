@@ -1,4 +1,4 @@
-"""Documents out of records: a text under one key, or a conversation in one of the shapes that people use.
+"""Makes documents of records: a text under one key, or a conversation in one of the usual shapes.
 
 messages: [{"role": "user", "content": ...}, ...]; ShareGPT: [{"from": "human", "value": ...}, ...]; Alpaca:
 instruction, input, output. All of them become messages, which chat templates take.

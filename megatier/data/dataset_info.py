@@ -1,4 +1,4 @@
-"""LLaMA-Factory's `dataset_info.json`: the file that a dataset lies in, and the keys of its records.
+"""Reads LLaMA-Factory's `dataset_info.json`: the file of a dataset, and the keys of its records.
 
 Whatever it leaves out has LLaMA-Factory's defaults. As there, `columns` and `tags`, if they are given, name everything
 that the records have.

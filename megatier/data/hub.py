@@ -1,4 +1,4 @@
-"""Datasets that Hugging Face's `datasets` loads, by name on the hub or out of a folder, whole or as a stream.
+"""Loads datasets by Hugging Face's `datasets`, from the hub or a folder, whole or as a stream.
 
 `datasets` is imported here alone, and only if `data.dataset` asks for it.
 """

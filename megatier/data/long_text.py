@@ -1,4 +1,4 @@
-"""The tokens of a long text, piece by piece, as the tokenizer gives them for the whole.
+"""Tokenises a long text piece by piece, as the tokenizer would do with the whole.
 
 Tokenisers take about 200 bytes of RAM a token, so a long text is not given to them at once. A cut changes the tokens
 around it: a word, a run of blanks, the mark that some tokenizers put before a text. So pieces overlap, and one is left

@@ -1,4 +1,4 @@
-"""Samplers of a Trainer's loader that give whole rounds to ranks, and whole steps to a streamed model."""
+"""Gives whole rounds to ranks, and whole steps to a streamed model, as samplers of a Trainer's loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a streamed folder, and whether they are those that a run began with.
+"""Finds the files of a streamed folder, and checks that a run began with them.
 
 A stream is read as the run goes on, so a file that no step has come to yet may change between two processes of a run
 without a trace in what was read. So a run notes what all of them are when it opens the stream.

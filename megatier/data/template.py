@@ -1,4 +1,4 @@
-"""A conversation as tokens by the tokenizer's chat template, and which of the tokens the assistant wrote.
+"""Tokenises a conversation by the tokenizer's chat template, and marks what the assistant wrote.
 
 The text is rendered once and tokenised once. The assistant's turns are ranges of its characters: those that the
 template marks with {% generation %}, else what a turn adds after the prompt that asks for it. A token is learnt if all

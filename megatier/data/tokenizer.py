@@ -1,4 +1,4 @@
-"""Tokenizers: the model's own, or one of bytes that is built on the spot.
+"""Opens tokenizers: the model's own, or one of bytes that is built on the spot.
 
 The byte tokenizer needs no download and knows every text: token k is byte k, and token 256 ends a document. It saves as
 any Hugging Face tokenizer does, and `AutoTokenizer` loads it again.

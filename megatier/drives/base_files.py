@@ -1,6 +1,6 @@
-"""Base files: the user's own files of weights, from which the frozen bytes of blocks are read where they lie.
+"""Reads the frozen bytes of blocks from the user's own files of weights, where they lie.
 
-They are opened for reading and for nothing else. Tensors begin at any byte of such a file, so the engine reads the
+The files are opened for reading and for nothing else. Tensors begin at any byte of such a file, so the engine reads the
 whole pages around a part and copies the part (`IoEngine.gather`). Granules are verified like those of block files.
 """
 

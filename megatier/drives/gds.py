@@ -1,4 +1,4 @@
-"""Reads of the block files from NVMe into GPU memory past RAM, by the library kvikio.
+"""Reads block files from NVMe into GPU memory past RAM, by the library kvikio.
 
 This is the only file that knows kvikio. If the machine has GPUDirect Storage, the drive writes into GPU memory.
 Otherwise kvikio reads into buffers of its own in RAM and copies from there (its compatibility mode). kvikio chooses,

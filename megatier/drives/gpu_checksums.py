@@ -1,4 +1,4 @@
-"""Checksums of GPU memory, by a Triton kernel. They have the same bits as those of native/checksum.c.
+"""Computes checksums of GPU memory by a Triton kernel, with the bits of native/checksum.c.
 
 A CRC is linear: flipping a bit of a granule flips bits of its checksum that depend only on how far the bit lies from
 the end. So words are summed up like the digits of a number (Horner's rule). This goes row by row, 4 KiB at a time, with

@@ -1,4 +1,4 @@
-"""Leftovers: directories of killed runs on mounts. They are found and, if asked for, removed.
+"""Finds directories of killed runs on mounts, and removes them if asked to.
 
 A run removes its block files when it ends, even by an error or a signal. A process that the system kills cannot do so,
 and files that a savepoint needs stay. The lock on the directory ends with the process in any case.

@@ -1,4 +1,4 @@
-"""Mounts: the budget of each, and the locked directory that a run has there.
+"""Keeps the budget of each mount, and locks the directory that a run has there.
 
 Files lie in `<mount>/megatier-<run id>/`, under a lock, with modes 0700 and 0600. Nothing but that directory is ever
 removed. They are removed when the process ends, unless a savepoint needs them; `leftovers` removes those of a process

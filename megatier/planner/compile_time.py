@@ -1,4 +1,4 @@
-"""How long torch's compiler takes in the first step of a run: an estimate from the kinds of modules there are."""
+"""Estimates how long torch's compiler takes in the first step of a run, from the kinds of modules there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan: where the state of a run lies, how long a step takes, what bounds it, and which single change would help most.
+"""Plans where a run's state lies, how long a step takes, what bounds it, and what change helps most.
 
 Nothing is reserved and no GPU is needed: the model is a skeleton, and the machine is a set of rates.
 """

@@ -1,4 +1,4 @@
-"""Prediction: how long a step of a run is expected to take, and how the run's own first steps correct that.
+"""Predicts how long a step of a run takes, and corrects that by the run's own first steps.
 
 Drives waver, and in some runs they do less than `megatier bench` saw before. So the first steps measure how fast the
 drives are in the run's own pattern, and the step is simulated anew with such drives. Only the prediction changes;

@@ -1,4 +1,4 @@
-"""Search: finds the settings that make a step shortest: groups, slices, activations, kept attention, where state lies.
+"""Finds the settings that make a step shortest: groups, slices, activations, kept attention, places of state.
 
 Trials are taken in the order of their compute, and those with equal compute from the simplest on. The search ends when
 compute alone takes longer than the best step found. Nothing that is left out could be better: a trial that is placed

@@ -1,4 +1,4 @@
-"""What a run that does not fit would need: the nearest refusal, the least machine, and the changes that would do."""
+"""Finds what a run that does not fit would need: the least machine, and the changes that would do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long compute takes for one use of a unit: its matrix products, its attention, and what runs beside them.
+"""Estimates the seconds of one use of a unit: matrix products, attention, and what runs beside them.
 
 A product takes 2 FLOPs for each parameter and token in the forward. The backward takes twice as many: half of them for
 the gradient of the input, and half for the gradient of the weight, which a frozen one does not have. Causal attention

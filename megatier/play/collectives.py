@@ -1,4 +1,4 @@
-"""Collectives: whole weights from the shards of all ranks, and whole gradients to the ranks that own their shards.
+"""Gathers whole weights from the shards of all ranks, and scatters whole gradients to their owners.
 
 A rank's homes hold its shard of every unit. Compute needs units whole, and makes whole gradients. So the lane `ranks`
 stands between the two:

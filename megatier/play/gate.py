@@ -1,4 +1,4 @@
-"""The gate: it counts the accesses of a pass that are over. Loads and fed updates wait on it."""
+"""Counts the accesses of a pass that are over. Loads and fed updates wait on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generations of units' state: which one holds, which one a savepoint keeps, and which one is being read.
+"""Tells which generation of a unit's state holds, which one a savepoint keeps, and which one is read.
 
 A unit that spills may have several places for its state on NVMe, and two for what it has in RAM. One generation holds.
 One may be kept as a savepoint. One may take an update that may yet be void.

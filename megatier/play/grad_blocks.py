@@ -1,4 +1,4 @@
-"""The blocks of gradients: how they leave the GPU for the tier where they wait for their update, and leases on them.
+"""Moves gradients from the GPU to the tier where they wait for their update, and leases them.
 
 A unit that is trained has one block for its gradient of a group. If gradients of several groups are added up in RAM,
 the sum has a block of its own. The sum then has the home, and gradients merely pass through slots.

@@ -1,4 +1,4 @@
-"""How gradients leave the GPU: compute makes them in buffers, and hands them to the updates.
+"""Hands gradients to the updates, from the buffers in which compute makes them.
 
 From `take_grad` to `ship_grad`, compute has a buffer on the GPU for a unit's gradient. After that the gradient belongs
 to `Updates`: it goes to RAM or NVMe, or stays, is added to those of other groups, and is applied.

@@ -1,4 +1,4 @@
-"""Offloaded activations: the input of each unit lies in RAM or on NVMe from the unit's forward to its backward.
+"""Offloads the input of each unit to RAM or NVMe, from the unit's forward to its backward.
 
 Kept attention may go with it. All tensors of a unit share a block, each from the start of a granule on.
 

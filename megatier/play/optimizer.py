@@ -1,4 +1,4 @@
-"""The optimizer as the lanes that update see it: a protocol.
+"""Defines the optimizer as the lanes that update see it: a protocol.
 
 The optimizer itself knows no tier. The lanes bring it planes and gradients, and take the planes home.
 """

@@ -1,4 +1,4 @@
-"""Passes over the units: the orders that were recorded, the timelines made of them, and how far one pass has come.
+"""Keeps the orders of passes that were recorded, their timelines, and how far one pass has come.
 
 A training pass has a course: its forwards and backwards, in order. Which one, only the user's loop knows. So a pass is
 planned for the course that came after the last one before. If it takes another, what is left of it is planned anew, or

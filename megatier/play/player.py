@@ -1,4 +1,4 @@
-"""The player: runs the timeline of each pass over the store's queues, and records what happened.
+"""Plays the timeline of each pass over the store's queues, and records what happened.
 
 `UnitWeights` gives weights to compute, and loads them ahead of it. `UnitGradients` takes gradients from compute. They
 belong to `Updates` from then on, which has lanes of its own. The player begins and ends passes, and says what all of

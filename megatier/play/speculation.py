@@ -1,4 +1,4 @@
-"""Speculation: updates inside the backward, as if nothing had to be clipped.
+"""Updates inside the backward, as if nothing had to be clipped.
 
 With clipping, updates wait for the norm, and drives would be idle through the backward. So units that spill may have a
 spare generation of state. As soon as such a unit's gradient is final, the lane `update_nvme` reads the generation that

@@ -1,4 +1,4 @@
-"""Updates of units that spill: AdamW on the CPU, chunk by chunk, on the lane `update_nvme`.
+"""Updates units that spill: AdamW on the CPU, chunk by chunk, on the lane `update_nvme`.
 
 A chunk is read from NVMe into RAM slots, updated there, and written back. The lane reads a few chunks ahead, also those
 of units that come later, so that the drive has no pause between units.

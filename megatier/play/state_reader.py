@@ -1,4 +1,4 @@
-"""The lane `checkpoint`: it reads state for checkpoints while passes go on."""
+"""Reads state for checkpoints while passes go on, on the lane `checkpoint`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks of a run: their names in the store, and leases on runs of a unit's state where AdamW works on them.
+"""Names the blocks of a run in the store, and leases runs of a unit's state where AdamW works on them.
 
 A unit has one block per kind of state, and one for its activation if that is offloaded; `grad_blocks` has the blocks of
 gradients. A unit that is frozen has weights alone. Frozen elements of other units follow the trained ones in the block

@@ -1,4 +1,4 @@
-"""How weights come to the GPU, and into compute's hands.
+"""Brings weights to the GPU, and into compute's hands.
 
 Compute asks for a unit (`enter`), gets its bytes on the GPU, and gives them back (`leave`). Ahead of it the lane `load`
 brings weights into GPU slots in the timeline's order, each as soon as the access that it displaces is over. Without a

@@ -1,4 +1,4 @@
-"""The updates: AdamW unit by unit, in the tier that holds a unit's state, when its gradient is final.
+"""Updates unit by unit, in the tier that holds a unit's state, when its gradient is final.
 
 The lane `update` runs AdamW on the CPU for units whose state is in RAM, and sums groups there. The lane `update_nvme`
 does so for units that spill (`spilled`); it is a lane of its own so that no drive waits for the other. The lane

@@ -1,4 +1,4 @@
-"""Board: memory that the ranks of a host share, and the numbers in it by which they say when bytes are there.
+"""Shares memory between the ranks of a host, with numbers by which they say when bytes are there.
 
 The memory is a file without a name (`memfd_create`), which the other ranks open by the descriptor of the first. It ends
 with the last process that has it, also if all are killed, and no other user can open it.

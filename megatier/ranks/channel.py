@@ -1,4 +1,4 @@
-"""Channel: what the ranks of a run tell each other as Python objects and small tensors.
+"""Passes Python objects and small tensors between the ranks of a run.
 
 A process that is alone has `Alone` instead, which is asked the same and answers at once.
 """

@@ -1,4 +1,4 @@
-"""Peers: how a rank learns that another one failed, died or hangs, and how it tells the others why it fails itself.
+"""Tells a rank that another one failed, died or hangs, and tells the others why it fails itself.
 
 What is known goes over the store of `torch.distributed`, a small server of keys and values: that of torchrun, or one in
 the process of the first rank. A thread of each rank looks there once a second:

@@ -1,4 +1,4 @@
-"""Pulls: each GPU of a host reads the memory of the others by its copy engines.
+"""Reads the memory of the other GPUs of a host by each GPU's copy engines.
 
 Copy engines take no multiprocessors from the products that run meanwhile; the kernels of a library for collectives do.
 All ranks allocate the memory of their GPU tier together (`SharedMemory`), so that each GPU sees that of all others. A

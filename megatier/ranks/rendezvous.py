@@ -1,4 +1,4 @@
-"""Rendezvous: how the processes that `torchrun` started become the ranks of a run, and how they part again."""
+"""Makes ranks of a run out of the processes that `torchrun` started, and lets them part again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Shared RAM: ranks of one host bring weights and gradients to each other through RAM that all of them have mapped.
+"""Brings weights and gradients between ranks of one host through RAM that all of them have mapped.
 
-Each rank has bays there, of which it alone writes. A gather or scatter goes in rounds, as far as a bay takes:
+Each rank has bays in it, of which it alone writes. A gather or scatter goes in rounds, as far as a bay takes:
 
 1. A rank copies a run of its bytes to a bay, and writes the round's number as `ready` for each other rank.
 2. It waits for the same of each other rank, and copies from that rank's bay what it needs.

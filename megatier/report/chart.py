@@ -1,4 +1,4 @@
-"""Charts of a page: figures over steps, as lines whose text stays small however long the run is."""
+"""Draws figures over steps as lines, whose text stays small however long the run is."""
 
 from __future__ import annotations
 

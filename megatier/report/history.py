@@ -1,4 +1,4 @@
-"""The history of a run: `metrics.jsonl` as typed records, process by process.
+"""Reads the history of a run: `metrics.jsonl` as typed records, process by process.
 
 Several processes have worked on a run that was stopped or killed and resumed. Each begins with an opening record (what
 lies where, what the planner expects) and counts moved bytes from 0.

@@ -1,4 +1,4 @@
-"""The live panel of a run: the course of its loss, what bounds a step, how busy lanes are."""
+"""Shows a run live: the course of its loss, what bounds a step, how busy lanes are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of a step: an SVG with one row for each lane, and stalls coloured by what compute waited for.
+"""Draws a step as an SVG with one row for each lane, and stalls coloured by what compute waited for.
 
 The module also reads back what `write_trace` wrote, and adds up how long each lane was busy.
 """

@@ -1,4 +1,4 @@
-"""The placement as a map: a column for each unit in forward order, a row for each kind, coloured by home tier."""
+"""Draws the placement: a column for each unit in forward order, a row for each kind, coloured by home tier."""
 
 from __future__ import annotations
 

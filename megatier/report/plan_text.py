@@ -1,4 +1,4 @@
-"""A plan as tables and sentences: what lies where, how long a step takes, what bounds it, and what is assumed."""
+"""Tells a plan as tables and sentences: what lies where, how long a step takes, and what is assumed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The picture of what `megatier bench` measured: rates as bars, and a long write as a curve.
+"""Draws what `megatier bench` measured: rates as bars, and a long write as a curve.
 
-It has a section for each drive, all over one scale, one for the links, and one for AdamW.
+The picture has a section for each drive, all over one scale, one for the links, and one for AdamW.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run as its directory records it, and figures over its steps."""
+"""Reads a run as its directory records it, and computes figures over its steps."""
 
 from __future__ import annotations
 

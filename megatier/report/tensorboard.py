@@ -1,4 +1,4 @@
-"""The figures of a run for TensorBoard: each number of `metrics.jsonl` as a scalar of the same name."""
+"""Writes the figures of a run for TensorBoard: each number of `metrics.jsonl` as a scalar of the same name."""
 
 from __future__ import annotations
 

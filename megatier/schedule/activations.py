@@ -1,4 +1,4 @@
-"""Offloaded activations: which of them comes back to the GPU when. Pure.
+"""Decides which offloaded activations come back to the GPU when. Pure.
 
 The input of each unit leaves as the unit's forward begins, for its home in RAM or on NVMe. A backward wants them in the
 opposite order, so each is asked for while the unit before it is worked on. Only the first unit of a backward asks for

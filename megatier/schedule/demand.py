@@ -1,4 +1,4 @@
-"""Demand: the bytes that a run had to move so far, by queue, as the placement says.
+"""Counts the bytes that a run had to move so far, by queue, as the placement says. Pure.
 
 The store counts the bytes that really moved. A run compares the two, and says so if they differ.
 """

@@ -1,4 +1,4 @@
-"""Moves: the bytes that each part of a step takes from tier to tier, and the lanes on which they go. Pure.
+"""Counts the bytes that each part of a step takes from tier to tier, and names their lanes. Pure.
 
 The timeline says what is done in which order. This says what each of its items moves, and what follows the gradient of
 a group, which no timeline plans: a unit may be left out. The forecast times these moves. `Demand` adds them up as the

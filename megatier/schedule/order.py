@@ -1,4 +1,4 @@
-"""Order: compares a pass with the order that was recorded. It finds what the pass leaves out. Pure."""
+"""Compares a pass with the order that was recorded, and finds what the pass leaves out. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement: the planned home tier of every block, and the slots through which the others pass.
+"""Plans the home tier of every block, and the slots through which the others pass.
 
 A pure function of units, budgets and policy: no torch, no machine. Residency is static, because a step scans all units
 in a cycle, which defeats any recently-used rule. Units fill the GPU first, in forward order, so that the next forward

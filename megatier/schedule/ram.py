@@ -1,4 +1,4 @@
-"""RAM: which gradients wait there, which state is at home there, and through which slots the rest passes. Pure.
+"""Decides which gradients wait in RAM, which state is at home there, and which slots the rest has. Pure.
 
 Offloaded activations come first. Gradients come before state, because they have to be somewhere between the backward
 and the update. State fills what is left by kind, weight planes first: a spilled parameter then moves 20 bytes a step

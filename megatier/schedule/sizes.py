@@ -1,4 +1,4 @@
-"""Sizes: the bytes of units' blocks, in whole pages, the choices that decide them, and the tiers' budgets. Pure."""
+"""Counts the bytes of units' blocks in whole pages, and the tiers' budgets, by the choices of a run. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots: how many a placement needs, and of which size, for blocks that pass through a tier. Pure."""
+"""Counts the slots that a placement needs, by size, for blocks that pass through a tier. Pure."""
 
 from __future__ import annotations
 

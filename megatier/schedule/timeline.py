@@ -1,4 +1,4 @@
-"""Timeline: what the lanes do in a pass, and in which order, from the order in which its units are used. Pure.
+"""Plans what the lanes do in a pass, in which order, from the order in which its units are used. Pure.
 
 Step 1 runs in module order and records its accesses. From step 2 on this timeline says what is loaded, updated,
 scattered and exchanged. A load says into which GPU slot it goes, and after which access it may start. It takes the slot

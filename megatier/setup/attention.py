@@ -1,4 +1,4 @@
-"""Attention: which of its kernels a run takes, from the model's config, the GPU and the settings."""
+"""Chooses attention's kernels for a run, by the model's config, the GPU and the settings."""
 
 from __future__ import annotations
 

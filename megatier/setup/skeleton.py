@@ -1,4 +1,4 @@
-"""Skeleton: a run's model without its weights, and the weights that it begins with."""
+"""Opens a run's model without its weights, and the source of the weights that it begins with."""
 
 from __future__ import annotations
 

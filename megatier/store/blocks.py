@@ -1,4 +1,4 @@
-"""Blocks: the registered blocks of a store by their keys, and the spans of them that may be asked for.
+"""Registers the blocks of a store by their keys, and checks the spans of them that are asked for.
 
 A span of a block at home on NVMe starts where a granule does, and ends with one or with the block, because every
 granule has one checksum.

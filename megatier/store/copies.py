@@ -1,4 +1,4 @@
-"""Copies: which copy has which slot, and how a slot is taken, waited for and given back.
+"""Gives slots to copies, and tells how a slot is taken, waited for and given back.
 
 A copy is bytes of a block in gpu or ram (`residency.Copy`; the head of that file has a table of the states that its
 bytes can be in). It lies at home, or in a slot: a reusable piece of the tier's memory. A slot for a new copy is a free

@@ -1,4 +1,4 @@
-"""Fills: the moves that bring bytes into a copy's slot, from the nearest tier that has them.
+"""Moves bytes into a copy's slot, from the nearest tier that has them.
 
 The tiers are gpu, ram and nvme. Bytes go up one tier at a time: from NVMe into a slot in RAM, and from there into a
 slot on the GPU. With `tiers.gpu_direct` they go from NVMe to the GPU past RAM (`drives.gds`). Bytes at home on the GPU

@@ -1,4 +1,4 @@
-"""Outside: moves between the homes of blocks and memory that is not the store's.
+"""Moves bytes between the homes of blocks and memory that is not the store's.
 
 Activations that are offloaded go from tensors of compute to blocks in RAM or on NVMe, and back. Checkpoints read blocks
 into buffers of their own. Such a move needs no lease: the home is never evicted, and the caller keeps the other memory.

@@ -1,4 +1,4 @@
-"""Reservations: bytes of gpu and ram that are set aside before anything is allocated, and the arenas that they become.
+"""Sets bytes of gpu and ram aside before anything is allocated, and makes arenas of them.
 
 In a tier's arena the homes come first, and then the slots of each kind of block. Everything is counted against the
 tier's budget when it is asked for, and allocated once. Every method is called with the store's lock held.

@@ -1,4 +1,4 @@
-"""Residency: where the valid bytes of a block are now, and which of them its home does not have yet.
+"""Tells where the valid bytes of a block are now, and which of them its home does not have yet.
 
 A block always lies in its home tier, and may have copies in slots of gpu and ram. `Copy` says which bytes of a block
 one place has and in which state they are; `Block` holds all copies of a block. Bytes are counted in half-open spans of

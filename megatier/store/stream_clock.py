@@ -1,4 +1,4 @@
-"""Stream clock: moments of a CUDA stream, on the host's clock.
+"""Puts moments of a CUDA stream on the host's clock.
 
 A CUDA event tells when a stream has passed a point, in the device's time. One event whose host time is known maps all
 others to the host's clock. So a trace shows moves on streams, moves of native threads and compute on one axis.

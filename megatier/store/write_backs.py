@@ -1,4 +1,4 @@
-"""Write-backs: the moves that take bytes of a copy one step towards their home.
+"""Moves bytes of a copy one step towards their home.
 
 Bytes on the GPU whose home is on NVMe take two steps: first into a slot in RAM, which is dirty from then on, and from
 there to NVMe. All others take one. A write-back only starts its move. The move is a transfer on a queue, and the copy

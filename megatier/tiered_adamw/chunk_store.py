@@ -1,4 +1,4 @@
-"""The chunks of an optimizer in a store of their own.
+"""Keeps the chunks of an optimizer in a store of their own.
 
 Between steps every chunk is at home, in RAM or on NVMe, or on its way there. For its update it comes to the tier of
 its parameters. For a GPU it passes through slots in GPU memory, and a chunk from NVMe through RAM slots as well.

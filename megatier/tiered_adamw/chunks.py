@@ -1,4 +1,4 @@
-"""Chunks: how the state of an optimizer's parameters is cut, and where each piece lies. Pure arithmetic.
+"""Cuts the state of an optimizer's parameters into chunks, and places each of them. Pure arithmetic.
 
 A chunk is one block of the store. It holds both moments of so many elements, of one parameter or of several, and for
 bf16 parameters also the remainder of the fp32 master. Chunks at home in RAM and on NVMe alternate as evenly as the

@@ -1,4 +1,4 @@
-"""The parameters that a tiered optimizer can take, and the order in which it takes their elements: that of memory."""
+"""Checks which parameters a tiered optimizer can take, and orders their elements as memory does."""
 
 from __future__ import annotations
 

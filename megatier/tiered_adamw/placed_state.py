@@ -1,4 +1,4 @@
-"""The state of a tiered optimizer once it is placed: chunks with their homes, and the threads that update them.
+"""Places the state of a tiered optimizer: chunks with their homes, and the threads that update them.
 
 The number of a parameter is its place among all parameters of the optimizer, those without a gradient included.
 """

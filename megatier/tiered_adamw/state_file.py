@@ -1,4 +1,4 @@
-"""A state_dict written to a file that `torch.load` reads, without ever being in RAM.
+"""Writes a state_dict to a file that `torch.load` reads, without ever having it in RAM.
 
 torch lays the file out from a description, which is tensors without numbers, and leaves their places empty. Then the
 file is mapped, and the numbers are written into their places.

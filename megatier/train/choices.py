@@ -1,4 +1,4 @@
-"""The choices that a config leaves open, made before the run begins: by the machine, and by the planner if it can.
+"""Makes the choices that a config leaves open, before the run begins: by the machine, and by the planner if it can.
 
 The planner can choose if `megatier bench` has measured the machine, and for several ranks the links between them.
 """

@@ -1,4 +1,4 @@
-"""The description of a run that is printed before its first step: model, tiers, and what a kill would cost."""
+"""Describes a run before its first step: model, tiers, and what a kill would cost."""
 
 from __future__ import annotations
 

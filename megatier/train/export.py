@@ -1,4 +1,4 @@
-"""The export of trained weights as a Hugging Face folder, at the end of a run or later from one of its checkpoints."""
+"""Exports trained weights as a Hugging Face folder, at the end of a run or later from one of its checkpoints."""
 
 from __future__ import annotations
 

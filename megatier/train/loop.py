@@ -1,4 +1,4 @@
-"""The loop over a run's steps: training, evaluations and saves, and the figures that it tells of each."""
+"""Loops over a run's steps: training, evaluations and saves, and the figures that it tells of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outlet of a run's prints, which drops what nobody takes.
+"""Prints for a run, and drops what nobody takes.
 
 So a run neither ends nor waits because of its reader, which may be a pipe that is closed or full, a terminal that is
 gone, or a file on a full drive. `metrics.jsonl` has every figure anyway.

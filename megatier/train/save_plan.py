@@ -1,4 +1,4 @@
-"""The plan of what a run saves: how many checkpoints its drive has room for, and what one is expected to cost."""
+"""Plans what a run saves: how many checkpoints its drive has room for, and what one is expected to cost."""
 
 from __future__ import annotations
 

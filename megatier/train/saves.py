@@ -1,4 +1,4 @@
-"""The saves of a run on its way: when checkpoints and savepoints are made, and what the run tells of them."""
+"""Saves a run on its way: decides when checkpoints and savepoints are made, and tells of them."""
 
 from __future__ import annotations
 

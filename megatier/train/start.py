@@ -1,4 +1,4 @@
-"""The point from which a run trains on: its last savepoint, its last checkpoint, or its beginning.
+"""Finds where a run trains on from: its last savepoint, its last checkpoint, or its beginning.
 
 A run that is resumed is compared with the one that was saved. Another numeric choice, text, model or tokenizer would
 change its numbers without a word, so each of them is refused by name unless the user accepts it.

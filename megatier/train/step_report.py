@@ -1,4 +1,4 @@
-"""The report of a step: what this rank measured of it, and what the other ranks tell of it."""
+"""Reports a step: what this rank measured of it, and what the other ranks tell of it."""
 
 from __future__ import annotations
 

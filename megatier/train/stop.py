@@ -1,4 +1,4 @@
-"""A run that is told to stop: SIGINT, SIGTERM and SIGHUP let the step end, and a second one ends the process at once.
+"""Stops a run by SIGINT, SIGTERM and SIGHUP: the first lets the step end, the second ends the process at once.
 
 `timeout` and some schedulers send a signal to a process and then to its group. The same signal within a moment counts
 once.

@@ -1,4 +1,4 @@
-"""The training run: from a config to a trained Hugging Face folder.
+"""Trains a run: from a config to a trained Hugging Face folder.
 
 directory -> skeleton -> plan -> data -> reserve -> weights in -> steps -> weights out
 """

@@ -1,4 +1,4 @@
-"""The command `megatier verify`: it trains one tiny model under several placements and compares every bit."""
+"""Runs `megatier verify`: it trains one tiny model under several placements and compares every bit."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The watchdog: a run in which nothing moves on any more says why, and stops with an error instead of hanging.
+"""Watches a run: one in which nothing moves on says why, and stops with an error instead of hanging.
 
-It looks, from a thread of its own, at what every queue and the gate are at while a pass is on, or while training waits
-for a checkpoint. When all of that was the same for too long, it writes the state of every queue and thread to stderr
-and to a file, and raises StallError in the training thread. A thread that hangs inside the kernel or CUDA cannot be
-woken, and keeps the run from closing. The process ends without it then.
+The watchdog looks, from a thread of its own, at what every queue and the gate are at while a pass is on, or while
+training waits for a checkpoint. When all of that was the same for too long, it writes the state of every queue and
+thread to stderr and to a file, and raises StallError in the training thread. A thread that hangs inside the kernel or
+CUDA cannot be woken, and keeps the run from closing. The process ends without it then.
 
 It acts late rather than wrongly. Loading, export and everything else between passes may take as long as it likes, and
 so may a process that was stopped. It cannot see a thread that never lets go of the interpreter.
