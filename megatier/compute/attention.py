@@ -205,7 +205,7 @@ class _Around(TorchDispatchMode):
 
 def _draws(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:  # noqa: ANN401 - an operator
     """Return whether a kernel is called with dropout."""
-    # By its schema, since kernels have this argument in different places.
+    # The schema tells where dropout_p is, since kernels have it in different places.
     names = [argument.name for argument in kernel._schema.arguments]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     return bool(arguments.get("dropout_p", 0.0))

@@ -171,7 +171,7 @@ def quantize_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
 def amax_to_scale(amax: Tensor) -> Tensor:
     """Return the least powers of two, in fp32, by which the largest numbers fit into FP8, or twice these."""
     bounded = (amax.float() * (2 / torch.finfo(FP8_DTYPE).max)).clamp(min=SCALE_MIN)
-    # What is left without the mantissa is a power of two.
+    # Without its mantissa a number is a power of two.
     return (bounded.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
 
 

@@ -74,7 +74,7 @@ class Fp8Experts(nn.Module):
         if getattr(experts, "has_post_expert_norm", False):
             found = experts.post_expert_norm(found)
 
-        # In the order of a token's experts, and not of all of them.
+        # The sum follows the order of a token's experts, and not of all of them.
         weighted = found * top_k_weights.reshape(-1, 1)
         return weighted.view(num_tokens, copies, -1).sum(1).to(hidden_states.dtype)
 

@@ -212,11 +212,11 @@ class TiledModule:
             of_rows = grads[: len(row_grads)]
             of_weights = grads[len(row_grads) :]
 
-            # What the module does not use has no gradient, and the memory holds anything before.
+            # An input that the module does not use has no gradient, and the memory holds anything before.
             for place, part in zip(grad_tiles[index] if row_grads else (), of_rows, strict=True):
                 place.zero_() if part is None else place.copy_(part)
 
-            # In the order of the tiles, always: a sum in another order has other bits.
+            # The sum always follows the order of the tiles, since in another one it has other bits.
             for total, part in zip(sums, of_weights, strict=True):
                 if part is not None:
                     total.add_(part)

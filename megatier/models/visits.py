@@ -90,7 +90,7 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
     """
     before, behind = list[str](), list[str]()
 
-    # By what stands before the number, since a model may have several stacks, such as an encoder and a decoder.
+    # What stands before the number is a stack. A model may have several, such as an encoder and a decoder.
     stacks = defaultdict[str, defaultdict[int, list[str]]](lambda: defaultdict(list))
     for name in names:
         words = name.split(".")
@@ -163,7 +163,7 @@ def _visits(
     """Yield the visits that one layer takes."""
     needed = {name: _parts(assembly, holders) for name, assembly in layout.items()}
 
-    # In the order of the units, so that each of them is brought to the GPU once for the layer.
+    # Visits follow the order of the units, so that each of them is brought to the GPU once for the layer.
     for number in sorted({number for parts in needed.values() for number in parts}):
         visit = Visit(None if number == BUFFERS else units[number])
         for name, parts in needed.items():
