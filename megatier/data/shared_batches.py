@@ -10,7 +10,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import ENOSPC
+from multiprocessing import synchronize
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -21,8 +23,8 @@ from megatier.errors import SharedMemoryError, mib
 
 FOLDER = Path("/dev/shm")
 """Where torch puts shared memory, and Python the locks of its queues."""
-LOCKS_BYTES = 1 << 16
-"""Room for the locks of a loader's queues, a page each."""
+LOCKS = synchronize.__name__
+"""The module that makes the locks of a loader's queues."""
 
 
 class SharedBatches:
@@ -73,10 +75,16 @@ def naming_shared_memory() -> Iterator[None]:
             raise SharedMemoryError(_room()) from error
         raise
     except OSError as error:
-        # Of a queue's lock, which names no file. A drive's error has one, or another errno, or finds room here.
-        if error.filename is None and error.errno == ENOSPC and _sizes()[1] < LOCKS_BYTES:
+        # Of a queue's lock. How much room there is now would not tell: a loader that ends meanwhile makes some.
+        if error.errno == ENOSPC and _module_of(error) == LOCKS:
             raise SharedMemoryError(_room()) from error
         raise
+
+
+def _module_of(error: BaseException) -> str | None:
+    """Return the name of the module whose code raised an error, or called what did."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return frames[-1].f_globals.get("__name__") if frames else None
 
 
 def _room() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from small_drive import NO_NAMESPACES
 from torch.utils.data import DataLoader
 from warm_python import WarmPython
 
-from megatier.data.shared_batches import SharedBatches, sharing
+from megatier.data.shared_batches import SharedBatches, naming_shared_memory, sharing
+from megatier.errors import SharedMemoryError
 
 pytest.importorskip("accelerate")
 
@@ -95,3 +97,18 @@ def test_batches_of_a_loader_that_shares_them_are_those_of_its_collator() -> Non
     assert found[0]["names"] == ["a"]
     plain: DataLoader[int] = DataLoader([1], collate_fn=collated)  # type: ignore[arg-type]
     assert sharing(plain).collate_fn is collated
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"), [("multiprocessing.synchronize", SharedMemoryError), ("json", OSError)]
+)
+def test_lock_without_room_is_told_apart_from_a_drive_though_there_is_room_by_now(
+    module: str, expected: type[Exception]
+) -> None:
+    # As Python raises it where it makes the semaphore of a lock: without the name of a file.
+    code = "def make():\n    raise OSError(28, 'No space left on device')\n"
+    made: dict[str, Any] = {"__name__": module}
+    exec(code, made)
+    with pytest.raises(expected) as caught, naming_shared_memory():
+        made["make"]()
+    assert type(caught.value) is expected
