@@ -125,6 +125,7 @@ class LayerMerger:
             UnsupportedModelError: the model is not the one that its config describes.
         """
         self.plain = build_skeleton(model.config, "sdpa")
+        self._trained = model
         self._model = copy.deepcopy(self.plain)
 
         # A copy, as the model in training goes on with its own.
@@ -171,6 +172,11 @@ class LayerMerger:
         """
         module_name, base_key = self._adapted[name]
         shape = self._shapes[f"{module_name}.{base_key}"]
+
+        # The model is trained with the scale that its layer has now, whatever its config says.
+        layer: Any = self._model.get_submodule(module_name)
+        trained: Any = self._trained.get_submodule(module_name)
+        layer.scaling = dict(trained.scaling)
         return _merged(self._model, module_name, base_key, base.view(shape), part).flatten()
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import megatier
+from megatier.adapters.lora import ADAPTER
 from megatier.cli import main
 from megatier.config.schema import TiersConfig
 from megatier.data.tokenizer import byte_tokenizer
@@ -95,6 +96,9 @@ def test_hub_weights_over_adapters_are_what_peft_merges_bit_for_bit(case: str, t
         warnings.simplefilter("ignore")  # PEFT asks transformers by a name that it gives up
         plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         model = peft.PeftModel.from_pretrained(plain, adapter, is_trainable=True)
+        # What a model is trained with is what its layers have, whatever their config says.
+        for wrapper in (module for module in model.modules() if hasattr(module, "lora_A")):
+            wrapper.scaling[ADAPTER] = 3.0
         tiers = TiersConfig(device="cpu", gpu=8 << 20, ram=8 << 20)
         with megatier.stream(model, tiers=tiers, compute_dtype="fp32", fused_loss=False) as streamed:
             before = streamed.state_dict()
