@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import textwrap
@@ -93,7 +94,10 @@ def options(settings: Mapping[str, Any]) -> str:
         name, _, key = dotted.partition(".")
         section = SECTIONS[name]
         written = value
-        if value is not None and _is_size(section, key):
+        if value is None or isinstance(value, bool):
+            # As YAML has them, which is what the command line reads.
+            written = json.dumps(value)
+        elif _is_size(section, key):
             written = exact_size(value)
         words.append(f"--{dotted} {written}")
     return " ".join(words)

@@ -41,6 +41,9 @@ def _bytes_table(plan: Plan) -> Table:
     rows["in all"] = {tier: plan.placement.state_bytes.get(tier, 0) + other[tier] for tier in budgets}
     rows["budget"] = budgets
     for name, sizes in rows.items():
+        # Each optimizer has kinds of state that others lack.
+        if not any(sizes.values()):
+            continue
         table.add_row(name, *(mib(size) if size else "-" for size in sizes.values()))
     return table
 
@@ -108,7 +111,8 @@ def sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
         short = "because RAM is too short for them"
         yield f"The activations of {spilled} of {len(offloaded)} units go on to NVMe, {short}."
     if plan.hidden_at is not None:
-        yield f"From {format_count(plan.hidden_at)} tokens a step on all but compute is hidden, if activations fit."
+        most = format_count(plan.hidden_at)
+        yield f"With {most} tokens a step or more, compute would hide all else, if activations fit."
     yield from _saves(plan, taken)
     if plan.written_bytes_per_step:
         written = plan.written_bytes_per_step

@@ -81,7 +81,7 @@ class HubWeights:
         return layer_groups(tensor.name for tensor in self.metadata())
 
     def held_names(self) -> None:
-        """Say, by None, that each rank gives all tensors."""
+        """Return None, by which vLLM knows that each rank gives all tensors."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Give each tensor with its name. It is the caller's own.
