@@ -29,7 +29,7 @@ from warm_python import WarmPython
 from megatier import durable
 from megatier.hardware import scratch_directory
 
-pytest.register_assert_rewrite("store_contract")
+pytest.register_assert_rewrite("plain_ways", "store_contract")
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(scratch_directory()))
 """Parent of every tmp_path: a mount of the NVMe tier may not lie in RAM, and on many machines /tmp does."""
 
