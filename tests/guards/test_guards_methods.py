@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_integrations_transformers_trainer import open_streamed
+from trainer_runs import open_streamed
 
 from megatier.errors import StreamedModelError
 from megatier.integrations.streamed import Streamed

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_integrations_transformers_trainer import Rows, arguments, open_streamed
 from tiny_runs import exactness_config, plain_model
+from trainer_runs import Rows, arguments, open_streamed
 from transformers import TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_integrations_transformers_trainer import Rows, arguments, logged, open_streamed
+from trainer_runs import Rows, arguments, logged, open_streamed
 from transformers import Trainer
 
 from megatier.errors import ConfigError

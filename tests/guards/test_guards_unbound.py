@@ -14,15 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_integrations_transformers_trainer import Rows, arguments, open_streamed
 from tiny_runs import one_thread
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from trainer_runs import Rows, arguments, open_streamed
 from transformers import TrainerCallback
 
 from megatier.errors import AbsentWeightError, StreamedModelError
 from megatier.guards.unbound import make_unbound, mark_streamed
 from megatier.integrations.streamed import Streamed
+
+pytest.importorskip("accelerate")
+
 from megatier.integrations.transformers_trainer import MegatierTrainer
 
 

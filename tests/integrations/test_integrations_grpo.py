@@ -12,9 +12,9 @@ import torch
 from rank_pool import POOL
 from small_optimizers import close_optimizer
 from streamed_loops import TIERS
-from test_integrations_transformers_trainer import logged
 from tiny_models import tiny_config
 from tiny_runs import one_thread, plain_model
+from trainer_runs import logged
 from transformers import AutoModelForCausalLM, Trainer, set_seed
 
 import megatier

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from test_durable import watched
-from test_integrations_transformers_trainer import Rows, open_streamed
 from tiny_runs import exactness_config, one_thread, plain_model
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
+from trainer_runs import Rows, open_streamed
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 import megatier

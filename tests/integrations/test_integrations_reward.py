@@ -11,11 +11,11 @@ import pytest
 import torch
 from small_optimizers import close_optimizer
 from streamed_loops import TIERS
-from test_integrations_transformers_trainer import logged
 from tiny_adapters import peft
 from tiny_models import tiny_config
 from tiny_runs import one_thread, plain_model
 from torch import nn
+from trainer_runs import logged
 from transformers import AutoModelForSequenceClassification, Trainer, set_seed
 
 import megatier

@@ -11,8 +11,8 @@ import pytest
 import torch
 from small_optimizers import close_optimizer
 from streamed_loops import TIERS
-from test_integrations_transformers_trainer import Rows, arguments
 from tiny_runs import exactness_config, one_thread, plain_model
+from trainer_runs import Rows, arguments
 from transformers import Trainer, TrainingArguments
 
 import megatier

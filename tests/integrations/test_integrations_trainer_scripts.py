@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_integrations_transformers_trainer import Rows, arguments, open_streamed
 from tiny_runs import exactness_config, one_thread, plain_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from trainer_runs import Rows, arguments, open_streamed
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from megatier.errors import CheckpointError, ConfigError, MegatierError

@@ -14,79 +14,23 @@ from small_optimizers import close_optimizer
 from streamed_loops import TIERS
 from tiny_runs import exactness_config, one_thread, plain_model
 from torch import Tensor
-from torch.utils.data import Dataset
+from trainer_runs import STEPS, Rows, arguments, logged, open_streamed
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import megatier
 from megatier.compute.fp8 import Fp8Linear
-from megatier.config.schema import TiersConfig
 from megatier.errors import ConfigError
 from megatier.integrations import stream_state
-from megatier.integrations.streamed import Streamed
 
 pytest.importorskip("accelerate")
 
 from megatier.integrations.transformers_trainer import MegatierTrainer
-
-STEPS = 10
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     with one_thread():
         yield
-
-
-class Rows(Dataset[dict[str, Tensor]]):
-    """Sequences of random tokens, a few of which do not count."""
-
-    def __init__(self, count: int) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self._ids = torch.randint(3, 160, (count, 16), generator=generator)
-        self._labels = self._ids.masked_fill(torch.rand(self._ids.shape, generator=generator) < 0.2, -100)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self._ids[index], "labels": self._labels[index]}
-
-
-def arguments(folder: Path, **options: Any) -> TrainingArguments:
-    """Accumulation, warm-up, cosine, clipping that fires, and decay groups."""
-    chosen: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": STEPS,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 3,
-        "weight_decay": 0.1,
-        "max_grad_norm": 1.5,
-        "adam_beta2": 0.95,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-    }
-    return TrainingArguments(output_dir=str(folder), **{**chosen, **options})
-
-
-def logged(trainer: Trainer, key: str) -> list[float]:
-    return [float(entry[key]) for entry in trainer.state.log_history if key in entry]
-
-
-def open_streamed(tmp_path: Path, device: Any = "cpu", **options: Any) -> Streamed:
-    """The plain model on tiers: state at home in RAM and on NVMe."""
-    mount = tmp_path / "mount"
-    mount.mkdir(exist_ok=True)
-    tiers = TiersConfig(
-        device=device, gpu=1 << 20, ram=1 << 20, nvme=(f"{mount}:16MiB",), update_threads=2, io_threads=2
-    )
-    chosen = {"tiers": tiers, "accumulation_steps": 2, "compute_dtype": "fp32", **options}
-    return megatier.stream(plain_model(exactness_config("plain")), **chosen)
 
 
 def test_trainer_ten_steps_agree_with_the_plain_trainer(tmp_path: Path) -> None:
@@ -300,42 +244,6 @@ def test_trainer_best_model_is_weights_alone(tmp_path: Path) -> None:
         assert all((last / path).read_bytes() == (mixed / path).read_bytes() for path in files) == are_equal
 
 
-class Stopping(TrainerCallback):
-    """Stops training, or the epoch, within the second step; saves at the end of the epoch."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.trainer: Any = None
-
-    def on_substep_end(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 1:
-            setattr(control, self.name, True)
-
-    def on_epoch_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        self.trainer.save_model(args.output_dir)
-
-
-def test_trainer_that_a_callback_stops_within_a_step_has_the_weights_of_before(tmp_path: Path) -> None:
-    with open_streamed(tmp_path) as streamed:
-        stopping = Stopping("should_training_stop")
-        stopping.trainer = trainer = MegatierTrainer(
-            streamed, arguments(tmp_path / "run"), train_dataset=Rows(60), callbacks=[stopping]
-        )
-        trainer.train()
-        assert (streamed.steps, streamed.is_in_step) == (1, False)
-        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32).state_dict()
-        assert all(torch.equal(value, saved[name]) for name, value in streamed.state_dict().items())
-
-
-def test_trainer_epoch_that_a_callback_stops_within_a_step_is_refused(tmp_path: Path) -> None:
-    with open_streamed(tmp_path) as streamed:
-        stopping = Stopping("should_epoch_stop")
-        given = arguments(tmp_path / "run", max_steps=-1, num_train_epochs=2)
-        stopping.trainer = trainer = MegatierTrainer(streamed, given, train_dataset=Rows(60), callbacks=[stopping])
-        with pytest.raises(ConfigError, match="should_epoch_stop in on_substep_end"):
-            trainer.train()
-
-
 def test_trainer_scheduler_of_another_optimizer_is_refused_and_of_its_own_is_taken(tmp_path: Path) -> None:
     with open_streamed(tmp_path) as streamed:
         other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
@@ -469,76 +377,3 @@ def test_trainer_takes_a_folder_and_opens_it_with_its_own_accumulation(tmp_path:
     for name, words in {"lr": "from TrainingArguments", "tiers": "to the trainer", "colour": "It takes"}.items():
         with pytest.raises(ConfigError, match=rf"{name}.*{words}"):
             MegatierTrainer(folder, args, train_dataset=rows, stream_kwargs={name: 1})
-
-
-class ShortOfMemory:
-    """Mixin: memory runs out once, in the second step of the first batches, in or after a forward or in a backward."""
-
-    place = ""
-    state: Any
-    args: Any
-    has_run_out = False
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        runs_out = self.state.global_step == 1 and not self.has_run_out
-        self.has_run_out |= runs_out
-        remove = None
-        if runs_out and self.place == "forward":
-            layer = model.model.layers[1]
-            remove = layer.register_forward_pre_hook(_run_out)
-        try:
-            loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            if remove is not None:
-                remove.remove()
-        if runs_out and self.place == "loss":
-            _run_out()
-        if runs_out and self.place == "backward":
-            loss.register_hook(_run_out)
-        return loss
-
-
-def _run_out(*_: Any) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory.")
-
-
-@pytest.mark.parametrize("place", ["forward", "loss", "backward"])
-def test_trainer_that_runs_out_of_memory_goes_on_with_smaller_batches_as_the_plain_trainer_does(
-    place: str, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {
-        "auto_find_batch_size": True,
-        "per_device_train_batch_size": 3,
-        "max_steps": 3,
-        "dataloader_drop_last": True,
-    }
-    plain_kind = type("ShortPlain", (ShortOfMemory, Trainer), {"place": place})
-    plain = plain_kind(plain_model(exactness_config("plain")), arguments(tmp_path, **options), train_dataset=Rows(12))
-    plain.train()
-    with open_streamed(tmp_path) as streamed:
-        kind = type("ShortStreamed", (ShortOfMemory, MegatierTrainer), {"place": place})
-        trainer = kind(streamed, arguments(tmp_path, **options), train_dataset=Rows(12))
-        trainer.train()
-        assert trainer._train_batch_size == plain._train_batch_size == 2
-        assert streamed.steps == 4
-        assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-6)
-        assert logged(trainer, "learning_rate") == logged(plain, "learning_rate")
-        found = streamed.state_dict()
-        assert all(torch.allclose(found[n], p, rtol=0, atol=2e-6) for n, p in plain.model.named_parameters())
-
-
-def test_trainer_that_an_error_ended_within_a_step_trains_again(tmp_path: Path) -> None:
-    plain_kind = type("EndedPlain", (ShortOfMemory, Trainer), {"place": "loss"})
-    plain = plain_kind(plain_model(exactness_config("plain")), arguments(tmp_path, max_steps=2), train_dataset=Rows(12))
-    with open_streamed(tmp_path) as streamed:
-        kind = type("EndedStreamed", (ShortOfMemory, MegatierTrainer), {"place": "loss"})
-        trainer = kind(streamed, arguments(tmp_path, max_steps=2), train_dataset=Rows(12))
-        for each in (plain, trainer):
-            with pytest.raises(torch.OutOfMemoryError):
-                each.train()
-            each.train()
-            each.train()
-        assert streamed.steps == 5
-        assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-6)
-        found = streamed.state_dict()
-        assert all(torch.allclose(found[n], p, rtol=0, atol=2e-6) for n, p in plain.model.named_parameters())

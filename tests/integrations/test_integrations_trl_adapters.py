@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from streamed_loops import TIERS
-from test_integrations_transformers_trainer import logged
 from tiny_adapters import STACKS, peft
 from tiny_models import tiny_config
 from tiny_runs import exactness_config, one_thread, plain_model
+from trainer_runs import logged
 from transformers import AutoModelForCausalLM, Trainer, set_seed
 
 import megatier

@@ -22,8 +22,8 @@ from test_integrations_grpo import PLAIN as GRPO
 from test_integrations_grpo import STREAMED as STREAMED_GRPO
 from test_integrations_grpo import figures, plain, saved
 from test_integrations_grpo import trainer as grpo_trainer
-from test_integrations_transformers_trainer import open_streamed
 from test_integrations_trl_trainer import TRAINERS, build, compare, run, streamed_class, texts, tokenizer
+from trainer_runs import open_streamed
 
 import megatier
 

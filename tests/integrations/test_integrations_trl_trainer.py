@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from rank_loops import open_streamed as ranks_streamed
 from rank_pool import POOL
 from small_optimizers import close_optimizer
 from streamed_loops import TIERS
-from test_integrations_transformers_trainer import logged, open_streamed
-from test_ranks_streamed import open_streamed as ranks_streamed
 from tiny_runs import exactness_config, one_thread, plain_model
 from tokenizers import Tokenizer, models, pre_tokenizers
+from trainer_runs import logged, open_streamed
 from transformers import PreTrainedTokenizerFast, Trainer, set_seed
 
 import megatier

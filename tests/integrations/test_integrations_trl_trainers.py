@@ -11,8 +11,8 @@ import torch
 from small_optimizers import close_optimizer
 from streamed_loops import TIERS
 from test_integrations_grpo import plain, reward, saved
-from test_integrations_transformers_trainer import logged
 from tiny_runs import one_thread
+from trainer_runs import logged
 from transformers import set_seed
 
 import megatier

@@ -12,9 +12,9 @@ import pytest
 import torch
 from program_runs import folder_with_model
 from safetensors.torch import load_file
-from test_integrations_transformers_trainer import Rows, arguments, logged
 from tiny_adapters import peft
 from tiny_runs import one_thread
+from trainer_runs import Rows, arguments, logged
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer
 
 from megatier.errors import ConfigError

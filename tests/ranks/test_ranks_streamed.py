@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,56 +11,11 @@ from typing import Any
 import pytest
 import torch
 from crossed import some
+from rank_loops import group_loss, open_streamed, rows, train
 from rank_pool import POOL
-from test_train_shared import files_of
-from tiny_runs import exactness_config, plain_model
-from torch import Tensor
+from small_commands import files_of
 
-import megatier
-from megatier.config.schema import TiersConfig
-from megatier.errors import (
-    CheckpointError,
-    ConfigError,
-    MegatierError,
-    StepDroppedError,
-    StreamedModelError,
-    TimelineError,
-)
-from megatier.integrations.streamed import Streamed
-
-GROUPS = 4
-TIERS = TiersConfig(device="cpu", gpu=8 << 20, ram=32 << 20, update_threads=2, io_threads=2)
-
-
-def open_streamed(nvme: tuple[str, ...] = (), **options: Any) -> Streamed:
-    """A tiny model on this rank, of the steps of GROUPS backwards on all ranks."""
-    size = int(os.environ["WORLD_SIZE"])
-    tiers = replace(TIERS, nvme=nvme, state=("nvme",) if nvme else TIERS.state)
-    chosen = {"accumulation_steps": GROUPS // size, "lr": 1e-2, "clip": 0.5, **options}
-    return megatier.stream(plain_model(exactness_config("plain")), tiers=tiers, **chosen)
-
-
-def rows(step: int, group: int) -> Tensor:
-    """The rows of a group."""
-    return torch.randint(3, 160, (2, 16), generator=torch.Generator().manual_seed(100 * step + group))
-
-
-def train(streamed: Streamed, first: int, last: int) -> list[tuple[float, float]]:
-    """Loss and norm of some steps."""
-    figures = []
-    for step in range(first, last + 1):
-        losses = []
-        for group in range(streamed.rank, streamed.groups, streamed.num_ranks):
-            tokens = rows(step, group)
-            loss = streamed.model(input_ids=tokens, labels=tokens).loss / streamed.groups
-            loss.backward()
-            losses.append(loss.item())
-        streamed.optimizer.step()
-        assert streamed.last is not None
-        figures.append((math.fsum(chain(*streamed.all_of(losses))), streamed.last.grad_norm))
-    # None is an object too, and keeps its place among those of the ranks.
-    assert streamed.all_of(streamed.rank or None) == [number or None for number in range(streamed.num_ranks)]
-    return figures
+from megatier.errors import CheckpointError, ConfigError, MegatierError, StreamedModelError
 
 
 def run_loop(folder: Path, options: dict[str, Any]) -> tuple[list[tuple[float, float]], float, dict[str, Any]]:
@@ -151,52 +102,6 @@ def test_forwards_of_one_backward_on_ranks_have_the_bits_of_one_process(
     for sums, norms, weights in POOL.run(train_in_course, size, course, options):
         assert (sums, norms) == alone[:2]
         assert [name for name in weights if (weights[name] != alone[2][name]).any()] == []
-
-
-def group_loss(streamed: Streamed, step: int, group: int, course: str) -> Tensor:
-    """The loss of the forwards of a group."""
-    total = torch.zeros(())
-    for number, leg in enumerate(course):
-        tokens = rows(step, 10 * group + number)
-        with torch.set_grad_enabled(leg == "F"):
-            total = total + streamed.model(input_ids=tokens, labels=tokens).loss
-    return total / streamed.groups
-
-
-def take_another_course(course: str | None) -> tuple[str, dict[str, Any]]:
-    """Steps of two forwards a group, between which one rank takes another course; what the others were told."""
-    told = ""
-    with open_streamed() as streamed:
-        for step in (1, 2, 3, 4):
-            is_odd = step == 3 and streamed.rank == 1
-            if step == 3 and course is None:
-                continue
-            for group in range(streamed.rank, streamed.groups, streamed.num_ranks):
-                if is_odd and course is not None:
-                    with pytest.raises(TimelineError, match="this step takes another course"):
-                        group_loss(streamed, step, group, course).backward()
-                    streamed.optimizer.zero_grad()
-                    break
-                group_loss(streamed, step, group, "FF").backward()
-            if step == 3 and not is_odd:
-                with pytest.raises(StepDroppedError) as dropped:
-                    streamed.optimizer.step()
-                told = str(dropped.value)
-            elif step != 3:
-                streamed.optimizer.step()
-        return told, {name: value.numpy() for name, value in streamed.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    "course",
-    ["FFF", pytest.param("F", marks=pytest.mark.slow), pytest.param("FaF", marks=pytest.mark.slow)],
-)
-def test_rank_that_takes_another_course_drops_its_step_and_all_go_on(course: str) -> None:
-    expected = POOL.run(take_another_course, 2, None)
-    found = POOL.run(take_another_course, 2, course)
-    assert "step 3 was dropped" in found[0][0]
-    for (_, weights), (_, others) in zip(found, expected, strict=True):
-        assert [name for name in weights if (weights[name] != others[name]).any()] == []
 
 
 def take_another_first_course() -> str:
@@ -354,108 +259,6 @@ def test_rank_that_leaves_a_step_ends_all_with_its_cause(way: str, cause: str) -
     assert "rank 1 on " in first
     assert cause in first
     assert cause in second
-
-
-# ---------------------------------------------------------------------- steps that are dropped
-
-
-@contextlib.contextmanager
-def failing(streamed: Streamed, place: str) -> Iterator[None]:
-    """Inside, a layer fails half-way in its forward or backward."""
-    model: Any = streamed.model
-    mlp = model.model.layers[1].mlp
-
-    def fail(*_: object) -> None:
-        raise ValueError(f"odd in {place}")
-
-    def fail_backward(_: object, __: object, output: Tensor) -> None:
-        output.register_hook(fail)
-
-    hook = mlp.register_forward_pre_hook(fail) if place == "forward" else mlp.register_forward_hook(fail_backward)
-    with hook, pytest.raises(ValueError, match=f"odd in {place}"):
-        yield
-
-
-def leave(streamed: Streamed, way: str, group: int) -> None:
-    """Begin a group, and fail in it or drop its step."""
-    with failing(streamed, way) if way in ("forward", "backward") else contextlib.nullcontext():
-        loss = streamed.model(input_ids=rows(9, group), labels=rows(9, group)).loss
-        if way != "call":
-            loss.backward()
-    if way == "norm":
-        assert streamed.grad_norm() > 0
-    if way == "norm" or way == "backward":
-        streamed.optimizer.zero_grad()
-    if way == "call":
-        streamed.abandon()
-
-
-def drop_steps(way: str, at: int, options: dict[str, Any]) -> tuple[list[Any], str, dict[str, Any]]:
-    """Train, with a step in between that is dropped in the group `at`; by all ranks, or by the last one alone.
-
-    Returns:
-        The figures, what the others were told, and the weights.
-    """
-    told = ""
-    with open_streamed(**options) as streamed:
-        figures = train(streamed, 1, 2)
-        is_last = streamed.rank == streamed.num_ranks - 1
-        for number, group in enumerate(range(streamed.rank, streamed.groups, streamed.num_ranks)):
-            if number == at and (is_last or way in ("call", "norm")):
-                leave(streamed, way, group)
-                break
-            streamed.model(input_ids=rows(9, group), labels=rows(9, group)).loss.backward()
-        else:
-            with pytest.raises(StepDroppedError) as dropped:
-                streamed.optimizer.step()
-            told = str(dropped.value)
-        figures += train(streamed, 3, 4)
-        return figures, told, {name: value.numpy() for name, value in streamed.state_dict().items()}
-
-
-def train_undisturbed() -> tuple[list[Any], dict[str, Any]]:
-    """The figures and weights of the same steps without the one that is dropped."""
-    with open_streamed() as streamed:
-        return train(streamed, 1, 4), {name: value.numpy() for name, value in streamed.state_dict().items()}
-
-
-@cache
-def undisturbed() -> tuple[list[Any], dict[str, Any]]:
-    """The same of one process."""
-    (found,) = POOL.run(train_undisturbed, 1)
-    figures, weights = found
-    return figures, weights
-
-
-@pytest.mark.parametrize(
-    ("way", "at", "size", "nvme"),
-    [
-        ("forward", 0, 2, True),
-        ("norm", 1, 2, False),
-        pytest.param("norm", 0, 4, False, marks=pytest.mark.slow),
-        pytest.param("backward", 1, 2, False, marks=pytest.mark.slow),
-        pytest.param("call", 0, 2, False, marks=pytest.mark.slow),
-        pytest.param("forward", 0, 4, False, marks=pytest.mark.slow),
-        pytest.param("call", 1, 2, True, marks=pytest.mark.slow),
-        pytest.param("backward", 0, 2, True, marks=pytest.mark.slow),
-    ],
-)
-def test_step_that_ranks_drop_changes_nothing_and_all_go_on(
-    way: str, at: int, size: int, nvme: bool, tmp_path: Path
-) -> None:
-    figures, weights = undisturbed()
-    options = {"nvme": (f"{tmp_path}:64MiB",)} if nvme else {}
-    *others, last = POOL.run(drop_steps, size, way, at, options)
-    for found, _, has in (*others, last):
-        assert found == figures
-        assert [name for name in weights if (has[name] != weights[name]).any()] == []
-
-    cause = {"forward": "ValueError: odd in forward.", "backward": "it called abandon() or zero_grad()."}.get(way)
-    assert last[1] == ""
-    for _, told, _ in others:
-        assert (f"step 3 was dropped, and no weight has changed on any rank. Rank {size - 1}: {cause}" in told) is bool(
-            cause
-        )
 
 
 def fail_together(folder: Path) -> list[str]:

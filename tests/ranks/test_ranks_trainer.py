@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from rank_loops import GROUPS, open_streamed
 from rank_pool import POOL
-from test_integrations_transformers_trainer import Rows, arguments, logged
-from test_ranks_streamed import GROUPS, open_streamed
+from trainer_runs import Rows, arguments, logged
 
 from megatier.errors import ConfigError
 

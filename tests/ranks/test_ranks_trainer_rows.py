@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from rank_loops import GROUPS, open_streamed
 from rank_pool import POOL
-from test_integrations_transformers_trainer import Rows, arguments, logged
-from test_ranks_streamed import GROUPS, open_streamed
 from tiny_runs import exactness_config, plain_model
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
+from trainer_runs import Rows, arguments, logged
 from transformers import Trainer
 
 from megatier.errors import ConfigError

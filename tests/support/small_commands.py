@@ -139,3 +139,8 @@ def after_step(step: int, harm: Callable[[], None]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MetricsLog, "write", write)
         yield
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
