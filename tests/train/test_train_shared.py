@@ -18,6 +18,7 @@ import yaml
 from crossed import some
 from rank_pool import POOL
 from rich.console import Console
+from small_commands import files_of
 
 from megatier.checkpoint import chunkfile
 from megatier.checkpoint.pace import Pace
@@ -58,12 +59,14 @@ output: {directory: run, checkpoint_every: 0}
 """
 
 
-def train_in(folder: Path, words: tuple[str, ...]) -> None:
-    """Run the config of a folder on this rank."""
+def train_in(folder: Path, words: tuple[str, ...] = (), resumes: bool = False) -> str:
+    """Run the config of a folder on this rank, or go on with its run; returns what it says."""
     os.chdir(folder)
-    path = folder / "run.yaml"
+    path = folder / ("run/config.yaml" if resumes else "run.yaml")
+    said = io.StringIO()
     loaded, given = file.load_given(path, words)
-    train(loaded, Console(quiet=True), given)
+    train(loaded, Console(file=said, width=1000), given, resumes=resumes)
+    return said.getvalue()
 
 
 @pytest.fixture
@@ -141,10 +144,7 @@ def train_measured(folder: Path, rates: Rates | None, words: tuple[str, ...], re
 
     The last rank has the least budgets.
     """
-    os.chdir(folder)
     rank = int(os.environ["RANK"])
-    path = folder / ("run/config.yaml" if resumes else "run.yaml")
-    console = Console(file=io.StringIO(), width=200)
     planned = []
 
     def find(setup: Setup, fixed: frozenset[str]) -> Choice:
@@ -155,10 +155,7 @@ def train_measured(folder: Path, rates: Rates | None, words: tuple[str, ...], re
         patch.setattr(probe, "cached_rates", lambda *_: rates)
         patch.setattr(choices, "search", find)
         patch.setattr(machine, "budgets_of", lambda *_: (48 << 20, (96 - rank) << 20))
-        loaded, given = file.load_given(path, words)
-        train(loaded, console, given, resumes=resumes)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue(), planned
+        return train_in(folder, words, resumes), planned
 
 
 def test_train_on_ranks_on_a_measured_machine_takes_what_the_first_rank_plans(folder: Path) -> None:
@@ -210,7 +207,7 @@ def train_with_too_much_ram(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
             patch.setattr(machine, "ram_total_bytes", lambda: 1 << 20)
-        train_in(folder, ())
+        train_in(folder)
 
 
 def test_rank_whose_host_has_too_little_ram_is_refused_on_all_ranks(folder: Path) -> None:
@@ -226,19 +223,6 @@ def test_train_on_ranks_that_cannot_share_the_groups_names_the_numbers_that_can(
 # ---------------------------------------------------------------------- checkpoints
 
 SAVES = ("--train.groups=4", "--train.steps=4", "--output.checkpoint_every=1", "--output.keep_checkpoints=3")
-
-
-def resume_in(folder: Path, words: tuple[str, ...] = ()) -> None:
-    """Go on with the run of a folder on this rank."""
-    os.chdir(folder)
-    path = folder / "run/config.yaml"
-    loaded, given = file.load_given(path, words)
-    train(loaded, Console(quiet=True), given, resumes=True)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @sizes
@@ -267,7 +251,7 @@ def test_run_on_ranks_goes_on_from_its_checkpoint_with_another_number_of_ranks(
     shutil.rmtree(run / "model")
     for step in (3, 4):
         shutil.rmtree(run / f"checkpoints/step-{step:08d}")
-    POOL.run(resume_in, after, folder)
+    POOL.run(train_in, after, folder, (), True)
     assert (run / "model/model.safetensors").read_bytes() == model
     assert figures(run) == losses
 
@@ -278,7 +262,7 @@ def train_apart(folder: Path) -> None:
     own.mkdir()
     for name in ("run.yaml", "text.txt"):
         shutil.copy(folder / name, own / name)
-    train_in(own, ())
+    train_in(own)
 
 
 def test_rank_that_sees_another_run_directory_is_refused(folder: Path) -> None:
@@ -334,7 +318,7 @@ def train_with_an_export_that_fails(folder: Path, place: str) -> str:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ExportError) as refused:
         patch.setattr(trainer, "export_end", end)
-        train_in(folder, ())
+        train_in(folder)
     return str(refused.value)
 
 
@@ -351,18 +335,12 @@ def test_export_that_fails_on_one_rank_ends_all_with_a_checkpoint(place: str, fo
 
 def train_with_an_odd_rank(folder: Path) -> str:
     """Run the config of a folder on this rank; the second one has more memory and moves a byte too many."""
-    said = Console(file=io.StringIO(), width=1000)
     rank = int(os.environ["RANK"])
     with pytest.MonkeyPatch.context() as patch:
         moved = StepReports._moved_bytes
         patch.setattr(step_report, "memory_bytes", lambda *_: {"resident_bytes": 100 + rank, "gpu_bytes": 9 - rank})
         patch.setattr(StepReports, "_moved_bytes", lambda own: moved(own) + Counter({"gpu_to_ram": rank}))
-        patch.chdir(folder)
-        path = folder / "run.yaml"
-        loaded, given = file.load_given(path, ())
-        train(loaded, said, given)
-    assert isinstance(said.file, io.StringIO)
-    return said.file.getvalue()
+        return train_in(folder)
 
 
 def test_record_has_the_most_memory_of_any_rank_and_ranks_that_moved_other_bytes_are_named(folder: Path) -> None:
@@ -407,15 +385,9 @@ def fail_after(step: int, folder: Path, words: tuple[str, ...]) -> None:
 
 def train_again(folder: Path, words: tuple[str, ...], failures: tuple[int, ...]) -> str:
     """Run the config of a folder as torchrun does when a rank has failed so often, as its host has seen it."""
-    said = Console(file=io.StringIO(), width=1000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_RESTART_COUNT", str(failures[int(os.environ["RANK"])]))
-        patch.chdir(folder)
-        path = folder / "run.yaml"
-        loaded, given = file.load_given(path, words)
-        train(loaded, said, given)
-    assert isinstance(said.file, io.StringIO)
-    return said.file.getvalue()
+        return train_in(folder, words)
 
 
 @pytest.mark.parametrize(("failed_at", "size", "failures"), some([(1, 2, (0, 2)), (3, 2, (1, 1)), (3, 1, (1,))], by=3))
