@@ -296,11 +296,13 @@ def _grouped_mm_on_gpu(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor,
     is_stack = right.dim() == 3
     num_rows = left.shape[0] * (1 if is_stack else ends.shape[0])
     ones = torch.ones(num_rows, dtype=torch.float32, device=left.device)
+    # `flatten` alone would leave the repeated scale of a single expert as it is, without a stride.
+    scale = scale.contiguous()
     return torch._scaled_grouped_mm(
         left,
         right.transpose(-2, -1),
         ones,
-        scale.contiguous() if is_stack else scale.flatten(),
+        scale if is_stack else scale.view(-1),
         offs=ends,
         out_dtype=torch.bfloat16,
         use_fast_accum=is_fast,

@@ -234,6 +234,19 @@ def test_kernel_for_all_groups_takes_what_products_ask_it_for(kind: str, monkeyp
     assert asked == [True] * 6
 
 
+@pytest.mark.parametrize("num_experts", [1, 3])
+def test_kernel_for_all_groups_gets_scales_side_by_side(num_experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Tensor] = []
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", lambda *operands, **_: given.extend(operands))
+    left, right = (torch.empty(32, 48, dtype=FP8_DTYPE, device="meta") for _ in range(2))
+    # One scale for each expert, repeated without memory.
+    scale = torch.ones(num_experts, 1, device="meta").expand(-1, 32)
+    ends = torch.empty(num_experts, dtype=torch.int32, device="meta")
+    fp8_stacks._grouped_mm_on_gpu(left, right, scale, ends, is_fast=False)
+    _, _, *scales = given
+    assert all(one.is_contiguous() and one.shape == (num_experts * 32,) for one in scales)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_on_cuda_repeat_their_bits_and_are_near_those_of_products_one_by_one(
