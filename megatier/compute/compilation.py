@@ -187,7 +187,8 @@ class Compiled(Generic[P, R]):
         self.is_refused = False
         """Whether the function runs uncompiled with the arguments that it was last called with, or that it last met."""
         # The share is a setting of the process, and a tile has another one than its layer: it is set for calls alone.
-        self._settings: dict[str, Any] = {"activation_memory_budget": 1.0} if saves_all else {}
+        # One object for all calls, since torch 2.13 keeps a few bytes of each such object for ever.
+        self._all_saved = torch._functorch.config.patch(activation_memory_budget=1.0) if saves_all else None
         self._name = name
         self._function = function
         self._saves_inputs_alone = saves_inputs_alone
@@ -237,10 +238,10 @@ class Compiled(Generic[P, R]):
         CLOCK.watch()
         if self._any_shape and not open_up(args, kwargs):
             self._look_at_size(_shapes(args, kwargs))
-        if not self._settings:
+        if self._all_saved is None:
             return planning() if self._any_shape else contextlib.nullcontext()
         within = contextlib.ExitStack()
-        within.enter_context(torch._functorch.config.patch(**self._settings))
+        within.enter_context(self._all_saved)
         if self._any_shape:
             within.enter_context(planning())
         return within

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import warnings
 import weakref
@@ -202,6 +203,16 @@ def test_compilation_deterministic_kernels_are_asked_for_where_torch_is() -> Non
 def branching(x: Tensor) -> Tensor:
     """Control flow that depends on values."""
     return x * 2 if x.sum() > 0 else x * 3
+
+
+def test_tile_that_is_called_again_and_again_leaves_nothing_in_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = Compilation().of_tile(torch.sin, "a tile")
+    monkeypatch.setattr(tile, "_run", torch.cos)  # compiling would take seconds
+    counts = []
+    for _ in range(3):
+        tile(torch.zeros(1))
+        counts.append(len(contextvars.copy_context()))
+    assert len(set(counts)) == 1
 
 
 @pytest.mark.parametrize("share", [0.0, 0.8])
