@@ -89,6 +89,13 @@ def test_ranks_in_every_placement_have_the_bits_of_one_process(place: str, size:
     check(RankRun(), place, size, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_eight_ranks_have_the_bits_of_one_process_with_as_many_groups(place: str, tmp_path: Path) -> None:
+    """Nobody has run a host with eight GPUs yet."""
+    check(RankRun(groups=16, batch=16), place, 8, tmp_path)
+
+
 def test_ranks_read_their_shards_of_a_folder_and_no_more(tmp_path: Path) -> None:
     plain = plain_model(exactness_config("untied"))
     plain.save_pretrained(tmp_path / "model")
