@@ -29,6 +29,9 @@ from warm_python import WarmPython
 from megatier import durable
 from megatier.hardware import scratch_directory
 
+torch.set_num_threads(1)
+"""Tiny operations are faster on one thread, and the bits of a test do not depend on how many tests run at once."""
+
 pytest.register_assert_rewrite("plain_ways", "store_contract")
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(scratch_directory()))
 """Parent of every tmp_path: a mount of the NVMe tier may not lie in RAM, and on many machines /tmp does."""
@@ -123,6 +126,13 @@ def compiler_settings() -> Iterator[None]:
         torch.compiler.reset()
         for (config, name), value in found.items():
             setattr(sys.modules[config], name, value)
+
+
+@pytest.fixture(autouse=True)
+def free_kernels() -> Iterator[None]:
+    """After a test torch may choose any kernels again. A run asks for deterministic ones, for its whole process."""
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

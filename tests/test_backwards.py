@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from plain_ways import POLICIES, Way, check_right, embedded, ids, loss_of, model_given, opened, trained
 from streamed_loops import TIERS, same
-from tiny_runs import one_thread
 from torch import Tensor
 
 import megatier
 from megatier.errors import StreamedModelError, UnsupportedModelError
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
 
 # ---------------------------------------------------------------------- gradients of inputs
 

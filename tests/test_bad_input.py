@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,6 @@ MAIN = "import sys; from megatier.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
 RUN_AS_MAIN = [sys.executable, "-c", MAIN]
-
-
-@pytest.fixture(autouse=True)
-def _settings() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.set_num_threads(before[1])
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from crossed import some
 from small_optimizers import close_optimizer
 from tiny_gradients import attention_of
 from tiny_models import FAMILIES, config_class, tiny_config
-from tiny_runs import one_thread, plain_model, read_parameters
+from tiny_runs import plain_model, read_parameters
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -48,12 +48,6 @@ SEQUENCES = tuple(
     family for family in FAMILIES if config_class(family) in AutoModelForSequenceClassification._model_mapping
 )
 """Families of which transformers has classifiers of sequences."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def classifier(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from test_compute_compilation import ACTIVATIONS, PLAIN, saved_by
-from tiny_runs import Run, one_thread, run_in_fresh_process
+from tiny_runs import Run, run_in_fresh_process
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -22,12 +21,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from megatier.compute.attention import FLEX, is_attention
 from megatier.compute.compilation import Compilation
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from composite_models import COMPOSITES, GEMMA4_TOKENS, IMAGE, LLAMA, SMALL, composite_config
 from tiny_models import BASE, FAMILIES, LATENT, known_config
-from tiny_runs import one_thread, read_parameters
+from tiny_runs import read_parameters
 from tiny_vision import TEXT, text_batch
 from torch import Tensor
 from transformers import (
@@ -33,12 +32,6 @@ QUICK = (
 )
 """Each of another text part and projector; the others are slow tests."""
 AUDIO: dict[str, Any] = {"num_mel_bins": 16, "max_source_positions": 16}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def composite(name: str, options: dict[str, Any] | None = None) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from from_outside import GRANULE_BYTES
 from integer_runs import UNITS, Run, close
-from tiny_runs import BATCH, PLACES, exactness_config, one_thread, opened, plain_model, random_groups
+from tiny_runs import BATCH, PLACES, exactness_config, opened, plain_model, random_groups
 
 from megatier.config.schema import TrainConfig
 from megatier.drives.blockfile import IoOptions
@@ -164,7 +164,7 @@ def test_spilled_model_moves_as_much_and_its_padding(tmp_path: Path) -> None:
         elements = sum(-(-shapes.pop(tensor.name) // 128) * 128 for tensor in unit.layout.tensors)
         return -(-elements // 2048) * 2048
 
-    with one_thread(), opened(config, tmp_path, PLACES["nvme"], train) as session:
+    with opened(config, tmp_path, PLACES["nvme"], train) as session:
         sizes = [with_padding(unit) for unit in session.own_units]
         assert not shapes, "parameters that are in no unit"
         slots = session.placement.num_slots(Tier.GPU, Kind.WEIGHT)

@@ -22,7 +22,6 @@ from tiny_runs import (
     Run,
     Short,
     exactness_config,
-    one_thread,
     opened,
     outcome,
     plain_model,
@@ -75,12 +74,6 @@ def matrix(model: str, *, slow: bool) -> Iterator[ParameterSet]:
 
 
 MATRIX = [case for slow in (False, True) for model in MODELS for case in matrix(model, slow=slow)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.mark.parametrize(("run", "settings"), MATRIX)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tiny_models import tiny_config
-from tiny_runs import one_thread, plain_model
+from tiny_runs import plain_model
 from transformers import AutoModelForCausalLM
 
 from megatier.data.tokenizer import byte_tokenizer
@@ -45,8 +45,7 @@ def records(path: Path, *keys: str) -> str:
 def test_accelerate_loop_trains_and_writes_a_model(model: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     (tmp_path / "a.txt").write_text("all work and no play " * 200)
-    with one_thread():
-        losses = example("accelerate_loop.py")(model, str(tmp_path / "a.txt"), str(tmp_path / "out"), steps=6)
+    losses = example("accelerate_loop.py")(model, str(tmp_path / "a.txt"), str(tmp_path / "out"), steps=6)
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -55,8 +54,7 @@ def test_accelerate_loop_trains_and_writes_a_model(model: str, tmp_path: Path) -
 def test_accelerate_loop_with_an_odd_number_of_batches_takes_steps_over_epochs(model: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     (tmp_path / "a.txt").write_text("x" * 64 * 12)
-    with one_thread():
-        losses = example("accelerate_loop.py")(model, str(tmp_path / "a.txt"), str(tmp_path / "out"), steps=4)
+    losses = example("accelerate_loop.py")(model, str(tmp_path / "a.txt"), str(tmp_path / "out"), steps=4)
     assert len(losses) == 4
     (tmp_path / "a.txt").write_text("x" * 64 * 3)
     with pytest.raises(SystemExit, match="makes 3 rows of 64 tokens"):
@@ -76,8 +74,7 @@ def test_example_without_its_arguments_says_so_before_its_imports(name: str) -> 
     ("name", "keys"), [("trl_sft.py", ("prompt", "completion")), ("trl_dpo.py", ("prompt", "chosen", "rejected"))]
 )
 def test_trl_example_trains_and_writes_a_model(name: str, keys: tuple[str, ...], model: str, tmp_path: Path) -> None:
-    with one_thread():
-        loss = example(name)(model, records(tmp_path / "a.jsonl", *keys), str(tmp_path / "out"), max_steps=2)
+    loss = example(name)(model, records(tmp_path / "a.jsonl", *keys), str(tmp_path / "out"), max_steps=2)
     assert 0 < loss < 20
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
@@ -85,7 +82,6 @@ def test_trl_example_trains_and_writes_a_model(name: str, keys: tuple[str, ...],
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
 def test_grpo_example_learns_what_is_rewarded_and_writes_a_model(tmp_path: Path) -> None:
-    with one_thread():
-        first, last = example("trl_grpo.py")(str(tmp_path / "out"), steps=15)
+    first, last = example("trl_grpo.py")(str(tmp_path / "out"), steps=15)
     assert last > 1.5 * first
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tiny_gradients import (
     streamed_gradients,
 )
 from tiny_models import BASE, FAMILIES, tiny_config
-from tiny_runs import PLACES, ModelWeights, one_thread, opened, plain_model
+from tiny_runs import PLACES, ModelWeights, opened, plain_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,12 +35,6 @@ from megatier.setup.workload import boundary_width
 
 NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
 """Slices draw dropout in another order than a whole batch does."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,12 +9,10 @@ import re
 import resource
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from from_outside import FAULTS
 from small_commands import EVERY_TWO, after_step, command, leftovers, outcome
 from small_drive import NO_NAMESPACES
@@ -24,15 +22,6 @@ from megatier.cli import main
 
 WHOLE_WITHIN_S = 60
 CHECKPOINTS = ["step-00000002", "step-00000004", "step-00000006"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _settings() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.set_num_threads(before[1])
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from crossed import some
 from living import Living
 from small_commands import command
 from tiny_models import tiny_config
-from tiny_runs import one_thread, plain_model
+from tiny_runs import plain_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
@@ -41,12 +41,6 @@ WARM = 4
 WINDOW = 4
 """Steps of a window, in which lengths of text come round once."""
 Loop = Callable[[Streamed, int], object]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 class WantsMemoryError(torch.OutOfMemoryError):

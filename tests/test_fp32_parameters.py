@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from tiny_runs import (
     ModelWeights,
     Run,
     exactness_config,
-    one_thread,
     opened,
     outcome,
     plain_model,
@@ -51,12 +49,6 @@ RUNS: dict[str, tuple[Run, dict[str, str]]] = {
 }
 """Runs that change numbers, each with places and activation policies, which must not."""
 BF16: dict[str, Any] = {"compute_dtype": "bf16", "tokens": TOKENS}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture

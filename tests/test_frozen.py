@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from tiny_runs import (
     ModelWeights,
     Outcome,
     Place,
-    one_thread,
     opened,
     outcome,
     plain_model,
@@ -69,12 +68,6 @@ ROOMY = {
     "ram_nvme_twice": Place(tiers=("ram", "nvme"), ram=280 * KIB, generations=2),
     "gpu_ram_nvme": replace(PLACES["gpu_ram_nvme"], gpu=900 * KIB, ram=140 * KIB),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def trained_on(place: Place, frozen: str, mount: Path, train: TrainConfig, **options: Any) -> Outcome:
@@ -343,13 +336,6 @@ NVME: dict[str, Any] = {"tiers.state": "nvme", "tiers.gpu": "768KiB"}
 SPREAD: dict[str, Any] = {"tiers.state": "ram,nvme", "tiers.ram": "2600KiB", "tiers.gpu": "768KiB"}
 
 
-@pytest.fixture
-def _settings_put_back() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
 def ended_run(folder: Path, run: Mapping[str, Any], step: int = 4) -> Path:
     def end() -> None:
         raise ConfigError("ended by the test")
@@ -362,7 +348,6 @@ def ended_run(folder: Path, run: Mapping[str, Any], step: int = 4) -> Path:
     return folder / "run"
 
 
-@pytest.mark.usefixtures("_settings_put_back")
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_frozen_run_goes_on_from_checkpoints_and_savepoints_to_the_same_bits(
     dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -392,7 +377,6 @@ def test_frozen_run_goes_on_from_checkpoints_and_savepoints_to_the_same_bits(
     assert outcome_of(kept) == whole
 
 
-@pytest.mark.usefixtures("_settings_put_back")
 def test_frozen_weights_are_those_that_the_run_began_with(tmp_path: Path) -> None:
     first = {"train.steps": 1, "train.learning_rate": 0, "output.export_dtype": "fp32"}
     assert main(command(tmp_path, {**first, "output.directory": str(tmp_path / "first")})) == 0
@@ -407,7 +391,6 @@ def test_frozen_weights_are_those_that_the_run_began_with(tmp_path: Path) -> Non
     assert same == {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
-@pytest.mark.usefixtures("_settings_put_back")
 def test_train_and_plan_refuse_a_pattern_that_names_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = command(tmp_path, {"model.frozen": "model.embed_token"})
     assert main(words) == 2
@@ -419,7 +402,6 @@ def test_train_and_plan_refuse_a_pattern_that_names_nothing(tmp_path: Path, caps
     assert not (tmp_path / "run" / "model").exists()
 
 
-@pytest.mark.usefixtures("_settings_put_back")
 def test_resume_with_other_parameters_frozen_is_refused_and_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

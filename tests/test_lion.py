@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from tiny_runs import (
     Run,
     Short,
     exactness_config,
-    one_thread,
     opened,
     placements_that_differ,
     plain_model,
@@ -38,12 +36,6 @@ RUNS = {
     "routers in fp32": (Short(model="routers"), SOME[:2]),
 }
 """Runs, and settings that must not change their numbers."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.mark.parametrize(

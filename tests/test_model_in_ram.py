@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from changed_models import (
 )
 from small_optimizers import close_optimizer
 from tiny_models import tiny_config
-from tiny_runs import one_thread, plain_model
+from tiny_runs import plain_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -35,12 +35,6 @@ from megatier.errors import ConfigError, UnsupportedModelError
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # PEFT asks by a name that goes
 SEEDS = 16
 SLOW_SEEDS = 400
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.mark.parametrize("number", range(len(CHANGES)), ids=[change.name for change in CHANGES])

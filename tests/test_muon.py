@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from tiny_runs import (
     Run,
     Short,
     exactness_config,
-    one_thread,
     opened,
     outcome,
     placements_that_differ,
@@ -43,12 +41,6 @@ RUNS = {
     "tiles": (Short(model="tied", tile_tokens=10, fused_loss=True), SOME[:2]),
 }
 """Runs, and settings that must not change their numbers. The slow tests try them everywhere."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.mark.parametrize("name", RUNS)

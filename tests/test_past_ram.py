@@ -19,7 +19,7 @@ from from_outside import GRANULE_BYTES, check_invariants, pattern
 from gds_library import PADDED, flip
 from store_blocks import KEYS, MIB, NUM_BYTES, SPAN, has_copy, read, send_home, write
 from store_contract import StoreContract
-from tiny_runs import MODELS, PLACES, Run, exactness_config, one_thread, opened, run_in_fresh_process, run_steps
+from tiny_runs import MODELS, PLACES, Run, exactness_config, opened, run_in_fresh_process, run_steps
 
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import IntegrityError, TransferError
@@ -200,10 +200,9 @@ class TestPastRam(PastRam):
 )
 def test_training_past_ram_gives_the_same_bits(run: Run, place: str, tmp_path: Path, library: Kvikio) -> None:
     run = replace(run, place=place)
-    with one_thread():
-        expected = run(tmp_path)
-        assert not library.requests
-        assert replace(run, gpu_direct=True)(tmp_path) == expected
+    expected = run(tmp_path)
+    assert not library.requests
+    assert replace(run, gpu_direct=True)(tmp_path) == expected
     assert library.requests
 
 
@@ -213,10 +212,7 @@ def test_training_past_ram_moves_what_is_demanded(
     place: str, clip: float | None, groups: int, tmp_path: Path, library: Kvikio
 ) -> None:
     run = Run(model="untied", groups=groups, clip=clip)
-    with (
-        one_thread(),
-        opened(exactness_config("untied"), tmp_path, PLACES[place], run.train, gpu_direct=True) as session,
-    ):
+    with opened(exactness_config("untied"), tmp_path, PLACES[place], run.train, gpu_direct=True) as session:
         before = Counter(session.store.moved_bytes)
         run_steps(session, run.train, 3)
         session.player.drain()

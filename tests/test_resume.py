@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 from crossed import some
 from small_commands import command, metrics, outcome, write_chats
-from tiny_runs import one_thread
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from warm_python import WarmPython
 
@@ -79,14 +77,6 @@ def test_run_killed_at_two_hundred_places_goes_on_to_the_same_bits(
 # ---------------------------------------------------------------------- in this process
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    with one_thread():
-        yield
-    torch.use_deterministic_algorithms(before)
-
-
 def flip(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[20] ^= 4
@@ -99,10 +89,7 @@ def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder, kept = (tmp_path_factory.mktemp("stopped") / name for name in ("folder", "kept"))
     folder.mkdir()
     settings = {"train.schedule": "constant", "output.checkpoint_every": 1, "output.keep_checkpoints": 9}
-    before = torch.are_deterministic_algorithms_enabled()
-    with one_thread():
-        assert main(command(folder, settings)) == 0
-    torch.use_deterministic_algorithms(before)
+    assert main(command(folder, settings)) == 0
     shutil.rmtree(folder / "run" / "model")
     shutil.rmtree(folder / "run" / "checkpoints" / "step-00000003")
     shutil.copytree(folder, kept)
@@ -120,7 +107,7 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def stopped(_one_thread: None, tmp_path: Path) -> Path:
+def stopped(tmp_path: Path) -> Path:
     """The directory of the stopped run."""
     return tmp_path / "run"
 
@@ -165,7 +152,7 @@ def test_resume_after_changes_that_were_accepted_asks_for_them_no_second_time(
 
 
 def test_resume_of_a_whole_run_is_refused_and_leaves_its_records(
-    _one_thread: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command(tmp_path)) == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
@@ -176,7 +163,7 @@ def test_resume_of_a_whole_run_is_refused_and_leaves_its_records(
 
 
 def test_resume_of_a_whole_run_without_a_checkpoint_does_not_say_that_it_could_go_on(
-    _one_thread: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command(tmp_path), "--output.checkpoint_every=0"]) == 0
     assert main(["resume", str(tmp_path / "run")]) == 2
@@ -229,7 +216,7 @@ def test_resume_on_other_text_is_refused_and_where_that_is_accepted_reads_it(
 
 
 def test_resume_on_conversations_goes_on_bit_by_bit_and_refuses_others(
-    _one_thread: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"data.files": write_chats(tmp_path), "output.checkpoint_every": 1, "output.keep_checkpoints": 9}
     assert main(command(tmp_path, settings)) == 0
@@ -248,7 +235,7 @@ def test_resume_on_conversations_goes_on_bit_by_bit_and_refuses_others(
 
 
 @pytest.mark.parametrize("chat", [pytest.param(None, marks=pytest.mark.slow), "messages"])
-def test_resume_of_a_stream_goes_on_to_the_same_bits(_one_thread: None, tmp_path: Path, chat: str | None) -> None:
+def test_resume_of_a_stream_goes_on_to_the_same_bits(tmp_path: Path, chat: str | None) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "rows").mkdir()
     for shard in range(2):
@@ -403,7 +390,7 @@ def test_resume_of_a_run_of_an_older_version_without_a_checkpoint_begins_again(s
 
 @pytest.mark.parametrize("tiers", some(TIERS_OF_BAD_STEPS, by=2, first=1), ids=str)
 def test_run_that_ends_on_bad_steps_goes_on_behind_them(
-    tiers: dict[str, Any], _one_thread: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiers: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"train.schedule": "constant", "output.checkpoint_every": 1, "output.keep_checkpoints": 1}
     words = command(tmp_path, {**settings, **tiers, "train.steps": 6, "numerics.max_skips": 0})

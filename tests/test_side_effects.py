@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from plain_ways import POLICIES, check_right, ids, opened, trained
-from tiny_runs import one_thread
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -19,12 +18,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from megatier.errors import UnsupportedModelError
 
 NOTHING = contextlib.nullcontext()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 class Changing(nn.Module):

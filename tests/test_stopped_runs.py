@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from crossed import some
 from from_outside import FAULTS
 from small_commands import all_records, command, leftovers, metrics
@@ -22,15 +21,6 @@ from warm_python import MEGATIER, Process, WarmPython
 
 from megatier.cli import main
 from megatier.drives import mounts
-
-
-@pytest.fixture(autouse=True)
-def _settings() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.set_num_threads(before[1])
 
 
 @pytest.fixture

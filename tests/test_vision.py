@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from crossed import some
 from safetensors.torch import load_file, save_file
 from tiny_gradients import far, plain_gradients, streamed_gradients
-from tiny_runs import PLACES, ModelWeights, Outcome, one_thread, opened, outcome, plain_model, read_parameters
+from tiny_runs import PLACES, ModelWeights, Outcome, opened, outcome, plain_model, read_parameters
 from tiny_vision import VISION_FAMILIES, image_batch, text_batch, vision_config
 from torch import Tensor
 from transformers import (
@@ -36,12 +36,6 @@ MIB = 1 << 20
 TIERS = TiersConfig(device="cpu", gpu=8 * MIB, ram=64 * MIB, io_threads=2, update_threads=2)
 VISION = ("visual", "vision_tower", "multi_modal_projector")
 BATCH = 2
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def of_vision(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

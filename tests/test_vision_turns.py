@@ -10,7 +10,6 @@ import pytest
 import torch
 from composite_models import composite_config
 from plain_adamw import PlainAdamW
-from tiny_runs import one_thread
 from tiny_vision import seen_batch, vision_config
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
@@ -24,12 +23,6 @@ TIERS = TiersConfig(device="cpu", gpu=8 * MIB, ram=64 * MIB, io_threads=2, updat
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava_onevision")
 RATE = 1e-2
 APART = r"runs once for images and once for videos: give them in batches of their own"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 class Loops:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from crossed import crossed
 from plain_ways import POLICIES, Way, check_right, embedded, ids, loss_of, model_given, opened, trained
-from tiny_runs import one_thread
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
@@ -23,13 +22,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatier.engine.replay import GPU_SETTINGS
 from megatier.errors import StreamedModelError, UnsupportedModelError
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
 
 # ---------------------------------------------------------------------- contexts
 

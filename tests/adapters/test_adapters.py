@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from tiny_runs import (
     SMALL,
     ModelWeights,
     Outcome,
-    one_thread,
     opened,
     outcome,
     read_parameters,
@@ -55,12 +53,6 @@ ROOMY = {
     "nvme_twice": PLACES["nvme_twice"],
     "gpu_ram_nvme": replace(PLACES["gpu_ram_nvme"], gpu=500 * KIB, ram=32 * KIB),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.mark.parametrize(

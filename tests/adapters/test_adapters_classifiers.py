@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,11 @@ import pytest
 import torch
 from test_classifiers import DEVICES, check_weights, classifier, opened, plain_steps, take
 from tiny_adapters import peft
-from tiny_runs import one_thread
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, set_seed
 
 from megatier.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # PEFT asks by a name that goes
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.mark.parametrize("device", DEVICES)

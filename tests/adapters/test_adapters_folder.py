@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from small_commands import after_step, command
 from tiny_adapters import base_folder, peft
-from tiny_runs import one_thread
 from transformers import AutoModelForCausalLM
 
 from megatier.cli import main
@@ -21,14 +19,6 @@ from megatier.errors import ConfigError
 
 RUN: dict[str, Any] = {"model.lora.rank": 4, "model.lora.dropout": 0.1, "data.tokenizer": "bytes", "train.steps": 5}
 SPREAD: dict[str, Any] = {"tiers.state": "ram,nvme", "tiers.ram": "2600KiB", "tiers.gpu": "768KiB"}
-
-
-@pytest.fixture(autouse=True)
-def _settings_put_back() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    with one_thread():
-        yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], bytes]:
     """What a run comes to that nobody stops."""
     folder = tmp_path_factory.mktemp("whole")
-    before = torch.are_deterministic_algorithms_enabled()
-    with one_thread():
-        assert main(words(folder, base)) == 0
-    torch.use_deterministic_algorithms(before)
+    assert main(words(folder, base)) == 0
     return trained(folder / "run")
 
 

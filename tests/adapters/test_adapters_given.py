@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from streamed_loops import same, streamed_on, train_config
 from tiny_adapters import peft, stored_adapter
 from tiny_models import tiny_config
-from tiny_runs import MIB, ModelWeights, exactness_config, one_thread, plain_model, random_groups
+from tiny_runs import MIB, ModelWeights, exactness_config, plain_model, random_groups
 from tiny_vision import image_batch, vision_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, TrainingArguments
@@ -30,12 +30,6 @@ TIERS = TiersConfig(device="cpu", gpu=8 * MIB, ram=8 * MIB, update_threads=2, io
 TRAIN = TrainConfig(steps=5, batch=6)
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # PEFT asks by a name that goes
 LORA: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "up_proj"]}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

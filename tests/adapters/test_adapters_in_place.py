@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from small_commands import after_step, command, metrics
 from tiny_adapters import base_folder
 from tiny_models import tiny_config
-from tiny_runs import one_thread, plain_model
+from tiny_runs import plain_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatier.adapters.in_place import InPlace, in_place, note_base_tensors
@@ -29,12 +28,6 @@ from megatier.session.session import Session
 
 NVME: dict[str, Any] = {"tiers.state": "nvme", "tiers.gpu": "768KiB"}
 SAID = "units is read from the model's own files"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def lora_run(folder: Path, base: Path, **settings: Any) -> list[str]:

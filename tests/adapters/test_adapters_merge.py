@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from small_commands import command
 from tiny_adapters import STACKS, base_folder, peft, stored_adapter
 from tiny_gradients import attention_of
 from tiny_models import tiny_config
-from tiny_runs import one_thread, plain_model
+from tiny_runs import plain_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -27,12 +26,8 @@ from megatier.models import weights
 
 
 @pytest.fixture(autouse=True)
-def _settings_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
+def _small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "READ_ELEMENTS", 700)
-    with one_thread():
-        yield
-    torch.use_deterministic_algorithms(before)
 
 
 def base_of(config: PretrainedConfig, folder: Path) -> Path:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_adapters import STACKS, peft
 from tiny_models import tiny_config
-from tiny_runs import MIB, one_thread, plain_model
+from tiny_runs import MIB, plain_model
 from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
@@ -35,12 +35,6 @@ OF_FORWARDS = frozenset(
     )
 )
 """Methods of PEFT's layers that look at them, scale what they add, or belong to their forwards."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def given(family: str = "llama", **settings: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from tiny_models import tiny_config
 from tiny_runs import (
     MIB,
     ModelWeights,
-    one_thread,
     opened,
     outcome,
     plain_model,
@@ -44,12 +42,6 @@ CASES: dict[str, tuple[str, LoraConfig]] = {
     "transposed": ("gpt_oss", LoraConfig(rank=2, targets=ATTENTION, target_parameters=STACKS)),
     "plain": ("llama", LoraConfig(rank=2, targets=("q_proj",), target_parameters=("o_proj.weight", "lm_head.weight"))),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from tiny_runs import (
     MIB,
     PLACES,
     Outcome,
-    one_thread,
     opened,
     outcome,
     random_groups,
@@ -59,12 +58,6 @@ LORA: dict[str, dict[str, Any]] = {"dropped": {"lora_dropout": 0.1}, "dora": {"u
 
 # Adapters over a decoded base go on over the quantised one, as people do it, and are told that nothing is compared.
 pytestmark = pytest.mark.filterwarnings("ignore:the adapter .* stores its weights in other numbers:UserWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def run_over(folder: Path, adapter: Path, dtype: Any = "fp32") -> RunConfig:

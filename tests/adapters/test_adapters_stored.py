@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_commands import command
 from tiny_adapters import base_folder, peft, stored_adapter
-from tiny_runs import one_thread
 
 import megatier
 from megatier.adapters.base import check_base, identity_of
@@ -26,14 +24,6 @@ from megatier.errors import ConfigError
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-
-
-@pytest.fixture(autouse=True)
-def _settings_put_back() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    with one_thread():
-        yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(scope="module")

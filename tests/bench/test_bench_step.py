@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from bench_step import measure
 from rows import ROWS
-from tiny_runs import one_thread
 
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.setup import machine
@@ -34,8 +33,7 @@ def tiny_row(number: int, mount: Path) -> dict[str, Any]:
     whole = ROWS[number]
     tiers = {"device": "cpu", "state": whole.tiers["state"], "gpu": 16 * MIB, "ram": 16 * MIB}
     run = replace(whole, shape="tiny", batch=2, sequence=16, tiers=tiers, nvme=16 * MIB)
-    with one_thread():
-        row, _ = measure(run, 1, 1, deterministic=True, bound=None, directory=mount, ranks=None)
+    row, _ = measure(run, 1, 1, deterministic=True, bound=None, directory=mount, ranks=None)
     return row
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import zarr
 from crossed import crossed, some
-from tiny_runs import PLACES, Run, exactness_config, one_thread, opened, outcome, random_groups, read_parameters
+from tiny_runs import PLACES, Run, exactness_config, opened, outcome, random_groups, read_parameters
 
 from megatier import durable
 from megatier.checkpoint import checkpoint, checkpoint_writer, chunkfile, grid, plane_writer
@@ -32,12 +32,6 @@ from megatier.tier import Kind
 
 STEPS, SAVED_AFTER = 5, 2
 RUN = RunConfig(model=ModelConfig(config={"model_type": "llama"}), data=DataConfig(files=("x",), tokenizer="bytes"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def steps(session: Session, train: TrainConfig, first: int, last: int) -> list[Any]:

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from crossed import some
 from integer_runs import fail_moves
 from small_commands import command, leftovers, metrics
 from small_commands import outcome as outcome_of_run
-from tiny_runs import PLACES, Outcome, Run, exactness_config, one_thread, opened, outcome, random_groups
+from tiny_runs import PLACES, Outcome, Run, exactness_config, opened, outcome, random_groups
 
 from megatier.checkpoint import checkpoint_writer, chunkfile
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
@@ -38,14 +37,6 @@ from megatier.train import stop
 
 SAVED_AFTER = 2
 HANG_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    with one_thread():
-        yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import zarr
 from test_checkpoint_checkpoint import SmallGrid, saved, steps
-from tiny_runs import PLACES, Run, exactness_config, one_thread, opened
+from tiny_runs import PLACES, Run, exactness_config, opened
 
 from megatier.checkpoint import checkpoint, checkpoint_writer, plane_writer
 from megatier.checkpoint.checkpoint import UNBOUND_FORMAT, check_moments, is_bound, open_masters, read_state
@@ -27,12 +27,6 @@ from megatier.session.session import Session
 RUN = Run(model="tied")
 EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
 FIRST_NORM, SECOND_NORM = "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

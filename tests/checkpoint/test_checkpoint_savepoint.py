@@ -9,12 +9,11 @@ import os
 import random
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from crossed import some
 from savepoint_runs import (
     NVME,
@@ -32,7 +31,6 @@ from savepoint_runs import (
 from small_commands import after_step, command, metrics
 from small_commands import outcome as outcome_of
 from test_durable import watched
-from tiny_runs import one_thread
 
 from megatier import durable
 from megatier.checkpoint import chunkfile, savepoint
@@ -43,14 +41,6 @@ from megatier.errors import SavepointError
 from megatier.private import PrivateDirectory
 from megatier.session.session import Session
 from megatier.train import saves
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    with one_thread():
-        yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(scope="module")

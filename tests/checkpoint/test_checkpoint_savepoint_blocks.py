@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from crossed import crossed, some
 from savepoint_runs import check_refused, cut, ended_beside_a_checkpoint, flip, last, link, put_back
-from tiny_runs import KIB, Outcome, Place, Run, exactness_config, one_thread, opened, outcome, random_groups
+from tiny_runs import KIB, Outcome, Place, Run, exactness_config, opened, outcome, random_groups
 
 from megatier.checkpoint.savepoint import drop_savepoint, save_savepoint
 from megatier.checkpoint.savepoint_blocks import resident_bytes
@@ -29,14 +28,6 @@ PLACES = {
     "all, two": Place(tiers=("gpu", "ram", "nvme"), gpu=100 * KIB, **TWO),
     "gpu and nvme, three": Place(tiers=("gpu", "nvme"), gpu=100 * KIB, **THREE),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    with one_thread():
-        yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import contextvars
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch._inductor.config
 from one_node import SIZE, Shelf
-from tiny_runs import PLACES, Run, exactness_config, one_thread, opened, run_in_fresh_process, run_steps
+from tiny_runs import PLACES, Run, exactness_config, opened, run_in_fresh_process, run_steps
 from torch import Tensor, nn
 from torch.utils import flop_counter
 
@@ -33,12 +33,6 @@ from megatier.tier import Activations
 ACTIVATIONS = ("keep", "recompute", "offload")
 ALL = list(itertools.product(PLACES, ACTIVATIONS))
 PLAIN = Run(model="plain", dtype="fp32", fused_loss=True, loss_chunk=32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 # ---------------------------------------------------------------------- whole runs
@@ -188,13 +182,10 @@ def test_saved_share_another_one_takes_effect_in_the_same_process() -> None:
 
 @pytest.mark.usefixtures("traced")
 def test_compilation_deterministic_kernels_are_asked_for_where_torch_is() -> None:
-    try:
-        for wanted in (True, False, True):
-            torch.use_deterministic_algorithms(wanted)
-            Compilation(0.8)(gated, "gated")
-            assert torch._inductor.config.deterministic is wanted
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for wanted in (True, False, True):
+        torch.use_deterministic_algorithms(wanted)
+        Compilation(0.8)(gated, "gated")
+        assert torch._inductor.config.deterministic is wanted
 
 
 # ---------------------------------------------------------------------- what the compiler refuses

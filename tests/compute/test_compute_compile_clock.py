@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from small_commands import command, metrics
-from tiny_runs import one_thread
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -25,12 +24,6 @@ from megatier.trace.events import COMPILER, TraceEvent, account, own_seconds
 LATE_S = 0.2
 """What the compiler of these tests takes for each graph."""
 pytestmark = pytest.mark.usefixtures("slow_compiler")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config
-from tiny_runs import one_thread
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
@@ -29,12 +28,6 @@ from megatier.compute import open_shapes
 from megatier.compute.compilation import Compilation, Compiled
 
 Shape = tuple[int, int]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from crossed import some
 from living import Living
 from tiny_gradients import attention_of, far, streamed_gradients
 from tiny_models import BASE, known_config, tiny_config
-from tiny_runs import ModelWeights, Run, one_thread, plain_model, run_in_fresh_process
+from tiny_runs import ModelWeights, Run, plain_model, run_in_fresh_process
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -28,12 +28,6 @@ from megatier.models.decoder import build_skeleton, decoder_layers
 
 TILE = 20
 """Tokens of a tile: the last one of a batch has fewer."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_gradients import attention_of, far, padded_batch, plain_gradients, streamed_gradients
 from tiny_models import FAMILIES, SHARED_KV, known_config, tiny_config
-from tiny_runs import BATCH, PLACES, one_thread, opened
+from tiny_runs import BATCH, PLACES, opened
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
@@ -23,12 +23,6 @@ from megatier.engine.carried import Arguments
 from megatier.errors import ConfigError, UnsupportedModelError
 
 SHARING = [name for name, options in FAMILIES.items() if options.get("num_kv_shared_layers")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 # ---------------------------------------------------------------------- models that share keys and values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
@@ -20,7 +19,6 @@ from tiny_runs import (
     PLACES,
     Run,
     exactness_config,
-    one_thread,
     opened,
     outcome,
     run_in_fresh_process,
@@ -41,12 +39,6 @@ from megatier.tier import Kind, Tier
 
 NEAR = 1e-5
 MOE = Run(model="moe", expert_parts=2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def unlike(found: Gradients, expected: Gradients, config: PretrainedConfig) -> dict[str, float]:
@@ -315,13 +307,10 @@ def test_parts_to_which_no_token_is_sent_have_gradients_of_zero(implementation: 
     config._experts_implementation = implementation
     skip_if_refused(config)
     ids = torch.tensor([[5, 9]] * 4)
-    source, was = plain_gradients(config, "sdpa")[2], torch.are_deterministic_algorithms_enabled()
+    source = plain_gradients(config, "sdpa")[2]
     torch.use_deterministic_algorithms(True)
-    try:
-        batch = {"input_ids": ids, "labels": ids}
-        results = [streamed_gradients(config, tmp_path, source, batch=batch, expert_parts=parts) for parts in (1, 8)]
-    finally:
-        torch.use_deterministic_algorithms(was)
+    batch = {"input_ids": ids, "labels": ids}
+    results = [streamed_gradients(config, tmp_path, source, batch=batch, expert_parts=parts) for parts in (1, 8)]
     (loss, expected), (found_loss, found) = results
     assert found_loss == loss
     assert far(found, expected, NEAR) == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from tiny_gradients import attention_of, far, padded_batch, plain_gradients, streamed_gradients
 from tiny_models import BASE, tiny_config
-from tiny_runs import PLACES, Outcome, one_thread, opened, outcome, run_steps
+from tiny_runs import PLACES, Outcome, opened, outcome, run_steps
 from tiny_vision import IMAGE_TOKEN, TEXT, TOWER, image_batch, text_batch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
@@ -66,12 +65,6 @@ OWNED = {
 }
 """The unit round the layers, and what it has."""
 TYPES = [name for name in CONFIGS if name in CONFIG_MAPPING]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def config_of(name: str) -> PretrainedConfig:

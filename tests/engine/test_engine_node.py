@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from one_node import SIZE, Probe, Shelf, streamed, streamed_gradients
-from tiny_runs import (
-    one_thread,
-)
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.guards.crossing import FORWARDS_CHECKED
 from megatier.tier import Phase
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def plain_gradients(weights: Mapping[str, Tensor], x: Tensor, seed: int = 1, **kwargs: Any) -> dict[str, Tensor]:

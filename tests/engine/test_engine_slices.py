@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from one_node import SIZE, Probe, learn, streamed, streamed_gradients
-from tiny_runs import (
-    one_thread,
-)
 
 from megatier.errors import ConfigError
 from megatier.tier import Phase
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])

@@ -20,7 +20,6 @@ from tiny_runs import (
     Outcome,
     Run,
     exactness_config,
-    one_thread,
     opened,
     outcome,
     plain_model,
@@ -60,12 +59,6 @@ GUARDED = [
     if groups == 1 or not PLACES[place].spills_grads
 ]
 """By default a quarter, in which each place is met once."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @contextlib.contextmanager

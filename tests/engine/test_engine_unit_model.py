@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tiny_runs import (
     PLACES,
     ModelWeights,
     exactness_config,
-    one_thread,
     opened,
     plain_model,
     random_groups,
@@ -27,12 +25,6 @@ from torch import Tensor
 
 from megatier.config.schema import TrainConfig
 from megatier.tier import Kind
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])

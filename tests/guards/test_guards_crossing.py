@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from test_engine_carried import hands_on
 from tiny_gradients import padded_batch, streamed_gradients
 from tiny_models import tiny_config
-from tiny_runs import BATCH, PLACES, ModelWeights, one_thread, opened, plain_model
+from tiny_runs import BATCH, PLACES, ModelWeights, opened, plain_model
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -25,11 +25,9 @@ CURRENT: ContextVar[Tensor] = ContextVar("current")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def _nothing_left() -> None:
     LEFT.clear()
     LAYERS.clear()
-    with one_thread():
-        yield
 
 
 def number(layer: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_models import tiny_config
-from tiny_runs import one_thread, plain_model
+from tiny_runs import plain_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -26,7 +26,7 @@ def check(model: PreTrainedModel, leak: float, dtype: torch.dtype) -> None:
         found: Tensor = model(**batch, attention_mask=sees).logits
         return found + leak * found.mean(dim=1, keepdim=True) if leak else found
 
-    with torch.no_grad(), one_thread():
+    with torch.no_grad():
         check_documents(run, IDS, 160, model)
 
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import PLACES, Run, exactness_config, one_thread, opened
+from tiny_runs import PLACES, Run, exactness_config, opened
 
 from megatier.guards.no_gradient import FIRST_STEPS, REMARK, FirstNorms, learns_nothing
 
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import one_thread
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from trainer_runs import Rows, arguments, open_streamed
@@ -27,12 +26,6 @@ from megatier.integrations.streamed import Streamed
 pytest.importorskip("accelerate")
 
 from megatier.integrations.transformers_trainer import MegatierTrainer
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def unbound(*, is_streamed: bool = False) -> nn.Parameter:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from test_engine_carried import hands_on
 from tiny_gradients import padded_batch, streamed_gradients
 from tiny_models import tiny_config
-from tiny_runs import BATCH, PLACES, ModelWeights, one_thread, opened, plain_model
+from tiny_runs import BATCH, PLACES, ModelWeights, opened, plain_model
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaForCausalLM, PretrainedConfig
 
@@ -20,12 +20,6 @@ from megatier.guards.unchanged import Unchanged, check_evaluates
 from megatier.models.decoder import build_skeleton
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def by_version(layer: Any) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import BASE, known_config, tiny_config
-from tiny_runs import one_thread
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
@@ -22,12 +21,6 @@ from megatier.integrations.streamed import Streamed
 
 TIERS = {"device": "cpu", "gpu": 4 << 20, "ram": 32 << 20, "update_threads": 1, "io_threads": 1}
 OUTSIDE = "was called outside of the model's forward.*one_forward"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def tiny(family: str = "llama", **settings: Any) -> PreTrainedModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import torch
 from plain_adamw import PlainAdamW
 from streamed_loops import VOCAB, same, streamed_on, train_config
-from tiny_runs import ModelWeights, exactness_config, one_thread, plain_model, random_groups, read_parameters
+from tiny_runs import ModelWeights, exactness_config, plain_model, random_groups, read_parameters
 from torch import Tensor, nn
 
 from megatier.errors import StreamedModelError, TimelineError
@@ -23,12 +23,6 @@ from megatier.tier import Kind
 COURSES = ("FfB", "FfB", "FB", "FfB", "FafB", "FB", "FfB", "FafB")
 """F and f: forwards with gradients; a: one without. Steps of each are recorded, planned, and met unexpectedly."""
 RATE = 1e-2
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def batch_of(number: int, model: str) -> dict[str, Tensor]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import MIB, exactness_config, one_thread, plain_model, random_groups
+from tiny_runs import MIB, exactness_config, plain_model, random_groups
 
 import megatier
 from megatier.config.schema import TiersConfig, TrainConfig
@@ -18,12 +18,6 @@ from megatier.models.frozen import freeze
 
 TIERS = TiersConfig(device="cpu", gpu=8 * MIB, ram=8 * MIB, update_threads=2, io_threads=2)
 TRAIN = TrainConfig(steps=5, batch=6)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def loop_losses(streamed: Streamed, steps: Sequence[int]) -> list[float]:

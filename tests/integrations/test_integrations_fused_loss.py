@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from test_integrations_calls import ids, plain_norm, step, streamed, tiny
 from tiny_models import tiny_config
-from tiny_runs import one_thread
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.loss import loss_utils
@@ -20,12 +19,6 @@ from transformers.loss import loss_utils
 from megatier.engine.head import check_fusable
 from megatier.errors import DataError, StreamedModelError, UnsupportedModelError
 from megatier.models.decoder import build_skeleton, find_units
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def arguments(draw: random.Random) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rank_pool import POOL
 from small_optimizers import close_optimizer
 from streamed_loops import TIERS
 from tiny_models import tiny_config
-from tiny_runs import one_thread, plain_model
+from tiny_runs import plain_model
 from trainer_runs import logged
 from transformers import AutoModelForCausalLM, Trainer, set_seed
 
@@ -106,15 +106,14 @@ def test_grpo_over_a_streamed_model_has_the_losses_and_rewards_of_the_plain_one(
     tiers = replace(TIERS, device=device, gpu=768 << 10, gpu_limit=limit)
     settings: dict[str, Any] = {"tiers": tiers, "compute_dtype": "fp32", "compile": False}
     settings |= {"fused_loss": False, "accumulation_steps": 2}
-    with one_thread():
-        reference = trainer(PLAIN, model(), tmp_path, device, beta=beta)
-        # The order of operations in AdamW is megatier's.
-        adamw = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "ram": "64MiB"}
-        reference.optimizer_cls_and_kwargs = (megatier.TieredAdamW, adamw)
-        expected = figures(reference)
-        close_optimizer(reference)
-        with megatier.stream(model() if has_adapters else path, **settings) as streamed:
-            found = figures(trainer(STREAMED, streamed, tmp_path, device, beta=beta))
+    reference = trainer(PLAIN, model(), tmp_path, device, beta=beta)
+    # The order of operations in AdamW is megatier's.
+    adamw = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "ram": "64MiB"}
+    reference.optimizer_cls_and_kwargs = (megatier.TieredAdamW, adamw)
+    expected = figures(reference)
+    close_optimizer(reference)
+    with megatier.stream(model() if has_adapters else path, **settings) as streamed:
+        found = figures(trainer(STREAMED, streamed, tmp_path, device, beta=beta))
     (message,) = [message for message in caplog.messages if message.startswith("generation")]
     assert message.startswith("generation streams" if streams else "generation: all weights are resident")
     losses, norms, rewards = found

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from interrupts import interrupted
-from tiny_runs import PLACES, exactness_config, one_thread, opened, random_groups
+from tiny_runs import PLACES, exactness_config, opened, random_groups
 from torch import Tensor
 
 from megatier.config.schema import NumericsConfig, TrainConfig
@@ -34,12 +34,6 @@ PLACES_OF_RESTORE = (*PLACES_INTERRUPTED, "session", "checkpoint", "integrations
 LAST = 4
 TRIES = pytest.mark.parametrize("tries", [4, pytest.param(20, marks=pytest.mark.slow)])
 """At how many places a test interrupts, or at three times as many."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @contextlib.contextmanager

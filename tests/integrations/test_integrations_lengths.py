@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig
 from tiny_models import tiny_config
 from tiny_quantised import quantised_folders
-from tiny_runs import one_thread, plain_model
+from tiny_runs import plain_model
 from tiny_vision import IMAGE_TOKEN, NUM_IMAGE_TOKENS, vision_config
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
@@ -30,12 +30,6 @@ SHAPES = [(2, 7), (3, 12), (2, 40), (4, 33)]
 """Rows and tokens of batches, none of which has one row or one token."""
 Step = Callable[[Streamed, Tensor], Tensor]
 Model = Callable[[Path], Any]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture

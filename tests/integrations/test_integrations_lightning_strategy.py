@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_durable import watched
-from tiny_runs import exactness_config, one_thread, plain_model
+from tiny_runs import exactness_config, plain_model
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
@@ -35,12 +35,6 @@ pytestmark = pytest.mark.filterwarnings("default")  # of Lightning
 STEPS = 10
 # With a small eps the sign of a gradient that is nearly zero, which is noise, decides a whole step of its weight.
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-2}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 class Causal(LightningModule):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from streamed_loops import TIERS, loop, same, train_config
-from tiny_runs import exactness_config, one_thread, plain_model
+from tiny_runs import exactness_config, plain_model
 
 import megatier
 from megatier.config.file import from_dict
@@ -35,12 +35,6 @@ OTHERS: dict[str, Any] = {
     "stall_timeout": 60.0,
 }
 """Another value than the default of each field that is no loop's."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def test_fields_of_a_train_config_are_each_followed_or_refused() -> None:

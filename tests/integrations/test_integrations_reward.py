@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from small_optimizers import close_optimizer
 from streamed_loops import TIERS
 from tiny_adapters import peft
 from tiny_models import tiny_config
-from tiny_runs import one_thread, plain_model
+from tiny_runs import plain_model
 from torch import nn
 from trainer_runs import logged
 from transformers import AutoModelForSequenceClassification, Trainer, set_seed
@@ -39,12 +38,6 @@ ADAPTERS: dict[str, Any] = {"r": 4, "lora_dropout": 0.1, "target_modules": "all-
 
 class StreamedReward(StreamedTrl, trl.RewardTrainer):  # type: ignore[misc]
     """What a user writes."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from streamed_loops import TIERS, counted, loop, same, train_config
-from tiny_runs import exactness_config, one_thread, plain_model, random_groups
+from tiny_runs import exactness_config, plain_model, random_groups
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import megatier
 from megatier.config.schema import TrainConfig
 from megatier.errors import ConfigError, StreamedModelError
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def test_loop_agrees_with_plain_training_in_fp32() -> None:

@@ -10,16 +10,10 @@ from typing import Any
 import pytest
 import torch
 from streamed_loops import PEAK, loop, same, streamed_on, train_config
-from tiny_runs import one_thread, outcome, random_groups
+from tiny_runs import outcome, random_groups
 
 from megatier.errors import ConfigError, StreamedModelError
 from megatier.integrations.streamed import Streamed
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def test_loop_settings_changed_after_the_backward_are_those_of_the_step(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from streamed_loops import loop, rate_of, streamed_on, train_config
 from test_durable import watched
 from tiny_models import BASE
-from tiny_runs import exactness_config, one_thread, outcome
+from tiny_runs import exactness_config, outcome
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatier
@@ -25,12 +24,6 @@ from megatier.engine import unit_model
 from megatier.errors import BlockNotFoundError, CheckpointError, StreamedModelError, TransferError
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import build_skeleton
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def test_read_and_state_dict_wait_for_the_updates_that_are_due(tmp_path: Path) -> None:

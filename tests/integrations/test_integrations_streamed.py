@@ -20,7 +20,6 @@ from tiny_runs import (
     ModelWeights,
     Outcome,
     exactness_config,
-    one_thread,
     opened,
     outcome,
     plain_model,
@@ -31,12 +30,6 @@ from torch import Tensor
 from megatier.engine.gradient import Gradients
 from megatier.errors import NonFiniteError, StreamedModelError, UnknownTokenError
 from megatier.integrations.streamed import Streamed
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

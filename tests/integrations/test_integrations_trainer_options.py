@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from small_optimizers import close_optimizer
 from streamed_loops import TIERS
-from tiny_runs import exactness_config, one_thread, plain_model
+from tiny_runs import exactness_config, plain_model
 from trainer_runs import Rows, arguments
 from transformers import Trainer, TrainingArguments
 
@@ -70,13 +68,6 @@ AXES: dict[str, tuple[dict[str, Any], ...]] = {
 }
 MODELS = ("plain", "tied", "moe")
 COMPARED = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "num_input_tokens_seen")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-        torch.use_deterministic_algorithms(False)
 
 
 def combination(seed: int) -> tuple[str, dict[str, Any], dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import exactness_config, one_thread, plain_model
+from tiny_runs import exactness_config, plain_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
@@ -21,12 +21,6 @@ from megatier.errors import CheckpointError, ConfigError, MegatierError
 pytest.importorskip("accelerate")
 
 from megatier.integrations.transformers_trainer import MegatierTrainer
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def shifted(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:

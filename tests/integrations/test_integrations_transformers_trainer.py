@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from small_optimizers import close_optimizer
 from streamed_loops import TIERS
-from tiny_runs import exactness_config, one_thread, plain_model
+from tiny_runs import exactness_config, plain_model
 from torch import Tensor
 from trainer_runs import STEPS, Rows, arguments, logged, open_streamed
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -25,12 +24,6 @@ from megatier.integrations import stream_state
 pytest.importorskip("accelerate")
 
 from megatier.integrations.transformers_trainer import MegatierTrainer
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def test_trainer_ten_steps_agree_with_the_plain_trainer(tmp_path: Path) -> None:

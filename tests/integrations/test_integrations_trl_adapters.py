@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from streamed_loops import TIERS
 from tiny_adapters import STACKS, peft
 from tiny_models import tiny_config
-from tiny_runs import exactness_config, one_thread, plain_model
+from tiny_runs import exactness_config, plain_model
 from trainer_runs import logged
 from transformers import AutoModelForCausalLM, Trainer, set_seed
 
@@ -36,12 +35,6 @@ pytestmark = pytest.mark.filterwarnings("default")  # of TRL and datasets
 FP32 = {"compute_dtype": "fp32", "compile": False}
 KINDS = ("sft", "dpo", "kto", "grpo", "grpo_beta")
 """Trainers; of GRPO without a reference and with one."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

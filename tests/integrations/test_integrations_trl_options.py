@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import exactness_config, one_thread, plain_model
+from tiny_runs import exactness_config, plain_model
 
 from megatier.errors import ConfigError
 
@@ -32,12 +31,6 @@ CHAT = (
     "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }} </s> "
     "{% endgeneration %}{% else %}{{ message.content }} {% endif %}{% endfor %}"
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def chats(_: Path) -> dict[str, Any]:

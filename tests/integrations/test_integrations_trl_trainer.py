@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from rank_loops import open_streamed as ranks_streamed
 from rank_pool import POOL
 from small_optimizers import close_optimizer
 from streamed_loops import TIERS
-from tiny_runs import exactness_config, one_thread, plain_model
+from tiny_runs import exactness_config, plain_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trainer_runs import logged, open_streamed
 from transformers import PreTrainedTokenizerFast, Trainer, set_seed
@@ -44,12 +44,6 @@ COLUMNS = {
     "dpo": {"prompt": 6, "chosen": 8, "rejected": 8},
     "kto": {"prompt": 6, "completion": 8},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -11,7 +11,6 @@ import torch
 from small_optimizers import close_optimizer
 from streamed_loops import TIERS
 from test_integrations_grpo import plain, reward, saved
-from tiny_runs import one_thread
 from trainer_runs import logged
 from transformers import set_seed
 
@@ -126,16 +125,15 @@ def figures(made: Any) -> tuple[list[float], list[float]]:
 )
 def test_trainer_over_a_streamed_model_has_the_losses_of_the_plain_one(case: str, tmp_path: Path) -> None:
     path = saved(tmp_path)
-    with one_thread():
-        reference = trainer(case, tmp_path, path, plain(path))
-        # The order of operations in AdamW is megatier's.
-        adamw = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "ram": "64MiB"}
-        reference.optimizer_cls_and_kwargs = (megatier.TieredAdamW, adamw)
-        losses, norms = figures(reference)
-        close_optimizer(reference)
-        options: dict[str, Any] = {"tiers": TIERS, "compute_dtype": "fp32", "compile": False, "fused_loss": False}
-        with megatier.stream(path, accumulation_steps=2, **options) as streamed:
-            found = figures(trainer(case, tmp_path, path, streamed, (StreamedTrl,)))
+    reference = trainer(case, tmp_path, path, plain(path))
+    # The order of operations in AdamW is megatier's.
+    adamw = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "ram": "64MiB"}
+    reference.optimizer_cls_and_kwargs = (megatier.TieredAdamW, adamw)
+    losses, norms = figures(reference)
+    close_optimizer(reference)
+    options: dict[str, Any] = {"tiers": TIERS, "compute_dtype": "fp32", "compile": False, "fused_loss": False}
+    with megatier.stream(path, accumulation_steps=2, **options) as streamed:
+        found = figures(trainer(case, tmp_path, path, streamed, (StreamedTrl,)))
     assert len(set(losses)) == 3
     assert found[0] == losses
     assert found[1] == pytest.approx(norms, rel=1e-5), "torch adds up squares in fp32"

@@ -14,7 +14,6 @@ from small_optimizers import close_optimizer
 from stand_in_engine import stand_in
 from streamed_loops import TIERS
 from test_integrations_grpo import PLAIN, STREAMED, figures, plain, saved, trainer
-from tiny_runs import one_thread
 from transformers import set_seed
 
 import megatier
@@ -58,18 +57,17 @@ def test_grpo_with_an_engine_has_the_losses_of_the_plain_trainer_and_feeds_it_it
     def model() -> Any:
         return with_adapters(path) if has_adapters else plain(path)
 
-    with one_thread():
-        reference = made_with(PLAIN, model(), tmp_path, **options)
-        adamw = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "ram": "64MiB"}
-        reference.optimizer_cls_and_kwargs = (megatier.TieredAdamW, adamw)
-        expected = figures(reference)
-        close_optimizer(reference)
-        with megatier.stream(model() if has_adapters else path, accumulation_steps=2, **OPTIONS) as streamed:
-            made = made_with(STREAMED, streamed, tmp_path, **options)
-            found = figures(made)
-            first, second = engines
-            made.vllm_generation.sync_weights()
-            weights = dict(streamed.weights())
+    reference = made_with(PLAIN, model(), tmp_path, **options)
+    adamw = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "ram": "64MiB"}
+    reference.optimizer_cls_and_kwargs = (megatier.TieredAdamW, adamw)
+    expected = figures(reference)
+    close_optimizer(reference)
+    with megatier.stream(model() if has_adapters else path, accumulation_steps=2, **OPTIONS) as streamed:
+        made = made_with(STREAMED, streamed, tmp_path, **options)
+        found = figures(made)
+        first, second = engines
+        made.vllm_generation.sync_weights()
+        weights = dict(streamed.weights())
     losses, norms, rewards = found
     assert rewards == expected[2]
     # TRL takes adapters out of their base again by subtraction, which rounds it.

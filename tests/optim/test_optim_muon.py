@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import one_thread
 from torch import Tensor
 
 from megatier.layout import Layout
@@ -20,12 +18,6 @@ from megatier.tier import Kind
 
 SHAPES = [(24, 40), (40, 24), (32, 32), (1, 7), (300, 20)]
 RATE, DECAY, MOMENTUM = 3e-3, 0.1, 0.9
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def scalars(grad_scale: float = 1.0) -> Scalars:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from tiny_runs import (
     Place,
     exactness_config,
     least_budgets,
-    one_thread,
     opened,
     random_groups,
 )
@@ -59,12 +57,6 @@ LLAMA: dict[str, Any] = {
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 MIB = 1 << 20
 H200 = Path(__file__).parents[2] / "examples" / "machines" / "h200.yaml"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def run_config(train: TrainConfig | None = None, tiers: TiersConfig | None = None, **model: object) -> RunConfig:

@@ -27,7 +27,6 @@ from tiny_runs import (
     Run,
     Short,
     exactness_config,
-    one_thread,
     opened,
     outcome,
     random_groups,
@@ -52,12 +51,6 @@ PLACES = {
 }
 """Where activations lie: all on NVMe, some of them, and all beside state and gradients."""
 RAM = Place(tiers=("ram",))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @contextlib.contextmanager

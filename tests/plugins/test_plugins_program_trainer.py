@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from program_runs import folder_with_model
 from safetensors.torch import load_file
 from tiny_adapters import peft
-from tiny_runs import one_thread
 from trainer_runs import Rows, arguments, logged
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer
 
@@ -21,12 +19,6 @@ from megatier.errors import ConfigError
 from megatier.plugins.program_trainer import Opening, ProgramTraining, check_config, over
 
 pytestmark = pytest.mark.filterwarnings("default")  # of PEFT and transformers
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import exactness_config, one_thread, plain_model
+from tiny_runs import exactness_config, plain_model
 
 import megatier
 from megatier.config.schema import TiersConfig
@@ -16,7 +16,7 @@ from megatier.errors import mib
 
 def generate(streamed: Any, tokens: int) -> None:
     prompt = torch.ones(2, 3, dtype=torch.long, device=streamed.device)
-    with torch.no_grad(), one_thread():
+    with torch.no_grad():
         streamed.model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
 
 

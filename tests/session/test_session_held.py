@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 import torch
 from crossed import crossed, some
 from streamed_loops import VOCAB, away_bytes, on_device, same, streamed_on, train_config
-from tiny_runs import one_thread, random_groups
+from tiny_runs import random_groups
 from torch import Tensor
 
 from megatier.config.lora import LoraConfig
@@ -26,12 +26,6 @@ TOKENS = 7
 NONE, SOME, ALL = 0.0, 0.6, 1.0
 Told = Callable[[int], None]
 """What is told, after each token, how many there are."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 class AtToken:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from streamed_loops import TIERS, streamed_on, train_config
 from tiny_models import tiny_config
-from tiny_runs import PLACES, exactness_config, one_thread, opened, plain_model, random_groups
+from tiny_runs import PLACES, exactness_config, opened, plain_model, random_groups
 from torch import Tensor
 
 import megatier
@@ -23,12 +22,6 @@ from megatier.models.visits import layer_groups
 from megatier.optim.masters import split_by_torch
 
 TRAIN = train_config("tied", groups=1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def step(streamed: Streamed, number: int = 1) -> None:

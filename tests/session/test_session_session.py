@@ -20,7 +20,6 @@ from tiny_runs import (
     ModelWeights,
     Run,
     exactness_config,
-    one_thread,
     opened,
     plain_model,
     random_groups,
@@ -43,12 +42,6 @@ from megatier.setup.setup import Setup
 from megatier.tier import Activations, Kind
 
 STATE = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def state_of(session: Session) -> dict[tuple[Kind, str], Tensor]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from small_setups import sections
 from tiny_models import tiny_config
-from tiny_runs import MODELS, NO_DROPOUT, PRODUCTS, ROUTERS, TOKENS, Place, least_budgets, one_thread, random_groups
+from tiny_runs import MODELS, NO_DROPOUT, PRODUCTS, ROUTERS, TOKENS, Place, least_budgets, random_groups
 from tiny_vision import image_batch, text_batch, vision_config
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -153,9 +153,9 @@ def session_on_ranks(run: RankRun, place: Place, mount: Path) -> Iterator[Sessio
         add_adapters(skeleton, LoraConfig(rank=run.adapters, dropout=run.dropout), "base")
     freeze(skeleton, run.frozen)
     os.environ["NCCL_P2P_DISABLE"] = "0" if run.way in (None, Way.COPIES) else "1"
+    torch.set_num_threads(1)
     with (
         joined(run.device) as ranks,
-        one_thread(),
         no_ram_for(run.way),
         opened(skeleton, model, run, place, mount, ranks) as session,
     ):

@@ -410,15 +410,6 @@ def run_in_fresh_process(runs: Sequence[Run], mount: Path, compiled: Path | None
     return [Outcome(*(tuple(part) for part in parts)) for parts in json.loads(done.stdout.splitlines()[-1])]
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Tiny operations are faster on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class ModelWeights:
     """The parameters of a plain model, as a source for Session.load."""
 

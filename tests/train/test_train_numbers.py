@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,16 +35,6 @@ MODES: list[dict[str, Any]] = [
     {"train.clip": 0.5, "train.groups": 2, "train.slices": 2, "train.activations": "recompute"},
     {"train.clip": "null", "train.groups": 2, "train.activations": "offload"},
 ]
-
-
-@pytest.fixture(autouse=True)
-def _repeatable_settings() -> Iterator[None]:
-    """A run chooses deterministic kernels for its process; tests share theirs."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.set_num_threads(before[1])
 
 
 def trained(folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:

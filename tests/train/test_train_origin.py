@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from crossed import crossed, some
 from safetensors.torch import load_file, save_file
 from small_commands import after_step, all_records, command, outcome
 from tiny_models import tiny_config
-from tiny_runs import one_thread, plain_model
+from tiny_runs import plain_model
 
 from megatier.checkpoint.manifest import digest_of
 from megatier.checkpoint.run_directory import last_checkpoint
@@ -36,14 +35,6 @@ SAVED: dict[str, dict[str, Any]] = {
     },
     "nothing": {"output.checkpoint_every": 0},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    with one_thread():
-        yield
-    torch.use_deterministic_algorithms(before)
 
 
 def fail() -> None:

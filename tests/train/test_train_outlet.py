@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-import torch
 from small_commands import command, leftovers, metrics
 
 from megatier.cli import main
@@ -79,9 +78,9 @@ def test_run_console_without_a_descriptor_prints_where_python_does(
 
 
 @pytest.fixture
-def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Settings that a run changes are put back, and the second step's end sends SIGTERM."""
-    before, real = (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()), MetricsLog.write
+def running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second step's end sends SIGTERM."""
+    real = MetricsLog.write
 
     def write(self: MetricsLog, record: Mapping[str, object]) -> None:
         real(self, record)
@@ -89,10 +88,6 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(MetricsLog, "write", write)
-    torch.set_num_threads(1)
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.set_num_threads(before[1])
 
 
 @pytest.mark.parametrize("reader", ["gone", "full"])

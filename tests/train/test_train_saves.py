@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from crossed import crossed, some
 from small_commands import after_step, command, metrics, outcome
-from tiny_runs import one_thread
 
 from megatier.checkpoint import chunkfile
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
@@ -32,12 +31,6 @@ from megatier.train.save_plan import SavePlan
 SIX: dict[str, Any] = {"train.steps": 6}
 DUE = (2, 4)
 """Steps behind which the clock has gone on for long; behind the others for a second."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

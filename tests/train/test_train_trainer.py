@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -25,16 +24,6 @@ from megatier.engine.unit_model import Batch, UnitModel
 from megatier.errors import mib
 from megatier.measure import probe
 from megatier.schedule.rates import DriveRates, Rates
-
-
-@pytest.fixture(autouse=True)
-def _repeatable_settings() -> Iterator[None]:
-    """A run chooses deterministic kernels for its process; tests share theirs."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.set_num_threads(before[1])
 
 
 def test_train_run_leaves_config_metrics_and_model_and_nothing_else(tmp_path: Path) -> None:

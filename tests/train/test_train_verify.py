@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from rank_pool import POOL
 from rich.console import Console
-from tiny_runs import one_thread
 
 from megatier._native import Batch
 from megatier.optim.optimizer import RunOptimizer
@@ -28,14 +27,10 @@ ON_RANKS = (verify.Mode(verify.CLIP), verify.Mode(None, "fp8"))
 
 
 @pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short runs suffice here; deterministic kernels are for the run alone."""
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short runs suffice here."""
     for name, value in {"STEPS": 1, "SEQUENCES": 2, "SEQUENCE_LENGTH": 8}.items():
         monkeypatch.setattr(verify, name, value)
-    before = torch.are_deterministic_algorithms_enabled()
-    with one_thread():
-        yield
-    torch.use_deterministic_algorithms(before)
 
 
 def report_of(
