@@ -27,7 +27,7 @@ POINTERS = {
     "ranks/pulls.py": 2,  # how far one tensor lies in another
     "ranks/shared_ram.py": 1,  # page-locking, which takes bytes whatever they are
     "store/arena.py": 1,  # page-locking, and the drive probes' own arithmetic
-    "store/lanes.py": 1,  # where a copy is cut
+    "store/tier_queues.py": 1,  # where a copy is cut
 }
 """Where `data_ptr` is called, and how often."""
 OPENING = re.compile(
@@ -101,9 +101,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 JOURNEY = {
     1: "drives/blockfile.py",
-    2: "store/lanes.py",
+    2: "store/tier_queues.py",
     3: "engine/bound_module.py",
-    4: "store/lanes.py",
+    4: "store/tier_queues.py",
     5: "optim/optimizer.py",
     6: "drives/blockfile.py",
 }
@@ -194,13 +194,13 @@ def num_lines(files: list[Path]) -> int:
 def test_streams_events_and_threads_are_named_where_bytes_move_and_by_what_watches() -> None:
     pattern = re.compile(r"threading\.Thread\b|torch\.cuda\.(Event|Stream|stream)\b")
     found = {str(path.relative_to(PACKAGE)) for path in FILES if pattern.search(path.read_text())}
-    lanes = {"store/stream_clock.py", "store/queue.py", "store/lanes.py"}
-    # Bytes go to shared RAM and from there at once, so a collective has a stream besides that of its lane. Two lanes
+    queues = {"store/stream_clock.py", "store/queue.py", "store/tier_queues.py"}
+    # Bytes go to shared RAM and from there at once, so a collective has a stream besides that of its queue. Two queues
     # share one for the matrices that they carry.
     others = {"play/matrix_carrier.py", "ranks/shared_ram.py", "workers.py", "train/watchdog.py", "ranks/peers.py"}
     others.add("dropped.py")  # a collection of cycles may come in any thread, and some cannot close an object
     others.add("session/hub_weights.py")  # whoever takes weights does so on streams or threads of its own
-    assert found == lanes | others
+    assert found == queues | others
 
 
 def test_results_of_compute_are_read_past_no_copy_that_leaves() -> None:

@@ -32,7 +32,7 @@ from tiny_runs import (
 )
 
 from megatier.config.schema import TrainConfig
-from megatier.schedule.moves import Moves, by_lane
+from megatier.schedule.moves import Moves, by_queue
 from megatier.schedule.timeline import Timeline
 from megatier.session.session import Session
 from megatier.tier import Kind, Tier
@@ -390,10 +390,10 @@ def demanded(session: Session, timeline: Timeline) -> dict[str, int]:
     parts += [moves.gradients(unit) for unit in blocks.units]
     if not blocks.policy.deferred:
         parts += [moves.update(unit) for unit in blocks.units]
-    moved = by_lane(move for part in parts for move in part)
+    moved = by_queue(move for part in parts for move in part)
     for unit in blocks.units.values():
         if size := unit.activation_bytes:
-            offloaded = by_lane([*moves.stash(unit.name, size), *moves.unstash(unit.name, size)])
+            offloaded = by_queue([*moves.stash(unit.name, size), *moves.unstash(unit.name, size)])
             moved += Counter({lane: blocks.policy.groups * moved for lane, moved in offloaded.items()})
     return moved
 

@@ -1,6 +1,6 @@
 """Writes a checkpoint while training goes on.
 
-After `player.drain` the state of a step is home. It stays as it is until the updates of the next step. The lane
+After `player.drain` the state of a step is home. It stays as it is until the updates of the next step. The queue
 `checkpoint` goes through the units in the order of their updates, and the update of a unit comes behind it. So nothing
 is copied first. Several ranks write one checkpoint; each writes the chunks that it owns (`chunk_owners`).
 
@@ -14,8 +14,8 @@ is copied first. Several ranks write one checkpoint; each writes the chunks that
 
 A kill before the rename leaves the hidden folder, which the next checkpoint removes, and all older ones whole.
 
-This cannot be part of a deadlock: the lane takes no slots and waits for drives and copies alone, never for an update or
-for compute. It also waits for the same lane of other ranks, which goes through the same units.
+This cannot be part of a deadlock: the queue takes no slots and waits for drives and copies alone, never for an update
+or for compute. It also waits for the same queue of other ranks, which goes through the same units.
 
 zarr writes the metadata and `chunkfile` the bytes. The folder has a hidden name until all of it is on the drive.
 """
@@ -102,7 +102,7 @@ class CheckpointWriter:
         self._writers: list[PlaneWriter] = []
         self._began = time.perf_counter()
 
-        # One item of the lane for each unit, so that the update of a unit waits for that unit alone. Each has the
+        # One item of the queue for each unit, so that the update of a unit waits for that unit alone. Each has the
         # generation that is valid now, which later steps may change.
         reader = session.reader
         last = reader.submit("begin", self._begin)
@@ -129,7 +129,7 @@ class CheckpointWriter:
         self._end.wait()
         return self._target
 
-    # ------------------------------------------------------------------ the lane's side
+    # ------------------------------------------------------------------ the queue's side
 
     def _begin(self) -> None:
         """Make the hidden folder, on the first rank, and allocate buffers and threads."""
@@ -172,7 +172,7 @@ class CheckpointWriter:
         num_open = num_shared if self._crew.size == 1 else 2 * num_shared + 2
         num_staged = max(NUM_STAGED, num_open + 1)
 
-        # The lane remembers its last item, which must not keep the writers and their buffers alive.
+        # The queue remembers its last item, which must not keep the writers and their buffers alive.
         self._opened.callback(self._writers.clear)
         longest = max(unit.layout.num_elements for unit in self._session.own_units)
         buffers = Buffers(self._session, min(RUN_ELEMENTS, longest))

@@ -265,7 +265,7 @@ class PlaneWriter:
             span = self._blocks.span(unit.name, kind, run)
             dtype = plane_dtype(schema, kind)
             if self._blocks.placement.homes[unit.name, kind] is Tier.RAM:
-                # No copy is needed: the update of this unit waits until the lane is through with it.
+                # No copy is needed: the update of this unit waits until the queue is through with it.
                 lease = self._store.lease(key, Tier.RAM, span)
                 found.append((stack.enter_context(lease).bytes.view(dtype), None))
                 continue

@@ -111,7 +111,7 @@ class GpuReader:
                 target = torch.empty(size, dtype=torch.uint8, device=device)
                 self.read("(zeros)", zeros, 0, target)
 
-    # Hops 1 and 2 of a byte's journey in one; the marks are in blockfile.py and store/lanes.py.
+    # Hops 1 and 2 of a byte's journey in one; the marks are in blockfile.py and store/tier_queues.py.
     def read(self, key: str, extent: Extent, start: int, target: torch.Tensor) -> None:
         """Read a block's bytes from `start` on into uint8 [n] on the GPU, page-aligned. Every granule is verified.
 

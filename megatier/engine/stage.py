@@ -85,7 +85,7 @@ class UnitPlayer(Protocol):
         """Wait until every gradient is summed and measured."""
 
     def own_seconds(self) -> float:
-        """Return the seconds that this rank computed, or waited for its own lanes, since events were taken."""
+        """Return the seconds that this rank computed, or waited for its own queues, since events were taken."""
 
     def waiting(self, cause: str) -> contextlib.AbstractContextManager[object]:
         """Inside, compute waits for something that the player does not know, such as other ranks."""

@@ -32,7 +32,7 @@ class JobList:
         last = -1
         for move in moves:
             amount = move.num_bytes / pieces
-            last = self._add(move.lane, name, amount, *after)
+            last = self._add(move.queue, name, amount, *after)
             after = (last,)
         return last
 

@@ -1,6 +1,6 @@
-"""Jobs: what the lanes do in a step, and what each job waits for, as the player would play it. Pure.
+"""Jobs: what each lane does in a step, and what each job waits for, as the player would play it. Pure.
 
-The timeline has the items of a step in order, `Moves` says what each of them takes over which lane, and what follows a
+The timeline has the items of a step in order, `Moves` says what each of them takes over which queue, and what follows a
 gradient. Here they become jobs, which the forecast simulates: with the jobs of compute between them, and with the slots
 for which each has to wait.
 """
@@ -274,7 +274,7 @@ class StepJobs(JobList):
         """Run AdamW where the unit's state is at home."""
         unit = update.unit
         spec = self._units[unit]
-        lane = self._placement.update_lane(unit)
+        lane = self._placement.update_queue(unit)
         if lane == "update_nvme":
             self._update_spilled(spec, update.load)
             return
@@ -365,7 +365,7 @@ class StepJobs(JobList):
         # State would take from memory what AdamW on the CPU needs (docs/decisions/0011).
         on_cpu = []
         for unit, job in self._updates.items():
-            if self._placement.update_lane(unit) != "update_gpu":
+            if self._placement.update_queue(unit) != "update_gpu":
                 on_cpu.append(job)
 
         homes: ByUnit = {}

@@ -1,7 +1,7 @@
-"""Jobs of one of several ranks that share the state, as the lane `ranks` orders them. Pure.
+"""Jobs of one of several ranks that share the state, as the queue `ranks` orders them. Pure.
 
 One rank stands for all: each does the same at the same time. In the simulation two lanes, `gather` and `scatter`, stand
-for the lane `ranks`, because each has a rate of its own. Every collective waits for the one before, so only one of the
+for the queue `ranks`, because each has a rate of its own. Every collective waits for the one before, so only one of the
 two works at a time.
 """
 
@@ -17,7 +17,7 @@ from megatier.schedule.slots import SLOTS_MIN
 from megatier.schedule.timeline import Item, Load, Scatter
 
 LANES = {"gather": "ranks", "scatter": "ranks"}
-"""The lane for which a lane of the simulation stands, where the two have different names."""
+"""The queue for which a lane of the simulation stands, where the two have different names."""
 
 
 class RankJobs(StepJobs):
@@ -85,7 +85,7 @@ class RankJobs(StepJobs):
         self._arrivals[unit] = gathered
 
     def _hand_over(self, spec: UnitSpec, group: int, made: int, before: int | None) -> None:
-        """Leave the gradient to the lane `ranks`."""
+        """Leave the gradient to the queue `ranks`."""
         self._made[spec.name, group] = made
 
     def _scatter(self, scatter: Scatter) -> None:

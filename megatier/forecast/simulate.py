@@ -18,7 +18,7 @@ ENDED = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A worker that does one job at a time."""
+    """Something that does one job at a time: a queue, compute or the host."""
 
     rate: float
     """Amount that it does in a second with nothing else going on."""
@@ -47,10 +47,10 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
         jobs: in the order of their lanes.
         lanes: the lanes, by name.
     """
-    # The first job of a queue runs if its lane is in `left`, else it waits.
-    queues: dict[str, deque[int]] = {name: deque() for name in lanes}
+    # The first job of a lane runs if the lane is in `left`, else it waits.
+    to_do: dict[str, deque[int]] = {name: deque() for name in lanes}
     for index, job in enumerate(jobs):
-        queues[job.lane].append(index)
+        to_do[job.lane].append(index)
     starts = [0.0] * len(jobs)
     ends = [0.0] * len(jobs)
     is_over = [False] * len(jobs)
@@ -67,9 +67,9 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
     while True:
         # Begin all jobs that can begin. A lane waits for one missing job at a time, and then looks for the next one.
         for name in able:
-            if not queues[name]:
+            if not to_do[name]:
                 continue
-            index = queues[name][0]
+            index = to_do[name][0]
             missing = next((other for other in jobs[index].after if not is_over[other]), None)
             if missing is None:
                 starts[index] = now
@@ -93,12 +93,12 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
             left[name] -= step * speed[name]
             if left[name] <= ENDED:
                 del left[name]
-                index = queues[name].popleft()
+                index = to_do[name].popleft()
                 ends[index] = now
                 is_over[index] = True
                 able += [name, *waiting.pop(index, ())]
 
-    assert not any(queues.values()), "a job waits for a later one of its lane"
+    assert not any(to_do.values()), "a job waits for a later one of its lane"
     return list(zip(starts, ends, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Measures links and processors as a run uses them: lanes between arenas, AdamW's kernels, products.
+"""Measures links and processors as a run uses them: queues between arenas, AdamW's kernels, products.
 
 Nothing is printed. A *flag* says that a figure must not be believed. A *note* says something else that one should know
 about a figure.

@@ -1,4 +1,4 @@
-"""Makes traffic on links and processors as a run does: copies on lanes between arenas, AdamW, products.
+"""Makes traffic on links and processors as a run does: copies on queues between arenas, AdamW, products.
 
 Each kind of traffic goes on until it is told to stop, and then returns its rate. So several kinds can run at once.
 """
@@ -20,7 +20,7 @@ from megatier.compute.fp8 import FP8_DTYPE, FP8_FROM
 from megatier.optim.adamw import adamw_threads
 from megatier.state import ADAMW_BF16
 from megatier.store.arena import Arena
-from megatier.store.lanes import Lanes
+from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, round_up
 from megatier.workers import Workers
@@ -68,7 +68,7 @@ def alone(work: Work, seconds: float) -> float:
 
 
 class CopyTraffic:
-    """Copies in both directions on the lanes of the store, between arenas like those of the store."""
+    """Copies in both directions on the queues of the store, between arenas like those of the store."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         """Allocate num_bytes on both sides for each direction.
@@ -82,7 +82,7 @@ class CopyTraffic:
         self._host = Arena(2 * self._way_bytes, torch.device("cpu"), pin=device.type == "cuda")
         try:
             self._device = Arena(2 * self._way_bytes, device)
-            self._lanes = Lanes(device)
+            self._queues = TierQueues(device)
         except BaseException:
             self._host.close()
             raise
@@ -91,8 +91,8 @@ class CopyTraffic:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # Closing the lanes finishes the copies that are under way, which still need the arenas.
-        self._lanes.close()
+        # Closing the queues finishes the copies that are under way, which still need the arenas.
+        self._queues.close()
         self._host.close()
 
     def to_gpu(self, until: Until) -> float:
@@ -109,12 +109,12 @@ class CopyTraffic:
 
     def _begin_to_gpu(self, piece: int) -> Transfer:
         host, device = self._views(piece * self._piece)
-        return self._lanes.to_gpu("copy", device, host)
+        return self._queues.to_gpu("copy", device, host)
 
     def _begin_to_ram(self, piece: int) -> Transfer:
         # Behind the bytes that go the other way, since both may be under way at once.
         host, device = self._views(self._way_bytes + piece * self._piece)
-        return self._lanes.to_ram("copy", host, device)
+        return self._queues.to_ram("copy", host, device)
 
     def _views(self, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the bytes of a piece in RAM and on the GPU."""

@@ -1,6 +1,6 @@
 """Measures how fast ranks gather and scatter, and how much that slows compute down meanwhile.
 
-All ranks measure at the same time, with the lane and the collectives of a run. A collective takes all ranks, so they
+All ranks measure at the same time, with the queue and the collectives of a run. A collective takes all ranks, so they
 agree how many they make.
 
 If GPUs cannot read each other's memory, there are two ways for bytes between them, and both are measured. Runs take the
@@ -125,16 +125,16 @@ def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = 
     scatter = partial(ranks.scatter, received, whole)
 
     clock = StreamClock() if device == "cuda" else None
-    with closing(Queue("ranks", clock)) as lane:
-        gather_s = _seconds_each(ranks, lane, gather, seconds)
-        scatter_s = _seconds_each(ranks, lane, scatter, seconds)
+    with closing(Queue("ranks", clock)) as queue:
+        gather_s = _seconds_each(ranks, queue, gather, seconds)
+        scatter_s = _seconds_each(ranks, queue, scatter, seconds)
         product = square_product(torch.device(device), MATMUL_SIZE[device])
         alone_per_s = alone(partial(repeats_per_s, product, device), seconds)
 
         # All ranks begin together, since a collective waits for the last of them.
         count = max(1, round(seconds / (gather_s + scatter_s)))
         ranks.gather_objects(None)
-        moves = _submit(lane, [gather, scatter] * count)
+        moves = _submit(queue, [gather, scatter] * count)
         # Until the last collective has ended, so that all products have one beside them.
         beside_per_s = repeats_per_s(product, device, moves[-1].done)
         beside_s = _span_s(moves)
@@ -157,14 +157,14 @@ def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = 
     )
 
 
-def _seconds_each(ranks: Ranks, lane: Queue, work: Callable[[], None], seconds: float) -> float:
+def _seconds_each(ranks: Ranks, queue: Queue, work: Callable[[], None], seconds: float) -> float:
     """Return the seconds of one collective of many in a row, on the rank that takes longest."""
 
     def longest_s(count: int) -> float:
-        moves = _submit(lane, [work] * count)
+        moves = _submit(queue, [work] * count)
         return max(ranks.gather_objects(_span_s(moves)))
 
-    warm_ups = _submit(lane, [work] * WARM_UPS)
+    warm_ups = _submit(queue, [work] * WARM_UPS)
     _span_s(warm_ups)
 
     # From the time that all ranks agree on: with another count, one would wait for the others for ever.
@@ -173,8 +173,8 @@ def _seconds_each(ranks: Ranks, lane: Queue, work: Callable[[], None], seconds: 
     return longest_s(count) / count
 
 
-def _submit(lane: Queue, works: Sequence[Callable[[], None]]) -> list[Transfer]:
-    return [lane.submit("layer", 0, work) for work in works]
+def _submit(queue: Queue, works: Sequence[Callable[[], None]]) -> list[Transfer]:
+    return [queue.submit("layer", 0, work) for work in works]
 
 
 def _span_s(moves: Sequence[Transfer]) -> float:

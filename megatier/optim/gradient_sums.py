@@ -29,7 +29,7 @@ from megatier.workers import Workers
 class GradientSums:
     """What is summed of the gradients of the present step, by unit.
 
-    Threads: the training loop calls `norm`, and the lanes that update call `accumulate` and `check`. Both call
+    Threads: the training loop calls `norm`, and the queues that update call `accumulate` and `check`. Both call
     `measure`.
     """
 
@@ -265,7 +265,7 @@ class GradientSums:
             NonFiniteError: names the parameter.
         """
         # Once refused, all later units of the step are: each update more would leave more of the weights a step ahead.
-        # Lanes look at units at once, so one that finds nothing writes nothing over what another one has found.
+        # Queues look at units at once, so one that finds nothing writes nothing over what another one has found.
         if self._refused is None:
             name = self._non_finite_in(unit)
             if name is not None:

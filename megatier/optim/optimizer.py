@@ -35,7 +35,7 @@ from megatier.ranks.ranks import Ranks
 class RunOptimizer(GradientSums):
     """The optimizer of one run: Muon for units whose schema is by matrix, and one of `RULES` for all others.
 
-    Threads: the training loop calls `begin_step`, `revise` and `clip`. The lanes that update call `apply`.
+    Threads: the training loop calls `begin_step`, `revise` and `clip`. The queues that update call `apply`.
     """
 
     def __init__(

@@ -407,11 +407,11 @@ def _update_bytes(work: Workload) -> int:
             at_once = sizes[first : first + MATRICES_CARRIED]
             carried = max(carried, sum(at_once))
 
-    # A run whose state is all on the GPU carries none, and updates on one lane.
+    # A run whose state is all on the GPU carries none, and updates on one queue.
     tiers = work.policy.state
     if tiers == (Tier.GPU,):
         return PRODUCT_BYTES * largest
 
-    # Where the GPU has state of its own, two lanes update at a time, each on a stream with memory of its own.
-    has_second_lane = Tier.GPU in tiers or work.policy.streamed_share > 0
-    return CARRIED_BYTES * carried + PRODUCT_BYTES * (1 + has_second_lane) * largest
+    # Where the GPU has state of its own, two queues update at a time, each on a stream with memory of its own.
+    has_second_queue = Tier.GPU in tiers or work.policy.streamed_share > 0
+    return CARRIED_BYTES * carried + PRODUCT_BYTES * (1 + has_second_queue) * largest

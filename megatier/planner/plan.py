@@ -20,7 +20,7 @@ from megatier.planner.compile_time import compile_seconds
 from megatier.planner.memory import ActivationBytes, mask_bytes
 from megatier.planner.shortage import with_ways
 from megatier.planner.trial import Trial, with_parts
-from megatier.schedule.moves import Moves, by_lane
+from megatier.schedule.moves import Moves, by_queue
 from megatier.schedule.placement import Placement, all_short, place
 from megatier.schedule.rates import DriveRates, World
 from megatier.schedule.sizes import Budgets, block_bytes, home_bytes
@@ -273,8 +273,7 @@ def _spilled_gradient_bytes(work: Workload, placement: Placement) -> int:
     num_bytes = 0
     for unit in placement.grad_homes:
         # Only gradients go to NVMe among these moves, so those bytes are the gradients that RAM does not take.
-        lanes = by_lane(moves.gradients(unit))
-        num_bytes += lanes["ram_to_nvme"]
+        num_bytes += by_queue(moves.gradients(unit))["ram_to_nvme"]
     return num_bytes
 
 

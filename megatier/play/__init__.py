@@ -1,1 +1,1 @@
-"""What moves: the player of the timeline, and the lanes that it plays on."""
+"""What moves: the player of the timeline, and the queues that it plays on."""

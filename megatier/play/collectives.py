@@ -1,6 +1,6 @@
 """Gathers whole weights from the shards of all ranks, and scatters whole gradients to their owners.
 
-A rank's homes hold its shard of every unit. Compute needs units whole, and makes whole gradients. So the lane `ranks`
+A rank's homes hold its shard of every unit. Compute needs units whole, and makes whole gradients. So the queue `ranks`
 stands between the two:
 
 - It gathers. A rank's own shard comes to its GPU like any weights, and from there to the GPUs of all ranks, into slots
@@ -9,10 +9,10 @@ stands between the two:
   its shard, and adds them in fp32 in the order of the groups. The sum has the same bits however many ranks
   there are, because one rank alone adds the same groups in the same order.
 
-All ranks have the same timeline, and the lane works on its loads and scatters in their order, one after the other. So
+All ranks have the same timeline, and the queue works on its loads and scatters in their order, one after the other. So
 no rank waits for ever, as `player` proves.
 
-Threads: compute hands gradients over (autograd's thread, in a backward). Everything else runs on the lane's worker.
+Threads: compute hands gradients over (autograd's thread, in a backward). Everything else runs on the queue's thread.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ FP32_BYTES = 4
 
 
 class Handover:
-    """A group's gradient of a unit, on its way from compute to the lane `ranks`."""
+    """A group's gradient of a unit, on its way from compute to the queue `ranks`."""
 
     def __init__(self, planned: Scatter) -> None:
         """Begin before compute has made it."""
         self.planned = planned
         """The scatter that takes it."""
         self.scattered: Transfer | None = None
-        """The lane's item that does so, once it was submitted."""
+        """The queue's item that does so, once it was submitted."""
         self._latch = _native.Latch()
         self._made: Transfer | None = None
         self._is_abandoned = False
@@ -100,7 +100,7 @@ class Collectives:
         gate: Gate,
         recorder: Recorder,
     ) -> None:
-        """Start the lane `ranks`.
+        """Start the queue `ranks`.
 
         Args:
             ranks: the ranks of the run.
@@ -108,7 +108,7 @@ class Collectives:
             optimizer: adds gradients.
             gradients: takes those of this rank's shards.
             gate: counts the accesses of the pass that are over.
-            recorder: knows what the lane is at.
+            recorder: knows what the queue is at.
         """
         self._ranks = ranks
         self._blocks = blocks
@@ -129,9 +129,9 @@ class Collectives:
         self._last: Transfer | None = None
         """The collective that was submitted last."""
         self._failure: Exception | None = None
-        """Why the lane comes to no collective any more."""
+        """Why the queue comes to no collective any more."""
         self.queue = Queue("ranks", blocks.store.clock)
-        """The lane `ranks`."""
+        """The queue `ranks`."""
         recorder.busy["ranks"] = "ranks"
 
     # ------------------------------------------------------------------ the player's side
@@ -144,7 +144,7 @@ class Collectives:
             self._units_with_grads.clear()
 
     def submit(self, planned: Load | Scatter, own: Sequence[Transfer] = ()) -> Transfer:
-        """Append a planned collective to the lane.
+        """Append a planned collective to the queue.
 
         Args:
             planned: a load to gather for, or a scatter.
@@ -196,7 +196,7 @@ class Collectives:
 
     def abandon(self) -> None:
         """Give up what waits for compute, or for other ranks."""
-        # If the lane is at none, this rank can come to the next one with the others, and need not give up.
+        # If the queue is at none, this rank can come to the next one with the others, and need not give up.
         for handover in self._handovers.values():
             handover.abandon()
 
@@ -218,7 +218,7 @@ class Collectives:
                 lease.release()
 
     def drop(self) -> None:
-        """Drop all gradients of groups. No lane may use them any more."""
+        """Drop all gradients of groups. No queue may use them any more."""
         for unit in self._blocks.placement.grad_homes:
             self._store.evict(group_grad_key(unit), Tier.GPU)
             self._store.evict(received_key(unit), Tier.GPU)
@@ -263,7 +263,7 @@ class Collectives:
         if self._failure is not None:
             raise self._failure
 
-        # Other ranks may be a whole group behind, and then the lane waits for them with that gradient.
+        # Other ranks may be a whole group behind, and then the queue waits for them with that gradient.
         with self._recorder.waiting(self._recorder.busy["ranks"]):
             last_scatter = self._last_scatters.pop(unit, None)
             if last_scatter is not None:
@@ -277,7 +277,7 @@ class Collectives:
         return lease.bytes[:num_bytes]
 
     def _hand_over(self, unit: str, group: int) -> None:
-        """Give the lane a gradient that is made."""
+        """Give the queue a gradient that is made."""
         with self._store.tear.change:
             lease, width = self._buffers.pop(unit)
             lease.release()
@@ -324,11 +324,11 @@ class Collectives:
                     "order of units: give the first step rows of the same kinds on all ranks, such as an image each."
                 )
 
-    # ------------------------------------------------------------------ the lane's side
+    # ------------------------------------------------------------------ the queue's side
 
     def _append(self, unit: str, work: partial[None], own: Sequence[Transfer] = ()) -> Transfer:
-        """Append an item to the lane, behind what brings and updates this rank's own shard, if anything does."""
-        # `_gather` waits for them itself, because their errors are to close the lane to all that come after.
+        """Append an item to the queue, behind what brings and updates this rank's own shard, if anything does."""
+        # `_gather` waits for them itself, because their errors are to close the queue to all that come after.
         collective = self.queue.submit(unit, 0, work, follows=own)
         self._last = collective
         self._recorder.watch(collective)
@@ -336,7 +336,7 @@ class Collectives:
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """Inside, the lane is at one collective. If it fails, none after it begins: ranks would be at different ones.
+        """Inside, the queue is at one collective. If it fails, none after it begins: ranks would be at different ones.
 
         Raises:
             Exception: why one before it failed.

@@ -3,11 +3,11 @@
 A unit that spills may have several places for its state on NVMe, and two for what it has in RAM. One generation holds.
 One may be kept as a savepoint. One may take an update that may yet be void.
 
-The lane `checkpoint` reads state while passes go on. An update comes behind the reader of the generation that it
+The queue `checkpoint` reads state while passes go on. An update comes behind the reader of the generation that it
 overwrites.
 
 Threads: the thread that computes alone decides which generation holds, and it does so between passes, before it submits
-the updates and loads that go by it. So lanes may look at the generation of a unit that they load.
+the updates and loads that go by it. So queues may look at the generation of a unit that they load.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Generations:
         """For each unit that spills, the place on NVMe that a savepoint keeps; empty without a savepoint."""
         self._readers: dict[str, tuple[Generation, Transfer]] = {}
         """The reader of each unit that came last, and the generation that it reads. Earlier readers are over before it,
-        since all of them are items of one lane."""
+        since all of them are items of one queue."""
 
     def places(self, unit: str, kind: Kind) -> range:
         """Return the places that there are for a unit's state of one kind."""

@@ -3,7 +3,7 @@
 A unit that is trained has one block for its gradient of a group. If gradients of several groups are added up in RAM,
 the sum has a block of its own. The sum then has the home, and gradients merely pass through slots.
 
-Threads: the thread that computes sends gradients. The lanes that update lease and read them.
+Threads: the thread that computes sends gradients. The queues that update lease and read them.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class UnitGradients:
                 lease.release()
 
     def drop(self) -> None:
-        """Drop all gradients of a step that was given up. No lane may use them any more."""
+        """Drop all gradients of a step that was given up. No queue may use them any more."""
         for unit in self._blocks.placement.grad_homes:
             self._blocks.grads.drop(unit)
 

@@ -47,16 +47,16 @@ class MatrixCarrier:
 
     No copy waits for products on the device either: it would hold up those behind it that compute waits for.
 
-    Threads: the lanes that update. One at a time carries a unit: that keeps the link and the GPU busy, and takes the
-    memory of one. It waits for copies and products alone, and these wait for no lane that updates.
+    Threads: the queues that update. One at a time carries a unit: that keeps the link and the GPU busy, and takes the
+    memory of one. It waits for copies and products alone, and these wait for no queue that updates.
     """
 
     def __init__(self, store: TieredStore, optimizer: Optimizer) -> None:
-        """Take the store, whose lanes copy, and the optimizer, which knows the matrices of units."""
+        """Take the store, whose queues copy, and the optimizer, which knows the matrices of units."""
         self._store = store
         self._optimizer = optimizer
         self._one_unit = threading.Lock()
-        """Held by the lane that carries a unit."""
+        """Held by the queue that carries a unit."""
         self._stream = torch.cuda.Stream() if store.clock is not None else None
 
     def in_ram(self, apply: Apply) -> Apply:

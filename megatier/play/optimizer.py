@@ -1,6 +1,6 @@
-"""Defines the optimizer as the lanes that update see it: a protocol.
+"""Defines the optimizer as the queues that update see it: a protocol.
 
-The optimizer itself knows no tier. The lanes bring it planes and gradients, and take the planes home.
+The optimizer itself knows no tier. The queues bring it planes and gradients, and take the planes home.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatier.planes import Apply, Elements, Planes, Work
 
 
 class Optimizer(Protocol):
-    """The arithmetic of a run, as its lanes need it."""
+    """The arithmetic of a run, as its queues need it."""
 
     def apply(self, unit: str, elements: Elements, planes: Planes, grad: torch.Tensor, before: Planes) -> Work | None:
         """Begin AdamW on a run of a unit's elements, clipped as the last norm decided; see `Apply`."""

@@ -122,7 +122,7 @@ class Pass:
         """
         assert self.timeline is not None
 
-        # Loads of what is left out were submitted long ago, so each such access has to come and go for the lanes to go
+        # Loads of what is left out were submitted long ago, so each such access has to come and go for the queues to go
         # on.
         skipped = passed_over(self.timeline.accesses, self.accesses, access, self.left_out, trained)
         for recorded in skipped:

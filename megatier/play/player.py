@@ -1,26 +1,26 @@
 """Plays the timeline of each pass over the store's queues, and records what happened.
 
 `UnitWeights` gives weights to compute, and loads them ahead of it. `UnitGradients` takes gradients from compute. They
-belong to `Updates` from then on, which has lanes of its own. The player begins and ends passes, and says what all of
+belong to `Updates` from then on, which has queues of its own. The player begins and ends passes, and says what all of
 them do.
 
 Why nothing deadlocks. Number the accesses of a pass, and look at what each thread waits for. `Timeline` promises four
-rules of the order of its items, and each lane does its items in that order.
+rules of the order of its items, and each queue does its items in that order.
 
 1. Before a pass begins, nobody waits at the gate: each access of the last pass waited for its load and its unit's
    update, and a pass that did not come to its end is cancelled first. So the gate may be reset.
 2. Without a recorded order every update that is due is finished first. From then on an access loads by itself; it waits
    for slots and queues alone.
-3. With one, everything is handed to the lanes before the first access, or before the first one that is planned anew
-   (`UnitWeights.begin_leg`). So access k can only wait for work that some lane has already.
+3. With one, everything is handed to the queues before the first access, or before the first one that is planned anew
+   (`UnitWeights.begin_leg`). So access k can only wait for work that some queue has already.
 4. Access k waits for what serves it, or an earlier access. By rules 1 and 2, all that stands before that waits for
    accesses before k, too. So the earliest access that waits always gets what it waits for. By rule 3 an exchange holds
-   up no access. Updates also wait for gradients of the last step, which are made, and for readers on the lane
+   up no access. Updates also wait for gradients of the last step, which are made, and for readers on the queue
    `checkpoint`, which waits for drives alone.
 5. Slots close no circle. GPU slots for weights: a load evicts the unit that the timeline names, after that unit's
    access. RAM slots: they are leased while bytes move or AdamW runs, and bytes that were merely read ahead give way.
    GPU slots for gradients: they are free as soon as the copy to RAM is submitted, and a RAM slot for that copy waits
-   for update lanes alone, which in the backward wait for no access any more.
+   for update queues alone, which in the backward wait for no access any more.
 6. Ranks: by rule 4 all of them take part in the same loads and scatters, one after the other. Number these: the one
    with the least number that is not over waits for compute alone, on each rank, and compute waits for none that comes
    later.
@@ -62,7 +62,7 @@ from megatier.trace.recorder import Recorder
 
 
 class Player:
-    """Plays timelines. There is one for each run; `close` stops its lanes."""
+    """Plays timelines. There is one for each run; `close` stops its queues."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Player:
         optimizer: Optimizer,
         ranks: Ranks | None = None,
     ) -> None:
-        """Register all blocks and slots with the store, which must be fresh, and start the lanes.
+        """Register all blocks and slots with the store, which must be fresh, and start the queues.
 
         Args:
             store: holds all blocks of the run. If something breaks off a change of state, the state is torn: `begin`
@@ -98,11 +98,11 @@ class Player:
         self.gate = Gate()
         """Counts the accesses of this pass that are over."""
         self.recorder = Recorder(store.clock)
-        """Collects the events of the trace, and knows what each lane is at."""
+        """Collects the events of the trace, and knows what each queue is at."""
         self.blocks = UnitBlocks(store, by_name, placement, policy)
         """The names of the units' blocks, and leases on them."""
         self.updates = Updates(self.blocks, optimizer, self.gate, self.recorder, self._demand)
-        """The lanes that update."""
+        """The queues that update."""
         self._own_gradients = UnitGradients(self.blocks, self.updates, self._moves, self._demand, self.recorder)
         """Takes the gradients of what this rank has."""
         self._collectives: Collectives | None = None
@@ -128,7 +128,7 @@ class Player:
         )
         """Gives weights to compute, and takes activations."""
         self.reader = StateReader(self.blocks.generations, self.recorder)
-        """The lane that reads state for checkpoints."""
+        """The queue that reads state for checkpoints."""
 
     @property
     def timeline(self) -> Timeline | None:
@@ -142,18 +142,18 @@ class Player:
 
     @property
     def queues(self) -> tuple[Queue, ...]:
-        """Every lane that works for the run: the store's, and those of the player and its updates."""
-        return (*self._store.queues, *self._lanes, self.reader.queue)
+        """Every queue that works for the run: the store's, and those of the player and its updates."""
+        return (*self._store.queues, *self._own_queues, self.reader.queue)
 
     @property
-    def _lanes(self) -> tuple[Queue, ...]:
-        """The lanes of passes and updates."""
+    def _own_queues(self) -> tuple[Queue, ...]:
+        """The queues of passes and updates."""
         collectives = (self._collectives.queue,) if self._collectives is not None else ()
         return (self.weights.queue, *collectives, *self.updates.queues)
 
     @property
     def busy(self) -> Mapping[str, str]:
-        """Per lane, the queue or wait that it is at."""
+        """Per queue, the queue or wait that it is at."""
         return self.recorder.busy
 
     @property
@@ -166,14 +166,14 @@ class Player:
         return self.recorder.take(self._store.take_log())
 
     def own_seconds(self) -> float:
-        """Return the seconds since the last `take_events` in which this rank computed or waited for its own lanes.
+        """Return the seconds since the last `take_events` in which this rank computed or waited for its own queues.
 
         Call it when the device is idle.
         """
         return self.recorder.own_seconds()
 
     def waiting(self, cause: str) -> AbstractContextManager[object]:
-        """Inside, the thread that computes waits for something that is no lane of this player, such as other ranks."""
+        """Inside, the thread that computes waits for something that is no queue of this player, such as other ranks."""
         return self.recorder.waiting(cause)
 
     # ------------------------------------------------------------------ passes
@@ -204,7 +204,7 @@ class Player:
         self._pass.timeline = timeline
         self._pass.planned = self._orders.expected(name)
 
-        # If ranks scatter gradients, the lane that does so asks for the sums.
+        # If ranks scatter gradients, the queue that does so asks for the sums.
         if timeline is not None and self._pass.trains and self._collectives is None:
             self._pass.sums_ahead = self._moves.sums_ahead(timeline)
 
@@ -222,7 +222,7 @@ class Player:
             self._updates_due = frozenset()
 
     def _submit(self, items: Iterable[Item]) -> None:
-        """Hand everything that is planned to its lane, which begins at once, and count what it moves."""
+        """Hand everything that is planned to its queue, which begins at once, and count what it moves."""
         gradients = compute_point(self._store.clock, "gradients")
         for item in items:
             self._demand.add(self._moves.of(item))
@@ -230,7 +230,7 @@ class Player:
                 case Update():
                     self.updates.submit(item, gradients)
                 case Load():
-                    # A load looks for its unit's update as soon as its lane comes to it. The timeline has the update
+                    # A load looks for its unit's update as soon as its queue comes to it. The timeline has the update
                     # before it, else the load would bring weights that are about to change.
                     load = self.weights.submit(item)
                     if item.updates:
@@ -250,7 +250,7 @@ class Player:
             TimelineError: units were used in a forward, and not in the backward that the recorded order has.
         """
         if self._pass.timeline is not None:
-            # What the end of the pass leaves out still has loads on the lane.
+            # What the end of the pass leaves out still has loads on the queue.
             try:
                 self.weights.pass_over(None)
             except TimelineError:
@@ -266,7 +266,7 @@ class Player:
                 scattered = self._moves.scatter(scatter)
                 self._demand.add(scattered)
 
-        # The lane `ranks` makes gradients final, so it has to be through with this pass.
+        # The queue `ranks` makes gradients final, so it has to be through with this pass.
         if self._collectives is not None:
             self._collectives.wait()
             if self._pass.trains:
@@ -286,7 +286,8 @@ class Player:
         if self._store.tear.is_torn:
             return
 
-        # Leases of a forward or backward that failed go back before anything is waited for: a lane may need their slot.
+        # Leases of a forward or backward that failed go back before anything is waited for: a queue may need their
+        # slot.
         self.weights.release_all()
         self.grad_sink.release_all()
         if self._collectives is not None:
@@ -303,7 +304,7 @@ class Player:
         if self._pass.trains and self.updates.is_partial:
             self._store.tear.is_torn = True
 
-        # Only now does no lane use the gradients: no update and no sum of this step will take them any more.
+        # Only now does no queue use the gradients: no update and no sum of this step will take them any more.
         self.grad_sink.drop()
         if self._collectives is not None:
             self._own_gradients.drop()
@@ -348,9 +349,9 @@ class Player:
             self._collectives.abandon()
         self.updates.speculation.abandon()
         with self._store.tear.change:
-            for lane in (*self._lanes, self.reader.queue):
+            for queue in (*self._own_queues, self.reader.queue):
                 self._store.wake()
-                lane.settle()
+                queue.settle()
             self._updates_due = frozenset()
             self._pass = Pass("")
             self.weights.forget()
@@ -358,7 +359,7 @@ class Player:
             self._own_gradients.forget()
             self.updates.forget()
 
-            # Last, as it takes all slots back: no lane may work in one any more.
+            # Last, as it takes all slots back: no queue may work in one any more.
             self._store.reset()
 
     @contextlib.contextmanager
@@ -421,7 +422,7 @@ class Player:
         self.updates.wait()
 
     def close(self) -> None:
-        """Abandon what waits for compute, or has not begun, and stop the lanes. `drain` first to finish a step."""
+        """Abandon what waits for compute, or has not begun, and stop the queues. `drain` first to finish a step."""
         # Each close joins a thread, which first ends what was submitted. What waits at the gate for compute, which
         # comes no more, is woken before that. Whatever else is waited for comes to its end. The reader gives up first:
         # updates wait for it.

@@ -1,18 +1,18 @@
 """Updates inside the backward, as if nothing had to be clipped.
 
 With clipping, updates wait for the norm, and drives would be idle through the backward. So units that spill may have a
-spare generation of state. As soon as such a unit's gradient is final, the lane `update_nvme` reads the generation that
+spare generation of state. As soon as such a unit's gradient is final, the queue `update_nvme` reads the generation that
 holds, updates it with a clip coefficient of 1 and writes the spare one. When the norm is known and nothing is clipped,
 the update is confirmed: the spare generation holds from then on. Else it is void: the next pass updates the unit like
 all others, from the old generation, with its gradient, which still waits. The bits are the same either way. A wrong
 guess costs bytes.
 
-Why a void attempt does no harm: it reads the generation that holds, which no other update touches before the lane is
-through with this one, and it writes a generation that nobody reads. If the lane is at a chunk when the attempt becomes
-void, it finishes that chunk. The unit's next update comes behind it in the same lane.
+Why a void attempt does no harm: it reads the generation that holds, which no other update touches before the queue is
+through with this one, and it writes a generation that nobody reads. If the queue is at a chunk when the attempt becomes
+void, it finishes that chunk. The unit's next update comes behind it in the same queue.
 
 Threads: `begin`, `submit`, `decide` and `abandon` come from the thread that computes (autograd's, in a backward). The
-lane's side runs on the lane's worker.
+queue's side runs on the queue's thread.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SpeculativeChunk(UpdateChunk):
 
 
 class Speculation:
-    """The speculative updates of a run, on the lane of all updates of units that spill."""
+    """The speculative updates of a run, on the queue of all updates of units that spill."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Speculation:
         carrier: MatrixCarrier,
         recorder: Recorder,
         demand: Demand,
-        lane: Queue,
+        queue: Queue,
     ) -> None:
         """Nothing is tried before `begin`.
 
@@ -83,14 +83,14 @@ class Speculation:
             carrier: takes matrices to where it is done.
             recorder: notes updates.
             demand: counts the bytes that move.
-            lane: runs them, and all other updates of units that spill.
+            queue: runs them, and all other updates of units that spill.
         """
         self._blocks = blocks
         self._optimizer = optimizer
         self._carrier = carrier
         self._recorder = recorder
         self._demand = demand
-        self._lane = lane
+        self._queue = queue
         self._store = blocks.store
         self._units = frozenset(blocks.placement.speculative)
 
@@ -103,7 +103,7 @@ class Speculation:
         self.void_bytes = 0
         """The bytes that were read and written in vain so far."""
         self._lock = threading.Lock()
-        """Guards `moved_bytes` of the attempt and `void_bytes`: the lane counts, and `abandon` adds up."""
+        """Guards `moved_bytes` of the attempt and `void_bytes`: the queue counts, and `abandon` adds up."""
 
         self._clipped: deque[bool] = deque(maxlen=HISTORY)
         """Whether each of the last steps was clipped, or left out."""
@@ -112,10 +112,10 @@ class Speculation:
         self._transfers: dict[str, Transfer] = {}
         """Each unit's last speculative update, until another update or sum takes its place."""
         self._planned: deque[SpeculativeChunk] = deque()
-        """Chunks that were not asked for yet, in the order of the lane. The thread that submits appends; the lane alone
-        takes out."""
+        """Chunks that were not asked for yet, in the order of the queue. The thread that submits appends; the queue
+        alone takes out."""
         self._asked: deque[SpeculativeChunk] = deque()
-        """Chunks that were asked for, before those planned; known to the lane alone."""
+        """Chunks that were asked for, before those planned; known to the queue alone."""
 
     # ------------------------------------------------------------------ the player's side
 
@@ -167,9 +167,9 @@ class Speculation:
         with self._store.tear.change:
             attempt.units[unit] = new
 
-            # Chunks come before the update that takes them from the front: the lane finds all of them there.
+            # Chunks come before the update that takes them from the front: the queue finds all of them there.
             self._planned.extend(chunks)
-            self._transfers[unit] = self._lane.submit(unit, 0, work, requires, follows)
+            self._transfers[unit] = self._queue.submit(unit, 0, work, requires, follows)
 
     def decide(self, *, clipped: bool) -> None:
         """Confirm the updates of the pass when the norm is known, or make them void.
@@ -191,7 +191,7 @@ class Speculation:
             self.abandon()
             return
 
-        # The new generation holds though the lane may still be writing it: whoever uses it waits for `latest` first.
+        # The new generation holds though the queue may still be writing it: whoever uses it waits for `latest` first.
         self._attempt = None
         self.updated = frozenset(attempt.units)
         self._blocks.generations.valid.update(attempt.units)
@@ -200,7 +200,7 @@ class Speculation:
         """Make an attempt that was not decided void. Its chunks that have not begun are left out."""
         if (attempt := self._attempt) is not None:
             with self._store.tear.change:
-                # Under the lock, so that each byte counts once: from here on the lane adds to `void_bytes` itself.
+                # Under the lock, so that each byte counts once: from here on the queue adds to `void_bytes` itself.
                 with self._lock:
                     attempt.is_void = True
                     self.void_bytes += attempt.moved_bytes
@@ -230,7 +230,7 @@ class Speculation:
         """Leave out what has not begun."""
         self._is_closed = True
 
-    # ------------------------------------------------------------------ the lane's side
+    # ------------------------------------------------------------------ the queue's side
 
     def _update(self, attempt: Attempt, num_chunks: int) -> None:
         """Run AdamW on a unit, chunk by chunk, from one generation into the other."""

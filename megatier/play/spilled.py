@@ -1,12 +1,12 @@
-"""Updates units that spill: AdamW on the CPU, chunk by chunk, on the lane `update_nvme`.
+"""Updates units that spill: AdamW on the CPU, chunk by chunk, on the queue `update_nvme`.
 
-A chunk is read from NVMe into RAM slots, updated there, and written back. The lane reads a few chunks ahead, also those
-of units that come later, so that the drive has no pause between units.
+A chunk is read from NVMe into RAM slots, updated there, and written back. The queue reads a few chunks ahead, also
+those of units that come later, so that the drive has no pause between units.
 
 If a unit's weights come from NVMe and its update is due, the update feeds the load: state is read once, and the new
 weights go from the RAM slot to the GPU on their way home.
 
-Threads: the thread that computes submits (autograd's, in a backward). All else runs on the lane's worker.
+Threads: the thread that computes submits (autograd's, in a backward). All else runs on the queue's thread.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SpilledUpdates:
         carrier: MatrixCarrier,
         gate: Gate,
         recorder: Recorder,
-        lane: Queue,
+        queue: Queue,
         check: Callable[[str], None],
     ) -> None:
         """Nothing is submitted yet.
@@ -100,7 +100,7 @@ class SpilledUpdates:
             carrier: takes matrices to where it is done.
             gate: counts the accesses of the pass that are over; a fed load waits for its slot there.
             recorder: notes updates.
-            lane: `update_nvme`, which does the speculative updates as well.
+            queue: `update_nvme`, which does the speculative updates as well.
             check: called before a unit is updated; it raises if that must not be.
         """
         self._blocks = blocks
@@ -108,11 +108,11 @@ class SpilledUpdates:
         self._carrier = carrier
         self._gate = gate
         self._recorder = recorder
-        self._lane = lane
+        self._queue = queue
         self._check = check
         self._ahead: deque[UpdateChunk] = deque()
-        """Chunks that are due, in the order of the lane. The thread that submits appends; the lane alone takes out. An
-        item that never begins, because its sum failed, leaves its chunks here. But then every step fails, until
+        """Chunks that are due, in the order of the queue. The thread that submits appends; the queue alone takes out.
+        An item that never begins, because its sum failed, leaves its chunks here. But then every step fails, until
         `forget`."""
 
     def submit(
@@ -124,7 +124,7 @@ class SpilledUpdates:
         requires: Sequence[Transfer],
         follows: Sequence[Transfer],
     ) -> Transfer:
-        """Append the update of a unit to the lane. Call it inside a region of the store's tear.
+        """Append the update of a unit to the queue. Call it inside a region of the store's tear.
 
         Args:
             update: the unit, and the load to feed.
@@ -139,16 +139,16 @@ class SpilledUpdates:
             chunk = UpdateChunk(unit=unit, elements=elements, old=old, new=new)
             chunks.append(chunk)
 
-        # The chunks come before the update: when the lane comes to the update, all of them are there to take.
+        # The chunks come before the update: when the queue comes to the update, all of them are there to take.
         self._ahead.extend(chunks)
         work = partial(self._update, update, chunks)
-        return self._lane.submit(unit, 0, work, requires, follows)
+        return self._queue.submit(unit, 0, work, requires, follows)
 
     def forget(self) -> None:
         """Forget every update: all have ended."""
         self._ahead.clear()
 
-    # ------------------------------------------------------------------ the lane's side
+    # ------------------------------------------------------------------ the queue's side
 
     def _update(self, update: Update, chunks: Sequence[UpdateChunk]) -> None:
         """Run AdamW on a unit: read ahead, update, feed the load, write back."""

@@ -5,7 +5,7 @@ gradients. A unit that is frozen has weights alone. Frozen elements of other uni
 of the weights, and no update touches them. A unit that spills may have several blocks per kind of state, one for each
 of its `generations`.
 
-Threads: the lanes that update lease and read ahead.
+Threads: the queues that update lease and read ahead.
 """
 
 from __future__ import annotations

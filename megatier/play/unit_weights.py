@@ -1,11 +1,11 @@
 """Brings weights to the GPU, and into compute's hands.
 
-Compute asks for a unit (`enter`), gets its bytes on the GPU, and gives them back (`leave`). Ahead of it the lane `load`
-brings weights into GPU slots in the timeline's order, each as soon as the access that it displaces is over. Without a
-timeline (the first step, the first evaluation) every load happens on demand and the order is recorded.
+Compute asks for a unit (`enter`), gets its bytes on the GPU, and gives them back (`leave`). Ahead of it the queue
+`load` brings weights into GPU slots in the timeline's order, each as soon as the access that it displaces is over.
+Without a timeline (the first step, the first evaluation) every load happens on demand and the order is recorded.
 
 Threads: the thread that computes calls `enter`, `leave`, `stash` and `fetch` (autograd's, in a backward). Loads run on
-the lane's worker.
+the queue's thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Use:
         self.asked = asked
         """When compute asked for them."""
         self.cause = cause
-        """The lane that compute waited for longest."""
+        """The queue that compute waited for longest."""
         self.entered = Instant(weights.clock)
         """When compute got them."""
         self.bytes = lease.bytes
@@ -77,7 +77,7 @@ class UnitWeights:
         demand: Demand,
         collectives: Collectives | None,
     ) -> None:
-        """Start the lane `load`.
+        """Start the queue `load`.
 
         Args:
             blocks: the run's blocks.
@@ -110,9 +110,9 @@ class UnitWeights:
         self._held: list[Lease] = []
         """The leases of weights that compute has in its hands."""
 
-        # The lane decides and waits, and moves nothing itself. So it needs no stream.
+        # The queue decides and waits, and moves nothing itself. So it needs no stream.
         self.queue = Queue("load")
-        """The lane `load`."""
+        """The queue `load`."""
         recorder.busy["load"] = "ram_to_gpu"
 
     # ------------------------------------------------------------------ compute's side
@@ -277,7 +277,7 @@ class UnitWeights:
         return transfers
 
     def _wait(self, transfer: Transfer, causes: Counter[str]) -> None:
-        """Order compute behind a transfer, and count per time slice which lane it waited for."""
+        """Order compute behind a transfer, and count per time slice which queue it waited for."""
         with REST:
             self._recorder.wait_until_started(transfer, causes)
 
@@ -295,7 +295,7 @@ class UnitWeights:
         self._gathers.clear()
 
     def submit(self, load: Load) -> Transfer:
-        """Append a load of the present pass to the lane; returns what brings all that this rank has of the weights.
+        """Append a load of the present pass to the queue; returns what brings all that this rank has of the weights.
 
         `gather` follows, once the update of a streamed unit was submitted.
         """
@@ -312,7 +312,7 @@ class UnitWeights:
         return self.queue.submit(load.unit, 0, work, follows=before)
 
     def gather(self, load: Load, own: Transfer) -> None:
-        """Append the gather of a load to the lane `ranks`, if ranks share the state.
+        """Append the gather of a load to the queue `ranks`, if ranks share the state.
 
         Args:
             load: the load.
@@ -392,10 +392,10 @@ class UnitWeights:
         self._pass = Pass("")
         self._held.clear()
 
-    # ------------------------------------------------------------------ the lane's side
+    # ------------------------------------------------------------------ the queue's side
 
     def _load(self, load: Load) -> None:
-        """Start bringing weights into a GPU slot, on the lane `load`."""
+        """Start bringing weights into a GPU slot, on the queue `load`."""
         self._recorder.busy["load"] = "slot"
         self._blocks.make_room(load, self._gate)
         self._bring(load.unit)

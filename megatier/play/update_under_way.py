@@ -13,7 +13,7 @@ from megatier.tear import Tear
 class UpdateUnderWay:
     """AdamW under way on a unit in RAM. Its leases end when somebody has waited for it.
 
-    The lane `update` goes on to the next unit meanwhile, so that the native threads never run dry.
+    The queue `update` goes on to the next unit meanwhile, so that the native threads never run dry.
     """
 
     def __init__(self, work: Work, leases: contextlib.ExitStack, tear: Tear) -> None:

@@ -1,7 +1,7 @@
 """Updates unit by unit, in the tier that holds a unit's state, when its gradient is final.
 
-The lane `update` runs AdamW on the CPU for units whose state is in RAM, and sums groups there. The lane `update_nvme`
-does so for units that spill (`spilled`); it is a lane of its own so that no drive waits for the other. The lane
+The queue `update` runs AdamW on the CPU for units whose state is in RAM, and sums groups there. The queue `update_nvme`
+does so for units that spill (`spilled`); it is a queue of its own so that no drive waits for the other. The queue
 `update_gpu` runs AdamW on the GPU.
 
 A streamed unit's state comes to GPU slots during the backward, when links and memory have time. It is updated there as
@@ -39,7 +39,7 @@ from megatier.trace.recorder import Recorder
 
 
 class Updates:
-    """The updates of a run's units, and the sums of groups before them. `close` stops their lanes."""
+    """The updates of a run's units, and the sums of groups before them. `close` stops their queues."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Updates:
         recorder: Recorder,
         demand: Demand,
     ) -> None:
-        """Start the lanes.
+        """Start the queues.
 
         Args:
             blocks: the run's blocks.
@@ -75,14 +75,14 @@ class Updates:
         self.ahead: frozenset[str] = frozenset()
         """The streamed units whose state is on the GPU, or on its way there, for the next update."""
         self._is_closed = False
-        self._lane = "update"
-        """The lane of the update or sum that was submitted last."""
+        self._last_queue = "update"
+        """The queue of the update or sum that was submitted last."""
         self._updated: list[str] = []
-        """In the immediate mode: the units whose update in this step has begun, on whichever lane."""
+        """In the immediate mode: the units whose update in this step has begun, on whichever queue."""
 
         recorder.busy.update(update="update", update_nvme="nvme_to_ram", update_gpu="update_gpu")
 
-        # The immediate mode looks at sums of squares on the GPU. Otherwise the CPU's lanes need no stream.
+        # The immediate mode looks at sums of squares on the GPU. Otherwise the CPU's queues need no stream.
         clock = None if self._policy.deferred else self._store.clock
 
         # Items wait for loads and slots, so for compute, which submits them. Therefore no queue has a bound.
@@ -90,7 +90,7 @@ class Updates:
         self._on_nvme = Queue("update_nvme", clock)
         self._on_gpu = Queue("update_gpu", self._store.clock)
         self.queues = (self._in_ram, self._on_nvme, self._on_gpu)
-        """The three lanes."""
+        """The three queues."""
 
         self._carrier = MatrixCarrier(self._store, optimizer)
         self._spilled = SpilledUpdates(blocks, optimizer, self._carrier, gate, recorder, self._on_nvme, self._check)
@@ -105,7 +105,7 @@ class Updates:
         self.speculation.begin()
 
     def submit(self, update: Update, gradient: Transfer | None, load: Transfer | None = None) -> None:
-        """Update a unit, on the lane of the tier where that is done.
+        """Update a unit, on the queue of the tier where that is done.
 
         Args:
             update: the unit, and the load to feed.
@@ -118,7 +118,7 @@ class Updates:
             self._submit(update, requires, load)
 
     def _submit(self, update: Update, requires: list[Transfer], load: Transfer | None) -> None:
-        """Append an update to its lane, inside a region of the store's tear."""
+        """Append an update to its queue, inside a region of the store's tear."""
         # An interrupt half-way would leave a unit whose new generation holds, and that nobody updates.
         unit = update.unit
         old, new = self._blocks.generations.advance(unit)
@@ -132,13 +132,13 @@ class Updates:
         # This update takes the place of a speculative one: whoever asks for the unit waits for this one.
         self.speculation.drop(unit)
 
-        self._lane = self._placement.update_lane(unit)
-        if self._lane == "update_gpu":
+        self._last_queue = self._placement.update_queue(unit)
+        if self._last_queue == "update_gpu":
             work = partial(self._update_on_gpu, unit)
             transfer = self._on_gpu.submit(unit, 0, work, requires, follows)
             self._recorder.watch(transfer)
-        elif self._lane == "update_nvme":
-            # Sums are taken on another lane, `update`, so the order of this lane alone would not do.
+        elif self._last_queue == "update_nvme":
+            # Sums are taken on another queue, `update`, so the order of this queue alone would not do.
             summed = self._last.get(unit)
             if self._policy.groups > 1 and summed is not None:
                 requires.append(summed)
@@ -153,7 +153,7 @@ class Updates:
         work = partial(self._accumulate, unit, group)
         with self._store.tear.change:
             self.speculation.drop(unit)
-            self._lane = "update"
+            self._last_queue = "update"
             self._last[unit] = self._in_ram.submit(unit, 0, work)
 
     def submit_fetch(self, unit: str) -> None:
@@ -184,7 +184,7 @@ class Updates:
         on_cpu = []
         if exchange.home:
             for unit, transfer in self._last.items():
-                if self._placement.update_lane(unit) != "update_gpu":
+                if self._placement.update_queue(unit) != "update_gpu":
                     on_cpu.append(transfer)
 
         work = partial(self._exchange_state, exchange, on_cpu)
@@ -196,7 +196,7 @@ class Updates:
 
     def latest(self, unit: str) -> Transfer | None:
         """Return the unit's update or sum that was submitted last."""
-        # A lane may ask while another thread submits. It never asks about a unit whose update is just being submitted:
+        # A queue may ask while another thread submits. It never asks about a unit whose update is just being submitted:
         # a unit's load is submitted after its update, and a gradient is final after the unit's last use. A sum may be
         # submitted meanwhile, but that changes no weights.
         return self.speculation.latest(unit) or self._last.get(unit)
@@ -212,7 +212,7 @@ class Updates:
             for transfer in self._last.values():
                 self._recorder.wait_until_done(transfer)
         except NonFiniteError as error:
-            # Another lane may be at an update that it began before.
+            # Another queue may be at an update that it began before.
             self.wait_for_end()
             updated = [unit for unit in self._blocks.units if unit in self._updated]
             self._store.tear.is_torn |= bool(updated)
@@ -226,8 +226,8 @@ class Updates:
 
     @property
     def wait_cause(self) -> str:
-        """What the lane of the update, or sum, that was submitted last is at: those before it hold the slots."""
-        return self._recorder.busy[self._lane]
+        """What the queue of the update, or sum, that was submitted last is at: those before it hold the slots."""
+        return self._recorder.busy[self._last_queue]
 
     def wait_for_end(self) -> None:
         """Wait until every update, every sum and the exchange have ended, well or not."""
@@ -271,19 +271,19 @@ class Updates:
         self._blocks.generations.forget_readers()
 
     def close(self) -> None:
-        """Abandon what has not begun and stop the lanes. Abandon the gate first: an update may wait on it."""
-        # Before the lanes close, since each of them first does what it was given.
+        """Abandon what has not begun and stop the queues. Abandon the gate first: an update may wait on it."""
+        # Before the queues close, since each of them first does what it was given.
         self._is_closed = True
         self.speculation.close()
-        for lane in self.queues:
-            lane.close()
+        for queue in self.queues:
+            queue.close()
 
     def _all(self) -> list[Transfer]:
         """Return every update or sum that was submitted last, and the exchange."""
         exchange = [self.exchange] if self.exchange is not None else []
         return [*self._last.values(), *self.speculation.all(), *exchange]
 
-    # ------------------------------------------------------------------ lane update_gpu
+    # ------------------------------------------------------------------ queue update_gpu
 
     def _update_on_gpu(self, unit: str) -> None:
         """Run AdamW on the GPU, on state at home there or on state that came to it. The forward reads these weights."""
@@ -320,7 +320,7 @@ class Updates:
             if not self._is_closed:
                 self._blocks.fetch_state(unit)
 
-    # ------------------------------------------------------------------ lane update
+    # ------------------------------------------------------------------ queue update
 
     def _update_in_ram(self, unit: str) -> UpdateUnderWay | None:
         """Run AdamW on a unit in RAM."""
@@ -329,7 +329,7 @@ class Updates:
             applied = self._begin_update(unit)
 
             # In the immediate mode the slot goes next, and AdamW must have read it. In the deferred mode the gradient
-            # is at home in RAM, and the lane goes on.
+            # is at home in RAM, and the queue goes on.
             if applied is not None and not self._policy.deferred:
                 applied.wait()
             return applied
@@ -380,7 +380,7 @@ class Updates:
 
     def _fetch(self, unit: str) -> None:
         """Ask for the sum of the groups before, on the GPU."""
-        # On a lane, since slots may have to become free first, and the thread that computes has better things to do.
+        # On a queue, since slots may have to become free first, and the thread that computes has better things to do.
         self._store.prefetch(grad_key(unit), Tier.GPU, wait=True)
 
     def _check(self, unit: str) -> None:

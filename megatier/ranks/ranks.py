@@ -8,7 +8,7 @@ and `rendezvous` alone import `torch.distributed`, and one process alone never d
 Bytes go the first of these ways that all ranks have: copies between GPUs (`pulls`); RAM that the ranks of a host share
 (`shared_ram`); NCCL's kernels, or gloo on CPUs. `Ranks.way` says which it is.
 
-Threads: one thread at a time gathers and scatters (the lane `ranks`), and the lane `checkpoint` uses its channel. The
+Threads: one thread at a time gathers and scatters (the queue `ranks`), and the queue `checkpoint` uses its channel. The
 thread that trains calls everything else; in a pass that is recorded, it is the thread that computes.
 """
 
@@ -55,7 +55,7 @@ class Ranks(Channel):
             size: the number of ranks.
             local_rank: its number among those of its host.
             local_size: the number of ranks of this host.
-            groups: one of gloo for each thread that talks: the one that trains, and the lane `checkpoint`; and the one
+            groups: one of gloo for each thread that talks: the one that trains, and the queue `checkpoint`; and the one
                 by which weights and gradients go.
             watched: begins to watch.
         """
@@ -77,7 +77,7 @@ class Ranks(Channel):
         """Bytes of the GPU memory that other GPUs may read. torch's pool does not count them."""
         super().__init__(rank, size, own, watched(self._stop))
         self.beside = Channel(rank, size, beside, self._peers)
-        """For the lane `checkpoint`, which works beside the thread that trains."""
+        """For the queue `checkpoint`, which works beside the thread that trains."""
         self.local_rank = local_rank
         """The number of this rank among those of its host."""
         self.local_size = local_size

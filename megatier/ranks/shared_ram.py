@@ -8,7 +8,7 @@ Each rank has bays in it, of which it alone writes. A gather or scatter goes in 
 
 There are `SHARED_STAGES` bays for each rank, so one round is written while the one before is read. GPUs copy by
 their copy engines, each over its own link, and take nothing from compute; the memory is page-locked for them. Whole
-weights come into a GPU once: the rank's own shard by the lane that brings all weights, and those of the others from
+weights come into a GPU once: the rank's own shard by the queue that brings all weights, and those of the others from
 here. On CPUs the hosts copy.
 
 This is for GPUs that cannot read each other's memory, where NCCL would go through RAM too, by kernels. A shard whose
@@ -132,7 +132,7 @@ class SharedRam:
         spans = [slice(start, start + run_bytes) for start in starts]
         first = self._rank * run_bytes if len(sent) > 1 else 0
 
-        # What is sent was made on the stream of the lane.
+        # What is sent was made on the stream of the queue.
         if self._writes is not None:
             self._writes.wait_stream(torch.cuda.current_stream())
 
@@ -174,7 +174,7 @@ class SharedRam:
 
     def _take(self, number: int, first: int, target: torch.Tensor) -> None:
         """Read the run of a round of each other rank, from byte `first` of its bay on."""
-        # The GPU is asked for few rounds at a time: copies of other lanes pass between, and there is no long queue of
+        # The GPU is asked for few rounds at a time: copies of other queues pass between, and there is no long row of
         # work that has to wait for another rank.
         if len(self._reads) == SHARED_STAGES:
             oldest = self._reads.popleft()

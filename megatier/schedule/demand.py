@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 
-from megatier.schedule.moves import Move, by_lane
+from megatier.schedule.moves import Move, by_queue
 
 
 class Demand:
@@ -29,12 +29,12 @@ class Demand:
     def add(self, moves: Iterable[Move]) -> None:
         """Count moves that are asked for."""
         # Added up before the lock is taken, which compute may be waiting for.
-        moved = by_lane(moves)
+        moved = by_queue(moves)
         with self._lock:
             self._moved.update(moved)
 
     def take_back(self, moves: Iterable[Move]) -> None:
         """Count moves no longer, which were asked for and given up before they began."""
-        moved = by_lane(moves)
+        moved = by_queue(moves)
         with self._lock:
             self._moved.subtract(moved)

@@ -1,4 +1,4 @@
-"""Counts the bytes that each part of a step takes from tier to tier, and names their lanes. Pure.
+"""Counts the bytes that each part of a step takes from tier to tier, and names their queues. Pure.
 
 The timeline says what is done in which order. This says what each of its items moves, and what follows the gradient of
 a group, which no timeline plans: a unit may be left out. The forecast times these moves. `Demand` adds them up as the
@@ -26,9 +26,9 @@ from megatier.tier import Kind, Tier, round_up
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bytes on one lane between two tiers."""
+    """Bytes on one queue between two tiers."""
 
-    lane: str
+    queue: str
     """A queue of the store, such as `nvme_to_ram`; or `ranks`, by which bytes come from other ranks."""
     num_bytes: int
     """As many bytes as the store counts, in whole pages."""
@@ -43,7 +43,7 @@ class Gradient:
     shipped: tuple[Move, ...]
     """Moves that take the sum, or the gradient of one group, from the GPU to its home; none if it stays there."""
     sums_in_ram: bool
-    """Whether it is then added up in RAM, on the lane `update`."""
+    """Whether it is then added up in RAM, on the queue `update`."""
     is_final: bool
     """Whether the sum is the unit's gradient of the step."""
     update: Update | None
@@ -192,8 +192,8 @@ class Moves:
 
     def carry(self, unit: str) -> tuple[Move, ...]:
         """Return the moves of a unit's matrices from RAM to the GPU and back; none if they are updated in place."""
-        # On that lane the state is on the GPU already.
-        if self._placement.update_lane(unit) == "update_gpu":
+        # On that queue the state is on the GPU already.
+        if self._placement.update_queue(unit) == "update_gpu":
             return ()
         return carried(self._units[unit])
 
@@ -305,11 +305,11 @@ class Moves:
         return sum(block_bytes(spec, kind) for kind in spec.schema.passing_kinds)
 
 
-def by_lane(moves: Iterable[Move]) -> Counter[str]:
-    """Return the bytes that each lane moves; lanes that move none are left out."""
+def by_queue(moves: Iterable[Move]) -> Counter[str]:
+    """Return the bytes that each queue moves; queues that move none are left out."""
     moved: Counter[str] = Counter()
     for move in moves:
-        moved[move.lane] += move.num_bytes
+        moved[move.queue] += move.num_bytes
     return +moved
 
 

@@ -32,8 +32,8 @@ from megatier.schedule.sizes import (
 from megatier.schedule.slots import SlotPlan, collective_slots, gpu_slots, least_gpu_bytes, total_bytes
 from megatier.tier import Kind, Tier, round_up
 
-UpdateLane = Literal["update", "update_nvme", "update_gpu"]
-"""A lane that updates: on the CPU units in RAM, on the CPU units that spill, or on the GPU."""
+UpdateQueue = Literal["update", "update_nvme", "update_gpu"]
+"""A queue that updates: on the CPU units in RAM, on the CPU units that spill, or on the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +69,8 @@ class Placement:
     other_bytes: Mapping[Tier, int] = field(default_factory=dict)
     """Bytes of gradients, activations, slots and further generations in each tier."""
 
-    def update_lane(self, unit: str) -> UpdateLane:
-        """Return the lane on which AdamW runs for a unit that is trained."""
+    def update_queue(self, unit: str) -> UpdateQueue:
+        """Return the queue on which AdamW runs for a unit that is trained."""
         is_on_gpu = self.homes[unit, Kind.WEIGHT] is Tier.GPU
         if is_on_gpu or unit in self.streamed:
             return "update_gpu"

@@ -1,4 +1,4 @@
-"""Plans what the lanes do in a pass, in which order, from the order in which its units are used. Pure.
+"""Plans what the queues do in a pass, in which order, from the order in which its units are used. Pure.
 
 Step 1 runs in module order and records its accesses. From step 2 on this timeline says what is loaded, updated,
 scattered and exchanged. A load says into which GPU slot it goes, and after which access it may start. It takes the slot
@@ -87,14 +87,14 @@ class Exchange(Timing):
 
 
 Item = Load | Update | Scatter | Exchange
-"""Something that a lane does in a pass."""
+"""Something that a queue does in a pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """All that is planned in one pass over a recorded order.
 
-    The player hands the items to their lanes in this order, all of them before the first access. The simulator makes
+    The player hands the items to their queues in this order, all of them before the first access. The simulator makes
     jobs of them in this order. `Moves.of` says what each one moves.
 
     The order has four rules, by which `play/player.py` proves that nothing deadlocks. A load or an update serves the
@@ -112,7 +112,7 @@ class Timeline:
     accesses: tuple[Access, ...]
     """The recorded order."""
     items: tuple[Item, ...]
-    """Everything that the lanes do, in the order in which they are handed it."""
+    """Everything that the queues do, in the order in which they are handed it."""
 
     def last_uses(self) -> dict[tuple[str, int], int]:
         """Return the index of each unit's last access in each group, which makes its gradient."""

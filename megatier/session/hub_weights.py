@@ -1,7 +1,7 @@
 """Yields the weights of a session, under the names and in the layout of its model's folder.
 
 An engine that generates text takes them from here, one after the other. A pass visits the units in the order of layers,
-as in a forward, and the lanes load ahead of it. So the model is whole nowhere. Each tensor is yielded as a copy,
+as in a forward, and the queues load ahead of it. So the model is whole nowhere. Each tensor is yielded as a copy,
 because vLLM's senders keep several until they have filled a buffer, and a slot is another unit's by then.
 
 Threads: one at a time iterates. It may be a sender's own thread while the training thread waits.

@@ -18,7 +18,7 @@ to copy."""
 
 
 def share_interpreter() -> None:
-    """Let threads that wait for the interpreter get it soon: lanes and compute take turns thousands of times a step."""
+    """Let threads that wait for the interpreter get it soon: queues and compute take turns thousands of times."""
     sys.setswitchinterval(SWITCH_SECONDS)
 
 

@@ -152,7 +152,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Stop the lanes, free the memory, remove the block files. In a forked child this does nothing."""
+        """Stop the queues, free the memory, remove the block files. In a forked child this does nothing."""
         if self.owner.is_here:
             self._opened.close()
 
@@ -184,7 +184,7 @@ class Session:
         return optimizer
 
     def _open_player(self, opened: ExitStack, work: Workload) -> None:
-        """Start the lanes that play the timeline, and name those of its parts that others use."""
+        """Start the queues that play the timeline, and name those of its parts that others use."""
         self.player = Player(self.store, work.specs, self.placement, work.policy, self.optimizer, self.ranks)
         opened.callback(self.player.close)
         opened.enter_context(CLOCK.pausing(partial(self.player.waiting, COMPILER)))

@@ -89,7 +89,7 @@ class Arena:
             self._pin()
 
     def _pin(self) -> None:
-        """Page-lock the memory in pieces that end where addresses are multiples of their size: `Lanes` relies on it."""
+        """Page-lock the memory, in pieces that end at multiples of their size: `TierQueues` relies on that."""
         pieces = cut_at_addresses(self.address, self.num_bytes, LOCKED_BYTES)
         try:
             self._lock = PageLock(self.address, pieces)
@@ -102,7 +102,7 @@ class Arena:
         else:
             filled = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
 
-        # The lanes copy on other streams, which do not wait for the one that fills.
+        # The queues copy on other streams, which do not wait for the one that fills.
         torch.cuda.synchronize(device)
         return filled
 

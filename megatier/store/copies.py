@@ -32,9 +32,9 @@ from megatier.address import fill_bytes
 from megatier.errors import CapacityError, DirtyBlockError, LeaseHeldError, StepAbandonedError
 from megatier.owner import Owner
 from megatier.store.arena import Slot, SlotPool
-from megatier.store.lanes import Lanes
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, overlap
+from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Transfer
 from megatier.tear import Tear
 from megatier.tier import Tier
@@ -46,10 +46,10 @@ POISON = 0xFF
 class Copies:
     """The copies of one store's blocks in gpu and ram."""
 
-    def __init__(self, reservation: Reservation, lanes: Lanes) -> None:
+    def __init__(self, reservation: Reservation, queues: TierQueues) -> None:
         """Take slots from the reservation, once that is allocated."""
         self._reservation = reservation
-        self._lanes = lanes
+        self._queues = queues
         self._slotted: dict[Copy, None] = {}
         """The copies in slots. The one that was not used for longest comes first."""
         self._lock = threading.Lock()
@@ -326,10 +326,10 @@ class Copies:
         pending = copy.in_use()
 
         # If RAM stands for the GPU, the slot is overwritten, so that a view that outlives its lease is noticed.
-        if copy.tier is Tier.GPU and self._lanes.clock is None:
+        if copy.tier is Tier.GPU and self._queues.clock is None:
             view = self.view(copy, copy.span)
             fill = partial(fill_bytes, view, POISON)
-            pending = [self._lanes.submit("ram_to_gpu", "poison", 0, fill, follows=pending)]
+            pending = [self._queues.submit("ram_to_gpu", "poison", 0, fill, follows=pending)]
 
         copy.block.copies.remove(copy)
         del self._slotted[copy]

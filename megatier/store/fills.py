@@ -24,9 +24,9 @@ from megatier.drives.blockfile import BlockFiles
 from megatier.drives.gds import GpuReader
 from megatier.errors import BlockNotFoundError
 from megatier.store.copies import Copies
-from megatier.store.lanes import Lanes, queue_to_gpu
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap, without
+from megatier.store.tier_queues import TierQueues, queue_to_gpu
 from megatier.store.transfer import Transfer
 from megatier.tier import Tier
 
@@ -38,14 +38,14 @@ class Fills:
         self,
         copies: Copies,
         reservation: Reservation,
-        lanes: Lanes,
+        queues: TierQueues,
         files: BlockFiles | None,
         reader: GpuReader | None,
     ) -> None:
         """Take what is filled and what moves the bytes. With a reader, bytes go from NVMe to the GPU past RAM."""
         self._copies = copies
         self._reservation = reservation
-        self._lanes = lanes
+        self._queues = queues
         self._files = files
         self._reader = reader
 
@@ -100,7 +100,7 @@ class Fills:
         # whole pages.
         end = extent.padded(stop)
         read = partial(files.read, key, extent, start, end, address)
-        transfer = self._lanes.submit("nvme_to_ram", key, end - start, read, follows=slot.pending)
+        transfer = self._queues.submit("nvme_to_ram", key, end - start, read, follows=slot.pending)
         assign(copy.fills, span, transfer)
 
     def _fill_ram(self, copy: Copy, span: Span) -> None:
@@ -113,10 +113,10 @@ class Fills:
             raise _no_bytes(key, span) from None
 
         # Compute that was enqueued by now may still be writing the bytes, so the copy comes after it.
-        requires = [*source.arriving(span), *self._lanes.point(key)]
+        requires = [*source.arriving(span), *self._queues.point(key)]
         target = self._copies.view(copy, span)
         brought = self._copies.view(source, span)
-        transfer = self._lanes.to_ram(key, target, brought, requires, copy.slot.pending)
+        transfer = self._queues.to_ram(key, target, brought, requires, copy.slot.pending)
         assign(copy.fills, span, transfer)
         source.use(transfer)
 
@@ -141,7 +141,7 @@ class Fills:
             follows = copy.slot.pending
             target = self._copies.view(copy, part)
             brought = self._copies.view(source, part)
-            transfer = self._lanes.to_gpu(key, target, brought, requires, follows, queue=queue)
+            transfer = self._queues.to_gpu(key, target, brought, requires, follows, queue=queue)
             assign(copy.fills, part, transfer)
 
             # Bytes that only pass give their slot in RAM back at once, since another piece may need it. The move is
@@ -172,7 +172,7 @@ class Fills:
             follows += other.writes()
 
         read = partial(reader.read, key, extent, start, target)
-        transfer = self._lanes.submit("nvme_to_gpu", key, target.numel(), read, requires, follows)
+        transfer = self._queues.submit("nvme_to_gpu", key, target.numel(), read, requires, follows)
         assign(copy.fills, span, transfer)
 
         # Other reads of an extent fill a slot in RAM, which a write of these bytes then waits for. This one has none,

@@ -11,8 +11,8 @@ from typing import Self
 from megatier.store.blocks import Blocks
 from megatier.store.copies import Copies
 from megatier.store.fills import Fills
-from megatier.store.lanes import Lanes
 from megatier.store.residency import Copy, Span, assign, restore
+from megatier.store.tier_queues import TierQueues
 from megatier.tier import Tier
 
 
@@ -54,7 +54,7 @@ class Lease:
 class Leases:
     """The leases of one store. Its methods take the lock of `Copies` themselves."""
 
-    def __init__(self, blocks: Blocks, copies: Copies, fills: Fills, lanes: Lanes) -> None:
+    def __init__(self, blocks: Blocks, copies: Copies, fills: Fills, queues: TierQueues) -> None:
         """Take the blocks and copies, and what brings their bytes."""
         self.copies = copies
         """The copies that are leased."""
@@ -62,7 +62,7 @@ class Leases:
         """The number of times that all leases were forgotten."""
         self._blocks = blocks
         self._fills = fills
-        self._lanes = lanes
+        self._queues = queues
 
     def take(self, key: str, tier: Tier, span: Span | None, *, fresh: bool, wait: bool) -> Lease:
         """Lease bytes of a block in a tier; see `TieredStore.lease`."""
@@ -110,6 +110,6 @@ class Leases:
         with self.copies.lock, self.copies.tear.call:
             if copy.tier is Tier.GPU:
                 key = copy.block.spec.key
-                for point in self._lanes.point(key):
+                for point in self._queues.point(key):
                     copy.use(point)
             self.copies.unlease(copy)

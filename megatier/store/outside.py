@@ -25,9 +25,9 @@ from megatier.errors import SpanError
 from megatier.store.arena import Slot
 from megatier.store.blocks import Blocks
 from megatier.store.copies import Copies
-from megatier.store.lanes import Lanes
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap
+from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Transfer
 from megatier.tier import Tier, round_up
 
@@ -52,13 +52,13 @@ class Outside:
     """Starts moves between homes and memory outside of the store."""
 
     def __init__(
-        self, blocks: Blocks, copies: Copies, reservation: Reservation, lanes: Lanes, files: BlockFiles | None
+        self, blocks: Blocks, copies: Copies, reservation: Reservation, queues: TierQueues, files: BlockFiles | None
     ) -> None:
         """Take the blocks and copies, the slots, and what moves their bytes."""
         self._blocks = blocks
         self._copies = copies
         self._reservation = reservation
-        self._lanes = lanes
+        self._queues = queues
         self._files = files
 
     def push(self, key: str, tensor: torch.Tensor, start: int) -> Transfer:
@@ -83,8 +83,8 @@ class Outside:
         home, inside = self._home(key, span)
 
         # Compute that is enqueued by now makes the tensor.
-        follows = [*home.in_use(), *self._lanes.point(key)]
-        transfer = self._lanes.to_ram(key, inside, outside, (), follows)
+        follows = [*home.in_use(), *self._queues.point(key)]
+        transfer = self._queues.to_ram(key, inside, outside, (), follows)
 
         # The bytes of the home are valid once the copy has ended: a `pull` of them comes after it.
         assign(home.fills, span, transfer)
@@ -106,8 +106,8 @@ class Outside:
 
         # Compute that is enqueued by now may still use the memory that the tensor has.
         requires = home.arriving(span)
-        follows = [*home.in_use(), *self._lanes.point(key)]
-        transfer = self._lanes.to_gpu(key, outside, inside, requires, follows)
+        follows = [*home.in_use(), *self._queues.point(key)]
+        transfer = self._queues.to_gpu(key, outside, inside, requires, follows)
 
         # The copy reads the home: the next `push` into it comes after this.
         home.use(transfer)
@@ -131,13 +131,13 @@ class Outside:
             end = extent.padded(stop)
             address = address_of(target, torch.uint8, end - start)
             read = partial(self._files.read, key, extent, start, end, address)
-            return self._lanes.submit("nvme_to_ram", key, 0, read)
+            return self._queues.submit("nvme_to_ram", key, 0, read)
 
         # Copies of `state_to_ram` let those pass that compute waits for.
         home = block.find(Tier.GPU, span)
         source = self._copies.view(home, span)
-        work = partial(self._lanes.copy, "state_to_ram", target[: stop - start], source)
-        transfer = self._lanes.submit("state_to_ram", key, 0, work)
+        work = partial(self._queues.copy, "state_to_ram", target[: stop - start], source)
+        transfer = self._queues.submit("state_to_ram", key, 0, work)
         home.use(transfer)
         return transfer
 
@@ -146,19 +146,19 @@ class Outside:
         files = self._files
         assert files is not None
         key = block.spec.key
-        point = self._lanes.point(key)
+        point = self._queues.point(key)
         copied: list[Transfer] = []
 
         for segment in self._segments(block, extent, tensor, start):
             first, stop = segment.span
             slot = segment.slot
             follows = [*slot.pending, *point]
-            copied = [self._lanes.to_ram(key, segment.in_ram, segment.on_gpu, (), follows)]
+            copied = [self._queues.to_ram(key, segment.in_ram, segment.on_gpu, (), follows)]
 
             # An older step that was given up may still move these bytes of the extent, however that ends.
             older = _last_moves(block, segment.span)
             write = partial(files.write, key, extent, first, stop, segment.address)
-            written = self._lanes.submit("ram_to_nvme", key, stop - first, write, copied, older)
+            written = self._queues.submit("ram_to_nvme", key, stop - first, write, copied, older)
             assign(block.outside, segment.span, written)
 
             # The write comes after the copy into the slot, so it is the last of the two to end.
@@ -171,7 +171,7 @@ class Outside:
         files = self._files
         assert files is not None
         key = block.spec.key
-        point = self._lanes.point(key)
+        point = self._queues.point(key)
         copied: list[Transfer] = []
 
         for segment in self._segments(block, extent, tensor, start):
@@ -181,12 +181,12 @@ class Outside:
             # The bytes are on NVMe once the write has ended well, so the read fails if that failed.
             written = _last_moves(block, segment.span)
             fill = partial(files.read, key, extent, first, stop, segment.address)
-            read = self._lanes.submit("nvme_to_ram", key, stop - first, fill, written, slot.pending)
+            read = self._queues.submit("nvme_to_ram", key, stop - first, fill, written, slot.pending)
             assign(block.outside, segment.span, read)
 
             # The copy before is required too: whoever waits for the last segment has the error of any other.
             requires = [read, *copied]
-            copied = [self._lanes.to_gpu(key, segment.on_gpu, segment.in_ram, requires, point)]
+            copied = [self._queues.to_gpu(key, segment.on_gpu, segment.in_ram, requires, point)]
             slot.pool.give(slot, copied)
 
         return copied[-1]

@@ -1,11 +1,11 @@
-"""Queues: ordered asynchronous lanes, each with a worker thread.
+"""Queues, each of which does its work in order, on a thread of its own.
 
 A queue works on its items strictly in order, on one thread. For each item it waits for the transfers that the item
 depends on, or lets its CUDA stream wait for them, and then starts the item's move. It does not wait for a native batch
 or for a stream, so several moves of one queue may be in flight.
 
 Why no queue of the store waits for ever: an item is submitted after all transfers that it depends on, so these waits
-cannot form a circle, and starting a move of the store waits for no other item. The player's own lanes start work that
+cannot form a circle, and starting a move of the store waits for no other item. The player's own queues start work that
 does wait for items: `play/player.py` proves that these waits form no circle either.
 """
 
@@ -34,28 +34,28 @@ class QueueState:
     name: str
     """The name of the queue."""
     num_begun: int
-    """The number of items that the worker has begun so far."""
+    """The number of items that the thread has begun so far."""
     current: tuple[Transfer, int] | None
-    """The item that the worker is at, and since when, in time.perf_counter_ns."""
+    """The item that the thread is at, and since when, in time.perf_counter_ns."""
     in_flight: tuple[Transfer, ...]
-    """The moves that were started and have not ended, oldest first. A copy on a stream is among them until the worker
+    """The moves that were started and have not ended, oldest first. A copy on a stream is among them until the thread
     looks the next time."""
     num_waiting: int
-    """The number of items that wait for the worker."""
+    """The number of items that wait for the thread."""
 
 
 class Queue:
-    """An ordered asynchronous lane with one worker thread."""
+    """Does work in the order in which it was submitted, on one thread."""
 
     def __init__(self, name: str, clock: StreamClock | None = None) -> None:
-        """Start the worker.
+        """Start the thread.
 
         Args:
-            name: name of the lane, for messages and the trace.
+            name: name of the queue, for messages and the trace.
             clock: the clock of the CUDA device. With one, the items run under a stream of the queue's own.
         """
         self.name = name
-        """The name of the lane."""
+        """The name of the queue."""
         self._clock = clock
         self._stream = torch.cuda.Stream() if clock is not None else None
 
@@ -69,8 +69,8 @@ class Queue:
         self._num_begun = 0
         self._current: tuple[Transfer, int] | None = None
         self._in_flight: deque[Transfer] = deque()
-        """The moves that were started. The worker alone changes the list; some may have ended since it last looked."""
-        # The thread is a daemon, since a worker that hangs in a drive must not keep the process from ending.
+        """The moves that were started. The thread alone changes the list; some may have ended since it last looked."""
+        # The thread is a daemon, since one that hangs in a drive must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=f"megatier-{name}", daemon=True)
         self._thread.start()
 
@@ -82,7 +82,7 @@ class Queue:
         requires: Sequence[Transfer] = (),
         follows: Sequence[Transfer] = (),
     ) -> Transfer:
-        """Append a move. The worker calls `start` once all transfers that the move depends on come before it.
+        """Append a move. The thread calls `start` once all transfers that the move depends on come before it.
 
         Args:
             key: the block that it moves, for the trace.
@@ -95,7 +95,7 @@ class Queue:
         Raises:
             ClosedError: the queue was closed.
         """
-        # Another thread may close the store meanwhile. A move that no worker takes would be waited for without end.
+        # Another thread may close the store meanwhile. A move that no thread takes would be waited for without end.
         if not self._is_open:
             raise ClosedError(f"{key} is not moved by {self.name}: the store was closed. Open it anew.")
         transfer = Transfer(self.name, key, num_bytes, requires, follows)
@@ -107,13 +107,13 @@ class Queue:
         self.submit("all before", 0, self._end_all).wait_for_end()
 
     def _end_all(self) -> None:
-        """Wait for all moves in flight. This runs as an item, because only the worker may walk over its list."""
+        """Wait for all moves in flight. This runs as an item, because only the thread may walk over its list."""
         for transfer in self._in_flight:
             transfer.wait_for_end()
 
     def state(self) -> QueueState:
         """Return the item and the moves that it is at now. Asking waits for nothing that can hang."""
-        # The list is copied first, in one step of the interpreter, because the worker may change it meanwhile.
+        # The list is copied first, in one step of the interpreter, because the thread may change it meanwhile.
         started = tuple(self._in_flight)
         in_flight = tuple(transfer for transfer in started if not transfer.seen_done())
         return QueueState(
@@ -125,7 +125,7 @@ class Queue:
         )
 
     def close(self) -> None:
-        """Let the worker finish what was submitted, and join it. Safe to call twice."""
+        """Let the thread finish what was submitted, and join it. Safe to call twice."""
         self._is_open = False
         self._items.put(None)
         self._thread.join()
@@ -133,7 +133,7 @@ class Queue:
             self._stream.synchronize()
 
     def _run(self) -> None:
-        """Work on the items, one after the other, until `close`. This is the body of the worker thread."""
+        """Work on the items, one after the other, until `close`. This is the body of the thread."""
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
         own_stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -154,7 +154,7 @@ class Queue:
                     transfer.fail(broken_off)
                 self._current = None
 
-                # While the worker waits for the next item, it must not keep the memory that this one moved.
+                # While the thread waits for the next item, it must not keep the memory that this one moved.
                 del item, transfer, start
 
     def _start(self, transfer: Transfer, start: Callable[[], Completion | None]) -> None:

@@ -19,7 +19,7 @@ memory.
 
 Threads: every method may be called from any thread. Who touches the bytes under a lease, and in which order, is up to
 the callers. One lock guards all bookkeeping. A thread that waits for a slot or a move lets go of it first, and the
-workers of the store's queues never take it. So a thread that holds it waits for nobody who may want it.
+threads of the store's queues never take it. So a thread that holds it waits for nobody who may want it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from megatier.store.arena import Allocate
 from megatier.store.blocks import Blocks
 from megatier.store.copies import Copies
 from megatier.store.fills import Fills
-from megatier.store.lanes import Lanes
 from megatier.store.lease import Lease, Leases
 from megatier.store.outside import Outside
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Span
+from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Transfer
 from megatier.store.write_backs import WriteBacks
 from megatier.tier import BlockSpec, Kind, Tier
@@ -63,22 +63,22 @@ class TieredStore(ClosedWhenDropped):
         """The block files on NVMe; None without mounts."""
         self._reader = GpuReader(files, device) if files is not None and files.options.gpu_direct else None
         self._reservation = Reservation(budgets, allocate)
-        self._lanes = Lanes(device)
+        self._queues = TierQueues(device)
         self._blocks = Blocks(self._reservation, files)
         self.extents = self._blocks.extents
         """The place of each block that is at home on NVMe, by its key."""
-        self._copies = Copies(self._reservation, self._lanes)
-        self._fills = Fills(self._copies, self._reservation, self._lanes, files, self._reader)
-        self._write_backs = WriteBacks(self._copies, self._lanes, files)
-        self._outside = Outside(self._blocks, self._copies, self._reservation, self._lanes, files)
-        self._leases = Leases(self._blocks, self._copies, self._fills, self._lanes)
+        self._copies = Copies(self._reservation, self._queues)
+        self._fills = Fills(self._copies, self._reservation, self._queues, files, self._reader)
+        self._write_backs = WriteBacks(self._copies, self._queues, files)
+        self._outside = Outside(self._blocks, self._copies, self._reservation, self._queues, files)
+        self._leases = Leases(self._blocks, self._copies, self._fills, self._queues)
         self.check_process = self._copies.owner.check  # refuses a forked child; every method but `close` does
         self.tear = self._copies.tear
         """Tells whether a change of the copies broke off. Its regions lie inside the lock, except that of `lease`."""
         self._is_sealed = False
-        self.clock = self._lanes.clock
+        self.clock = self._queues.clock
         """Maps device times to the host's; None without a CUDA device."""
-        self.queues = tuple(self._lanes.queues.values())
+        self.queues = tuple(self._queues.queues.values())
         """Every queue between tiers."""
         self._own()
 
@@ -341,9 +341,9 @@ class TieredStore(ClosedWhenDropped):
             return self._outside.pull(key, tensor, start)
 
     def carry(self, key: str, target: torch.Tensor, source: torch.Tensor, *, to_gpu: bool) -> Transfer:
-        """Start copying state between RAM and memory on the gpu device that is the caller's own; see `Lanes.carry`."""
+        """Start copying state between RAM and the caller's own memory on the gpu device; see `TierQueues.carry`."""
         with self._copies.lock, self.tear.call:
-            return self._lanes.carry(key, target, source, to_gpu=to_gpu)
+            return self._queues.carry(key, target, source, to_gpu=to_gpu)
 
     def copy_out(self, key: str, span: Span, target: torch.Tensor) -> Transfer:
         """Start copying bytes from home, on the gpu or on NVMe, to RAM outside of the store; see `Outside.copy_out`."""
@@ -354,12 +354,12 @@ class TieredStore(ClosedWhenDropped):
     @property
     def moved_bytes(self) -> Counter[str]:
         """The bytes that were submitted to each queue since the start, without those of `copy_out`."""
-        return self._lanes.moved_bytes
+        return self._queues.moved_bytes
 
     def take_log(self) -> list[Transfer]:
         """Return the transfers that were submitted since the last call, for a trace; at most `LOG_TRANSFERS_MAX`."""
         with self._copies.lock:
-            return self._lanes.take_log()
+            return self._queues.take_log()
 
     def residency(self, key: str) -> dict[Tier, tuple[Span, ...]]:
         """Return, per tier, the spans of a block that are there now and as new as any."""
@@ -392,7 +392,7 @@ class TieredStore(ClosedWhenDropped):
         if not self._copies.owner.is_here:
             return
         # What was submitted starts first. The files wait for what was started, whose threads touch the memory.
-        self._lanes.close()
+        self._queues.close()
         if self._reader is not None:
             self._reader.close()
         if self.files is not None:

@@ -1,6 +1,6 @@
 """Transfers: moves that were asked for, as futures that any thread may wait on.
 
-A queue (`queue`) starts the move of a transfer. Then the move goes on without the queue's worker, as a native batch
+A queue (`queue`) starts the move of a transfer. Then the move goes on without the queue's thread, as a native batch
 (NVMe) or as a copy on a CUDA stream. Without a GPU it is a memory copy that is over at once. The completion of the move
 tells how it ended.
 

@@ -20,8 +20,8 @@ import torch
 from megatier.address import address_of
 from megatier.drives.blockfile import BlockFiles
 from megatier.store.copies import Copies
-from megatier.store.lanes import Lanes, queue_to_ram
 from megatier.store.residency import Copy, Span, assign, overlap
+from megatier.store.tier_queues import TierQueues, queue_to_ram
 from megatier.store.transfer import Transfer
 from megatier.tier import Tier
 
@@ -29,10 +29,10 @@ from megatier.tier import Tier
 class WriteBacks:
     """Starts the moves that take the bytes of one store's copies home."""
 
-    def __init__(self, copies: Copies, lanes: Lanes, files: BlockFiles | None) -> None:
+    def __init__(self, copies: Copies, queues: TierQueues, files: BlockFiles | None) -> None:
         """Take the copies, and what moves their bytes."""
         self._copies = copies
-        self._lanes = lanes
+        self._queues = queues
         self._files = files
 
     def begin(self, copy: Copy, span: Span, *, wait: bool) -> Transfer | None:
@@ -87,7 +87,7 @@ class WriteBacks:
         write = partial(files.write, key, extent, start, end, address)
         requires = copy.arriving(span)
         follows = [*copy.writes(), *copy.block.reads]
-        return self._lanes.submit("ram_to_nvme", key, end - start, write, requires, follows)
+        return self._queues.submit("ram_to_nvme", key, end - start, write, requires, follows)
 
     def _copy_down(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:
         """Start copying from the GPU to RAM: into the home there, or into a slot.
@@ -107,12 +107,12 @@ class WriteBacks:
         # Compute made the bytes: in uses that were released before this call, and in work that is enqueued by now. A
         # move after both of them copies what they wrote.
         compute = [transfer for transfer in copy.in_use() if transfer.queue == "compute"]
-        requires = [*copy.arriving(span), *compute, *self._lanes.point(key)]
+        requires = [*copy.arriving(span), *compute, *self._queues.point(key)]
         follows = self._copies.occupants(below)
         target = self._copies.view(below, span)
         source = self._copies.view(copy, span)
         queue = queue_to_ram(block.spec.kind)
-        transfer = self._lanes.to_ram(key, target, source, requires, follows, queue=queue)
+        transfer = self._queues.to_ram(key, target, source, requires, follows, queue=queue)
         assign(below.fills, span, transfer)
         if block.extent is not None:
             below.dirty(span)  # the bytes are one step nearer to home, and not there yet
@@ -125,9 +125,9 @@ class WriteBacks:
         requires = copy.arriving(span)
 
         # Compute may read the old bytes at home in work that is enqueued by now.
-        follows = [*self._copies.occupants(home), *self._lanes.point(key)]
+        follows = [*self._copies.occupants(home), *self._queues.point(key)]
         target = self._copies.view(home, span)
         source = self._copies.view(copy, span)
-        transfer = self._lanes.to_gpu(key, target, source, requires, follows)
+        transfer = self._queues.to_gpu(key, target, source, requires, follows)
         assign(home.fills, span, transfer)
         return transfer

@@ -18,10 +18,10 @@ ByName = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:
-    """One event on one lane, from its start to its end."""
+    """Something that happened, in one row of the trace."""
 
     lane: str
-    """The lane: a queue, `compute`, `update`, or `stall`."""
+    """The row of the trace: a queue, `compute`, or `stall`."""
     name: str
     """The block or unit that it is about."""
     start_ns: int
@@ -31,7 +31,7 @@ class TraceEvent:
     num_bytes: int = 0
     """The bytes that moved."""
     cause: str = ""
-    """The queue or lane that compute waited for, if the event is a stall."""
+    """What compute waited for, if the event is a stall: a queue, or a wait with a name of its own."""
 
     @property
     def seconds(self) -> float:

@@ -1,6 +1,6 @@
-"""Records what the lanes of a pass are at, and makes events of what has ended.
+"""Records what the queues of a pass are at, and makes events of what has ended.
 
-Threads: the thread that computes calls `access`, `collect` and `take`; the lanes that update call `work`.
+Threads: the thread that computes calls `access`, `collect` and `take`; the queues that update call `work`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Use:
 
 
 class Recorder:
-    """Collects the events of a pass, and knows what each lane is at.
+    """Collects the events of a pass, and knows what each queue is at.
 
     Device times are read when they have passed, so that recording never blocks compute.
     """
@@ -61,8 +61,8 @@ class Recorder:
         """
         self._clock = clock
         self.busy: dict[str, str] = {}
-        """The queue or wait that each lane is at now, which is the cause of a stall that waits for this lane. Each lane
-        writes its own entry."""
+        """The queue or wait that each queue is at now, which is the cause of a stall that waits for it. Each queue's
+        thread writes its own entry."""
         self._uses: list[_Use] = []
         """Uses whose end the device may not have reached yet."""
         self._pauses: list[Pause] = []
@@ -70,7 +70,7 @@ class Recorder:
         self._transfers: list[Transfer] = []
         """Moves of the store that had not ended when they were last looked at."""
         self._watched: list[Transfer] = []
-        """Items of the player's lanes that had not ended when they were last looked at."""
+        """Items of the player's queues that had not ended when they were last looked at."""
         self._events: list[TraceEvent] = []
 
     def access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
@@ -161,12 +161,12 @@ class Recorder:
         # Also one that was done before may have failed.
         transfer.wait()
 
-    def work(self, lane: str, unit: str, start_ns: int, end_ns: int) -> None:
-        """Note what a lane did from one time to another."""
-        self._events.append(TraceEvent(lane=lane, name=unit, start_ns=start_ns, end_ns=end_ns))
+    def work(self, queue: str, unit: str, start_ns: int, end_ns: int) -> None:
+        """Note what a queue did from one time to another."""
+        self._events.append(TraceEvent(lane=queue, name=unit, start_ns=start_ns, end_ns=end_ns))
 
     def watch(self, transfer: Transfer) -> None:
-        """Note an item of one of the player's lanes: once it has ended, it is an event of this lane."""
+        """Note an item of one of the player's queues: once it has ended, it is an event of its lane."""
         self._watched.append(transfer)
 
     def collect(self, transfers: Iterable[Transfer]) -> None:
@@ -216,7 +216,7 @@ class Recorder:
             elif transfer.wait_for_end():  # an error is not raised here: whoever waits for an update has it
                 self._note_transfer(transfer)
 
-        # Lanes append at the same time. The list stays the same one, since they may have looked it up already.
+        # Queues append at the same time. The list stays the same one, since they may have looked it up already.
         count = len(self._events)
         events = self._events[:count]
         del self._events[:count]

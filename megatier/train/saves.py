@@ -167,7 +167,7 @@ class Saves:
         with self._watchdog.watch(self._session.player):
             self._session.player.drain()
 
-        # All updates are over after the drain, so the lane reads the state of exactly this step (`checkpoint_writer`).
+        # All updates are over after the drain, so the queue reads the state of exactly this step (`checkpoint_writer`).
         num_kept = self._num_kept if prunes else None
         self.writer = CheckpointWriter(self._session, self._folder, step, self._state(step), num_kept)
         self._has_updated = False

@@ -28,7 +28,7 @@ from megatier.train.description import nvme_path
 from megatier.train.outlet import say
 
 RANKS = "ranks"
-"""The lane by which bytes come from other ranks."""
+"""The queue by which bytes come from other ranks."""
 OUTCOMES = {"confirmed": "kept", "void": "void", None: None}
 """The words of `metrics.jsonl` for the outcome of speculative updates. They stay, since users' files have them."""
 

@@ -211,13 +211,13 @@ def attempt(write: Callable[[], object]) -> None:
 
 
 def progress(player: Player) -> object:
-    """Return a value that differs from the one before as soon as a lane, an update or compute has moved on."""
-    lanes = []
+    """Return a value that differs from the one before as soon as a queue, an update or compute has moved on."""
+    counts = []
     for queue in player.queues:
         state = queue.state()
         # Both counts matter: a queue may begin nothing for long while its copies end one after the other.
-        lanes.append((state.num_begun, len(state.in_flight)))
-    return len(player.accesses), player.gate.count, lanes
+        counts.append((state.num_begun, len(state.in_flight)))
+    return len(player.accesses), player.gate.count, counts
 
 
 # ---------------------------------------------------------------------- the report; it must not wait for anything
@@ -242,7 +242,7 @@ def describe_queue(state: QueueState, cause: str | None) -> Iterator[str]:
 
     Args:
         state: what it is at.
-        cause: what a lane of the player is busy with, while it has an item.
+        cause: what a queue of the player is busy with, while it has an item.
     """
     if state.current is None:
         yield f"  {state.name}: idle, after {state.num_begun} items"

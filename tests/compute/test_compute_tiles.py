@@ -275,7 +275,7 @@ def test_module_whose_tokens_depend_on_one_another_runs_whole(way: str, why: str
 
 
 def test_load_beside_weights_while_a_tile_runs_looks_like_no_change_of_them() -> None:
-    """All slots of an arena share a version counter, and lanes load into others while a backward computes."""
+    """All slots of an arena share a version counter, and queues load into others while a backward computes."""
     arena = torch.zeros(8192)
 
     class Beside(Wide):

@@ -23,7 +23,7 @@ from megatier.optim.optimizer import RunOptimizer
 from megatier.play.player import Player
 from megatier.report.metrics import MetricsLog
 from megatier.store.arena import SlotPool
-from megatier.store.lanes import Lanes
+from megatier.store.tier_queues import TierQueues
 from megatier.train import watchdog
 
 never = threading.Event()
@@ -34,16 +34,16 @@ def drive(player: Player) -> None:
     os.environ.update(FAULT_OP="read", FAULT_KIND="hang", FAULT_PATH="/blocks")
 
 
-def lane(player: Player) -> None:
+def queue(player: Player) -> None:
     """Copies of weights to the GPU do not end."""
-    real = Lanes.copy
+    real = TierQueues.copy
 
-    def copy(self: Lanes, queue: str, target: Tensor, source: Tensor) -> None:
+    def copy(self: TierQueues, queue: str, target: Tensor, source: Tensor) -> None:
         if queue == "ram_to_gpu":
             never.wait()
         real(self, queue, target, source)
 
-    Lanes.copy = copy  # type: ignore[method-assign]
+    TierQueues.copy = copy  # type: ignore[method-assign]
 
 
 def slot(player: Player) -> None:
@@ -52,7 +52,7 @@ def slot(player: Player) -> None:
 
 
 def compute(player: Player) -> None:
-    """The training thread waits for what does not come, and no lane does."""
+    """The training thread waits for what does not come, and no queue does."""
     RunOptimizer.norm = lambda optimizer: never.wait()  # type: ignore[assignment, method-assign]
 
 
@@ -69,7 +69,7 @@ def slow(player: Player) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Player], None]] = {
-    fault.__name__: fault for fault in (drive, lane, slot, compute, checkpoint, slow)
+    fault.__name__: fault for fault in (drive, queue, slot, compute, checkpoint, slow)
 }
 
 

@@ -11,7 +11,7 @@ from small_timelines import planned_scatters
 
 from megatier.forecast.forecast import Forecast, floor, forecast, lanes_of
 from megatier.forecast.jobs import HOST_SECONDS
-from megatier.schedule.moves import Moves, by_lane
+from megatier.schedule.moves import Moves, by_queue
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.sizes import Budgets, Policy, UnitSpec
@@ -84,7 +84,7 @@ def test_forecast_moves_the_bytes_that_the_timeline_demands(name: str) -> None:
     parts = [moves.of(item) for item in timeline.items]
     parts += [moves.gradients(unit) for unit in units]
     parts += [moves.update(unit) for unit in at_once]
-    demanded = by_lane(move for part in parts for move in part)
+    demanded = by_queue(move for part in parts for move in part)
     assert {queue: size for queue, size in made.moved_bytes.items() if size} == pytest.approx(demanded)
 
 

@@ -232,7 +232,7 @@ def test_refusal_by_one_lane_stays_where_another_lane_finds_nothing(monkeypatch:
         if unit == "bad":
             return "bad.weight"
         with pytest.raises(NonFiniteError):
-            optimizer.check("bad")  # of another lane, meanwhile
+            optimizer.check("bad")  # of another queue, meanwhile
         return None
 
     monkeypatch.setattr(optimizer, "_non_finite_in", find)

@@ -20,8 +20,8 @@ from megatier.planes import Apply, Planes
 from megatier.play.matrix_carrier import MatrixCarrier
 from megatier.play.optimizer import Optimizer
 from megatier.state import MUON
-from megatier.store.lanes import Lanes
 from megatier.store.store import TieredStore
+from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Tier
 
@@ -33,12 +33,12 @@ class Carriage:
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)
-        self.lanes = Lanes(self.device)
-        self.clock = self.lanes.clock
+        self.queues = TierQueues(self.device)
+        self.clock = self.queues.clock
         self.moves: list[Transfer] = []
 
     def carry(self, key: str, target: Tensor, source: Tensor, *, to_gpu: bool) -> Transfer:
-        self.moves.append(self.lanes.carry(key, target, source, to_gpu=to_gpu))
+        self.moves.append(self.queues.carry(key, target, source, to_gpu=to_gpu))
         return self.moves[-1]
 
 
@@ -53,7 +53,7 @@ class Matrices:
 def carriage(device: str = "cpu") -> Iterator[Carriage]:
     made = Carriage(device)
     yield made
-    made.lanes.close()
+    made.queues.close()
 
 
 def in_ram(store: Any, apply: Apply, optimizer: Any = None) -> Apply:
@@ -84,7 +84,7 @@ def test_update_in_ram_is_carried_run_by_run(elsewhere: bool) -> None:
     with carriage() as store:
         apply = in_ram(store, add)
         assert apply("layer", (0, 12), target, grad, before) is None
-        assert store.lanes.moved_bytes == {"state_to_gpu": 12 * 8, "state_to_ram": 12 * 6}
+        assert store.queues.moved_bytes == {"state_to_gpu": 12 * 8, "state_to_ram": 12 * 6}
     assert torch.equal(target[Kind.WEIGHT].view(torch.int16), torch.arange(12, dtype=torch.int16) + 7)
     assert torch.equal(target[Kind.MOMENTUM].view(torch.int32), torch.arange(12, dtype=torch.int32) * 1000 - 1)
 

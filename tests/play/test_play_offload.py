@@ -38,7 +38,7 @@ from megatier.errors import BlockNotFoundError, ConfigError, IntegrityError, Tra
 from megatier.play.offload import Offload
 from megatier.play.unit_blocks import activation_key
 from megatier.session.session import Session
-from megatier.store.lanes import Lanes
+from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Tier
 
@@ -196,13 +196,13 @@ def test_weights_on_demand_come_before_the_activation_that_is_asked_for_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     came: list[str] = []
-    real = Lanes.to_gpu
+    real = TierQueues.to_gpu
 
-    def to_gpu(self: Lanes, key: str, *args: Any, **others: Any) -> Transfer:
+    def to_gpu(self: TierQueues, key: str, *args: Any, **others: Any) -> Transfer:
         came.append(key)
         return real(self, key, *args, **others)
 
-    monkeypatch.setattr(Lanes, "to_gpu", to_gpu)
+    monkeypatch.setattr(TierQueues, "to_gpu", to_gpu)
     run = Run(model="tied")
     with offloading(run, tmp_path, RAM) as session:
         layers = [unit.name for unit in session.own_units if unit.is_layer]

@@ -302,7 +302,7 @@ def test_close_while_compute_holds_a_unit_ends(start: Callable[..., Run]) -> Non
     close(run)
 
 
-# ---- errors in the lanes ----
+# ---- errors in the queues ----
 
 
 DAMAGED = IntegrityError("u3", "/mnt/blocks", 4096, 1, 2)

@@ -165,7 +165,7 @@ def test_speculation_of_a_pass_that_is_cancelled_is_void(start: Callable[..., Ru
 def test_speculation_that_becomes_void_while_the_lane_begins_a_chunk_harms_nothing(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lane has seen that the attempt counts, and has not asked for the chunk."""
+    """The queue has seen that the attempt counts, and has not asked for the chunk."""
     run = start("nvme")
     run.train_step()
     run.player.drain()

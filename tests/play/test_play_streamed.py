@@ -23,7 +23,7 @@ from integer_runs import (
 from megatier.errors import TransferError
 from megatier.play.unit_blocks import block_key
 from megatier.schedule.sizes import UnitSpec
-from megatier.store.lanes import Lanes
+from megatier.store.tier_queues import TierQueues
 from megatier.tier import Kind, Phase, Tier
 
 
@@ -49,7 +49,7 @@ def on_gpu(run: Run, kind: Kind) -> set[str]:
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("split", [False, True])
-def test_streamed_state_passes_through_the_gpu_on_lanes_of_its_own(
+def test_streamed_state_passes_through_the_gpu_on_queues_of_its_own(
     start: Callable[..., Run], split: bool, groups: int
 ) -> None:
     run = start("streamed", split=split, groups=groups)
@@ -97,8 +97,8 @@ def test_streamed_state_beside_units_at_home_on_the_gpu(
     slots, home, passing = 4 * (16 << 10), 64 << 10, 48 << 10
     monkeypatch.setitem(PLACES, "streamed", ((Tier.GPU, Tier.RAM), slots + home + passing, 2 << 20))
     run = start("streamed", units)
-    lanes = ["update_gpu", "update_gpu", "update", "update", "update"]
-    assert [run.placement.update_lane(unit.name) for unit in units] == lanes
+    queues = ["update_gpu", "update_gpu", "update", "update", "update"]
+    assert [run.placement.update_queue(unit.name) for unit in units] == queues
     assert run.placement.homes["u0", Kind.WEIGHT] is Tier.GPU
     assert run.placement.streamed == ("u1",)
     for _ in range(3):
@@ -166,18 +166,20 @@ def test_streamed_update_waits_for_no_cpu_update_but_goes_home_after_them(
     run.check_state()
 
 
-def fail_lane(monkeypatch: pytest.MonkeyPatch, queue: str, prefix: str, error: Exception) -> None:
-    """Moves on one lane of blocks whose key begins so fail."""
-    real = Lanes.submit
+def fail_queue(monkeypatch: pytest.MonkeyPatch, queue: str, prefix: str, error: Exception) -> None:
+    """Moves on one queue of blocks whose key begins so fail."""
+    real = TierQueues.submit
 
-    def submit(self: Lanes, name: str, key: str, size: int, start: Callable[[], Any], *rest: Any, **more: Any) -> Any:
+    def submit(
+        self: TierQueues, name: str, key: str, size: int, start: Callable[[], Any], *rest: Any, **more: Any
+    ) -> Any:
         def refuse() -> None:
             time.sleep(0.02)  # a slow failure is noticed late
             raise error
 
         return real(self, name, key, size, refuse if name == queue and key.startswith(prefix) else start, *rest, **more)
 
-    monkeypatch.setattr(Lanes, "submit", submit)
+    monkeypatch.setattr(TierQueues, "submit", submit)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_streamed_state_that_cannot_move_stops_the_run(
     run = start("streamed")
     run.train_step()
     run.player.drain()
-    fail_lane(monkeypatch, queue, key, BROKEN)
+    fail_queue(monkeypatch, queue, key, BROKEN)
     check_broken_for_good(run)
 
 
@@ -199,6 +201,6 @@ def test_streamed_state_write_back_that_fails_reaches_drain(
 ) -> None:
     run = start("streamed")
     run.train_step()
-    fail_lane(monkeypatch, "state_to_ram", "u2/exp_avg_sq", BROKEN)
+    fail_queue(monkeypatch, "state_to_ram", "u2/exp_avg_sq", BROKEN)
     with pytest.raises(TransferError):
         within(run.player.drain)

@@ -25,7 +25,7 @@ from small_timelines import planned_loads, planned_updates
 
 from megatier.errors import NonFiniteError, TornStateError, TransferError
 from megatier.play.unit_blocks import block_key
-from megatier.schedule.moves import Moves, by_lane
+from megatier.schedule.moves import Moves, by_queue
 from megatier.store.transfer import Transfer
 from megatier.tier import Tier
 from megatier.trace.events import stall_seconds
@@ -54,7 +54,7 @@ def test_updates_run_in_forward_order_and_feed_the_loads(start: Callable[..., Ru
     moves = Moves(run.blocks.units, run.placement, run.policy)
     parts = [moves.of(item) for item in timeline.items]
     parts += [moves.gradients(unit) for unit in run.blocks.units]
-    demanded = by_lane(move for part in parts for move in part)
+    demanded = by_queue(move for part in parts for move in part)
     assert moved == demanded
     state = sum(12 * unit.num_elements for unit in UNITS)
     again = sum(4 * run.blocks.units[load.unit].num_elements for load in planned_loads(timeline))
@@ -171,7 +171,7 @@ def test_drain_completes_every_write_back(start: Callable[..., Run]) -> None:
     run.check_state()
 
 
-# ---- errors in the lanes ----
+# ---- errors in the queues ----
 
 
 def test_failing_read_of_state_reaches_drain_and_nothing_hangs(

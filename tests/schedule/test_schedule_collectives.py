@@ -137,7 +137,7 @@ class Rank:
     def updates(self) -> Lane:
         """Updates on the CPU wait for nothing of this pass."""
         for update in planned_updates(self.timeline):
-            if self.placement.update_lane(update.unit) != "update_gpu":
+            if self.placement.update_queue(update.unit) != "update_gpu":
                 yield lambda: True
                 self.updated.add(update.unit)
 
@@ -149,7 +149,7 @@ class Rank:
                 assert item.unit in self.shards, "its shard left before its update"
                 self.returning.append(item.unit)
                 self.updated.add(item.unit)
-            elif isinstance(item, Update) and self.placement.update_lane(item.unit) == "update_gpu":
+            elif isinstance(item, Update) and self.placement.update_queue(item.unit) == "update_gpu":
                 yield lambda: True
                 self.updated.add(item.unit)
             elif isinstance(item, Exchange):

@@ -9,7 +9,7 @@ import pytest
 from small_timelines import SIZE, accesses, placement
 
 from megatier.schedule.demand import Demand
-from megatier.schedule.moves import Move, Moves, by_lane
+from megatier.schedule.moves import Move, Moves, by_queue
 from megatier.schedule.placement import Placement
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.timeline import Access, Update, build
@@ -22,7 +22,7 @@ def of_pass(where: Placement, policy: Policy, order: str, *, trains: bool, updat
     timeline = build(accesses(order), where, due=UNITS if updates else ())
     moves = Moves(UNITS, where, policy)
     made = [move for item in timeline.items for move in moves.of(item)]
-    return by_lane([*made, *(move for unit in UNITS if trains for move in moves.gradients(unit))])
+    return by_queue([*made, *(move for unit in UNITS if trains for move in moves.gradients(unit))])
 
 
 def test_moves_of_an_evaluation_are_its_loads() -> None:
@@ -79,7 +79,7 @@ def test_update_reads_and_writes_the_planes_on_nvme_alone(where: Placement, size
 def test_update_reads_a_gradient_on_nvme_once() -> None:
     where = replace(placement("abc", 1), grad_homes=dict.fromkeys("abc", Tier.NVME))
     moves = Moves(UNITS, where, Policy())
-    assert by_lane(moves.update("a")) == {"nvme_to_ram": 14 * SIZE, "ram_to_nvme": 12 * SIZE}
+    assert by_queue(moves.update("a")) == {"nvme_to_ram": 14 * SIZE, "ram_to_nvme": 12 * SIZE}
     shipped = moves.gradient("a", 0).shipped
     assert shipped == (Move("gpu_to_ram", 2 * SIZE), Move("ram_to_nvme", 2 * SIZE))
 
@@ -108,7 +108,7 @@ def test_state_of_a_streamed_unit_goes_home_and_comes_again_but_for_its_weights(
 def test_items_of_streamed_units_move_their_state_and_weights() -> None:
     where = replace(placement("abc", 1, ram="abc"), streamed=("a", "b"))
     moves = Moves(UNITS, where, Policy())
-    found = [by_lane(moves.of(item)) for item in build(accesses("abc"), where, due="ab", ahead="a").items]
+    found = [by_queue(moves.of(item)) for item in build(accesses("abc"), where, due="ab", ahead="a").items]
     assert found == [
         {"state_to_gpu": 20 * SIZE},  # b has to come before its update
         {"ram_to_gpu": 2 * SIZE, "gpu_to_ram": 2 * SIZE},

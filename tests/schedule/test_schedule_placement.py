@@ -59,7 +59,7 @@ def test_a_unit_on_the_gpu_is_there_whole_with_its_gradient() -> None:
             assert Tier.GPU not in homes or homes == {Tier.GPU}
             is_updated_there = homes == {Tier.GPU} or unit.name in placement.streamed
             assert (placement.grad_homes[unit.name] is Tier.GPU) == is_updated_there
-            assert (placement.update_lane(unit.name) == "update_gpu") == is_updated_there
+            assert (placement.update_queue(unit.name) == "update_gpu") == is_updated_there
 
 
 def test_gradients_wait_in_ram_or_on_nvme_where_updates_are_deferred_or_sums_are_taken() -> None:

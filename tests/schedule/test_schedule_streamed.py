@@ -45,7 +45,7 @@ def test_streamed_state_has_a_gpu_slot_per_unit_and_kind_but_none_for_weights_an
             assert plan.num_slots == len(having)
             assert plan.slot_bytes == max(round_up(unit.num_elements * unit.schema.width(kind)) for unit in having)
         if policy.deferred:
-            shipped = [unit for unit in units if placement.update_lane(unit.name) != "update_gpu"]
+            shipped = [unit for unit in units if placement.update_queue(unit.name) != "update_gpu"]
             held = sum(grad_bytes(unit, policy) for unit in shipped if placement.grad_homes[unit.name] is Tier.RAM)
             homes = placement.activation_homes
             held += sum(round_up(unit.activation_bytes) for unit in units if homes.get(unit.name) is Tier.RAM)

@@ -16,7 +16,7 @@ import torch
 from megatier.errors import CapacityError
 from megatier.page_lock import LOCKED_BYTES
 from megatier.store.arena import HUGE_PAGE_BYTES, Arena, SlotPool
-from megatier.store.lanes import COPY_BYTES_MAX, Lanes
+from megatier.store.tier_queues import COPY_BYTES_MAX, TierQueues
 from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, cut_at_addresses
 
@@ -133,7 +133,7 @@ def test_arena_of_which_a_piece_is_refused_leaves_nothing_locked(
     assert not driver.locked
 
 
-def test_copies_of_lanes_never_cross_the_end_of_what_is_locked_at_once() -> None:
+def test_copies_of_queues_never_cross_the_end_of_what_is_locked_at_once() -> None:
     assert LOCKED_BYTES % COPY_BYTES_MAX == 0
     address = 3 * LOCKED_BYTES - 1000
     pieces = list(cut_at_addresses(address, 3 * COPY_BYTES_MAX, COPY_BYTES_MAX))
@@ -242,17 +242,17 @@ def test_arena_on_cuda_is_device_memory_and_ram_is_pinned() -> None:
 
 @pytest.mark.gpu
 def test_arena_that_is_locked_in_pieces_is_copied_across_their_ends(locked_bytes: int) -> None:
-    """The lanes cut a copy where a piece ends; here it ends in the middle of what they move."""
+    """The queues cut a copy where a piece ends; here it ends in the middle of what they move."""
     host = Arena(3 * locked_bytes, CPU, pin=True)
     host.bytes.copy_(torch.arange(host.num_bytes, dtype=torch.int64).remainder_(251))
     there = torch.zeros(host.num_bytes, dtype=torch.uint8, device="cuda")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatier.store.lanes.COPY_BYTES_MAX", locked_bytes)
-        lanes = Lanes(torch.device("cuda"))
-        lanes.to_gpu("x", there, host.bytes).wait()
+        patch.setattr("megatier.store.tier_queues.COPY_BYTES_MAX", locked_bytes)
+        queues = TierQueues(torch.device("cuda"))
+        queues.to_gpu("x", there, host.bytes).wait()
         assert torch.equal(there.cpu(), host.bytes)
         host.bytes.zero_()
-        lanes.to_ram("x", host.bytes, there).wait()
+        queues.to_ram("x", host.bytes, there).wait()
         assert torch.equal(there.cpu(), host.bytes)
-        lanes.close()
+        queues.close()
     host.close()

@@ -300,7 +300,7 @@ def test_released_gpu_slot_is_poisoned(open_nvme: Callable[..., TieredStore]) ->
     lease.release()
     assert torch.equal(view, ZERO)  # still resident
     store.evict("a", Tier.GPU)
-    store._lanes.submit("ram_to_gpu", "", 0, lambda: None).wait()
+    store._queues.submit("ram_to_gpu", "", 0, lambda: None).wait()
     assert bool((view == POISON).all())
     assert bool(view[: NUM_BYTES // 4 * 4].view(torch.float32).isnan().all())
 

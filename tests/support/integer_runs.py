@@ -319,7 +319,7 @@ BROKEN = TransferError("read of block u3", "nvme", "/mnt/blocks", 4096, errno.EI
 
 
 def check_broken_for_good(run: Run) -> None:
-    """The error of a lane stops the steps that follow, and stays."""
+    """The error of a queue stops the steps that follow, and stays."""
 
     def steps() -> None:
         for _ in range(3):

@@ -12,8 +12,8 @@ import torch
 from megatier.errors import TransferError
 from megatier.rest import REST
 from megatier.schedule.timeline import Access
-from megatier.store.lanes import Lanes
 from megatier.store.stream_clock import Instant
+from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Transfer
 from megatier.tier import Phase
 from megatier.trace.events import TraceEvent
@@ -35,13 +35,13 @@ def access(unit: str) -> Access:
 
 
 def test_take_gives_compute_stalls_work_and_transfers_in_order_of_start() -> None:
-    recorder, lanes = Recorder(), Lanes(torch.device("cpu"))
+    recorder, queues = Recorder(), TierQueues(torch.device("cpu"))
     recorder.access(access("b"), "nvme_to_ram", At(500_000), At(600_000), At(700_000))
     recorder.access(access("a"), "update", At(100_000), At(200_000), At(400_000))
     recorder.work("update", "c", 50_000, 60_000)
     source = torch.ones(10, dtype=torch.uint8)
-    transfer = lanes.to_gpu("weights", torch.zeros_like(source), source)
-    lanes.close()
+    transfer = queues.to_gpu("weights", torch.zeros_like(source), source)
+    queues.close()
     events = recorder.take([transfer])
     assert events[:-1] == [
         TraceEvent(lane="update", name="c", start_ns=50_000, end_ns=60_000),
@@ -93,23 +93,23 @@ def test_take_raises_the_error_of_a_failed_transfer() -> None:
     def fail() -> None:
         raise TransferError("read of block a", "nvme", "/mnt/blocks", 0, 5)
 
-    lanes = Lanes(torch.device("cpu"))
-    transfer: Transfer = lanes.submit("nvme_to_ram", "a", 1, fail)
-    lanes.close()
+    queues = TierQueues(torch.device("cpu"))
+    transfer: Transfer = queues.submit("nvme_to_ram", "a", 1, fail)
+    queues.close()
     with pytest.raises(TransferError):
         Recorder().take([transfer])
 
 
 def test_take_leaves_a_transfer_under_way_to_the_next_call() -> None:
-    recorder, lanes, go_on = Recorder(), Lanes(torch.device("cpu")), threading.Event()
+    recorder, queues, go_on = Recorder(), TierQueues(torch.device("cpu")), threading.Event()
 
     def wait() -> None:
         go_on.wait()
 
-    transfer: Transfer = lanes.submit("nvme_to_ram", "a", 1, wait)
+    transfer: Transfer = queues.submit("nvme_to_ram", "a", 1, wait)
     assert recorder.take([transfer]) == []
     go_on.set()
-    lanes.close()
+    queues.close()
     assert [event.name for event in recorder.take([])] == ["a"]
 
 
@@ -123,13 +123,13 @@ def test_host_does_not_work_while_it_waits() -> None:
 
 def test_wait_from_which_the_thread_was_woken_late_has_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a wait of half a slice may take several."""
-    recorder, lanes, go_on = Recorder(), Lanes(torch.device("cpu")), threading.Event()
+    recorder, queues, go_on = Recorder(), TierQueues(torch.device("cpu")), threading.Event()
 
     def wait() -> None:
         go_on.wait()
 
-    lanes.submit("nvme_to_ram", "a", 1, wait)
-    second: Transfer = lanes.submit("nvme_to_ram", "b", 1, lambda: None)
+    queues.submit("nvme_to_ram", "a", 1, wait)
+    second: Transfer = queues.submit("nvme_to_ram", "b", 1, lambda: None)
     has_started = Transfer.has_started
 
     def woken_late(transfer: Transfer, timeout_s: float) -> bool:
@@ -146,7 +146,7 @@ def test_wait_from_which_the_thread_was_woken_late_has_a_cause(monkeypatch: pyte
 
     recorder.wait_until_started(second, causes)
     assert causes == {"nvme_to_ram": 1}, "it has started long ago"
-    lanes.close()
+    queues.close()
 
 
 def test_event_that_a_lane_notes_while_others_are_taken_belongs_to_the_next_call() -> None:

@@ -350,7 +350,7 @@ def test_record_has_the_most_memory_of_any_rank_and_ranks_that_moved_other_bytes
     found = {(r["resident_bytes"], r["gpu_bytes"]) for r in records if "resident_bytes" in r}
     assert found == {(101, 9)}
 
-    # Bytes are those since the start: a rank whose drive or link is slow shows in its own lanes.
+    # Bytes are those since the start: a rank whose drive or link is slow shows in its own queues.
     last = [record for record in records if "loss" in record][-1]
     (other,) = last.pop("other_ranks")
     assert (other["rank"], other["host"]) == (1, platform.node())

@@ -220,7 +220,7 @@ class Ended:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> dict[str, Ended]:
     """Every scenario, in a process each, all at once."""
-    names = ("drive", "lane", "slot", "compute", "checkpoint", "slow")
+    names = ("drive", "queue", "slot", "compute", "checkpoint", "slow")
     folders = {name: tmp_path_factory.mktemp(name) for name in names}
     found = {}
     with contextlib.ExitStack() as started:
@@ -234,7 +234,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("name", ["drive", "lane", "slot", "compute", "checkpoint"])
+@pytest.mark.parametrize("name", ["drive", "queue", "slot", "compute", "checkpoint"])
 def test_run_that_hangs_ends_with_an_error_and_the_state_of_every_queue(name: str, runs: dict[str, Ended]) -> None:
     ended = runs[name]
     assert ended.code == 2, ended.errors
@@ -250,7 +250,7 @@ def test_run_that_hangs_ends_with_an_error_and_the_state_of_every_queue(name: st
     ("name", "found"),
     [
         ("drive", r"    in flight: nvme_to_ram model.embed_tokens/weight, for"),
-        ("lane", r"  ram_to_gpu: at model.embed_tokens/weight for"),
+        ("queue", r"  ram_to_gpu: at model.embed_tokens/weight for"),
         ("slot", r"in _wait_for_slot"),
         ("compute", r"in measure"),
         ("checkpoint", "  checkpoint: at model.embed_tokens for"),
@@ -262,13 +262,13 @@ def test_run_that_hangs_says_where(name: str, found: str, runs: dict[str, Ended]
     assert found in runs[name].report
 
 
-@pytest.mark.parametrize("name", ["drive", "lane", "slot", "checkpoint"])
+@pytest.mark.parametrize("name", ["drive", "queue", "slot", "checkpoint"])
 def test_run_whose_lane_hangs_leaves_its_block_files_and_says_so(name: str, runs: dict[str, Ended]) -> None:
     assert "block files (megatier-<run id> on each mount of tiers.nvme) stay" in runs[name].errors
     assert len(list(runs[name].folder.glob("megatier-*/blocks"))) == 1
 
 
-def test_run_whose_lanes_can_end_is_closed(runs: dict[str, Ended]) -> None:
+def test_run_whose_queues_can_end_is_closed(runs: dict[str, Ended]) -> None:
     assert "block files" not in runs["compute"].errors
     assert not list(leftovers(runs["compute"].folder))
 

@@ -1,4 +1,4 @@
-"""Lanes: the queues between the tiers, and the copies that they make between RAM and the GPU.
+"""The queues between the tiers, and the copies that they make between RAM and the GPU.
 
 This file has hop 2 (RAM slot -> GPU slot) and hop 4 (gradients -> RAM slot) of a byte's journey. Each direction between
 two tiers has a queue of its own, so that moves of different kinds do not wait for each other.
@@ -22,8 +22,8 @@ from megatier.tier import QUEUES, Kind, cut_at_addresses
 LOG_TRANSFERS_MAX = 1 << 17
 """The most transfers that are kept for a trace. If nobody takes them, the oldest are dropped."""
 COPY_BYTES_MAX = 128 << 20
-"""The most bytes that one lane copies at once between RAM and the GPU. The device makes the copies of one direction in
-the order in which they were enqueued, whatever their streams. So each lane enqueues one piece at a time; else a long
+"""The most bytes that one queue copies at once between RAM and the GPU. The device makes the copies of one direction in
+the order in which they were enqueued, whatever their streams. So each queue enqueues one piece at a time; else a long
 row of pieces would hold up a copy that compute waits for. Pieces end where addresses in RAM are multiples of this, so
 none crosses the end of what one call has page-locked (`page_lock.LOCKED_BYTES`): CUDA need not copy that at once."""
 AWAITED = (Kind.WEIGHT, Kind.GRAD, Kind.ACTIVATION)
@@ -40,14 +40,14 @@ def queue_to_ram(kind: Kind) -> str:
     return "gpu_to_ram" if kind in AWAITED else "state_to_ram"
 
 
-class Lanes:
+class TierQueues:
     """The queues between the tiers, the bytes that moved on each, and a log for the trace.
 
     Threads: one thread at a time submits and takes the log. The store's lock sees to that.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start the workers."""
+        """Start their threads."""
         self.clock = StreamClock() if device.type == "cuda" else None
         """Maps device times to the host's; None without a CUDA device."""
         self.moved_bytes: Counter[str] = Counter()
@@ -62,7 +62,7 @@ class Lanes:
 
         self._log: deque[Transfer] = deque(maxlen=LOG_TRANSFERS_MAX)
         self._pieces: dict[str, torch.cuda.Event] = {}
-        """The last piece of each lane. That lane's worker alone reads and sets it."""
+        """The last piece of each queue. That queue's thread alone reads and sets it."""
 
     def submit(
         self,
@@ -74,8 +74,7 @@ class Lanes:
         follows: Sequence[Transfer] = (),
     ) -> Transfer:
         """Append a move to a queue, as `Queue.submit` does. A move of 0 bytes is neither counted nor logged."""
-        lane = self.queues[queue]
-        transfer = lane.submit(key, num_bytes, start, requires, follows)
+        transfer = self.queues[queue].submit(key, num_bytes, start, requires, follows)
 
         # The bytes count when they are asked for, so the sums do not depend on how fast moves end.
         if num_bytes:
@@ -136,12 +135,12 @@ class Lanes:
         return list(log)
 
     def close(self) -> None:
-        """Finish every move that was submitted, and stop the workers."""
-        for lane in self.queues.values():
-            lane.close()
+        """Finish every move that was submitted, and stop the threads."""
+        for queue in self.queues.values():
+            queue.close()
 
     def copy(self, queue: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy uint8 [n] on a lane. The worker of that lane calls this."""
+        """Copy uint8 [n] on a queue. The thread of that queue calls this."""
         self._copy(queue, target, source)
 
         # Torch's allocator must not give the memory to others before the copy is over.
@@ -150,7 +149,7 @@ class Lanes:
                 tensor.record_stream(torch.cuda.current_stream())
 
     def _copy(self, queue: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy uint8 [n] on a lane, and tell torch's allocator nothing."""
+        """Copy uint8 [n] on a queue, and tell torch's allocator nothing."""
         if self.clock is None:
             num_bytes = source.numel()
             to_address = address_of(target, torch.uint8, num_bytes)
@@ -158,8 +157,8 @@ class Lanes:
             _native.copy(to_address, from_address, num_bytes)
             return
 
-        # The piece before is over on the device before the next one is enqueued, so that the lanes of one direction
-        # take turns (`COPY_BYTES_MAX`). It may belong to the copy before, since the piece is noted for the lane.
+        # The piece before is over on the device before the next one is enqueued, so that the queues of one direction
+        # take turns (`COPY_BYTES_MAX`). It may belong to the copy before, since the piece is noted for the queue.
         in_ram = source if target.is_cuda else target
         for start, stop in cut_at_addresses(in_ram.data_ptr(), in_ram.numel(), COPY_BYTES_MAX):
             before = self._pieces.get(queue)
