@@ -145,9 +145,12 @@ class Layout:
 
     def without(self, names: Collection[str]) -> Layout:
         """Return the other parameters, which are whole, placed anew."""
-        kept = [tensor for tensor in self.tensors if tensor.name not in names]
-        shapes = [(tensor.name, tensor.shape) for tensor in kept]
-        stands_for = {tensor.name: tensor.stands_for for tensor in kept}
+        shapes = []
+        stands_for = {}
+        for tensor in self.tensors:
+            if tensor.name not in names:
+                shapes.append((tensor.name, tensor.shape))
+                stands_for[tensor.name] = tensor.stands_for
         placed = Layout.of(shapes, self.frozen, stands_for)
         return replace(placed, schema=self.schema, has_base=self.has_base)
 
@@ -212,10 +215,13 @@ class Layout:
         num_frozen = self.num_elements // ranks - num_trained
         first_trained = rank * num_trained
         first_frozen = self.num_trained + rank * num_frozen
-        trained = first_trained, first_trained + num_trained, 0
-        frozen = first_frozen, first_frozen + num_frozen, num_trained
+        runs = []
         # A unit may have no frozen elements, and one that is frozen as a whole has no trained ones.
-        return tuple((first, last, start) for first, last, start in (trained, frozen) if first < last)
+        if num_trained:
+            runs.append((first_trained, first_trained + num_trained, 0))
+        if num_frozen:
+            runs.append((first_frozen, first_frozen + num_frozen, num_trained))
+        return tuple(runs)
 
 
 def _dealt(tensors: Sequence[TensorSlice], ranks: int) -> tuple[tuple[TensorSlice, ...], int]:

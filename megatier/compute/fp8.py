@@ -58,11 +58,12 @@ class Fp8Linear(nn.Linear):
             input = input.to(weight.dtype)
 
         # torch's own layer raises the error of a wrong dtype, and takes empty inputs, of which amax would raise one.
-        if input.dtype is not weight.dtype or input.shape[:-1].numel() == 0:
+        sizes = input.shape[:-1]
+        if input.dtype is not weight.dtype or sizes.numel() == 0:
             return functional.linear(input, weight, bias)
-        result = _multiply(input.reshape(-1, input.shape[-1]), weight)
-        result = result.view(*input.shape[:-1], weight.shape[0])
-        return result if bias is None else result + bias
+
+        products = _multiply(input.reshape(-1, input.shape[-1]), weight)
+        return _with_bias(products.view(*sizes, weight.shape[0]), bias)
 
 
 def linear_of_codes(input: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -75,11 +76,19 @@ def linear_of_codes(input: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | 
             twice: as a sum, and when it is multiplied.
         bias: [N].
     """
-    if input.shape[:-1].numel() == 0:
+    sizes = input.shape[:-1]
+    if sizes.numel() == 0:
         return functional.linear(input, codes.to(input.dtype), bias)
-    result = _multiply_codes(input.reshape(-1, input.shape[-1]), codes, scale)
-    result = result.view(*input.shape[:-1], codes.shape[0])
-    return result if bias is None else result + bias
+
+    products = _multiply_codes(input.reshape(-1, input.shape[-1]), codes, scale)
+    return _with_bias(products.view(*sizes, codes.shape[0]), bias)
+
+
+def _with_bias(result: Tensor, bias: Tensor | None) -> Tensor:
+    """Add the bias of a layer, if it has one."""
+    if bias is None:
+        return result
+    return result + bias
 
 
 def set_fp8(layer: nn.Linear, *, is_fp8: bool = True) -> None:
@@ -137,9 +146,11 @@ class _CodesProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         codes, scale = ctx.saved_tensors
+
         # The scales of stored rows may differ too much for the codes to take them, so the gradient does.
         grad8, grad_scale = quantize_rows(grads[0].float() * scale.t())
-        return _grad_of_rows(grad8, grad_scale, transpose_fp8(codes)), None, None
+        of_rows = _grad_of_rows(grad8, grad_scale, transpose_fp8(codes))
+        return of_rows, None, None
 
 
 def _apply(rows: Tensor, weight: Tensor) -> Tensor:
@@ -191,26 +202,35 @@ def _result(rows8: Tensor, row_scale: Tensor, weight8: Tensor, weight_scale: Ten
 
     Sums are taken with fewer bits, as is usual in a forward.
     """
-    one = torch.ones((), dtype=torch.float32, device=rows8.device)
+    one = _one_on(rows8.device)
     raw = torch._scaled_mm(rows8.contiguous(), weight8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     # The kernel would take the scale of a single row. It is applied here all the same, so that a row alone has the bits
     # that it has among others, also where the scale of stored codes is no power of two.
-    return (raw.float() * (row_scale * weight_scale.t())).to(torch.bfloat16)
+    result = raw.float()
+    result = result * (row_scale * weight_scale.t())
+    return result.to(torch.bfloat16)
 
 
 def _grad_of_rows(grad8: Tensor, scale: Tensor, weight8: Tensor) -> Tensor:
     """Return the gradient of rows in bf16: FP8 [M, N] and [K, N], with fp32 scales [M, 1]."""
-    one = torch.ones((), dtype=torch.float32, device=grad8.device)
-    return (_product(grad8, weight8, one).float() * scale).to(torch.bfloat16)
+    one = _one_on(grad8.device)
+    result = _product(grad8, weight8, one).float()
+    result = result * scale
+    return result.to(torch.bfloat16)
 
 
 def _product(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
     """Return left right^T in bf16, times one scale: FP8 [M, K] and [N, K]. Sums are taken with all bits of fp32."""
-    one = torch.ones((), dtype=torch.float32, device=left.device)
+    one = _one_on(left.device)
     # Kernels of GPUs take contiguous rows, and the gradient of one sequence may be a transposed view.
     left = left.contiguous()
     return torch._scaled_mm(left, right.t(), scale.view(()), one, out_dtype=torch.bfloat16, use_fast_accum=False)
+
+
+def _one_on(device: torch.device) -> Tensor:
+    """Return the scale 1, for a factor that has none of its own."""
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 @torch.library.custom_op("megatier::fp8_transpose", mutates_args=())
@@ -226,10 +246,15 @@ def transpose_fp8(matrix: Tensor, factor: Tensor | None = None) -> Tensor:
     padded = _aligned(len(matrix))
     if matrix.is_cuda:
         kernels = importlib.import_module("megatier.compute.fp8_kernels")
-        on_gpu: Tensor = kernels.transpose(matrix.contiguous(), None if factor is None else factor.contiguous(), padded)
+        if factor is not None:
+            factor = factor.contiguous()
+        on_gpu: Tensor = kernels.transpose(matrix.contiguous(), factor, padded)
         return on_gpu
 
-    codes = matrix if factor is None else (matrix.float() * factor).to(FP8_DTYPE)
+    codes = matrix
+    if factor is not None:
+        codes = (matrix.float() * factor).to(FP8_DTYPE)
+
     # As bytes, since not every version fills FP8.
     result = torch.zeros(codes.shape[1], padded, dtype=torch.uint8, device=codes.device)
     result[:, : len(codes)] = codes.t().view(torch.uint8)

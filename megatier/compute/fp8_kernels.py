@@ -37,10 +37,17 @@ def transpose(matrix: Tensor, factor: Tensor | None, padded: int) -> Tensor:
     """
     rows, columns = matrix.shape
     result = torch.empty(columns, padded, dtype=torch.float8_e4m3fn, device=matrix.device)
+
     # Without a factor the numbers do not change, so they are moved as bytes.
-    source, target = (matrix.view(torch.uint8), result.view(torch.uint8)) if factor is None else (matrix, result)
+    has_factor = factor is not None
+    source, target = matrix, result
+    if not has_factor:
+        source = matrix.view(torch.uint8)
+        target = result.view(torch.uint8)
+
     grid = triton.cdiv(padded, BLOCK), triton.cdiv(columns, BLOCK)
-    _transpose_block[grid](source, factor, target, rows, columns, padded, factor is not None, BLOCK, num_warps=WARPS)
+    launch = _transpose_block[grid]
+    launch(source, factor, target, rows, columns, padded, has_factor, BLOCK, num_warps=WARPS)
     return result
 
 
@@ -57,16 +64,22 @@ def _transpose_block(
 ) -> None:
     """Transpose one block."""
     # 64 bits: a matrix may have more than 2^31 elements.
-    row = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
-    column = tl.program_id(1).to(tl.int64) * size + tl.arange(0, size)
+    first_row = tl.program_id(0).to(tl.int64) * size
+    row = first_row + tl.arange(0, size)
+    first_column = tl.program_id(1).to(tl.int64) * size
+    column = first_column + tl.arange(0, size)
+
     is_there = (row[:, None] < rows) & (column[None, :] < columns)
-    block = tl.load(source + row[:, None] * columns + column[None, :], mask=is_there)
+    read_from = source + row[:, None] * columns + column[None, :]
+    block = tl.load(read_from, mask=is_there)
 
     if has_factor:
         of_rows = tl.load(factor + row, mask=row < rows, other=0)
-        block = (block.to(tl.float32) * of_rows[:, None]).to(target.dtype.element_ty)
+        block = block.to(tl.float32) * of_rows[:, None]
+        block = block.to(target.dtype.element_ty)
 
     # The block is transposed after rounding, so that threads exchange half as many bytes.
     is_wanted = (column[:, None] < columns) & (row[None, :] < padded)
     block = tl.where(is_there, block, tl.zeros_like(block))
-    tl.store(target + column[:, None] * padded + row[None, :], tl.trans(block), mask=is_wanted)
+    write_to = target + column[:, None] * padded + row[None, :]
+    tl.store(write_to, tl.trans(block), mask=is_wanted)

@@ -143,19 +143,32 @@ def _lay_out(chosen: Tensor, num_experts: int) -> ExpertRows:
     experts = torch.arange(num_experts, dtype=torch.int64, device=chosen.device)  # [E]
     stops = torch.searchsorted(ordered, experts, right=True)  # [E]
     sizes = stops.diff(prepend=stops.new_zeros(1))  # [E]
+
     # A multiple of 16 gets 16 rows more, so that no expert is without rows (`_grouped_mm_on_gpu`).
     padded = (sizes // ALIGNED + 1) * ALIGNED  # [E]
     ends = padded.cumsum(0)  # [E]
 
     # A pair's place is its number in sorted order, plus the padding before it. Pairs that are elsewhere come last.
-    shifts = torch.cat([ends - padded - stops + sizes, ends[-1:] - stops[-1:]])  # [E + 1]
+    shifts = ends - padded - stops + sizes  # [E]
+    last_shift = ends[-1:] - stops[-1:]  # [1]
+    shifts = torch.cat([shifts, last_shift])  # [E + 1]
     numbers = torch.arange(num_pairs, dtype=torch.int64, device=chosen.device)  # [P]
-    place = torch.zeros_like(order).index_copy(0, order, numbers + shifts[ordered])  # [P]
+    places = numbers + shifts[ordered]  # [P]
+    place = torch.zeros_like(order).index_copy(0, order, places)  # [P]
+
     # R is an upper bound that depends on shapes alone. The host would have to wait for the exact number, which is on
     # the GPU.
     num_places = (num_pairs // ALIGNED + 1 + num_experts) * ALIGNED
-    pair = numbers.new_full((num_places,), num_pairs).index_copy(0, place, numbers)  # [R]
-    return ExpertRows(chosen.clamp(max=num_experts - 1), (chosen < num_experts)[:, None], place, pair, ends.int())
+    none = numbers.new_full((num_places,), num_pairs)  # [R]
+    pair = none.index_copy(0, place, numbers)  # [R]
+
+    return ExpertRows(
+        expert=chosen.clamp(max=num_experts - 1),
+        is_own=(chosen < num_experts)[:, None],
+        place=place,
+        pair=pair,
+        ends=ends.int(),
+    )
 
 
 class _StackProduct(torch.autograd.Function):
@@ -191,22 +204,31 @@ class _StackProduct(torch.autograd.Function):
             # one scale for each expert.
             largest = weight_scale.amax(1, keepdim=True)  # [E, 1, 1]
             weight8 = _quantize_transposed(weight, largest)  # [E, K, N]
-            raw = _grouped_mm(gathered_grad, weight8, weight_scale.new_ones(weight8.shape[:2]), ends, False)  # [R, K]
-            scaled = (raw[place].float() * (grad_scale * largest[expert, 0])).to(torch.bfloat16)  # [P, K]
+            ones = weight_scale.new_ones(weight8.shape[:2])  # [E, K]
+            raw = _grouped_mm(gathered_grad, weight8, ones, ends, False)  # [R, K]
+            scaled = raw[place].float()  # [P, K]
+            scaled = scaled * (grad_scale * largest[expert, 0])  # [P, K]
+            scaled = scaled.to(torch.bfloat16)  # [P, K]
             # The gradient of a token is the sum of its pairs', and those of experts elsewhere may be NaN.
             of_pairs = scaled.where(is_own, 0)  # [P, K]
             of_rows = of_pairs.view(-1, copies, of_pairs.shape[1]).sum(1)  # [M, K]
         if ctx.needs_input_grad[1]:
             # The sum is over tokens, so the scales of both factors are applied to the rows before it, relative to the
             # largest of the expert.
-            scale = (_repeat_rows(row_scale, copies) * grad_scale).where(is_own, 0)  # [P, 1]
+            num_pairs = expert.shape[0]
+            scale = _repeat_rows(row_scale, copies) * grad_scale  # [P, 1]
+            scale = scale.where(is_own, 0)  # [P, 1]
             largest = _amax_of_experts(scale, expert, ends.shape[0])  # [E, 1]
-            factor = (scale * reciprocal(largest)[expert])[pair.clamp(max=expert.shape[0] - 1)]  # [R, 1]
-            # Padding must stay zero, whatever the numbers of the pair are that the clamp gave it.
-            factor = factor.where((pair < expert.shape[0])[:, None], 1)  # [R, 1]
+            relative = scale * reciprocal(largest)[expert]  # [P, 1]
+
+            # Padding must stay zero, whatever the numbers of the pair are that the clamp gives it.
+            factor = relative[pair.clamp(max=num_pairs - 1)]  # [R, 1]
+            factor = factor.where((pair < num_pairs)[:, None], 1)  # [R, 1]
             columns = transpose_fp8(_gather_rows(rows8, pair, copies), factor)  # [K, R]
             grad_columns = transpose_fp8(gathered_grad)  # [N, R]
-            of_weight = _grouped_mm(grad_columns, columns, largest.expand(-1, len(columns)), ends, False)  # [E, N, K]
+
+            scales = largest.expand(-1, len(columns))  # [E, K]
+            of_weight = _grouped_mm(grad_columns, columns, scales, ends, False)  # [E, N, K]
         return of_rows, of_weight, None, *(None for _ in ExpertRows._fields)
 
 
@@ -229,8 +251,12 @@ def _gather_rows(codes: Tensor, pair: Tensor, copies: int) -> Tensor:
     """Gather FP8 rows [M, columns] into the places of their pairs, [R, columns], with zeros in all others."""
     num_pairs = codes.shape[0] * copies
     # Not every version of torch gathers FP8, so these are bytes.
-    rows = codes.view(torch.uint8)[pair.clamp(max=num_pairs - 1) // copies]
-    return rows.where((pair < num_pairs)[:, None], 0).view(FP8_DTYPE)
+    in_bytes = codes.view(torch.uint8)
+    row = pair.clamp(max=num_pairs - 1) // copies  # [R]
+    rows = in_bytes[row]
+
+    has_pair = (pair < num_pairs)[:, None]  # [R, 1]
+    return rows.where(has_pair, 0).view(FP8_DTYPE)
 
 
 def _quantize_transposed(weight: Tensor, scale: Tensor) -> Tensor:
@@ -244,9 +270,15 @@ def _quantize_transposed(weight: Tensor, scale: Tensor) -> Tensor:
 def _transpose_stack(stack: Tensor, factor: Tensor | None = None) -> Tensor:
     """Transpose a stack [E, N, K] to FP8, [E, K, N], after multiplying by factors [E, 1, 1]."""
     num_experts, num_rows, num_columns = stack.shape
-    of_rows = None if factor is None else factor.expand(num_experts, num_rows, 1).reshape(-1, 1)  # [E N, 1]
-    transposed: Tensor = transpose_fp8(stack.reshape(-1, num_columns), of_rows)  # [K, E N]
-    return transposed.view(num_columns, num_experts, num_rows).transpose(0, 1)
+    of_rows = None
+    if factor is not None:
+        factor = factor.expand(num_experts, num_rows, 1)
+        of_rows = factor.reshape(-1, 1)  # [E N, 1]
+
+    rows = stack.reshape(-1, num_columns)  # [E N, K]
+    columns: Tensor = transpose_fp8(rows, of_rows)  # [K, E N]
+    by_expert = columns.view(num_columns, num_experts, num_rows)
+    return by_expert.transpose(0, 1)
 
 
 def _amax_of_experts(scale: Tensor, expert: Tensor, num_experts: int) -> Tensor:
@@ -254,7 +286,10 @@ def _amax_of_experts(scale: Tensor, expert: Tensor, num_experts: int) -> Tensor:
     # A scattered maximum would need atomic operations, so each pair is compared with each expert.
     experts = torch.arange(num_experts, dtype=torch.int64, device=expert.device)
     is_of = expert[:, None] == experts  # [P, E]
-    return scale.where(is_of, 0).amax(0).clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    scales = scale.where(is_of, 0)  # [P, E]
+    largest = scales.amax(0)  # [E]
+    least = torch.finfo(torch.float32).tiny
+    return largest.clamp(min=least)[:, None]
 
 
 @torch.library.custom_op("megatier::fp8_grouped_mm", mutates_args=())

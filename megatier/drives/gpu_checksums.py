@@ -110,13 +110,17 @@ def _check(words: tl.tensor, distances: tl.tensor, found: tl.tensor, count: tl.i
     step = tl.full([1], ROW_STEP, tl.uint32)
     sums = tl.zeros([ROW_WORDS], tl.uint32)
 
-    for row in range(0, tl.minimum(count - start, granule_words).to(tl.int32), ROW_WORDS):
+    # The last granule may be shorter.
+    num_words = tl.minimum(count - start, granule_words).to(tl.int32)
+    for row in range(0, num_words, ROW_WORDS):
         word = tl.load(words + start + row + columns)
-        sums = _product(sums, step) ^ word.to(tl.uint32, bitcast=True)
+        shifted = _product(sums, step)
+        sums = shifted ^ word.to(tl.uint32, bitcast=True)
 
     # Addition is xor here, so the order in which Triton adds the columns up does not matter.
-    parts = _product(sums, tl.load(distances + columns).to(tl.uint32, bitcast=True))
-    tl.store(found + granule, tl.xor_sum(parts.to(tl.int32, bitcast=True), 0))
+    factors = tl.load(distances + columns).to(tl.uint32, bitcast=True)
+    parts = _product(sums, factors).to(tl.int32, bitcast=True)
+    tl.store(found + granule, tl.xor_sum(parts, 0))
 
 
 @_jit

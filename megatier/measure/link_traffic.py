@@ -230,9 +230,8 @@ def _pieces_per_s(begin: Callable[[int], Transfer | _native.Batch], num_pieces: 
 
 def matmul_flops_per_s(device: torch.device, size: int, seconds: float) -> float:
     """Return the FLOP/s of a square product, in bf16 on cuda and in fp32 on the CPU."""
-    # A product and a sum for each of size^3 pairs.
     work = square_product(device, size)
-    return 2.0 * size**3 * _alone_per_s(work, device, seconds)
+    return _product_flops(size) * _alone_per_s(work, device, seconds)
 
 
 def square_product(device: torch.device, size: int) -> Callable[[], object]:
@@ -250,11 +249,18 @@ def fp8_matmul_flops_per_s(device: torch.device, size: int, seconds: float) -> f
     """Return the FLOP/s of a square product in FP8; None if the GPU has none."""
     if torch.cuda.get_device_capability(device) < FP8_FROM:
         return None
+
     # torch draws no FP8 numbers.
-    left, right = (torch.randn(size, size, device=device, dtype=torch.float32).to(FP8_DTYPE) for _ in range(2))
+    left = torch.randn(size, size, device=device, dtype=torch.float32).to(FP8_DTYPE)
+    right = torch.randn(size, size, device=device, dtype=torch.float32).to(FP8_DTYPE)
     one = torch.ones((), device=device, dtype=torch.float32)
     work = partial(torch._scaled_mm, left, right.t(), one, one, out_dtype=torch.bfloat16)
-    return 2.0 * size**3 * _alone_per_s(work, device, seconds)
+    return _product_flops(size) * _alone_per_s(work, device, seconds)
+
+
+def _product_flops(size: int) -> float:
+    """Return the FLOPs of a square product: a product and a sum for each of size^3 pairs."""
+    return 2.0 * size**3
 
 
 def _alone_per_s(work: Callable[[], object], device: torch.device, seconds: float) -> float:

@@ -173,10 +173,15 @@ def _stacks(model: PreTrainedModel, unit: Unit) -> Iterator[tuple[str, nn.Module
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
     """Refuse a pattern that names none of the modules."""
     for pattern in patterns:
-        if not any(is_named(name, pattern) for name in names):
-            near = get_close_matches(pattern, [*names, *dict.fromkeys(map(_pattern, names))], n=3, cutoff=0.5)
-            hint = f"Near it are {', '.join(near)}." if near else f"They have names such as {', '.join(names[:1])}."
-            raise ConfigError(f"{EXCEPT}: {pattern!r} names no linear layer of this model's decoder layers. {hint}")
+        if any(is_named(name, pattern) for name in names):
+            continue
+
+        of_all_layers = dict.fromkeys(map(_pattern, names))
+        near = get_close_matches(pattern, [*names, *of_all_layers], n=3, cutoff=0.5)
+        hint = f"They have names such as {', '.join(names[:1])}."
+        if near:
+            hint = f"Near it are {', '.join(near)}."
+        raise ConfigError(f"{EXCEPT}: {pattern!r} names no linear layer of this model's decoder layers. {hint}")
 
 
 def _pattern(name: str) -> str:

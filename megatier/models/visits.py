@@ -97,13 +97,20 @@ def layer_groups(names: Iterable[str]) -> list[list[str]]:
 
         # The outermost number is that of the layer, and those behind it are of experts and the like.
         place = next((i for i, word in enumerate(words) if word.isdigit()), None)
-        if place is None:
-            (behind if stacks else before).append(name)
+        if place is not None:
+            stack = ".".join(words[:place])
+            number = int(words[place])
+            stacks[stack][number].append(name)
+        elif stacks:
+            behind.append(name)
         else:
-            stacks[".".join(words[:place])][int(words[place])].append(name)
+            before.append(name)
 
-    of_layers = [layers[number] for layers in stacks.values() for number in sorted(layers)]
-    return [group for group in (before, *of_layers, behind) if group]
+    groups = [before]
+    for layers in stacks.values():
+        groups += [layers[number] for number in sorted(layers)]
+    groups.append(behind)
+    return [group for group in groups if group]
 
 
 def hub_visits(
@@ -164,15 +171,20 @@ def _visits(
     needed = {name: _parts(assembly, holders) for name, assembly in layout.items()}
 
     # Visits follow the order of the units, so that each of them is brought to the GPU once for the layer.
-    for number in sorted({number for parts in needed.values() for number in parts}):
-        visit = Visit(None if number == BUFFERS else units[number])
+    numbers = set[int]().union(*needed.values())
+    for number in sorted(numbers):
+        unit = None if number == BUFFERS else units[number]
+        visit = Visit(unit)
         for name, parts in needed.items():
-            if number in parts:
-                dtype = holders[layout[name].runs[0].name][0].dtype
-                tensor = HubTensor(name, dtype, layout[name].shape)
-                # Visits go by the number of the unit, so a tensor is whole after the highest number that has a part of
-                # it.
-                visit.pieces.append(HubPiece(tensor, tuple(parts[number]), is_last=number == max(parts)))
+            if number not in parts:
+                continue
+            assembly = layout[name]
+            dtype = holders[assembly.runs[0].name][0].dtype
+            tensor = HubTensor(name, dtype, assembly.shape)
+
+            # By that order a tensor is whole after the highest number that has a part of it.
+            is_last = number == max(parts)
+            visit.pieces.append(HubPiece(tensor, tuple(parts[number]), is_last=is_last))
         yield visit
 
 

@@ -185,30 +185,39 @@ def _update_elements(
     if remainder is not None:
         # The master's bits are (weight << 16) + remainder. Unsigned, so that the sum wraps around as in C.
         rest = tl.load(remainder + elements, inside)
-        x = ((x.to(tl.uint32) << 16) + rest.to(tl.int32).to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+        high = x.to(tl.uint32) << 16
+        low = rest.to(tl.int32).to(tl.uint32, bitcast=True)
+        x = (high + low).to(tl.float32, bitcast=True)
 
     g = _float_of(g) * grad_scale
     if exp_avg_sq is None:
         # Lion steps by the sign of a mean that beta1 weighs, and keeps another one that beta2 weighs. Two comparisons
         # give the sign 0 for 0 and for NaN.
         mean = beta1 * m + one_minus_beta1 * g
-        x = x * decay - step_size * ((mean > 0).to(tl.float32) - (mean < 0).to(tl.float32))
-        tl.store(exp_avg + elements, _settle(beta2 * m + one_minus_beta2 * g), inside)
+        x = x * decay
+        sign = (mean > 0).to(tl.float32) - (mean < 0).to(tl.float32)
+        x = x - step_size * sign
+        m = _settle(beta2 * m + one_minus_beta2 * g)
+        tl.store(exp_avg + elements, m, inside)
     else:
         if exp_avg.dtype.element_ty == tl.uint8:
             m, v = _first_of(m), _second_of(v)
         m = _settle(beta1 * _float_of(m) + one_minus_beta1 * g)
         v = _settle(beta2 * _float_of(v) + one_minus_beta2 * (g * g))
-        x = x * decay - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), sqrt_bias2) + eps)
+        x = x * decay
+        root = tl.div_rn(tl.sqrt_rn(v), sqrt_bias2)
+        x = x - step_size * tl.div_rn(m, root + eps)
         # The step above has taken both moments in fp32: rounding changes what is stored of them alone.
         if exp_avg.dtype.element_ty != tl.float32:
             # One hash serves both moments: m takes its lower half and v its upper half, so that they do not round
             # alike.
             random = _random_bits(elements, rounding)
             if exp_avg.dtype.element_ty == tl.uint8:
-                m, v = _first_by(m, random & 0xFFFF), _second_by(v, random >> 16)
+                m = _first_by(m, random & 0xFFFF)
+                v = _second_by(v, random >> 16)
             else:
-                m, v = _round_by(m, random & 0xFFFF), _round_by(v, random >> 16)
+                m = _round_by(m, random & 0xFFFF)
+                v = _round_by(v, random >> 16)
         tl.store(exp_avg + elements, m, inside)
         tl.store(exp_avg_sq + elements, v, inside)
 
@@ -240,9 +249,13 @@ def _random_bits(elements: tl.tensor, rounding: tl.tuple) -> tl.tensor:
     """Return the 32 random bits of each element, by the hash of native/adamw.h."""
     key_low, key_high, first = rounding
     # This is lowbias32 of Chris Wellons, with the key added twice. It has no state, so programs need no order.
-    bits = (first.to(tl.uint32) + elements.to(tl.uint32)) ^ key_low.to(tl.uint32)
-    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
-    bits = ((bits ^ (bits >> 15)) + key_high.to(tl.uint32)) * 0x846CA68B
+    number = first.to(tl.uint32) + elements.to(tl.uint32)
+    bits = number ^ key_low.to(tl.uint32)
+    bits = bits ^ (bits >> 16)
+    bits = bits * 0x7FEB352D
+    bits = bits ^ (bits >> 15)
+    bits = bits + key_high.to(tl.uint32)
+    bits = bits * 0x846CA68B
     return bits ^ (bits >> 16)
 
 
@@ -266,7 +279,8 @@ def _first_of(byte: tl.tensor) -> tl.tensor:
     # itself.
     bits = tl.where(code == 0, 0, (code + 399) << 21)
     bits = tl.where(code > 126, 0x7FC00000, bits)
-    return (bits | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True)
+    sign = (byte & 0x80) << 24
+    return (bits | sign).to(tl.float32, bitcast=True)
 
 
 @_jit
@@ -274,7 +288,8 @@ def _second_of(byte: tl.tensor) -> tl.tensor:
     """Return the second moments that codes of 8 bits stand for."""
     code = byte.to(tl.uint32)
     bits = tl.where(code == 0, 0, (code + 291) << 21)
-    return tl.where(code > 254, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    bits = tl.where(code > 254, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @_jit
@@ -285,21 +300,25 @@ def _first_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
     # The 16 random bits, times 32, span the 21 bits that are cut off, so a carry rounds up in proportion to these.
     number = (magnitude + (random << 5)) >> 21
     # 2^-27 / 65536. A product with a power of two is exact.
-    is_kept = magnitude.to(tl.float32, bitcast=True) > random.to(tl.float32) * 1.1368683772161603e-13
+    size = magnitude.to(tl.float32, bitcast=True)
+    is_kept = size > random.to(tl.float32) * 1.1368683772161603e-13
     code = tl.where(magnitude < 0x32000000, is_kept.to(tl.uint32), number - 399)
     code = tl.where(magnitude < 0x7F800000, tl.minimum(code, 126), 127)
-    return (code | ((bits >> 31) << 7)).to(tl.uint8)
+    sign = (bits >> 31) << 7
+    return (code | sign).to(tl.uint8)
 
 
 @_jit
 def _second_by(moment: tl.tensor, random: tl.tensor) -> tl.tensor:
     """Round second moments to codes, by 16 random bits each. What is above 0 stays so."""
-    magnitude = moment.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+    bits = moment.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
     number = (magnitude + (random << 5)) >> 21
     # What is below the range becomes the smallest number and not 0: a step is m over the root of v, and would run away.
     code = tl.where(number > 291, tl.minimum(number - 291, 254), 1)
     code = tl.where(magnitude == 0, 0, code)
-    return tl.where(magnitude < 0x7F800000, code, 255).to(tl.uint8)
+    code = tl.where(magnitude < 0x7F800000, code, 255)
+    return code.to(tl.uint8)
 
 
 @_jit

@@ -246,9 +246,15 @@ class _UnitSeconds:
 
         Only some tokens go to each of them, so it takes a larger part than that of linear layers, which is in the rate.
         """
-        stacks = [tensor for tensor in _named(unit.layout.tensors, self._in_fp8) if len(tensor.shape) == 3]
-        num_elements = sum(tensor.num_elements for tensor in stacks)
-        return self._slices * ROUNDED_BYTES[phase] * num_elements / self._memory_bytes_per_s
+        num_elements = 0
+        for tensor in _named(unit.layout.tensors, self._in_fp8):
+            is_stack = len(tensor.shape) == 3
+            if is_stack:
+                num_elements += tensor.num_elements
+
+        # Each slice rounds them anew.
+        num_bytes = self._slices * ROUNDED_BYTES[phase] * num_elements
+        return num_bytes / self._memory_bytes_per_s
 
     def _adapting_seconds(self, unit: Unit) -> float:
         """Return the seconds in which the parameters of a unit are adapted, which the memory of the GPU bounds.

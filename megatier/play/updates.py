@@ -168,9 +168,11 @@ class Updates:
 
     def submit_speculative(self, unit: str, gradient: Transfer | None) -> None:
         """Update a unit whose gradient is final, if this pass speculates."""
-        # What `_last` has is the sum of this step: it took the place of the update before.
-        summed = self._last.get(unit) if self._policy.groups > 1 else None
-        made_by = [transfer for transfer in (gradient, summed) if transfer is not None]
+        made_by = [] if gradient is None else [gradient]
+
+        # With several groups `_last` has the sum of this step: it took the place of the update before.
+        if self._policy.groups > 1 and unit in self._last:
+            made_by.append(self._last[unit])
         self.speculation.submit(unit, made_by)
 
     def check_exchange(self) -> None:

@@ -117,10 +117,14 @@ def _waits(run: RecordedRun) -> tuple[str, str]:
 
 def _heldout(losses: Sequence[tuple[int, float]]) -> tuple[str, str]:
     """Return the last loss of an evaluation, and the best one."""
-    step, loss = losses[-1]
+    last_step, last_loss = losses[-1]
 
     # NaN is neither less nor more than others, so it would be the best one where it comes first.
-    comparable = [evaluated for evaluated in losses if not math.isnan(evaluated[1])]
+    comparable = []
+    for step, loss in losses:
+        if not math.isnan(loss):
+            comparable.append((step, loss))
     best_step, best_loss = min(comparable or losses, key=itemgetter(1))
-    remark = f"step {step:,}; best {best_loss:.4f} at step {best_step:,}"
-    return f"{loss:.4f}", remark
+
+    remark = f"step {last_step:,}; best {best_loss:.4f} at step {best_step:,}"
+    return f"{last_loss:.4f}", remark

@@ -303,12 +303,15 @@ class _Sources:
         if self._merger is None or not self._merger.parts(part.source):
             return self._plane[first:stop]
 
+        own_name = self._merger.own_names[part.source]
+        base = self._slices[own_name]
+
         # Merged once, though the experts of a layer have a tensor each.
-        base = self._slices[self._merger.own_names[part.source]]
         if part.source not in self._merged:
             merged = self._merger.merged(part.source, self._in_fp32(base.name), self._in_fp32)
             self._merged[part.source] = merged.to(self._plane.dtype)
-        return self._merged[part.source][first - base.start : stop - base.start]
+        whole = self._merged[part.source]
+        return whole[first - base.start : stop - base.start]
 
     def _in_fp32(self, name: str) -> Tensor:
         """Return a copy of a parameter of the unit, flat, which PEFT may merge into in place."""
@@ -344,10 +347,15 @@ def _check_can_merge(units: Sequence[Unit], merger: LayerMerger) -> None:
     Raises:
         UnsupportedModelError: names the first parameter.
     """
-    unit_of = {tensor.name: unit.name for unit in units for tensor in unit.layout.tensors}
+    unit_of = {}
+    for unit in units:
+        for tensor in unit.layout.tensors:
+            unit_of[tensor.name] = unit.name
+
     for name, plain in merger.names.items():
-        if any(unit_of[part] != unit_of[name] for part in merger.parts(plain)):
-            raise _not_merged(name, "a part of its adapter is in another unit")
+        for part in merger.parts(plain):
+            if unit_of[part] != unit_of[name]:
+                raise _not_merged(name, "a part of its adapter is in another unit")
 
 
 def _not_merged(name: str, why: str) -> UnsupportedModelError:
