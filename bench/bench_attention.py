@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from megatier.compute.compilation import Compilation
-from megatier.compute.tiles import Decision, TiledModule, running
+from megatier.compute.token_tiles import Decision, TiledModule, running
 from megatier.models.masks import BlockMasks
 
 KERNELS = ("without", "sdpa", "flex_attention")

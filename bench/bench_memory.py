@@ -36,7 +36,7 @@ from megatier.hardware import set_cuda_defaults
 from megatier.planner.memory import activation_bytes
 from megatier.session.process import make_repeatable
 from megatier.session.session import Session
-from megatier.setup.attention import with_kernel
+from megatier.setup.attention_choice import with_kernel
 from megatier.setup.machine import Machine
 from megatier.setup.setup import Setup
 from megatier.setup.skeleton import model_config_of, skeleton_of

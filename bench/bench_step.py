@@ -59,7 +59,7 @@ from megatier.schedule.rates import World, read_rates
 from megatier.schedule.sizes import Budgets
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
-from megatier.setup.attention import with_kernel
+from megatier.setup.attention_choice import with_kernel
 from megatier.setup.machine import Machine
 from megatier.setup.setup import Setup
 from megatier.setup.skeleton import model_config_of, open_model

@@ -19,7 +19,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from megatier.compute.attention import FLEX, is_attention
+from megatier.compute.attention_kernels import FLEX, is_attention
 from megatier.compute.compilation import Compilation
 
 

@@ -35,7 +35,7 @@ import megatier
 from megatier.config.schema import TrainConfig
 from megatier.errors import UnsupportedModelError
 from megatier.models.export import export
-from megatier.models.frozen import freeze
+from megatier.models.frozen_parameters import freeze
 from megatier.models.weights import SafetensorsFolder
 from megatier.session.session import Session
 from megatier.tier import Kind

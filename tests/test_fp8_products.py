@@ -34,7 +34,7 @@ import megatier
 from megatier.cli import main
 from megatier.compute.fp8 import Fp8Linear, set_fp8
 from megatier.compute.fp8_stacks import Fp8Experts
-from megatier.compute.quantised import QuantisedLinear
+from megatier.compute.quantised_linear import QuantisedLinear
 from megatier.config.lora import LoraConfig
 from megatier.config.schema import OF_LOOP, ModelConfig, NumericsConfig, RunConfig
 from megatier.errors import ConfigError

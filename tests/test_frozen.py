@@ -43,7 +43,7 @@ from megatier.drives.blockfile import IoOptions
 from megatier.errors import ConfigError
 from megatier.layout import CHECKED_ELEMENTS, Layout
 from megatier.models.decoder import find_units
-from megatier.models.frozen import freeze
+from megatier.models.frozen_parameters import freeze
 from megatier.planner.plan import make_plan
 from megatier.schedule.sizes import Budgets
 from megatier.setup.skeleton import skeleton_of

@@ -28,7 +28,7 @@ from megatier.engine.head import check_calls_loss_function
 from megatier.errors import TimelineError, UnsupportedModelError
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import build_skeleton, find_units
-from megatier.models.frozen import freeze
+from megatier.models.frozen_parameters import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.tier import Kind
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from megatier.adapters.stored import noted_base, read_config
+from megatier.adapters.stored_adapters import noted_base, read_config
 from megatier.config.lora import ADAPTER_FILE
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.foreign import opened, shown
-from megatier.models.folder import read_headers
 from megatier.models.safetensors_format import StoredTensor
+from megatier.models.weight_files import read_headers
 
 ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """Names of models on the hub. A relative path may look so as well, and then names nothing else."""

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from megatier.adapters.weights import base_name
+from megatier.adapters.first_weights import base_name
 from megatier.config.schema import TiersConfig
 from megatier.drives.extent import FilePart
 from megatier.foreign import shown
 from megatier.layout import TensorSlice
-from megatier.models.conversion import Assembly, TensorRun, assemble, runs_holding
 from megatier.models.decoder import Unit
-from megatier.models.folder import read_headers
 from megatier.models.safetensors_format import DTYPE_NAMES, DTYPES, StoredTensor
+from megatier.models.weight_conversion import Assembly, TensorRun, assemble, runs_holding
+from megatier.models.weight_files import read_headers
 from megatier.optim.masters import weight_dtype
 
 NOTED = "tensors_of_base"

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from megatier.adapters.stored import PREFIX, read_settings
-from megatier.adapters.weights import base_name
-from megatier.compute.adapted import wrappers_in
-from megatier.compute.quantised import QuantisedLinear
+from megatier.adapters.first_weights import base_name
+from megatier.adapters.stored_adapters import PREFIX, read_settings
+from megatier.compute.adapted_parameter import wrappers_in
+from megatier.compute.quantised_linear import QuantisedLinear
 from megatier.config.lora import ALL_LINEAR, LoraConfig
 from megatier.errors import ConfigError
 from megatier.foreign import reading
 from megatier.models.decoder import decoder_layers, is_adapter, tied_modules
-from megatier.models.frozen import is_named
+from megatier.models.frozen_parameters import is_named
 
 ADAPTER = "default"
 """The name that an adapter has in its model, as with PEFT."""

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatier.adapters.given import add_given
+from megatier.adapters.first_weights import adapter_module, base_name, is_of_adapter
+from megatier.adapters.given_adapters import add_given
 from megatier.adapters.lora import ADAPTER, adapter_config
-from megatier.adapters.weights import adapter_module, base_name, is_of_adapter
-from megatier.compute.adapted import wrappers_in
-from megatier.compute.quantised import QuantisedLinear
+from megatier.compute.adapted_parameter import wrappers_in
+from megatier.compute.quantised_linear import QuantisedLinear
 from megatier.errors import UnsupportedModelError
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, build_skeleton

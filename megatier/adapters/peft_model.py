@@ -16,11 +16,11 @@ from peft.tuners.lora import LoraLayer, LoraModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from megatier.adapters.given import without_adapters
+from megatier.adapters.first_weights import base_name
+from megatier.adapters.given_adapters import without_adapters
 from megatier.adapters.lora import ADAPTER, adapter_config
-from megatier.adapters.methods import refuse_unknown
-from megatier.adapters.weights import base_name
-from megatier.compute.adapted import is_wrapper, wrappers_in
+from megatier.adapters.peft_methods import refuse_unknown
+from megatier.compute.adapted_parameter import is_wrapper, wrappers_in
 from megatier.errors import ConfigError
 
 KIND = "STREAMED"

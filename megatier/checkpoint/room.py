@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from megatier.adapters.folder import export_bytes
+from megatier.adapters.adapter_folder import export_bytes
 from megatier.checkpoint.checkpoint import checkpoint_bytes
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, checkpoints
 from megatier.config.output_section import OutputConfig

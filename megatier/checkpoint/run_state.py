@@ -17,7 +17,7 @@ import torch
 
 from megatier.checkpoint.environment import changes_of, differences, environment
 from megatier.checkpoint.manifest import digest_of
-from megatier.compute.tiles import Decision
+from megatier.compute.token_tiles import Decision
 from megatier.config.file import to_dict
 from megatier.config.schema import RunConfig
 from megatier.errors import CheckpointError, ConfigError, DataError

@@ -101,7 +101,7 @@ def _check_model(config: ModelConfig) -> None:
         ConfigError, UnsupportedModelError: says why it cannot be streamed.
     """
     # Imported only here, since it loads torch.
-    from megatier.models.experts import cut_units
+    from megatier.models.expert_units import cut_units
     from megatier.setup.skeleton import skeleton_of
 
     cut_units(skeleton_of(config), config.expert_parts)

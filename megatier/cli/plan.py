@@ -178,7 +178,7 @@ def _planned(
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.planner.plan import make_plan
     from megatier.planner.search import search
-    from megatier.setup.attention import with_kernel
+    from megatier.setup.attention_choice import with_kernel
     from megatier.setup.machine import Machine
     from megatier.setup.setup import Setup
     from megatier.setup.skeleton import model_config_of, skeleton_of

@@ -30,7 +30,7 @@ from torch.fx import Graph
 from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy
 
-from megatier.compute.attention import FLEX, allowed_kernels, is_attention
+from megatier.compute.attention_kernels import FLEX, allowed_kernels, is_attention
 from megatier.compute.compile_clock import CLOCK
 from megatier.compute.fp8 import find_quantized_weights
 from megatier.compute.open_shapes import Rule, install, open_up, planning, tensors_in

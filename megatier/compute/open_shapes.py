@@ -30,7 +30,7 @@ from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention.flex_attention import BlockMask
 
-from megatier.compute.attention import allowed_kernels
+from megatier.compute.attention_kernels import allowed_kernels
 
 PLANNED_ROWS = 8
 """The rows that a batch is planned to have."""

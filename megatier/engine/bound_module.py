@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatier.compute.adapted import adapted, take_over, wrappers_in
+from megatier.compute.adapted_parameter import adapted, take_over, wrappers_in
 from megatier.compute.compilation import Compiled
-from megatier.compute.tiles import TiledModule, running
-from megatier.engine.captured import refusing_captures
-from megatier.engine.carried import copy_attributes
+from megatier.compute.token_tiles import TiledModule, running
+from megatier.engine.captures import refusing_captures
+from megatier.engine.carried_tensors import copy_attributes
 from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
 from megatier.errors import UnsupportedModelError
 from megatier.guards.crossing import check_inside, note_owner
-from megatier.guards.unbound import make_unbound
-from megatier.guards.unchanged import REMEDY, Unchanged, changed_weight_error
+from megatier.guards.unbound_weights import make_unbound
+from megatier.guards.weight_changes import REMEDY, Unchanged, changed_weight_error
 from megatier.models.decoder import Binding
 from megatier.tier import Activations
 

@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatier.errors import UnsupportedModelError
-from megatier.exchanged import exchanged
 from megatier.foreign import reading
 from megatier.models.decoder import Unit, decoder_layers, is_adapter
 from megatier.models.model_class import is_classifier
+from megatier.patch import patched
 
 IGNORED = -100
 """Label of a token that does not count."""
@@ -181,7 +181,7 @@ def without_softcap(model: PreTrainedModel) -> Iterator[float | None]:
 
     # Written past the config, since some configs are strict dataclasses that refuse None.
     without = {CAP: None} if cap else {}
-    with exchanged(vars(text), **without), exchanged(vars(model.config), **without):
+    with patched(vars(text), **without), patched(vars(model.config), **without):
         yield cap or None
 
 
@@ -281,10 +281,10 @@ def _ask(model: PreTrainedModel, head: nn.Module, in_features: int, width: int) 
             reading(f"the forward of {name} cannot be asked without its decoder", UnsupportedModelError),
             torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
-            exchanged(vars(_body(model, head)), forward=lambda *_, **__: _Outputs((hidden,))),
+            patched(vars(_body(model, head)), forward=lambda *_, **__: _Outputs((hidden,))),
             # Some forwards call it outside of the body.
-            exchanged(vars(model.get_input_embeddings()), forward=lambda *_, **__: hidden),
-            exchanged(vars(head), forward=lambda x: passage.head(x, width)),
+            patched(vars(model.get_input_embeddings()), forward=lambda *_, **__: hidden),
+            patched(vars(head), forward=lambda x: passage.head(x, width)),
         ):
             # Past the model's own hooks, which note what they see, and run after the loss or change no logits.
             loss = model.forward(input_ids=ids, labels=ids, use_cache=False).loss

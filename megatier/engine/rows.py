@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatier.engine.carried import Written
+from megatier.engine.carried_tensors import Written
 from megatier.errors import ConfigError
 
 Shape = tuple[int, ...] | None

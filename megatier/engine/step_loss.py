@@ -15,7 +15,7 @@ from megatier.engine.head import calling_for_loss
 from megatier.engine.loss import FusedLoss
 from megatier.engine.stage import Stage
 from megatier.errors import UnsupportedModelError
-from megatier.guards.methods import forward_through
+from megatier.guards.model_methods import forward_through
 
 
 class StepLoss:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatier.compute.attention import KeptAttention, LastModule
+from megatier.compute.attention_kernels import KeptAttention, LastModule
 from megatier.engine.activation import Rebinding, SideOffload, dropping
 from megatier.engine.backward import GONE, Purpose, begin_backward
 from megatier.engine.bound_module import BoundModule
@@ -27,7 +27,7 @@ from megatier.engine.call import Call, concatenate
 from megatier.engine.replay import Replay
 from megatier.errors import StreamedModelError
 from megatier.guards.crossing import check_inside
-from megatier.guards.rerun import GivenTensors, NotedResults, StateBefore
+from megatier.guards.repeated_forwards import GivenTensors, NotedResults, StateBefore
 from megatier.tier import Phase
 
 

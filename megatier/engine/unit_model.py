@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.modules import module as hooks_of_all
 from transformers import PreTrainedModel, masking_utils
 
-from megatier.compute.attention import without_cudnn
+from megatier.compute.attention_kernels import without_cudnn
 from megatier.compute.matmul import Fp32Products
-from megatier.compute.tiles import Decision, TiledModule
+from megatier.compute.token_tiles import Decision, TiledModule
 from megatier.engine.engine_options import EngineOptions
-from megatier.engine.experts import ExpertsNode, guard, install_sums
+from megatier.engine.expert_parts import ExpertsNode, guard, install_sums
 from megatier.engine.gradient import Gradients
 from megatier.engine.head import IGNORED, can_fuse
 from megatier.engine.loss import FusedLoss
@@ -27,17 +27,17 @@ from megatier.engine.node import Lender, Node
 from megatier.engine.stage import Stage, UnitPlayer
 from megatier.engine.step_loss import StepLoss
 from megatier.errors import StreamedModelError, UnsupportedModelError
-from megatier.exchanged import exchanged
 from megatier.guards.crossing import OutputCheck
-from megatier.guards.rerun import hooks_inside, warn_of_hooks
+from megatier.guards.repeated_forwards import hooks_inside, warn_of_hooks
 from megatier.guards.token_rows import why_joined
-from megatier.guards.unbound import refused_outside
+from megatier.guards.unbound_weights import refused_outside
 from megatier.models.decoder import Binding, Unit, bindings, tiled_names
 from megatier.models.dtypes import place_buffers
 from megatier.models.masks import BlockMasks
 from megatier.models.products import set_products
 from megatier.optim.masters import weight_dtype
 from megatier.optim.optimizer import RunOptimizer
+from megatier.patch import patched
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 
@@ -422,7 +422,7 @@ def _answering(answer: Callable[[Tensor], Tensor | None], masks: BlockMasks) -> 
         asked.append(position_ids)
         return answer(position_ids)
 
-    with exchanged(vars(masking_utils), find_packed_sequence_indices=known, create_block_mask=masks.create):
+    with patched(vars(masking_utils), find_packed_sequence_indices=known, create_block_mask=masks.create):
         yield asked
 
 

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from megatier.errors import ConfigError
 from megatier.guards.trainer_fields import COMPILES, PLACES, REFUSED, check_fields
-from megatier.guards.unbound import Unbound
+from megatier.guards.unbound_weights import Unbound
 
 FROM_THE_TRAINER = {
     "tiers": "give tiers to the trainer.",

@@ -15,7 +15,7 @@ class InRam(TensorReader):
     """The weights of a model in RAM, as a source for `Session.load`. The model is only read."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Take a model, whose copy is the skeleton (`models.copied`). Its weights are read later, unit by unit."""
+        """Take a model, whose copy is the skeleton (`models.module_copies`). Units read its weights later."""
         self._parameters = dict(model.named_parameters())
 
     def read_tensor(self, unit: Unit, tensor: TensorSlice) -> Iterator[tuple[int, Tensor]]:

@@ -26,9 +26,9 @@ from megatier.config.values import clip_of
 from megatier.data.shared_batches import sharing
 from megatier.durable import becoming, discard, settle
 from megatier.errors import ConfigError
-from megatier.exchanged import exchanged
 from megatier.guards.trainer_arguments import other_accumulation, refuse_any
 from megatier.integrations.streamed import Streamed
+from megatier.patch import patched
 
 LIGHTNING_FILE = "lightning.ckpt"
 """File in a checkpoint's folder with all that Lightning itself keeps."""
@@ -256,5 +256,5 @@ class MegatierStrategy(SingleDeviceStrategy):
         # A module may hold it under several names. All of them come back, also after an error.
         names = [name for name, child in children.items() if child is self.streamed.model]
         nothing = dict.fromkeys(names)
-        with exchanged(children, **nothing):
+        with patched(children, **nothing):
             yield

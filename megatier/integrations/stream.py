@@ -12,10 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatier.adapters.base import identity_of, note_identity
-from megatier.adapters.given import add_given, check_adapters, check_trained, unwrap_peft
+from megatier.adapters.first_weights import AdaptedWeights
+from megatier.adapters.given_adapters import add_given, check_adapters, check_trained, unwrap_peft
 from megatier.adapters.in_place import note_base_tensors
-from megatier.adapters.quantised import CodesReader, is_quantised, open_quantised
-from megatier.adapters.weights import AdaptedWeights
+from megatier.adapters.quantised_base import CodesReader, is_quantised, open_quantised
 from megatier.caller import warn
 from megatier.config.remarks import remarks
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
@@ -24,16 +24,16 @@ from megatier.defaults import usual_defaults
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import one_version
 from megatier.guards.given_model import check_around
-from megatier.guards.unbound import check_gradient_hooks
+from megatier.guards.unbound_weights import check_gradient_hooks
 from megatier.integrations.in_ram import InRam
 from megatier.integrations.loop_settings import ShortArguments, loop_config
 from megatier.integrations.streamed import Streamed
-from megatier.models.copied import copied_skeleton
 from megatier.models.decoder import build_skeleton
-from megatier.models.frozen import freeze
+from megatier.models.frozen_parameters import freeze
 from megatier.models.initialiser import NewScore, named_as_classifier
 from megatier.models.location import resolve
 from megatier.models.model_class import is_classifier
+from megatier.models.module_copies import copied_skeleton
 from megatier.models.weights import SafetensorsFolder, TensorReader
 from megatier.ranks.rendezvous import joined
 from megatier.session.process import share_interpreter
@@ -97,7 +97,7 @@ def stream(
         compile: whether layers and loss are compiled; None, the default: on a GPU.
         attention: the attention implementation of transformers; None, the default: that of a model in RAM, or sdpa.
         frozen: names or patterns of parameters that are not trained, or, after "!", that are trained all the same
-            (`models.frozen`). A single one may be given as text.
+            (`models.frozen_parameters`). A single one may be given as text.
         peft_config: a `LoraConfig` of PEFT: adapters that are trained over the model, which is frozen.
         num_labels: opens the folder of a language model as a classifier of sequences with so many labels, whose score
             begins anew; of a classifier it is the number that it has. None, the default: the model is the one that its

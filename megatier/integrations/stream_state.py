@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from megatier.adapters.adapter_folder import export
 from megatier.adapters.base import noted_identity
-from megatier.adapters.folder import export
-from megatier.adapters.given import without_adapters
+from megatier.adapters.given_adapters import without_adapters
 from megatier.adapters.lora import adapter_config
 from megatier.checkpoint.checkpoint import settle_replaced
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
@@ -36,7 +36,7 @@ from megatier.integrations.saved_stream import SavedStream
 from megatier.integrations.stream_optimizer import StreamedOptimizer
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
-from megatier.models.experts import places_of
+from megatier.models.expert_units import places_of
 from megatier.models.weights import chunks
 from megatier.session.generation import hold_in_generation
 from megatier.session.hub_weights import HubWeights

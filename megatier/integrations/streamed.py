@@ -25,14 +25,14 @@ from typing import Any, Self
 import torch
 from transformers.utils.generic import ModelOutput
 
-from megatier.adapters.methods import guard_adapters
-from megatier.dropped import ClosedWhenDropped
+from megatier.adapters.peft_methods import guard_adapters
 from megatier.engine.loss import without_logits
 from megatier.errors import StreamedModelError
-from megatier.guards.methods import forward_through, guard_methods
+from megatier.finalizer import ClosedWhenDropped
+from megatier.guards.model_methods import forward_through, guard_methods
 from megatier.guards.prefix import refuse_given
 from megatier.guards.tokens import naming_tokens
-from megatier.guards.unbound import mark_streamed
+from megatier.guards.unbound_weights import mark_streamed
 from megatier.integrations.stream_optimizer import StreamedOptimizer
 from megatier.integrations.stream_steps import FORWARD, StreamedSteps
 from megatier.ranks.peers import cause_of

@@ -14,8 +14,8 @@ from transformers.trainer_pt_utils import find_batch_size
 from megatier.data.samplers import WholeRounds, WholeSteps
 from megatier.data.shared_batches import naming_shared_memory, sharing
 from megatier.errors import ConfigError
-from megatier.exchanged import exchanged
 from megatier.integrations.streamed import Streamed
+from megatier.patch import patched
 
 # The parts of the mixin come before some Trainer among the bases of a class, and are none themselves.
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class TrainerRows(Base):
                 "megatier.stream(..., fused_loss=False), or set prediction_loss_only."
             )
         # Otherwise the Trainer would count the tokens of all ranks, and each rank's loss would be a part of the mean.
-        with exchanged(vars(self.args), average_tokens_across_devices=False):
+        with patched(vars(self.args), average_tokens_across_devices=False):
             found = super().prediction_step(model, inputs, *args, **kwargs)
         return self._filled_up(inputs, *found) if self.streamed.num_ranks > 1 else found
 

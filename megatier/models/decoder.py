@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from megatier.compute.quantised import STANDS_FOR
+from megatier.compute.quantised_linear import STANDS_FOR
 from megatier.compute.vector_math import warm_up
 from megatier.defaults import usual_defaults
 from megatier.errors import UnsupportedModelError

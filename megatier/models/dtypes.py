@@ -25,7 +25,7 @@ from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
 from megatier.layout import Layout
 from megatier.models.decoder import Unit, decays
-from megatier.models.experts import WHOLE, experts_in
+from megatier.models.expert_units import WHOLE, experts_in
 from megatier.models.model_class import known_class
 from megatier.optimizers import OPTIMIZERS
 from megatier.state import StateSchema

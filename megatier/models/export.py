@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 
 from megatier.durable import becoming, discard, free_bytes
 from megatier.errors import CapacityError, ConfigError
-from megatier.models.conversion import Assembly, TensorRun, hub_layout
 from megatier.models.decoder import Unit
 from megatier.models.dtypes import names_in_fp32
-from megatier.models.experts import places_of
-from megatier.models.folder import INDEX_FILE, SINGLE_FILE
+from megatier.models.expert_units import places_of
 from megatier.models.safetensors_format import write_header
+from megatier.models.weight_conversion import Assembly, TensorRun, hub_layout
+from megatier.models.weight_files import INDEX_FILE, SINGLE_FILE
 from megatier.models.weights import by_columns, chunks
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from megatier.compute.fp8 import ALIGNED, Fp8Linear, fits_fp8, set_fp8
 from megatier.compute.fp8_stacks import FIRST, LAST, Fp8Experts, fits_fp8_experts, set_fp8_experts, supports_fp8
-from megatier.compute.quantised import CODES, QuantisedLinear
+from megatier.compute.quantised_linear import CODES, QuantisedLinear
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.models.decoder import Unit
-from megatier.models.experts import experts_in
-from megatier.models.frozen import is_named
+from megatier.models.expert_units import experts_in
+from megatier.models.frozen_parameters import is_named
 
 EXCEPT = "numerics.products_except"
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -69,7 +69,7 @@ def products_of(model: PreTrainedModel, units: Sequence[Unit], excepted: Sequenc
     Args:
         model: the skeleton.
         units: all of its units, with their schemas.
-        excepted: patterns of modules that do not, as `models.frozen` describes them.
+        excepted: patterns of modules that do not, as `models.frozen_parameters` describes them.
 
     Raises:
         ConfigError: a pattern names no such module, or none is left.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatier.models.conversion import Assembly, hub_layout
 from megatier.models.decoder import Unit
+from megatier.models.weight_conversion import Assembly, hub_layout
 from megatier.optim.masters import weight_dtype
 
 BUFFERS = -1

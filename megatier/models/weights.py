@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 from megatier.errors import TransferError, UnsupportedModelError
 from megatier.foreign import shown
 from megatier.layout import Layout, TensorSlice
-from megatier.models.conversion import Assembly, TensorRun, assemble, runs_holding
 from megatier.models.decoder import Unit
-from megatier.models.folder import read_generation_config, read_headers
 from megatier.models.safetensors_format import DTYPES, StoredTensor
+from megatier.models.weight_conversion import Assembly, TensorRun, assemble, runs_holding
+from megatier.models.weight_files import read_generation_config, read_headers
 
 READ_ELEMENTS = 4 << 20
 """Elements that are read, converted or written at once: 16 MiB in fp32."""

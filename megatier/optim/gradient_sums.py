@@ -20,7 +20,7 @@ from megatier.address import address_of
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
 from megatier.optim.masters import weight_dtype
-from megatier.optim.tiles import PIECE_ELEMENTS, TILE_ELEMENTS, cut_at_tiles, num_tiles, sum_squares
+from megatier.optim.norm_tiles import PIECE_ELEMENTS, TILE_ELEMENTS, cut_at_tiles, num_tiles, sum_squares
 from megatier.ranks.ranks import Ranks
 from megatier.readback import on_host
 from megatier.workers import Workers
@@ -205,7 +205,7 @@ class GradientSums:
         self.measure(unit, final)
 
     def sum_groups(self, unit: str, total: Tensor, pieces: Tensor, spare: Tensor, *, adds: bool, is_last: bool) -> None:
-        """Add the gradients of several groups, one of each rank, where they lie; see play.optimizer.Optimizer.
+        """Add the gradients of several groups, one of each rank, where they lie; see play.optimizer_protocol.Optimizer.
 
         Args:
             unit: its unit.

@@ -18,7 +18,7 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-from megatier.optim import tiles
+from megatier.optim import norm_tiles
 from megatier.optim.adamw import Rounding
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["count", "key_low", "key_high", "first"])
@@ -29,7 +29,7 @@ BLOCK_ELEMENTS = 1024
 BLOCK_WARPS = 8
 """4 elements a thread: 16 bytes of an fp32 plane and 8 of a 16-bit one, so that no data move between threads."""
 
-TILE_ELEMENTS = tl.constexpr(tiles.TILE_ELEMENTS)
+TILE_ELEMENTS = tl.constexpr(norm_tiles.TILE_ELEMENTS)
 """Elements under one partial sum of squares, as a constant of the kernels."""
 LANES = tl.constexpr(256)
 """Sums that each tile takes side by side, as in native/reduce.h."""

@@ -169,7 +169,7 @@ class RunOptimizer(GradientSums):
         return self._rule.begin(self._pool, planes, grad, segments, scalars, before, rounding)
 
     def matrices(self, unit: str) -> Sequence[Elements]:
-        """Return the runs of a unit's elements that are updated one at a time; see play.optimizer.Optimizer."""
+        """Return the runs of a unit's elements that are updated one at a time; see `optimizer_protocol`."""
         return self._muon.runs(unit)
 
     def close(self) -> None:

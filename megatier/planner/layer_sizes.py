@@ -9,9 +9,9 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from megatier.adapters.first_weights import MAGNITUDE
 from megatier.adapters.lora import adapter_config
-from megatier.adapters.weights import MAGNITUDE
-from megatier.compute.adapted import matrices_in
+from megatier.compute.adapted_parameter import matrices_in
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, tiled_names
 from megatier.setup.setup import Setup

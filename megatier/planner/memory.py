@@ -57,8 +57,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatier.compute.adapted import wrappers_in
-from megatier.compute.quantised import DECODED_ELEMENTS
+from megatier.compute.adapted_parameter import wrappers_in
+from megatier.compute.quantised_linear import DECODED_ELEMENTS
 from megatier.models.decoder import Unit
 from megatier.optim.muon import matrices_of
 from megatier.planner.layer_sizes import LayerSizes, in_tiles, is_of_layer, layer_sizes, output_elements

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatier.compute.adapted import matrices_in, wrappers_in
+from megatier.compute.adapted_parameter import matrices_in, wrappers_in
 from megatier.forecast.jobs import UPDATE_BYTES, ComputeSeconds
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit

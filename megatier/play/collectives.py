@@ -27,7 +27,7 @@ from megatier import _native
 from megatier.errors import StepAbandonedError, TimelineError
 from megatier.play.gate import GIVEN_UP, Gate
 from megatier.play.gradients import UnitGradients
-from megatier.play.optimizer import Optimizer
+from megatier.play.optimizer_protocol import Optimizer
 from megatier.play.passes import Pass
 from megatier.play.unit_blocks import UnitBlocks, gathered_key, group_grad_key, received_key
 from megatier.ranks.ranks import Ranks

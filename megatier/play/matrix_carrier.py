@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from megatier.planes import Apply, Elements, Planes, Work
-from megatier.play.optimizer import Optimizer
+from megatier.play.optimizer_protocol import Optimizer
 from megatier.schedule.slots import MATRICES_CARRIED
 from megatier.store.store import TieredStore
 from megatier.store.transfer import Transfer

@@ -42,7 +42,7 @@ from megatier.play.collectives import Collectives
 from megatier.play.gate import Gate
 from megatier.play.gradients import UnitGradients
 from megatier.play.offload import Offload
-from megatier.play.optimizer import Optimizer
+from megatier.play.optimizer_protocol import Optimizer
 from megatier.play.passes import Orders, Pass
 from megatier.play.state_reader import StateReader
 from megatier.play.unit_blocks import UnitBlocks

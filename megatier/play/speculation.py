@@ -27,8 +27,8 @@ from typing import Literal
 from megatier.planes import Apply
 from megatier.play.generations import Generation
 from megatier.play.matrix_carrier import MatrixCarrier
-from megatier.play.optimizer import Optimizer
-from megatier.play.spilled import CHUNK_DEPTH, UpdateChunk, update_chunk
+from megatier.play.optimizer_protocol import Optimizer
+from megatier.play.spilled_updates import CHUNK_DEPTH, UpdateChunk, update_chunk
 from megatier.play.unit_blocks import UnitBlocks
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Move, carried, read, write

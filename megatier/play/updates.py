@@ -1,8 +1,8 @@
 """Updates unit by unit, in the tier that holds a unit's state, when its gradient is final.
 
 The queue `update` runs AdamW on the CPU for units whose state is in RAM, and sums groups there. The queue `update_nvme`
-does so for units that spill (`spilled`); it is a queue of its own so that no drive waits for the other. The queue
-`update_gpu` runs AdamW on the GPU.
+does so for units that spill (`spilled_updates`); it is a queue of its own so that no drive waits for the other. The
+queue `update_gpu` runs AdamW on the GPU.
 
 A streamed unit's state comes to GPU slots during the backward, when links and memory have time. It is updated there as
 soon as the norm is known, and goes home when the CPU is through with its own updates, which need all that memory gives.
@@ -25,9 +25,9 @@ from megatier.errors import NonFiniteError, StepAbandonedError
 from megatier.play.gate import Gate
 from megatier.play.grad_blocks import grad_key, sum_key
 from megatier.play.matrix_carrier import MatrixCarrier
-from megatier.play.optimizer import Optimizer
+from megatier.play.optimizer_protocol import Optimizer
 from megatier.play.speculation import Speculation
-from megatier.play.spilled import SpilledUpdates
+from megatier.play.spilled_updates import SpilledUpdates
 from megatier.play.unit_blocks import UnitBlocks, block_key
 from megatier.play.update_under_way import UpdateUnderWay
 from megatier.schedule.demand import Demand

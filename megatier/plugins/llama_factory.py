@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatier.errors import ConfigError, MegatierError
-from megatier.exchanged import exchanged
+from megatier.patch import patched
 from megatier.plugins.program_trainer import Opening, over
 from megatier.plugins.refusals import SECTION, check_llama_factory, read_section
 
@@ -48,13 +48,13 @@ def run(arguments: Mapping[str, Any] | None = None, callbacks: Sequence[Any] = (
     with ExitStack() as opened:
         opening = Opening(section, dtype, opened)
         reader = on_meta(tuner.get_train_args)
-        opened.enter_context(exchanged(vars(tuner), get_train_args=reader))
+        opened.enter_context(patched(vars(tuner), get_train_args=reader))
 
         # In the workflow, which has imported the trainer by its name.
         for stage, name in TRAINERS.items():
             workflow = _load(f"llamafactory.train.{stage}.workflow")
             streamed = over(getattr(workflow, name), opening)
-            opened.enter_context(exchanged(vars(workflow), **{name: streamed}))
+            opened.enter_context(patched(vars(workflow), **{name: streamed}))
         tuner.run_exp(given, list(callbacks))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, Trainer
 
-from megatier.adapters.given import unwrap_peft
+from megatier.adapters.given_adapters import unwrap_peft
 from megatier.errors import ConfigError
 from megatier.foreign import note, one_version, shown
 from megatier.integrations.loop_settings import read_tiers

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatier import _native
+from megatier.adapters.first_weights import base_name
 from megatier.adapters.lora import adapter_config
 from megatier.adapters.merge import LayerMerger
-from megatier.adapters.weights import base_name
 from megatier.address import address_of
 from megatier.engine.stage import WeightUse
 from megatier.errors import StreamedModelError, UnsupportedModelError

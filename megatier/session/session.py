@@ -36,7 +36,7 @@ from megatier.schedule.placement import Placement, all_short, place
 from megatier.schedule.sizes import Budgets, bay_bytes
 from megatier.session.filling import Filling, Progress, Sources
 from megatier.session.kept_code import keep_code
-from megatier.session.shards import Read, WholeMasters, reading_masters, shards_of
+from megatier.session.rank_shards import Read, WholeMasters, reading_masters, shards_of
 from megatier.setup.machine import check_attention, limit_gpu
 from megatier.setup.setup import Setup, advised
 from megatier.setup.workload import COMPUTE_DTYPES, Workload
@@ -261,7 +261,7 @@ class Session:
         return master
 
     def reading_masters(self) -> AbstractContextManager[Read | None]:
-        """Give the first rank a function that reads masters of `whole_units`; see `shards.reading_masters`."""
+        """Give the first rank a function that reads masters of `whole_units`; see `rank_shards.reading_masters`."""
         return reading_masters(self.ranks, self.whole_units, self.own_units, self.read_master)
 
     def read_whole(self, whole: Unit, start: int, stop: int) -> Tensor:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from megatier.config.schema import RunConfig
 from megatier.errors import PlanError, UnsupportedModelError
 from megatier.models.decoder import Unit
-from megatier.models.experts import cut_units, max_expert_parts
+from megatier.models.expert_units import cut_units, max_expert_parts
 from megatier.ranks.ranks import Ranks, check_groups
 from megatier.schedule.sizes import Budgets
 from megatier.schedule.slots import GPU_SLOTS

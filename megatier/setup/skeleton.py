@@ -11,17 +11,17 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from megatier.adapters.base import check_base, check_beside, identity_of, note_identity
+from megatier.adapters.first_weights import AdaptedWeights
 from megatier.adapters.in_place import note_base_tensors
 from megatier.adapters.lora import add_adapters, stored_names
-from megatier.adapters.quantised import CodesReader, is_quantised, open_quantised
-from megatier.adapters.stored import StoredAdapter
-from megatier.adapters.weights import AdaptedWeights
+from megatier.adapters.quantised_base import CodesReader, is_quantised, open_quantised
+from megatier.adapters.stored_adapters import StoredAdapter
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.defaults import usual_defaults
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, first_sentence, read_object, reading, shown
 from megatier.models.decoder import build_skeleton
-from megatier.models.frozen import freeze
+from megatier.models.frozen_parameters import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.models.limits import check_counts
 from megatier.models.location import CONFIG_FILE, find_local, resolve

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megatier.adapters.in_place import InPlace, in_place
-from megatier.compute.adapted import wrappers_in
+from megatier.compute.adapted_parameter import wrappers_in
 from megatier.config.schema import RunConfig, TrainConfig
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import UnsupportedModelError
@@ -70,7 +70,7 @@ class Workload:
         Args:
             config: the run.
             model: a skeleton (`models.decoder.build_skeleton`).
-            units: all units of the model (`models.experts.cut_units`), still without their schemas.
+            units: all units of the model (`models.expert_units.cut_units`), still without their schemas.
             world: the ranks that share the state and compute the groups of a step, and their hosts.
         """
         train = config.train

@@ -34,8 +34,8 @@ import torch
 from megatier.config.values import byte_count, parse_list, parse_mount
 from megatier.drives.blockfile import BlockFiles, IoOptions
 from megatier.drives.gds import GpuReader, IoPath
-from megatier.dropped import ClosedWhenDropped
 from megatier.errors import BlockError, LastCopyError
+from megatier.finalizer import ClosedWhenDropped
 from megatier.store.arena import Allocate
 from megatier.store.blocks import Blocks
 from megatier.store.copies import Copies

@@ -20,7 +20,7 @@ from megatier.hardware import cores_usable
 from megatier.optim.adamw import Scalars, adamw_threads, begin_adamw, rounding_of, step_scalars
 from megatier.optim.masters import plane_dtype
 from megatier.optim.muon import Matrix, update_matrix
-from megatier.optim.tiles import PIECE_ELEMENTS, sum_squares
+from megatier.optim.norm_tiles import PIECE_ELEMENTS, sum_squares
 from megatier.owner import Owner
 from megatier.store.lease import Lease
 from megatier.tier import Kind

@@ -22,10 +22,10 @@ from torch.optim.optimizer import ParamsT
 from megatier.compute.vector_math import warm_up
 from megatier.config.values import byte_count, number, parse_list, parse_mount, require
 from megatier.drives.mounts import budget_bytes
-from megatier.dropped import ClosedWhenDropped
 from megatier.errors import CapacityError, OptimizerError
-from megatier.exchanged import exchanged
+from megatier.finalizer import ClosedWhenDropped
 from megatier.hardware import ram_available_bytes
+from megatier.patch import patched
 from megatier.tiered_adamw.chunks import ChunkPlan, ParameterSize, plan_chunks
 from megatier.tiered_adamw.parameters import check_parameters, schema_of
 from megatier.tiered_adamw.placed_state import PlacedState
@@ -256,7 +256,7 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
     def _describe(self, entries: Mapping[int, Mapping[str, Tensor]]) -> StateDict:
         """Return torch's state_dict with these entries."""
         # torch packs what lies in `self.state`, which is therefore another one for a moment.
-        with exchanged(vars(self), _shown={self._parameters[number]: entry for number, entry in entries.items()}):
+        with patched(vars(self), _shown={self._parameters[number]: entry for number, entry in entries.items()}):
             return super().state_dict()
 
     def _empty(self) -> dict[int, dict[str, Tensor]]:

@@ -12,11 +12,11 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from megatier.adapters.folder import export
+from megatier.adapters.adapter_folder import export
+from megatier.adapters.first_weights import AdaptedWeights
 from megatier.adapters.lora import adapter_config
 from megatier.adapters.merge import MergedWeights
-from megatier.adapters.stored import read_config
-from megatier.adapters.weights import AdaptedWeights
+from megatier.adapters.stored_adapters import read_config
 from megatier.checkpoint.checkpoint import UNBOUND, check_moments, is_bound, open_masters, read_state
 from megatier.checkpoint.run_directory import (
     CHECKPOINT_FOLDER,
@@ -38,8 +38,8 @@ from megatier.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megatier.foreign import one_version, shown
 from megatier.models.decoder import Unit, find_units
 from megatier.report.history import read_what_there_is
+from megatier.session.rank_shards import Read
 from megatier.session.session import Session
-from megatier.session.shards import Read
 from megatier.setup.skeleton import open_base, open_model
 from megatier.setup.workload import COMPUTE_DTYPES
 from megatier.train.origin import UNKNOWN, check_origin, differences, exported, origin_of
@@ -316,7 +316,7 @@ def write_model(
     dtype: str,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write master weights with `adapters.folder.export`, and say where they are.
+    """Write master weights with `adapters.adapter_folder.export`, and say where they are.
 
     Args:
         console: what a person sees.

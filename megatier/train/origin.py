@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatier.adapters.base import noted_identity
-from megatier.adapters.stored import read_settings
+from megatier.adapters.stored_adapters import read_settings
 from megatier.config.schema import RunConfig
 from megatier.data.tokenizer import tokenizer_files
 from megatier.errors import ConfigError, DataError, UnsupportedModelError

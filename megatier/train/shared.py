@@ -27,7 +27,7 @@ from megatier.models.weights import WeightReader
 from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
-from megatier.setup.attention import with_kernel
+from megatier.setup.attention_choice import with_kernel
 from megatier.setup.machine import Machine
 from megatier.setup.setup import Setup
 from megatier.setup.skeleton import model_config_of, open_model

@@ -37,7 +37,7 @@ from megatier.data.tokenizer import load_tokenizer
 from megatier.drives.leftovers import find_leftovers
 from megatier.errors import ConfigError, mib
 from megatier.foreign import one_version
-from megatier.guards.unchanged import check_evaluates
+from megatier.guards.weight_changes import check_evaluates
 from megatier.models.decoder import check_stops_at_borders
 from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import Alone

@@ -9,13 +9,13 @@ import pytest
 from tiny_models import tiny_config
 from transformers import PreTrainedModel
 
+from megatier.adapters.first_weights import base_name
 from megatier.adapters.lora import add_adapters
-from megatier.adapters.weights import base_name
-from megatier.compute.adapted import wrappers_in
+from megatier.compute.adapted_parameter import wrappers_in
 from megatier.config.lora import LoraConfig
 from megatier.errors import ConfigError
 from megatier.models.decoder import build_skeleton, find_units
-from megatier.models.experts import cut_units, max_expert_parts
+from megatier.models.expert_units import cut_units, max_expert_parts
 
 pytest.importorskip("peft")
 

@@ -11,8 +11,8 @@ import torch
 from tiny_adapters import peft
 from tiny_runs import exactness_config, plain_model
 
-from megatier.adapters.given import add_given
-from megatier.adapters.stored import FREE, TAKEN, checked_settings
+from megatier.adapters.given_adapters import add_given
+from megatier.adapters.stored_adapters import FREE, TAKEN, checked_settings
 from megatier.errors import ConfigError
 from megatier.models.decoder import build_skeleton
 

@@ -9,7 +9,7 @@ import torch
 
 from megatier.checkpoint.environment import environment
 from megatier.checkpoint.run_state import RunState
-from megatier.compute.tiles import Decision
+from megatier.compute.token_tiles import Decision
 from megatier.config.data_section import DataConfig
 from megatier.config.output_section import OutputConfig
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig

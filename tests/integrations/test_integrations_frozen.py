@@ -14,7 +14,7 @@ import megatier
 from megatier.config.schema import TiersConfig, TrainConfig
 from megatier.errors import CheckpointError, ConfigError, UnsupportedModelError
 from megatier.integrations.streamed import Streamed
-from megatier.models.frozen import freeze
+from megatier.models.frozen_parameters import freeze
 
 TIERS = TiersConfig(device="cpu", gpu=8 * MIB, ram=8 * MIB, update_threads=2, io_threads=2)
 TRAIN = TrainConfig(steps=5, batch=6)

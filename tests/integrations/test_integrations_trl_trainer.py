@@ -19,7 +19,7 @@ from trainer_runs import logged, open_streamed
 from transformers import PreTrainedTokenizerFast, Trainer, set_seed
 
 import megatier
-from megatier.compute.tiles import TiledModule
+from megatier.compute.token_tiles import TiledModule
 from megatier.errors import AbsentWeightError, ConfigError
 from megatier.integrations.streamed import Streamed
 

@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM
 
 import megatier
 from megatier.adapters.base import identity_of
-from megatier.adapters.quantised import CodesReader
+from megatier.adapters.quantised_base import CodesReader
 from megatier.config.schema import ModelConfig
 from megatier.drives.base_files import BaseFiles
 from megatier.drives.extent import FilePart
 from megatier.errors import ConfigError, FileChangedError
 from megatier.foreign import note, one_version, read_input
 from megatier.models.decoder import build_skeleton, find_units
-from megatier.models.folder import read_headers
+from megatier.models.weight_files import read_headers
 from megatier.models.weights import SafetensorsFolder
 from megatier.setup.skeleton import open_base
 

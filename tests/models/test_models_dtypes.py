@@ -17,8 +17,8 @@ from megatier.errors import UnsupportedModelError
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.models.dtypes import IN_FP32 as IN_FP32_UNIT
 from megatier.models.dtypes import VECTORS, buffer_dtypes, with_schemas
-from megatier.models.experts import cut_units, places_of
-from megatier.models.frozen import freeze
+from megatier.models.expert_units import cut_units, places_of
+from megatier.models.frozen_parameters import freeze
 from megatier.state import ADAMW, ADAMW_BF16, ADAMW_FP32, MUON
 
 OTHERS: dict[str, dict[str, Any]] = {

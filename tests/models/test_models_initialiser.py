@@ -19,7 +19,7 @@ from megatier.errors import UnsupportedModelError
 from megatier.models import laws, weights
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.models.dtypes import with_schemas
-from megatier.models.experts import cut_units
+from megatier.models.expert_units import cut_units
 from megatier.models.initialiser import Initialiser
 from megatier.workers import Workers
 

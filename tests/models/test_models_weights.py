@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from megatier import layout
 from megatier.errors import UnsupportedModelError
 from megatier.models import weights
-from megatier.models.conversion import assemble
 from megatier.models.decoder import Unit, build_skeleton, find_units
-from megatier.models.experts import cut_units, places_of
+from megatier.models.expert_units import cut_units, places_of
 from megatier.models.export import export
-from megatier.models.frozen import freeze
+from megatier.models.frozen_parameters import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.models.safetensors_format import StoredTensor
+from megatier.models.weight_conversion import assemble
 from megatier.models.weights import SafetensorsFolder
 
 SHARD_BYTES = 60_000
@@ -301,7 +301,7 @@ def test_checkpoint_form_that_only_transformers_converts_is_refused_by_name(monk
 
     model = build_skeleton(tiny_config("llama"), "sdpa")
     converter = WeightConverter("wide.weight", "lm_head.weight", operations=[PermuteForRope()])
-    monkeypatch.setattr("megatier.models.conversion.get_model_conversion_mapping", lambda model: [converter])
+    monkeypatch.setattr("megatier.models.weight_conversion.get_model_conversion_mapping", lambda model: [converter])
     with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight.*PermuteForRope"):
         assemble(model, {"wide.weight": (160, 64)})
 
@@ -315,7 +315,7 @@ def test_checkpoint_with_a_transposed_matrix_is_read_and_written_by_columns(
     patch(llama, {"lm_head.weight": None, "wide.weight": stored["lm_head.weight"].t().contiguous()})
     converter = WeightConverter("wide.weight", "lm_head.weight", operations=[Transpose(0, 1)])
     mapping = "get_model_conversion_mapping"
-    monkeypatch.setattr(f"megatier.models.conversion.{mapping}", lambda model: [copy.deepcopy(converter)])
+    monkeypatch.setattr(f"megatier.models.weight_conversion.{mapping}", lambda model: [copy.deepcopy(converter)])
     model = build_skeleton(tiny_config("llama"), "sdpa")
     units = find_units(model)
     blocks = flat_blocks(SafetensorsFolder(llama, model), units)
@@ -335,7 +335,7 @@ def test_checkpoint_with_a_transposed_matrix_is_read_and_written_by_columns(
             for n, t in tensors.items()
         }
 
-    monkeypatch.setattr("megatier.models.conversion.revert_weight_conversion", hub_names)
+    monkeypatch.setattr("megatier.models.weight_conversion.revert_weight_conversion", hub_names)
     export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
     written, patched = load_file(tmp_path / "out" / "model.safetensors"), load_file(llama / "model.safetensors")
     assert written.keys() == patched.keys()
@@ -351,6 +351,8 @@ def test_checkpoint_transposed_in_a_way_that_is_not_known_is_refused(monkeypatch
         (WeightConverter("wide.weight", "lm_head.weight", operations=[Transpose(0, 2)]), (4, 5, 6)),
         (cut, (64, 320)),
     ):
-        monkeypatch.setattr("megatier.models.conversion.get_model_conversion_mapping", lambda model, c=converter: [c])
+        monkeypatch.setattr(
+            "megatier.models.weight_conversion.get_model_conversion_mapping", lambda model, c=converter: [c]
+        )
         with pytest.raises(UnsupportedModelError, match="stored transposed"):
             assemble(model, {"wide.weight": shape})

@@ -20,9 +20,9 @@ from torch import Tensor
 from megatier import _native
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
+from megatier.optim.norm_tiles import TILE_ELEMENTS
 from megatier.optim.optimizer import RunOptimizer
 from megatier.optim.rules import Hyperparameters
-from megatier.optim.tiles import TILE_ELEMENTS
 from megatier.state import MUON
 from megatier.tier import Kind
 

@@ -18,7 +18,7 @@ from megatier.optim.adamw import Scalars
 from megatier.optim.muon import Muon
 from megatier.planes import Apply, Planes
 from megatier.play.matrix_carrier import MatrixCarrier
-from megatier.play.optimizer import Optimizer
+from megatier.play.optimizer_protocol import Optimizer
 from megatier.state import MUON
 from megatier.store.store import TieredStore
 from megatier.store.tier_queues import TierQueues

@@ -22,9 +22,9 @@ from megatier.cli import main
 from megatier.config.schema import OF_LOOP, ModelConfig, TiersConfig
 from megatier.drives import mounts
 from megatier.measure import probe
-from megatier.models import decoder, experts
+from megatier.models import decoder, expert_units
 from megatier.schedule.rates import DriveRates
-from megatier.setup import attention, machine, setup, skeleton
+from megatier.setup import attention_choice, machine, setup, skeleton
 from megatier.setup.workload import Workload
 
 RAM_BYTES = 64 << 20
@@ -44,11 +44,11 @@ class Decisions(Counter[str]):
         self._count("free bytes of mounts", mounts, "free_bytes")
         self._count("rates", probe, "_entries")
         self._count("instructions", machine, "cpu_has_bf16")
-        for module in (setup, attention):
+        for module in (setup, attention_choice):
             self._count("compiles", module, "compiles", lambda model, *_: model.compile is None)
         self._count("config of the model", skeleton, "read_model_config")
         self._count("skeleton", decoder, "initialise_buffers")
-        self._count("units", experts, "find_units")
+        self._count("units", expert_units, "find_units")
         self._count("workload", Workload, "of")
 
     def _count(

@@ -34,8 +34,8 @@ import megatier
 from megatier.adapters.lora import add_adapters
 from megatier.cli import main, train  # noqa: F401 - loaded before the forks
 from megatier.config.lora import LoraConfig
-from megatier.models.conversion import hub_layout
 from megatier.models.decoder import build_skeleton
+from megatier.models.weight_conversion import hub_layout
 from megatier.train import trainer  # noqa: F401 - loaded before the forks
 
 OURS = str(Path(megatier.__file__).parent)

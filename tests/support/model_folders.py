@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from megatier.models import weights
 from megatier.models.decoder import Unit, build_skeleton
-from megatier.models.experts import cut_units, places_of
+from megatier.models.expert_units import cut_units, places_of
 from megatier.models.initialiser import Initialiser
 from megatier.models.weights import SafetensorsFolder
 

@@ -29,7 +29,7 @@ from megatier.engine.unit_model import Batch
 from megatier.layout import Layout
 from megatier.models import weights
 from megatier.models.decoder import Unit, build_skeleton
-from megatier.models.frozen import freeze
+from megatier.models.frozen_parameters import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.models.weights import WeightReader
 from megatier.ranks import ranks as ranks_module

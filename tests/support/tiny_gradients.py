@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from megatier.config.schema import TrainConfig
 from megatier.models.decoder import build_skeleton
-from megatier.models.frozen import freeze
+from megatier.models.frozen_parameters import freeze
 from megatier.tier import Kind
 
 BATCH, TOKENS, VOCAB, CHUNK = 4, 24, 160, 16

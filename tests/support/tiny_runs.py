@@ -30,8 +30,8 @@ from megatier.engine.unit_model import Batch
 from megatier.errors import PlanError
 from megatier.layout import Layout
 from megatier.models.decoder import Unit, build_skeleton
-from megatier.models.experts import cut_units
-from megatier.models.frozen import freeze
+from megatier.models.expert_units import cut_units
+from megatier.models.frozen_parameters import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.models.model_class import auto_class
 from megatier.models.weights import WeightReader

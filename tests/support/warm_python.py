@@ -167,8 +167,8 @@ def load() -> None:
     from transformers import AutoConfig
 
     from megatier.cli import resume, train  # noqa: F401
-    from megatier.models.conversion import hub_layout
     from megatier.models.decoder import build_skeleton
+    from megatier.models.weight_conversion import hub_layout
     from megatier.train import trainer  # noqa: F401
 
     model = build_skeleton(AutoConfig.for_model(**MODEL), "sdpa")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megatier.errors import AbsentWeightError, StreamedModelError, UnsupportedModelError
-from megatier.guards.unchanged import REMEDY
+from megatier.guards.weight_changes import REMEDY
 
 ALIASES = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 """Functions that give the same place under another name, to callers that look at it and do not compute."""

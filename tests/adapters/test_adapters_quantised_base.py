@@ -33,11 +33,11 @@ from tiny_runs import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatier
+from megatier.adapters.first_weights import AdaptedWeights
 from megatier.adapters.lora import stored_names
-from megatier.adapters.quantised import open_quantised
-from megatier.adapters.weights import AdaptedWeights
+from megatier.adapters.quantised_base import open_quantised
 from megatier.cli import main
-from megatier.compute.quantised import QuantisedLinear
+from megatier.compute.quantised_linear import QuantisedLinear
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError

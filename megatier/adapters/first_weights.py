@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megatier.adapters.stored import StoredAdapter
-from megatier.compute.adapted import is_wrapper
-from megatier.compute.quantised import QuantisedLinear
+from megatier.adapters.stored_adapters import StoredAdapter
+from megatier.compute.adapted_parameter import is_wrapper
+from megatier.compute.quantised_linear import QuantisedLinear
 from megatier.compute.seeds import drawing_from
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit

@@ -14,7 +14,7 @@ from tiny_runs import plain_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from megatier.adapters.weights import AdaptedWeights, base_name, is_of_adapter
+from megatier.adapters.first_weights import AdaptedWeights, base_name, is_of_adapter
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TrainConfig
 from megatier.layout import Layout

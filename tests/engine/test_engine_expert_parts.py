@@ -28,10 +28,10 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
-from megatier.engine.experts import check_knows_of_others
+from megatier.engine.expert_parts import check_knows_of_others
 from megatier.errors import PlanError, UnsupportedModelError
 from megatier.models.decoder import build_skeleton
-from megatier.models.frozen import freeze
+from megatier.models.frozen_parameters import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.session.session import Session
 from megatier.setup.setup import Setup

@@ -20,7 +20,7 @@ from trainer_runs import Rows, arguments, open_streamed
 from transformers import TrainerCallback
 
 from megatier.errors import AbsentWeightError, StreamedModelError
-from megatier.guards.unbound import make_unbound, mark_streamed
+from megatier.guards.unbound_weights import make_unbound, mark_streamed
 from megatier.integrations.streamed import Streamed
 
 pytest.importorskip("accelerate")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from megatier.engine.node import Node
 from megatier.errors import UnsupportedModelError
-from megatier.exchanged import exchanged
-from megatier.guards.unbound import Guarded
+from megatier.guards.unbound_weights import Guarded
+from megatier.patch import patched
 
 
 class ExpertsNode(Node):
@@ -60,7 +60,7 @@ class ExpertsNode(Node):
         for name in list(settings):
             if not hasattr(self.module, name):
                 del settings[name]
-        with exchanged(vars(self.module), **settings):
+        with patched(vars(self.module), **settings):
             yield start, stop
 
 

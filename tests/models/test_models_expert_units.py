@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.models.decoder import bindings, build_skeleton, find_units
-from megatier.models.experts import cut_units, max_expert_parts, places_of
+from megatier.models.expert_units import cut_units, max_expert_parts, places_of
 
 
 def skeleton(family: str) -> PreTrainedModel:

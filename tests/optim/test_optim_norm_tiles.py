@@ -9,7 +9,7 @@ import torch
 
 from megatier.errors import AddressError
 from megatier.layout import TensorSlice
-from megatier.optim.tiles import TILE_ELEMENTS, cut_at_tiles, num_tiles, sum_squares
+from megatier.optim.norm_tiles import TILE_ELEMENTS, cut_at_tiles, num_tiles, sum_squares
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32])

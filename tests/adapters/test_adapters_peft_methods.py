@@ -16,7 +16,7 @@ from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
 import megatier
-from megatier.adapters.methods import LAYER, METHODS, MODEL, RIGHT, refuse_unknown
+from megatier.adapters.peft_methods import LAYER, METHODS, MODEL, RIGHT, refuse_unknown
 from megatier.config.schema import TiersConfig
 from megatier.errors import ConfigError, StreamedModelError
 from megatier.integrations.streamed import Streamed

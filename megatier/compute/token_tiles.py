@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatier.compute.attention import LastModule
+from megatier.compute.attention_kernels import LastModule
 from megatier.compute.compilation import Compilation
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading

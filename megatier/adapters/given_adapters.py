@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatier.adapters.lora import ADAPTER, check_made, inject, stored_names
-from megatier.adapters.stored import checked_settings
+from megatier.adapters.stored_adapters import checked_settings
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.foreign import shown
 from megatier.models.decoder import decoder_layers, is_adapter, tied_modules

@@ -19,7 +19,7 @@ from tiny_runs import ModelWeights, Run, plain_model, run_in_fresh_process
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatier.compute.tiles import Decision, TiledModule
+from megatier.compute.token_tiles import Decision, TiledModule
 from megatier.engine.step import Engine, StepResult
 from megatier.errors import UnsupportedModelError
 from megatier.guards.crossing import check_inside

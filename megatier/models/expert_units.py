@@ -16,7 +16,7 @@ from itertools import pairwise
 from torch import nn
 from transformers import PreTrainedModel
 
-from megatier.compute.adapted import wrappers_in
+from megatier.compute.adapted_parameter import wrappers_in
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit, find_units

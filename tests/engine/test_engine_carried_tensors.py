@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from megatier.config.schema import TrainConfig
-from megatier.engine.carried import Arguments
+from megatier.engine.carried_tensors import Arguments
 from megatier.errors import ConfigError, UnsupportedModelError
 
 SHARING = [name for name, options in FAMILIES.items() if options.get("num_kv_shared_layers")]

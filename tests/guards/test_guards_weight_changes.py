@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_carried import hands_on
+from test_engine_carried_tensors import hands_on
 from tiny_gradients import padded_batch, streamed_gradients
 from tiny_models import tiny_config
 from tiny_runs import BATCH, PLACES, ModelWeights, opened, plain_model
@@ -15,8 +15,8 @@ from transformers import AutoConfig, LlamaForCausalLM, PretrainedConfig
 
 from megatier.config.schema import TrainConfig
 from megatier.errors import UnsupportedModelError
-from megatier.guards.unbound import make_unbound
-from megatier.guards.unchanged import Unchanged, check_evaluates
+from megatier.guards.unbound_weights import make_unbound
+from megatier.guards.weight_changes import Unchanged, check_evaluates
 from megatier.models.decoder import build_skeleton
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"

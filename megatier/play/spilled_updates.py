@@ -22,7 +22,7 @@ from megatier.planes import Apply, Elements
 from megatier.play.gate import Gate
 from megatier.play.generations import Generation
 from megatier.play.matrix_carrier import MatrixCarrier
-from megatier.play.optimizer import Optimizer
+from megatier.play.optimizer_protocol import Optimizer
 from megatier.play.unit_blocks import UnitBlocks
 from megatier.schedule.slots import UPDATE_DEPTH
 from megatier.schedule.timeline import Load, Update

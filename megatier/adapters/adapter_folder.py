@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from megatier.adapters.base import noted_identity
 from megatier.adapters.lora import adapter_config, stored_names
-from megatier.adapters.stored import BASE, WEIGHTS_FILE
+from megatier.adapters.stored_adapters import BASE, WEIGHTS_FILE
 from megatier.config.lora import ADAPTER_FILE
 from megatier.layout import TensorSlice
 from megatier.models import export as models

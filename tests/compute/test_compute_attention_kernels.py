@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatier.compute.attention import KERNELS, KeptAttention, is_attention, without_cudnn
+from megatier.compute.attention_kernels import KERNELS, KeptAttention, is_attention, without_cudnn
 from megatier.engine.activation import dropping
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

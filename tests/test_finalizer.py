@@ -8,7 +8,7 @@ import sys
 AT_THE_END = """
 import ctypes
 import json  # before the module, so that it is cleared after it
-from megatier import dropped
+from megatier import finalizer as dropped
 
 class Kept(dropped.ClosedWhenDropped):
     def close(self): ...

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from megatier.errors import ConfigError
 from megatier.models.decoder import build_skeleton
-from megatier.models.frozen import freeze
+from megatier.models.frozen_parameters import freeze
 
 
 def skeleton(family: str = "llama") -> PreTrainedModel:

@@ -15,8 +15,8 @@ from torch._functorch.compilers import nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn import functional
 
-from megatier.compute import quantised
-from megatier.compute.quantised import CODES, STANDS_FOR, Fp8, Nf4, QuantisedLinear, Scheme, StoredPart, decode
+from megatier.compute import quantised_linear
+from megatier.compute.quantised_linear import CODES, STANDS_FOR, Fp8, Nf4, QuantisedLinear, Scheme, StoredPart, decode
 from megatier.optim.masters import write_rounded
 
 ROWS, COLUMNS = 72, 64
@@ -61,7 +61,7 @@ def carriers(scheme: Scheme, stored: dict[str, Tensor], dtype: torch.dtype) -> l
 def test_quantised_matrix_is_decoded_in_pieces_as_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme, stored, expected = quantised_matrix(kind)
     for size in (1, 3 * scheme.step, 1 << 22):
-        monkeypatch.setattr(quantised, "DECODED_ELEMENTS", size)
+        monkeypatch.setattr(quantised_linear, "DECODED_ELEMENTS", size)
         for carrier in (torch.uint8, torch.bfloat16, torch.float32):
             found = decode(scheme, carriers(scheme, stored, carrier), torch.float32)
             assert torch.equal(found, expected), (size, carrier)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def exchanged(held: MutableMapping[str, object], /, **values: object) -> Iterator[None]:
+def patched(held: MutableMapping[str, object], /, **values: object) -> Iterator[None]:
     """Inside, names have these values. Then they have their own again, or none if they had none.
 
     Args:

@@ -1,7 +1,7 @@
 """Reads quantised bases: folders whose matrices are FP8 or NF4, for adapters over them.
 
-The linear layers keep what the files hold, codes and scales, on every tier (`compute.quantised`). Whatever else is
-quantised, such as a head or fused experts, is decoded as it is read. Activations are not quantised, whatever the
+The linear layers keep what the files hold, codes and scales, on every tier (`compute.quantised_linear`). Whatever else
+is quantised, such as a head or fused experts, is decoded as it is read. Activations are not quantised, whatever the
 config says of them.
 
 Formats: `float-quantized` of compressed-tensors (with scales for each channel, tensor, block or group), `fp8` of
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from megatier.compute.quantised import CODES, Fp8, Nf4, QuantisedLinear, Scheme, StoredPart, decode
+from megatier.compute.quantised_linear import CODES, Fp8, Nf4, QuantisedLinear, Scheme, StoredPart, decode
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, parse_json, shown
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.dtypes import names_in_fp32
-from megatier.models.folder import read_headers
 from megatier.models.safetensors_format import DTYPES, StoredTensor
+from megatier.models.weight_files import read_headers
 from megatier.models.weights import SafetensorsFolder, TensorReader, chunks, open_at, read_exactly
 
 SETTINGS = "quantization_config"

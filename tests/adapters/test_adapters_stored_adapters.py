@@ -16,7 +16,7 @@ from tiny_adapters import base_folder, peft, stored_adapter
 
 import megatier
 from megatier.adapters.base import check_base, identity_of
-from megatier.adapters.stored import noted_base, read_settings
+from megatier.adapters.stored_adapters import noted_base, read_settings
 from megatier.cli import main
 from megatier.config.lora import LoraConfig
 from megatier.config.schema import TiersConfig
