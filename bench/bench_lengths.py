@@ -7,8 +7,9 @@ have 1,024 tokens. Both take `sdpa`, which is what `megatier.stream` takes.
 python bench/bench_lengths.py [--row 5] [--lengths 200] [--steps 20]     writes bench/results/<machine>/lengths.json
 python bench/bench_lengths.py --lengths 0 --steps 1    a second process: the seconds until the end of its first step
 
-Results: tokens/s, the slowest step after the tenth over the median, what the host works for a step, and GPU memory in
-the course of the loop.
+Results: the phases of the start, tokens/s, the slowest step after the tenth over the median, what the host works for a
+step, and GPU memory in the course of the loop. `python -m cProfile -s cumulative` before the second command tells more
+of each phase, and `python -X importtime` of the imports.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import torch
 from laid_weights import fill
 from peers.shapes import SHAPES, peak_gpu_bytes
+from phases import Phases
 from record import facts, folder_of
 from rows import RATE, ROWS, changed, config_of, skeleton
 
@@ -80,30 +81,44 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def measure(options: argparse.Namespace, shapes: list[tuple[int, int]], *, any_shape: bool) -> dict[str, Any]:
+def measure(
+    options: argparse.Namespace, shapes: list[tuple[int, int]], phases: Phases, *, any_shape: bool
+) -> dict[str, Any]:
     """Open the row's session and make the steps."""
     row = changed(ROWS[options.row], [*options.set, "model.attention=sdpa"])
     config = config_of(row, True, None)
     make_repeatable(config)
     share_interpreter()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    phases.end("device")
+
     model = skeleton(row, config.model.attention)
+    phases.end("model")
     with Session(Setup.here(config, model), any_shape=any_shape) as session:
-        compiled = CLOCK.seconds
+        phases.end("session")
         session.store.seal()
+        phases.end("memory of the tiers")
         fill(session)
+        phases.end("weights")
+
         steps: list[dict[str, Any]] = []
-        until_first = 0.0
+        compiled = CLOCK.seconds
         for step in run(session, shapes, SHAPES[row.shape].vocab):
+            if not steps:
+                phases.end("step 1")
+                print(f"{phases}, of which {CLOCK.seconds - compiled:.2f} compile or load compiled code", flush=True)
             steps.append(step)
-            until_first = until_first or time.time() - psutil.Process().create_time()
             print({name: round(value, 3) for name, value in step.items()}, flush=True)
-    found = {"any_shape": any_shape, "seconds_until_the_end_of_step_1": until_first, "steps": steps}
-    found["compile_seconds"] = CLOCK.seconds - compiled
+    found = {"any_shape": any_shape, "steps": steps, "compile_seconds": CLOCK.seconds - compiled}
+    found |= {"start": phases.seconds, "seconds_until_the_end_of_step_1": phases.total}
     return found | (summary(steps) if len(steps) > WARMUP else {})
 
 
 def main() -> None:
     """Measure fixed rows both ways, and then the lengths."""
+    phases = Phases(of_process=True)
+    phases.end("imports")
     parser = argparse.ArgumentParser(description="Batches of any length beside rows of one.")
     parser.add_argument("--row", type=int, default=5, help="a row of the table, whose model and tiers are taken (5)")
     parser.add_argument("--lengths", type=int, default=200, help="different lengths (200)")
@@ -115,10 +130,11 @@ def main() -> None:
 
     row = ROWS[options.row]
     fixed = [(row.batch, row.sequence)] * options.steps
-    found: dict[str, Any] = {"any_shape_fixed_rows": measure(options, fixed, any_shape=True)}
+    found: dict[str, Any] = {"any_shape_fixed_rows": measure(options, fixed, phases, any_shape=True)}
     if options.lengths:
-        found["lengths"] = measure(options, shapes_of(row.batch * row.sequence, options.lengths), any_shape=True)
-        found["fixed"] = measure(options, fixed, any_shape=False)
+        lengths = shapes_of(row.batch * row.sequence, options.lengths)
+        found["lengths"] = measure(options, lengths, Phases(), any_shape=True)
+        found["fixed"] = measure(options, fixed, Phases(), any_shape=False)
         ratio = found["lengths"]["tokens_per_s"] / found["fixed"]["tokens_per_s"]
         found["lengths_over_fixed"] = ratio
     found |= facts() | {"peak_gpu_bytes": peak_gpu_bytes()}
