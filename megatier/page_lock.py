@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import torch
 
@@ -16,21 +17,23 @@ class PageLock:
     """Memory that is page-locked in pieces, until `close`. No copy between RAM and the GPU may cross their ends."""
 
     def __init__(self, address: int, pieces: Iterable[tuple[int, int]]) -> None:
-        """Page-lock the pieces [start, stop), counted from an address. If one is refused, none stays locked.
+        """Page-lock the pieces [start, stop), counted from an address. After an error none stays locked.
 
         Raises:
             MegatierError: CUDA refused.
         """
         self._locked: list[int] = []
         cudart = torch.cuda.cudart()
-        for start, stop in pieces:
-            first = address + start
-            code = cudart.cudaHostRegister(first, stop - start, 0)
-            if code != cudart.cudaError.success:
-                self.close()
-                reason = cudart.cudaGetErrorString(code)
-                raise MegatierError(f"CUDA refused to page-lock memory ({reason}).")
-            self._locked.append(first)
+        with ExitStack() as undone:
+            undone.callback(self.close)
+            for start, stop in pieces:
+                first = address + start
+                code = cudart.cudaHostRegister(first, stop - start, 0)
+                if code != cudart.cudaError.success:
+                    reason = cudart.cudaGetErrorString(code)
+                    raise MegatierError(f"CUDA refused to page-lock memory ({reason}).")
+                self._locked.append(first)
+            undone.pop_all()
 
     def close(self) -> None:
         """Give the memory back. Closing twice is safe."""

@@ -15,9 +15,10 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -54,6 +55,26 @@ def _keep_mappings() -> None:
 os.register_at_fork(after_in_child=_keep_mappings)
 
 
+class Touching:
+    """Threads that touch every page of new memory with zeros, from its start on."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """Begin with uint8 [n]."""
+        # A thread touches cold memory of a virtual machine at 0.5 GB/s, so several threads do it.
+        self._workers = Workers(len(os.sched_getaffinity(0)), "megatier-arena")
+        pieces = memory.split(POPULATE_BYTES)
+        self._tasks = [self._workers.submit(partial(fill_bytes, piece, 0)) for piece in pieces]
+
+    def wait(self, num_bytes: int) -> None:
+        """Wait until so many bytes from the start on were touched."""
+        for task in self._tasks[: -(-num_bytes // POPULATE_BYTES)]:
+            task.result()
+
+    def close(self) -> None:
+        """End the threads, and leave what they have not begun."""
+        self._workers.close()
+
+
 class Arena:
     """A contiguous region of bytes on one device.
 
@@ -62,7 +83,13 @@ class Arena:
     """
 
     def __init__(
-        self, num_bytes: int, device: torch.device, *, pin: bool = False, allocate: Allocate | None = None
+        self,
+        num_bytes: int,
+        device: torch.device,
+        *,
+        pin: bool = False,
+        allocate: Allocate | None = None,
+        finishes: bool = True,
     ) -> None:
         """Allocate the memory and touch every page. The kernel is asked for huge pages, and may give others.
 
@@ -71,13 +98,16 @@ class Arena:
             device: "cuda" takes device memory in one allocation, "cpu" a private anonymous mapping.
             pin: page-lock an arena on the CPU for the CUDA driver.
             allocate: gives device memory; None: torch does.
+            finishes: whether to wait for that. Otherwise threads go on with it, until the caller calls `finish`.
 
         Raises:
             CapacityError: the operating system or the driver refused the memory.
         """
         self.num_bytes = round_up(max(num_bytes, PAGE_BYTES))
         """The size, in whole pages."""
+        self._pins = pin
         self._lock: PageLock | None = None
+        self._touching: Touching | None = None
         try:
             self.bytes = self._device_bytes(device, allocate) if device.type == "cuda" else self._mapped_bytes()
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
@@ -85,14 +115,35 @@ class Arena:
             raise CapacityError(tier, self.num_bytes, 0, f"The system refused the memory ({error}).") from error
         self.address = self.bytes.data_ptr()
         """The address of its first byte."""
-        if pin:
-            self._pin()
+        if finishes:
+            self.finish()
 
-    def _pin(self) -> None:
+    def finish(self) -> None:
+        """Wait until every page was touched, and page-lock the memory if that was asked for. Nobody uses it before.
+
+        Raises:
+            CapacityError: the driver refused the memory.
+        """
+        if self._touching is None:
+            return
+        with closing(self._touching) as touching:
+            if self._pins:
+                self._pin(touching)
+            touching.wait(self.num_bytes)
+        self._touching = None
+
+    def _pin(self, touching: Touching) -> None:
         """Page-lock the memory, in pieces that end at multiples of their size: `TierQueues` relies on that."""
         pieces = cut_at_addresses(self.address, self.num_bytes, LOCKED_BYTES)
+
+        # Each as soon as it was touched, while the threads go on with the next one.
+        def touched() -> Iterator[tuple[int, int]]:
+            for start, stop in pieces:
+                touching.wait(stop)
+                yield start, stop
+
         try:
-            self._lock = PageLock(self.address, pieces)
+            self._lock = PageLock(self.address, touched())
         except MegatierError as error:
             raise CapacityError("ram", self.num_bytes, 0, f"{error} Lower tiers.ram.") from error
 
@@ -107,7 +158,7 @@ class Arena:
         return filled
 
     def _mapped_bytes(self) -> torch.Tensor:
-        """Return a mapping of zeros, each page of which was touched."""
+        """Return a mapping of zeros, and begin to touch each page of it."""
         # The mapping is private, since the shared one that Python makes by default gets no huge pages.
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         mapping = mmap.mmap(-1, self.num_bytes + HUGE_PAGE_BYTES, flags=private)
@@ -125,12 +176,7 @@ class Arena:
         # The mapping is cut before torch sees it, since torch asks the start of the storage whether a tensor is pinned.
         aligned = whole[skip : skip + self.num_bytes]
         used = torch.from_numpy(aligned)
-
-        # A thread touches cold memory of a virtual machine at 0.5 GB/s, so several threads do it.
-        pieces = used.split(POPULATE_BYTES)
-        num_cores = len(os.sched_getaffinity(0))
-        with closing(Workers(num_cores, "megatier-arena")) as workers:
-            workers.map(lambda piece: fill_bytes(piece, 0), pieces)
+        self._touching = Touching(used)
         return used
 
     @property
@@ -144,6 +190,9 @@ class Arena:
 
     def close(self) -> None:
         """Unlock the pages. The memory itself is freed when the last view of it is dropped."""
+        if self._touching is not None:
+            self._touching.close()
+            self._touching = None
         if self._lock is not None:
             self._lock.close()
             self._lock = None

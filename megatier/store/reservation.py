@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -88,22 +89,35 @@ class Reservation:
         Raises:
             CapacityError: the system has less memory than the budgets say.
         """
-        # The homes lie at the offsets that `reserve_home` gave, so the slots come after them.
-        for tier in (Tier.GPU, Tier.RAM):
-            end = self._home_bytes(tier)
-            for (pool_tier, kind), (slot_bytes, num_slots) in self._wanted.items():
-                if pool_tier is tier:
-                    pool = SlotPool(end, slot_bytes, num_slots)
-                    self._pools[tier, kind] = pool
-                    end += pool.slot_bytes * num_slots
+        with ExitStack() as undone:
+            undone.callback(self.close)
 
-            if end:
-                self._arenas[tier] = Arena(
-                    end,
-                    device if tier is Tier.GPU else torch.device("cpu"),
-                    pin=device.type == "cuda" and tier is Tier.RAM,
-                    allocate=self._allocate,
-                )
+            # RAM first: threads touch its pages while the GPU's memory is allocated.
+            for tier in (Tier.RAM, Tier.GPU):
+                self._begin(tier, device)
+            for arena in self._arenas.values():
+                arena.finish()
+
+            undone.pop_all()
+
+    def _begin(self, tier: Tier, device: torch.device) -> None:
+        """Cut the slots of a tier, and begin its arena."""
+        # The homes lie at the offsets that `reserve_home` gave, so the slots come after them.
+        end = self._home_bytes(tier)
+        for (pool_tier, kind), (slot_bytes, num_slots) in self._wanted.items():
+            if pool_tier is tier:
+                pool = SlotPool(end, slot_bytes, num_slots)
+                self._pools[tier, kind] = pool
+                end += pool.slot_bytes * num_slots
+
+        if end:
+            self._arenas[tier] = Arena(
+                end,
+                device if tier is Tier.GPU else torch.device("cpu"),
+                pin=device.type == "cuda" and tier is Tier.RAM,
+                allocate=self._allocate,
+                finishes=False,
+            )
 
     def pool(self, tier: Tier, spec: BlockSpec, num_bytes: int) -> SlotPool:
         """Return the slots through which a block's bytes pass: those of its kind, or else those of all other kinds.

@@ -5,20 +5,23 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatier.address import fill_bytes
 from megatier.errors import CapacityError
-from megatier.page_lock import LOCKED_BYTES
+from megatier.page_lock import LOCKED_BYTES, PageLock
 from megatier.store.arena import HUGE_PAGE_BYTES, Arena, SlotPool
+from megatier.store.store import TieredStore
 from megatier.store.tier_queues import COPY_BYTES_MAX, TierQueues
 from megatier.store.transfer import Transfer
-from megatier.tier import PAGE_BYTES, cut_at_addresses
+from megatier.tier import PAGE_BYTES, Tier, cut_at_addresses
 
 CPU = torch.device("cpu")
 
@@ -43,6 +46,35 @@ def test_arena_is_resident_from_the_start() -> None:
     arena = Arena(64 << 20, CPU)
     assert resident_kib() - before > 60 << 10
     arena.close()
+
+
+def test_arena_that_is_closed_while_it_is_touched_leaves_no_thread() -> None:
+    before = threading.active_count()
+    arena = Arena(64 << 20, CPU, finishes=False)
+    arena.close()
+    assert threading.active_count() == before
+
+
+def test_seal_that_is_refused_gives_back_the_memory_that_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    close = Arena.close
+
+    def noted(arena: Arena) -> None:
+        closed.append(arena.num_bytes)
+        close(arena)
+
+    monkeypatch.setattr(Arena, "close", noted)
+    before = threading.active_count()
+    store = TieredStore.open(gpu=1 << 60, ram=64 << 20)
+    started = threading.active_count()
+    store.reserve(Tier.GPU, None, 1 << 59, 1)
+    store.reserve(Tier.RAM, None, 64 << 20, 1)
+    with pytest.raises(CapacityError, match="refused"):
+        store.seal()
+    assert closed == [64 << 20]
+    assert threading.active_count() == started
+    store.close()
+    assert threading.active_count() == before
 
 
 def test_view_shares_the_arena_and_outlives_it() -> None:
@@ -120,6 +152,52 @@ def test_arena_larger_than_the_driver_locks_at_once_is_locked_in_pieces(
     assert all(end % locked_bytes == 0 for end in ends[:-1])
     assert sorted(driver.locked)[1:] == ends[:-1]
     arena.close()
+    assert not driver.locked
+
+
+def test_arena_is_page_locked_where_it_was_touched_while_the_rest_is_touched(
+    locked_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = SmallDriver(locked_bytes, 10 * locked_bytes)
+    first_is_locked = threading.Event()
+    begun: list[int] = []
+    touched: list[int] = []
+
+    def touch(piece: torch.Tensor, byte: int) -> None:
+        begun.append(piece.data_ptr())
+        if len(begun) == 3 * locked_bytes // HUGE_PAGE_BYTES:
+            assert first_is_locked.wait(60)
+        fill_bytes(piece, byte)
+        touched.append(piece.data_ptr())
+
+    def lock(address: int, num_bytes: int, flags: int) -> int:
+        wanted = set(range(address, address + num_bytes, HUGE_PAGE_BYTES))
+        assert wanted <= set(touched)
+        first_is_locked.set()
+        return SmallDriver.cudaHostRegister(driver, address, num_bytes, flags)
+
+    monkeypatch.setattr(driver, "cudaHostRegister", lock, raising=False)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr("megatier.store.arena.fill_bytes", touch)
+    monkeypatch.setattr("megatier.store.arena.POPULATE_BYTES", HUGE_PAGE_BYTES)
+    arena = Arena(3 * locked_bytes, CPU, pin=True)
+    assert sum(driver.locked.values()) == arena.num_bytes == len(touched) * HUGE_PAGE_BYTES
+    arena.close()
+
+
+def test_page_lock_that_is_interrupted_between_pieces_leaves_nothing_locked(
+    locked_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = SmallDriver(locked_bytes, 10 * locked_bytes)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+
+    def pieces() -> Iterator[tuple[int, int]]:
+        yield 0, locked_bytes
+        assert driver.locked
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        PageLock(0, pieces())
     assert not driver.locked
 
 
