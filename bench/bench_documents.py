@@ -73,7 +73,7 @@ def measure(arguments: argparse.Namespace, sequence: int, variant: str) -> dict[
     device = setup.machine.device
 
     with Session(setup) as session:
-        session.store.seal()
+        session.seal()
         session.load(Initialiser(model, 0))
         for step in range(1, arguments.warmup + arguments.steps + 1):
             batch = batch_of(arguments, sequence, shape.vocab_size, step, apart=apart)

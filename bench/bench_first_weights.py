@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace) -> dict[str, float | str | int]:
         numerics = NumericsConfig(guard=False)
         run = RunConfig(model=model, data=OF_LOOP, tiers=tiers, train=train, numerics=numerics)
         with Session(Setup.here(run, skeleton)) as session:
-            session.store.seal()
+            session.seal()
             began, spent = time.perf_counter(), time.process_time()
             session.load(Initialiser(skeleton, 0))
             seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - spent

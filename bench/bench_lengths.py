@@ -97,7 +97,7 @@ def measure(
     phases.end("model")
     with Session(Setup.here(config, model), any_shape=any_shape) as session:
         phases.end("session")
-        session.store.seal()
+        session.seal()
         phases.end("memory of the tiers")
         fill(session)
         phases.end("weights")

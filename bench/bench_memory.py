@@ -175,7 +175,7 @@ def measured(case: Case, *, live: bool) -> dict[str, Any]:
     with Session(setup) as session:
         placed = session.placement
         row["arena_bytes"] = placed.state_bytes.get(Tier.GPU, 0) + placed.other_bytes.get(Tier.GPU, 0)
-        session.store.seal()
+        session.seal()
         fill(session)
         row["steps"] = []
         for step in (1, 2):

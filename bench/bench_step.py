@@ -165,7 +165,7 @@ def _run_steps(
         began: the time at which building the skeleton began.
         fills: gives the session its weights.
     """
-    session.store.seal()
+    session.seal()
     reserved = time.perf_counter() - began
     fills(session)
     filled = time.perf_counter() - began

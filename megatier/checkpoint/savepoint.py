@@ -158,7 +158,7 @@ class Savepoint:
                 raise SavepointError(str(self.path), reason, self.before)
 
             with _refusing(self.path, self.before):
-                session.store.seal()
+                session.seal()
 
     def restore(self, session: Session) -> None:
         """Fill the whole state of a run, and compare every byte that was kept with its checksum.

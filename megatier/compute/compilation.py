@@ -15,6 +15,7 @@ inputs alone, and its last projection is still not repeated. Attention's output 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,13 @@ EACH_SIZE = (
 """What a user should know of a loop whose sizes cannot be open."""
 COST = "It takes more time, and more memory where layers save a share of their activations"
 """What a user should know of code that runs uncompiled."""
+
+
+def import_compiler() -> None:
+    """Import what torch would import at the first compiled call. Nobody may compile before this is over."""
+    # What is missing the first compiled call says, which can do without.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ def _open(model: Given, config: RunConfig, short: ShortArguments) -> Streamed:
         # Whoever makes the batches pads them as they come.
         session = opened.enter_context(Session(setup, ranks=ranks, any_shape=True))
         # All memory and files are taken before the first weight is read, so that a want of them is found at once.
-        session.store.seal()
+        session.seal()
         session.load(reader)
 
         # From here on the handle closes what was opened.

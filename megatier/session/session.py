@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -11,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from megatier.compute.compilation import Compilation
+from megatier.compute.compilation import Compilation, import_compiler
 from megatier.compute.compile_clock import CLOCK
 from megatier.defaults import usual_defaults
 from megatier.drives.blockfile import IoOptions
@@ -43,6 +44,7 @@ from megatier.setup.workload import COMPUTE_DTYPES, Workload
 from megatier.store.store import TieredStore
 from megatier.tier import Kind, Tier
 from megatier.trace.events import COMPILER
+from megatier.workers import Workers
 
 
 class Session:
@@ -83,7 +85,7 @@ class Session:
     ) -> None:
         """Choose homes and slots, and open all parts.
 
-        Memory and files are reserved by `store.seal`, or by the first use of a block.
+        Memory and files are taken by `seal`, or by the first use of a block.
 
         Args:
             setup: the run.
@@ -155,6 +157,15 @@ class Session:
         """Stop the queues, free the memory, remove the block files. In a forked child this does nothing."""
         if self.owner.is_here:
             self._opened.close()
+
+    def seal(self, progress: Callable[[int], None] = lambda _: None) -> None:
+        """Take all memory and files, as `TieredStore.seal` does. What torch's compiler needs is imported meanwhile."""
+        # In another thread, since the memory is touched, locked and cleared without the interpreter.
+        with closing(Workers(1, "megatier-compiler")) as workers:
+            imported = workers.submit(import_compiler) if self.setup.compiles else None
+            self.store.seal(progress)
+            if imported is not None:
+                imported.result()
 
     def _open_optimizer(self, opened: ExitStack, setup: Setup) -> RunOptimizer:
         """Start the optimizer of what is trained, with its threads."""

@@ -278,7 +278,7 @@ def _open_session(
         remove_leftovers(directory.path / CHECKPOINT_FOLDER)
     describe_reserved(console, session)
     with WorkBar(console, "NVMe filled", None, lambda size: mib(round(size))) as work:
-        session.store.seal(work.advance)
+        session.seal(work.advance)
     return session, SharedText(ranks, text)
 
 

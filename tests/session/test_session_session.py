@@ -191,6 +191,26 @@ def spoil(session: Session, unit: str) -> None:
     gradients.__dict__["add"] = spoilt
 
 
+# ---------------------------------------------------------------------- opening
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_seal_imports_the_compiler_only_where_layers_are_compiled(
+    compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importing: list[str] = []
+    monkeypatch.setattr(
+        "megatier.session.session.import_compiler", lambda: importing.append(threading.current_thread().name)
+    )
+    model = ModelConfig(config={"model_type": "llama"}, compile=compiles, compute_dtype="fp32")
+    tiers = TiersConfig(device="cpu", gpu=16 << 20, ram=16 << 20)
+    config = sections(model, tiers, TrainConfig(), NumericsConfig(), 16)
+    with Session(Setup.here(config, build_skeleton(exactness_config("tied"), "sdpa"))) as session:
+        assert not importing
+        session.seal()
+    assert importing == ["megatier-compiler_0"] * compiles
+
+
 # ---------------------------------------------------------------------- closing
 
 
