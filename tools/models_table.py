@@ -31,7 +31,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "slices": ("test_families.test_family_slices_give_nearly_the_plain_gradients",),
     "documents apart": ("test_families.test_family_gradients_of_a_document_do_not_depend_on_the_one_before",),
     "experts in parts": (
-        "test_engine_experts.test_family_in_parts_has_the_loss_and_nearly_the_gradients_of_the_plain_model",
+        "test_engine_expert_parts.test_family_in_parts_has_the_loss_and_nearly_the_gradients_of_the_plain_model",
     ),
     "folder in and out": (
         "test_models_weights.test_export_family_is_what_transformers_loads_and_saves",
