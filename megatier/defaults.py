@@ -14,7 +14,7 @@ import torch
 
 @contextmanager
 def usual_defaults() -> Iterator[None]:
-    """Inside, tensors are made as in a fresh process: fp32, on the CPU, and not for inference alone.
+    """Make tensors as in a fresh process for a while: fp32, on the CPU, and not for inference alone.
 
     The user's own choices hold again outside. As a decorator it is around each call of a function.
     """

@@ -52,7 +52,7 @@ _seen: ContextVar[dict[Path, FileVersion | None] | None] = ContextVar("seen", de
 
 @contextlib.contextmanager
 def one_version() -> Iterator[None]:
-    """Inside, a file that was opened here is the same one whenever it is opened again, whoever does that.
+    """Check that a file which is opened here, and again later by whomever, is the same one each time.
 
     A file that is not there at first does not come. As a decorator it is around each call of a function.
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def patched(held: MutableMapping[str, object], /, **values: object) -> Iterator[None]:
-    """Inside, names have these values. Then they have their own again, or none if they had none.
+    """Give names these values for a while. Then they have their own again, or none if they had none.
 
     Args:
         held: what holds the names, such as the `vars` of a module.

@@ -156,7 +156,7 @@ def _of_classifier(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str
 
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, a skeleton's modules compute as in its base: as inside of PEFT's `disable_adapter`.
+    """Let a skeleton's modules compute as in its base for a while, as PEFT's `disable_adapter` does.
 
     PEFT's own also changes which parameters require a gradient, which the units of a skeleton have fixed.
     """

@@ -317,7 +317,7 @@ def check_made(model: PreTrainedModel, layers: nn.ModuleList, tied: frozenset[st
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, PEFT says nothing of what it mends by itself (GPT-2's transposed matrices), or what is refused here.
+    """Silence PEFT's remarks on what it mends by itself (GPT-2's transposed matrices), or what is refused here.
 
     Nor does it, before 0.21, of modules that own a parameter and are of a class that it does not know.
     """

@@ -124,7 +124,7 @@ class StreamedPeftModel(_AroundStreamed, PeftModel):  # type: ignore[misc]
         return model
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Inside, forwards are those of the base; use it under `torch.no_grad`."""
+        """Let forwards be those of the base for a while. Use it under `torch.no_grad`."""
         return without_adapters(self.get_base_model())
 
     def enable_input_require_grads(self) -> None:

@@ -58,7 +58,7 @@ def take_over(wrappers: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def adapted(wrappers: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the parameters that are bound have what their adapters add, unless these are switched off.
+    """Add to the bound parameters what their adapters add, for a while, unless these are switched off.
 
     A parameter and its sum have the same shape and dtype. The sum has a graph that ends at the adapter's matrices.
     """

@@ -69,7 +69,7 @@ def allowed_kernels() -> tuple[bool, ...]:
 
 @contextlib.contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Inside, attention does not choose cuDNN's kernel, if other fused ones may take its place.
+    """Keep attention from choosing cuDNN's kernel for a while, if other fused ones may take its place.
 
     cuDNN makes a plan for each size of a batch, in about 0.13 s, and never drops it: a loop whose batches all have
     other sizes would plan at each step, and its memory would grow.

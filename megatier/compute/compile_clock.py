@@ -39,7 +39,7 @@ class CompileClock:
 
     @contextmanager
     def pausing(self, wait: Wait) -> Iterator[None]:
-        """Inside, whatever waits is told of the compiler's work."""
+        """Tell whatever waits of the compiler's work, for a while."""
         self._waits.append(wait)
         try:
             yield

@@ -57,7 +57,7 @@ def seed_generators(number: int, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def drawing_from(number: int) -> Iterator[None]:
-    """Inside, torch draws on the CPU from a seed. No generator of the caller's is another afterwards."""
+    """Let torch draw on the CPU from a seed for a while. No generator of the caller's is another afterwards."""
     with torch.random.fork_rng(devices=[]):
         # Not `torch.manual_seed`: it also seeds the generators of all GPUs, which nothing gives back here.
         torch.default_generator.manual_seed(number)

@@ -271,7 +271,7 @@ class TiledModule:
 
     @contextlib.contextmanager
     def _bound(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, these tensors are the module's parameters."""
+        """Make these tensors the module's parameters for a while."""
         before = [part._parameters[leaf] for part, leaf in self._places]
         self._put(weights)
         try:
@@ -287,7 +287,7 @@ class TiledModule:
 
 @contextlib.contextmanager
 def running(tiled: Mapping[str, TiledModule]) -> Iterator[None]:
-    """Inside, operators look up these modules by their names. One thread computes at a time."""
+    """Let operators look up these modules by their names for a while. One thread computes at a time."""
     global _running
     before = _running
     _running = tiled
@@ -384,7 +384,7 @@ torch.library.custom_op(
 
 @contextlib.contextmanager
 def _outside_of_operators() -> Iterator[None]:
-    """Inside, in an operator, autograd works as it does outside of it."""
+    """Let autograd work in an operator as it does outside of it."""
     included = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(included, _SWITCHED_OFF):
         yield

@@ -216,7 +216,7 @@ class BoundModule:
 
     @contextlib.contextmanager
     def _bound(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, these tensors are the module's parameters."""
+        """Make these tensors the module's parameters for a while."""
         by_name = dict(zip((*self._slices, *self._lent), weights, strict=True))
         inside = [by_name[tensor.name] for _, _, tensor in self._places]
 

@@ -202,7 +202,7 @@ class Call:
 
     @contextlib.contextmanager
     def _weights(self) -> Iterator[list[Tensor]]:
-        """Inside, the unit's weights are there, for a forward without a backward."""
+        """Hold the unit's weights for a forward without a backward."""
         stage = self.node.stage
         use = stage.source.enter(self.node.unit, Phase.FORWARD, stage.gradients.group)
 

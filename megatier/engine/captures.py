@@ -23,7 +23,7 @@ def requested_keys() -> list[str]:
 
 @contextlib.contextmanager
 def capturing(keys: Iterable[str]) -> Iterator[dict[str, list[Tensor]]]:
-    """Inside, the hooks capture into a dictionary of our own, which is yielded, under these keys."""
+    """Let the hooks capture into a dictionary of our own for a while, which is yielded, under these keys."""
     caught: dict[str, list[Tensor]] = {key: [] for key in keys}
     token = collector.set(caught)
     try:
@@ -34,7 +34,7 @@ def capturing(keys: Iterable[str]) -> Iterator[dict[str, list[Tensor]]]:
 
 @contextlib.contextmanager
 def refusing_captures(module_name: str) -> Iterator[None]:
-    """Inside, a module runs on some tokens, or once more for its backward: nobody may take tensors out of it by hooks.
+    """Refuse hooks that take tensors out of a module while it runs on some tokens, or once more for its backward.
 
     Raises:
         UnsupportedModelError: Hugging Face's hooks have taken some.

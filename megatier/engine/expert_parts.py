@@ -52,7 +52,7 @@ class ExpertsNode(Node):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[tuple[int, int]]:
-        """Inside, the module has these experts only, and is told that others are elsewhere; yields their range."""
+        """Give the module these experts only, for a while, as if others were elsewhere; yields their range."""
         assert self.experts is not None
         start, stop = self.experts
         settings = {"num_experts": stop - start, "_is_expert_parallel": True}

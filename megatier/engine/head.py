@@ -159,7 +159,7 @@ def _is_cross_entropy(function: Callable[..., Tensor]) -> bool:
 
 @contextmanager
 def calling_for_loss(model: PreTrainedModel, function: Callable[..., Tensor]) -> Iterator[None]:
-    """Inside, the model's loss function is another. Then it is what it was, if nobody has changed it meanwhile."""
+    """Replace the model's loss function for a while. Then it is what it was, if nobody has changed it meanwhile."""
     # transformers has a property, which looks for the attribute with an underscore.
     names = ("_loss_function", "loss_function")
     before = {name: vars(model)[name] for name in names if name in vars(model)}
@@ -175,7 +175,7 @@ def calling_for_loss(model: PreTrainedModel, function: Callable[..., Tensor]) ->
 
 @contextmanager
 def without_softcap(model: PreTrainedModel) -> Iterator[float | None]:
-    """Inside, the config names no soft cap of logits; yields the one that it names."""
+    """Take the soft cap of logits out of the config for a while; yields the one that it names."""
     text = model.config.get_text_config()
     cap = getattr(text, CAP, None)
 

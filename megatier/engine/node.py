@@ -149,7 +149,7 @@ class Node(BoundModule):
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, copies of the weights lie in the module, for code that computes with them past its forward.
+        """Lend the module copies of its weights, for code that computes with them past its forward.
 
         They live until the backward, in addition to the slots.
         """

@@ -88,7 +88,7 @@ class UnitPlayer(Protocol):
         """Return the seconds that this rank computed, or waited for its own queues, since events were taken."""
 
     def waiting(self, cause: str) -> contextlib.AbstractContextManager[object]:
-        """Inside, compute waits for something that the player does not know, such as other ranks."""
+        """Count a wait of compute for something that the player does not know, such as other ranks."""
 
     def drain(self) -> None:
         """Finish every update and every write-back."""

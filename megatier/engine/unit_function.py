@@ -83,7 +83,7 @@ class _Rerun:
 
     @contextlib.contextmanager
     def around(self, node: BoundModule, *, is_again: bool) -> Iterator[None]:
-        """Inside, the forward runs and tells what need not run again; or it runs again without that."""
+        """Surround a forward that notes what need not run again, or one that runs again without that."""
         with contextlib.ExitStack() as stack:
             parts = [part for part in (self.kept, self.last) if part is not None]
             for part in parts:

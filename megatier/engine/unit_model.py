@@ -242,7 +242,7 @@ class UnitModel:
 
     @contextmanager
     def in_eval_mode(self) -> Iterator[None]:
-        """Inside, no module trains. Then each is in its own mode again, which may be another than the model's."""
+        """Set all modules to evaluate for a while. Then each has its own mode again, maybe another than the model's."""
         modes = [(module, module.training) for module in self.skeleton.modules()]
         self.skeleton.eval()
 
@@ -310,7 +310,7 @@ class UnitModel:
 
     @contextmanager
     def trying_tiles(self, crew: Ranks | Alone) -> Iterator[None]:
-        """Inside, run one forward without gradients: each module in tiles of tokens finds out whether it can be.
+        """Surround one forward without gradients, in which each module finds out whether it can run in tiles of tokens.
 
         Those that cannot run whole from then on, and a warning names them.
 
@@ -410,7 +410,7 @@ def num_counted(batch: Batch) -> int:
 
 @contextmanager
 def _answering(answer: Callable[[Tensor], Tensor | None], masks: BlockMasks) -> Iterator[list[Tensor]]:
-    """Inside, answer for Hugging Face whether position ids restart within a row; yields those that it asked about.
+    """Answer Hugging Face for a while whether position ids restart within a row; yields those that it asks about.
 
     Hugging Face would read them from the device. The host would wait for that, and for all work and copies that are
     queued before. Masks by blocks are made by `masks`.

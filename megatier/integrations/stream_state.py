@@ -174,7 +174,7 @@ class StreamedState(ABC):
         self._session.player.take_events()
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Inside, forwards are those of the base without its adapters. Use it under `torch.no_grad`."""
+        """Let forwards be those of the base without its adapters for a while. Use it under `torch.no_grad`."""
         return without_adapters(self.model)
 
     def all_of(self, value: T) -> list[T]:

@@ -40,7 +40,7 @@ DRAWING = frozenset({"kaiming_uniform_", "normal_", "uniform_"})
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, modules are built with parameters on meta, and with everything else that they compute on the CPU.
+    """Build modules with parameters on meta for a while, and with everything else that they compute on the CPU.
 
     Random values are always the same, and the random state outside is left alone.
     """

@@ -157,7 +157,7 @@ class Law:
 
 
 class Noting(TorchDispatchMode):
-    """Inside, operations on parameters that have a law are noted in it."""
+    """Notes operations on parameters that have a law, while it is the mode."""
 
     def __init__(self, laws: Iterable[Law]) -> None:
         """Take the laws."""

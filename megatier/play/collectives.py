@@ -336,7 +336,7 @@ class Collectives:
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """Inside, the queue is at one collective. If it fails, none after it begins: ranks would be at different ones.
+        """Surround one collective. If it fails, none after it begins: ranks would be at different ones.
 
         Raises:
             Exception: why one before it failed.

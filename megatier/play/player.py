@@ -173,7 +173,7 @@ class Player:
         return self.recorder.own_seconds()
 
     def waiting(self, cause: str) -> AbstractContextManager[object]:
-        """Inside, the thread that computes waits for something that is no queue of this player, such as other ranks."""
+        """Note a wait of the thread that computes for what is no queue of this player, such as other ranks."""
         return self.recorder.waiting(cause)
 
     # ------------------------------------------------------------------ passes
@@ -364,7 +364,7 @@ class Player:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, all state is overwritten, and it is at home after that. This mends torn state.
+        """Surround what overwrites all state, which is at home after that. This mends torn state.
 
         Whatever ends it early leaves torn state. So what can be refused is refused before.
         """

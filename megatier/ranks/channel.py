@@ -102,7 +102,7 @@ class Channel:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What all ranks do inside fails on all of them if it fails on one, with the error of the first that failed.
+        """Surround what all ranks do: if it fails on one, it fails on all, with the error of the first that failed.
 
         Nothing inside may wait for a rank that has failed there.
         """
@@ -120,7 +120,7 @@ class Channel:
 
     @contextlib.contextmanager
     def talking(self) -> Iterator[None]:
-        """Inside, ranks wait for each other, so an error of one ends the run on all."""
+        """Surround a wait of ranks for each other: an error of one ends the run on all."""
         try:
             yield
         except Exception as error:

@@ -255,7 +255,7 @@ class _Giving:
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
-        """Inside, compute on the stream of the pass, without gradients.
+        """Compute on the stream of the pass for a while, without gradients.
 
         Inference mode is left, as for an evaluation: views of homes stay cached.
         """
