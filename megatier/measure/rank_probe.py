@@ -21,7 +21,7 @@ from megatier.measure.link_probe import MATMUL_SIZE
 from megatier.measure.link_traffic import alone, repeats_per_s, square_product
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.rates import Rates
-from megatier.schedule.sizes import bay_bytes
+from megatier.schedule.sizes import shared_buffer_bytes
 from megatier.store.queue import Queue
 from megatier.store.stream_clock import StreamClock
 from megatier.store.transfer import Transfer
@@ -113,12 +113,12 @@ def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = 
 
     # What other ranks read lies in the memory that they may read by copy engines.
     num_bytes = (1 + ranks.size) * own_bytes
-    bay = bay_bytes(ram_available_bytes() // ranks.local_size)
+    buffer = shared_buffer_bytes(ram_available_bytes() // ranks.local_size)
     if device == "cuda":
-        memory = ranks.allocate_gpu_tier(num_bytes, bay, prefers=prefers)
+        memory = ranks.allocate_gpu_tier(num_bytes, buffer, prefers=prefers)
     else:
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
-        ranks.share_ram(bay)
+        ranks.share_ram(buffer)
     own, whole = memory[:own_bytes], memory[own_bytes:]
     received = torch.empty_like(whole)
     gather = partial(ranks.gather, whole, own)

@@ -5,8 +5,8 @@ the process of the first rank. A thread of each rank looks there once a second:
 
 - A rank that fails posts its cause before it closes anything. The first post is the one that all ranks name.
 - A rank that ends without a word is posted by the others of its machine, which the system tells at once.
-- A rank whose beat stands still is posted by whoever has looked often enough. Time is counted in looks: ranks that a
-  person stops and wakes together notice nothing.
+- A rank whose heartbeat stands still is posted by whoever has looked often enough. Time is counted in looks: ranks that
+  a person stops and wakes together notice nothing.
 
 Only that thread uses the store. A server whose machine has stopped never answers, and the thread does not come back
 then. Whoever waits for another rank calls `check` meanwhile, which notices this as well.
@@ -32,7 +32,7 @@ from megatier.owner import Owner
 LOOK_S = 1.0
 """Seconds between two looks."""
 SILENT_LOOKS = 60
-"""A rank is silent if its beat stands still for so many looks. Python code of a library may hold up its thread."""
+"""A rank is silent if its heartbeat stands still for so many looks. Python code of a library may hold up its thread."""
 BROKEN_LOOKS = 4
 """The same, once a connection has broken."""
 ANSWER_S = 10.0
@@ -133,9 +133,9 @@ class Peers:
         self._num_looks = 0
         self._num_ended = 0
         """How many looks have ended. Its thread alone writes it."""
-        self._beats = [b""] * len(members)
+        self._heartbeats = [b""] * len(members)
         self._num_still = [0] * len(members)
-        """For how many looks each beat has stood still."""
+        """For how many looks each heartbeat has stood still."""
 
         self._wake = os.eventfd(0)
         self._poll = select.poll()
@@ -147,8 +147,8 @@ class Peers:
             if number != rank and member.machine == members[rank].machine:
                 self._watch(number, member.process)
 
-        # Every rank has a beat before anybody looks.
-        store.set(f"beat {rank}", "0")
+        # Every rank has a heartbeat before anybody looks.
+        store.set(f"heartbeat {rank}", "0")
         self._thread = threading.Thread(target=self._run, name="megatier-peers", daemon=True)
         self._thread.start()
 
@@ -293,12 +293,12 @@ class Peers:
 
         # A number that changes, and no time: clocks of two machines differ.
         self._num_looks += 1
-        own_beat = LEFT if self._is_leaving else str(self._num_looks)
-        self._store.set(f"beat {self._rank}", own_beat)
+        own_heartbeat = LEFT if self._is_leaving else str(self._num_looks)
+        self._store.set(f"heartbeat {self._rank}", own_heartbeat)
 
-        keys = [f"beat {rank}" for rank in range(len(self._members))]
-        for rank, beat in enumerate(self._store.multi_get(keys)):
-            self._see(rank, beat)
+        keys = [f"heartbeat {rank}" for rank in range(len(self._members))]
+        for rank, heartbeat in enumerate(self._store.multi_get(keys)):
+            self._see(rank, heartbeat)
 
         if self._store.check([FIRST]):
             posted = self._store.get(FIRST)
@@ -306,15 +306,15 @@ class Peers:
             self._note((rank, cause))
         self._num_ended += 1
 
-    def _see(self, rank: int, beat: bytes) -> None:
-        """Compare a rank's beat with that of the last look, and post that it died or is silent."""
-        is_still = beat == self._beats[rank]
+    def _see(self, rank: int, heartbeat: bytes) -> None:
+        """Compare a rank's heartbeat with that of the last look, and post that it died or is silent."""
+        is_still = heartbeat == self._heartbeats[rank]
         num_still = self._num_still[rank] + 1 if is_still else 0
         self._num_still[rank] = num_still
-        self._beats[rank] = beat
+        self._heartbeats[rank] = heartbeat
 
         # A rank that has left ends its process without failing.
-        if beat == LEFT.encode() or rank == self._rank:
+        if heartbeat == LEFT.encode() or rank == self._rank:
             return
         patience = BROKEN_LOOKS if self._has_broken else SILENT_LOOKS
         if rank in self._dead:

@@ -87,14 +87,14 @@ class Ranks(Channel):
 
     # ------------------------------------------------------------------ data
 
-    def allocate_gpu_tier(self, num_bytes: int, bay_bytes: int, *, prefers: Way | None = None) -> torch.Tensor:
+    def allocate_gpu_tier(self, num_bytes: int, buffer_bytes: int, *, prefers: Way | None = None) -> torch.Tensor:
         """Allocate the GPU tier, so that the other GPUs of the host can read it by copy engines, if they can at all.
 
         Every rank has to call it, for as many bytes. What is gathered and scattered from now on has to lie in it.
 
         Args:
             num_bytes: of the GPU tier.
-            bay_bytes: see `share_ram`.
+            buffer_bytes: see `share_ram`.
             prefers: see `share_ram`.
 
         Returns:
@@ -113,16 +113,16 @@ class Ranks(Channel):
             memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
 
         if reason is not None:
-            self.share_ram(bay_bytes, prefers=prefers, why=reason)
+            self.share_ram(buffer_bytes, prefers=prefers, why=reason)
         return memory
 
-    def share_ram(self, bay_bytes: int, *, prefers: Way | None = None, why: str = "") -> None:
+    def share_ram(self, buffer_bytes: int, *, prefers: Way | None = None, why: str = "") -> None:
         """Let weights and gradients go through RAM that the ranks of the host share, if they can share any.
 
         Every rank has to call it.
 
         Args:
-            bay_bytes: the size of a bay; the least of all ranks counts.
+            buffer_bytes: the size of a buffer; the least of all ranks counts.
             prefers: the way that was faster where it was measured; None: nobody did.
             why: why they do not go between GPUs.
         """
@@ -136,7 +136,7 @@ class Ranks(Channel):
         reason = self._first_of(reason)
         if reason is None:
             device = "cuda" if self._is_nccl else "cpu"
-            least_bytes = min(self.gather_objects(bay_bytes))
+            least_bytes = min(self.gather_objects(buffer_bytes))
             try:
                 self._carrier = open_shared_ram(self, least_bytes, self._check_data, device=device)
                 self.way = Way.RAM

@@ -1,12 +1,12 @@
 """Brings weights and gradients between ranks of one host through RAM that all of them have mapped.
 
-Each rank has bays in it, of which it alone writes. A gather or scatter goes in rounds, as far as a bay takes:
+Each rank has buffers in it, of which it alone writes. A gather or scatter goes in rounds, as far as a buffer takes:
 
-1. A rank copies a run of its bytes to a bay, and writes the round's number as `ready` for each other rank.
-2. It waits for the same of each other rank, and copies from that rank's bay what it needs.
-3. It writes the number as `done` for that rank, which writes over the bay only after that.
+1. A rank copies a run of its bytes to a buffer, and writes the round's number as `ready` for each other rank.
+2. It waits for the same of each other rank, and copies from that rank's buffer what it needs.
+3. It writes the number as `done` for that rank, which writes over the buffer only after that.
 
-There are `SHARED_STAGES` bays for each rank, so one round is written while the one before is read. GPUs copy by
+There are `SHARED_STAGES` buffers for each rank, so one round is written while the one before is read. GPUs copy by
 their copy engines, each over its own link, and take nothing from compute; the memory is page-locked for them. Whole
 weights come into a GPU once: the rank's own shard by the queue that brings all weights, and those of the others from
 here. On CPUs the hosts copy.
@@ -59,7 +59,7 @@ class SharedRam:
 
         Args:
             rank: this rank.
-            stages: uint8 [SHARED_STAGES, size, n]: a bay for each stage and rank.
+            stages: uint8 [SHARED_STAGES, size, n]: a buffer for each stage and rank.
             signs: the numbers.
             lock: if bytes come from a GPU and go to it, what page-locks `stages` until `close`.
         """
@@ -77,7 +77,7 @@ class SharedRam:
         self._reads: deque[torch.cuda.Event] = deque()
         """The ends of the rounds that were asked of the GPU last."""
 
-        # Each rank begins with the one after it, so not all read from the same bay at the same time.
+        # Each rank begins with the one after it, so not all read from the same buffer at the same time.
         self._others = [(rank + distance) % self._size for distance in range(1, self._size)]
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
@@ -125,9 +125,9 @@ class SharedRam:
         self._signs.meet(self._collective, 0)
         target[self._rank].copy_(own, non_blocking=True)
 
-        # A bay holds a run for each tensor that is sent.
-        bay_bytes = self._stages.shape[2]
-        run_bytes = bay_bytes // len(sent) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        # A buffer holds a run for each tensor that is sent.
+        buffer_bytes = self._stages.shape[2]
+        run_bytes = buffer_bytes // len(sent) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         starts = range(0, target.shape[1], run_bytes)
         spans = [slice(start, start + run_bytes) for start in starts]
         first = self._rank * run_bytes if len(sent) > 1 else 0
@@ -152,39 +152,39 @@ class SharedRam:
             torch.cuda.current_stream().wait_stream(self._writes)
 
     def _put(self, number: int, run_bytes: int, runs: Sequence[torch.Tensor]) -> None:
-        """Write the runs of a round to this rank's bay, once all others have read what was in it."""
-        bay = self._stages[number % SHARED_STAGES, self._rank]
-        last_of_bay = max(0, number - SHARED_STAGES)
+        """Write the runs of a round to this rank's buffer, once all others have read what was in it."""
+        buffer = self._stages[number % SHARED_STAGES, self._rank]
+        last_of_buffer = max(0, number - SHARED_STAGES)
 
         # Not `torch.cuda.stream(None)`, which looks for a GPU.
         stream = contextlib.nullcontext() if self._writes is None else torch.cuda.stream(self._writes)
         with stream:
             for peer in self._others:
-                self._signs.wait(peer, Sign.DONE, last_of_bay)
+                self._signs.wait(peer, Sign.DONE, last_of_buffer)
 
             for place, run in enumerate(runs):
                 is_for_others = len(runs) == 1 or place != self._rank
                 if is_for_others:
                     first = place * run_bytes
                     stop = first + run.numel()
-                    bay[first:stop].copy_(run, non_blocking=True)
+                    buffer[first:stop].copy_(run, non_blocking=True)
 
             for peer in self._others:
                 self._signs.write(peer, Sign.READY, number)
 
     def _take(self, number: int, first: int, target: torch.Tensor) -> None:
-        """Read the run of a round of each other rank, from byte `first` of its bay on."""
+        """Read the run of a round of each other rank, from byte `first` of its buffer on."""
         # The GPU is asked for few rounds at a time: copies of other queues pass between, and there is no long row of
         # work that has to wait for another rank.
         if len(self._reads) == SHARED_STAGES:
             oldest = self._reads.popleft()
             oldest.synchronize()
 
-        bays = self._stages[number % SHARED_STAGES]
+        buffers = self._stages[number % SHARED_STAGES]
         end = first + target.shape[1]
         for peer in self._others:
             self._signs.wait(peer, Sign.READY, number)
-            target[peer].copy_(bays[peer, first:end], non_blocking=True)
+            target[peer].copy_(buffers[peer, first:end], non_blocking=True)
             self._signs.write(peer, Sign.DONE, number)
 
         if self._writes is not None:
@@ -201,12 +201,12 @@ def unshared(*, is_on_gpu: bool) -> str | None:
     return None
 
 
-def open_shared_ram(channel: Channel, bay_bytes: int, check: Check, *, device: str) -> SharedRam:
+def open_shared_ram(channel: Channel, buffer_bytes: int, check: Check, *, device: str) -> SharedRam:
     """Share RAM with the other ranks, which have to be of one host. Every rank has to call it.
 
     Args:
         channel: by which the ranks find each other.
-        bay_bytes: the size of a bay, the same for all ranks: whole pages.
+        buffer_bytes: the size of a buffer, the same for all ranks: whole pages.
         check: raises if a rank has failed; see `Peers.check`.
         device: "cuda" or "cpu", from which bytes come and to which they go.
 
@@ -216,7 +216,7 @@ def open_shared_ram(channel: Channel, bay_bytes: int, check: Check, *, device: s
     """
     size = channel.size
     board_bytes = round_up(Board.num_bytes(size))
-    memory = share_memory(channel, board_bytes + SHARED_STAGES * size * bay_bytes)
+    memory = share_memory(channel, board_bytes + SHARED_STAGES * size * buffer_bytes)
     board = Board(memory, channel.rank, size)
     stages = _stages(memory, board_bytes, size)
     if device == "cpu":
@@ -227,8 +227,8 @@ def open_shared_ram(channel: Channel, bay_bytes: int, check: Check, *, device: s
             signs = StreamSigns(board, check)
             opened.callback(signs.close)
 
-            # Counted from the first bay: bays are powers of two, so none of them, and no copy, crosses the end of a
-            # piece.
+            # Counted from the first buffer: buffers are powers of two, so none of them, and no copy, crosses the end of
+            # a piece.
             lock = PageLock(stages.data_ptr(), cut_at_addresses(0, stages.nbytes, LOCKED_BYTES))
             opened.callback(lock.close)
             shared = SharedRam(channel.rank, stages, signs, lock)
@@ -250,7 +250,7 @@ def open_shared_ram(channel: Channel, bay_bytes: int, check: Check, *, device: s
 
 
 def _stages(memory: mmap.mmap, first: int, size: int) -> torch.Tensor:
-    """Return the bays of all ranks: uint8 [SHARED_STAGES, size, n]."""
+    """Return the buffers of all ranks: uint8 [SHARED_STAGES, size, n]."""
     # np.frombuffer holds the mapping, so that it outlives every view.
     stages = np.frombuffer(memory, dtype=np.uint8, offset=first)
     return torch.from_numpy(stages).view(SHARED_STAGES, size, -1)

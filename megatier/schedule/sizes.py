@@ -10,10 +10,10 @@ from megatier.schedule.rates import World
 from megatier.state import ADAMW_BF16, StateSchema
 from megatier.tier import SHARED_STAGES, Kind, Tier, round_up
 
-BAY_SHARE = 256
-BAY_BYTES_MIN = 256 << 10
-BAY_BYTES_MAX = 16 << 20
-"""A bay of shared RAM is a power of two: at most this part of a rank's RAM, at least the one figure, and at most the
+SHARED_BUFFER_SHARE = 256
+SHARED_BUFFER_BYTES_MIN = 256 << 10
+SHARED_BUFFER_BYTES_MAX = 16 << 20
+"""A buffer of shared RAM is a power of two: at most this part of a rank's RAM, at least the one figure, and at most the
 other. Larger ones would not be faster."""
 
 
@@ -33,8 +33,8 @@ class Budgets:
         nvme = self.nvme // world.host_ranks
         shared = 0
         if shares_ram(world.ranks, world.host_ranks):
-            bays = SHARED_STAGES * bay_bytes(ram)
-            shared = min(ram, bays)
+            buffers = SHARED_STAGES * shared_buffer_bytes(ram)
+            shared = min(ram, buffers)
         return Budgets(self.gpu, ram - shared, nvme, shared)
 
     @classmethod
@@ -49,10 +49,10 @@ def shares_ram(ranks: int, host_ranks: int) -> bool:
     return 1 < ranks == host_ranks
 
 
-def bay_bytes(ram: int) -> int:
-    """Return the bytes of a bay of shared RAM, for a rank with such a part of a host's RAM."""
-    # A power of two, so that no bay crosses the end of what one call page-locks (`ranks.shared_ram`).
-    largest = max(BAY_BYTES_MIN, min(BAY_BYTES_MAX, ram // BAY_SHARE))
+def shared_buffer_bytes(ram: int) -> int:
+    """Return the bytes of a buffer of shared RAM, for a rank with such a part of a host's RAM."""
+    # A power of two, so that no buffer crosses the end of what one call page-locks (`ranks.shared_ram`).
+    largest = max(SHARED_BUFFER_BYTES_MIN, min(SHARED_BUFFER_BYTES_MAX, ram // SHARED_BUFFER_SHARE))
     return 1 << largest.bit_length() - 1
 
 
@@ -138,12 +138,12 @@ def host_ram(ram: int, policy: Policy) -> int:
     if not shares_ram(policy.ranks, policy.host_ranks):
         return ram * policy.host_ranks
 
-    # A larger part of the host has larger bays, so the first one that is large enough is the least.
-    bay = BAY_BYTES_MIN
-    while bay_bytes(ram + SHARED_STAGES * bay) > bay:
-        bay *= 2
-    # Bays are taken from what a rank has, so the host needs them in addition to what ranks use for themselves.
-    rank_ram = ram + SHARED_STAGES * bay
+    # A larger part of the host has larger buffers, so the first one that is large enough is the least.
+    buffer = SHARED_BUFFER_BYTES_MIN
+    while shared_buffer_bytes(ram + SHARED_STAGES * buffer) > buffer:
+        buffer *= 2
+    # Buffers are taken from what a rank has, so the host needs them in addition to what ranks use for themselves.
+    rank_ram = ram + SHARED_STAGES * buffer
     return rank_ram * policy.host_ranks
 
 

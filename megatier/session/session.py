@@ -34,7 +34,7 @@ from megatier.play.unit_blocks import block_key
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.placement import Placement, all_short, place
-from megatier.schedule.sizes import Budgets, bay_bytes
+from megatier.schedule.sizes import Budgets, shared_buffer_bytes
 from megatier.session.filling import Filling, Progress, Sources
 from megatier.session.kept_code import keep_code
 from megatier.session.rank_shards import Read, WholeMasters, reading_masters, shards_of
@@ -330,11 +330,11 @@ def _open_store(
         # Other ranks may read this memory, so the ranks allocate it together. They drop it after the store has closed,
         # since this is on the stack before the store.
         opened.callback(ranks.drop_memory)
-        bay = bay_bytes(setup.budgets.ram // local_size)
+        buffer = shared_buffer_bytes(setup.budgets.ram // local_size)
         if machine.device.type == "cuda":
-            allocate = partial(ranks.allocate_gpu_tier, bay_bytes=bay, prefers=machine.rates.ranks_way)
+            allocate = partial(ranks.allocate_gpu_tier, buffer_bytes=buffer, prefers=machine.rates.ranks_way)
         else:
-            ranks.share_ram(bay)
+            ranks.share_ram(buffer)
     device = str(machine.device)
     store = TieredStore.open(
         gpu=own.gpu, ram=own.ram, nvme=nvme, device=device, run_id=run_id, options=options, allocate=allocate

@@ -116,14 +116,14 @@ def test_rank_of_another_machine_that_falls_silent_is_named(
     watch: Watch, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "SILENT_LOOKS", 20)
-    shelf.set("beat 1", "7")
+    shelf.set("heartbeat 1", "7")
     began = time.monotonic()
     assert fields(eventually(watch(0, Member.here(), AWAY).failed)) == (1, "far", SILENT)
     assert time.monotonic() - began >= 20 * peers.LOOK_S
 
 
 def test_rank_whose_connection_broke_is_named_sooner(watch: Watch, shelf: Shelf) -> None:
-    shelf.set("beat 1", "7")
+    shelf.set("heartbeat 1", "7")
     assert fields(watch(0, Member.here(), AWAY).explain(RuntimeError("Connection reset"))) == (1, "far", SILENT)
 
 
@@ -139,16 +139,16 @@ def test_broken_connection_of_ranks_that_live_names_the_rank_that_saw_it(
 
 def test_rank_that_has_left_may_be_silent(watch: Watch, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "SILENT_LOOKS", 2)
-    shelf.set("beat 1", peers.LEFT)
+    shelf.set("heartbeat 1", peers.LEFT)
     watcher = watch(0, Member.here(), AWAY)
-    eventually(lambda: int(shelf.get("beat 0")) > 10 or None)
+    eventually(lambda: int(shelf.get("heartbeat 0")) > 10 or None)
     watcher.check()
 
 
 def test_store_that_is_gone_is_named_unless_this_rank_is_leaving(watch: Watch, shelf: Shelf) -> None:
     watcher, leaving = watch(0), watch(1)
     leaving.leave()
-    eventually(lambda: shelf.get("beat 1") == b"left" or None)
+    eventually(lambda: shelf.get("heartbeat 1") == b"left" or None)
     shelf.error = RuntimeError("Broken pipe")
     assert fields(eventually(watcher.failed)) == (0, Member.here().host, NO_STORE)
     assert leaving._looked.wait(SOON_S)

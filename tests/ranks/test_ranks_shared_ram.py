@@ -1,4 +1,4 @@
-"""Shared RAM: what ranks bring each other through it, in runs that fit a bay or do not, and how waits end."""
+"""Shared RAM: what ranks bring each other through it, in runs that fit a buffer or do not, and how waits end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatier.tier import PAGE_BYTES, SHARED_STAGES, Way
 
 ROUNDS = 12
 SIZES = (64, PAGE_BYTES, PAGE_BYTES + 64, 5 * PAGE_BYTES + 192)
-"""Bytes of a shard: parts of a bay, a bay, and several."""
+"""Bytes of a shard: parts of a buffer, a buffer, and several."""
 
 
 def content(rank: int, number: int, num_bytes: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ def move(ranks: Ranks, number: int, size: int) -> bool:
 
 
 def move_in_turn() -> tuple[str, list[bool], int]:
-    """Gather and scatter with delays, by bays of a page."""
+    """Gather and scatter with delays, by buffers of a page."""
     with joined("cpu") as ranks:
         assert ranks is not None
         ranks.share_ram(PAGE_BYTES)
@@ -58,7 +58,7 @@ def move_in_turn() -> tuple[str, list[bool], int]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_shared_ram_with_delays_brings_each_piece_and_leaves_bays_until_all_have_read(size: int) -> None:
+def test_shared_ram_with_delays_brings_each_piece_and_leaves_buffers_until_all_have_read(size: int) -> None:
     moved = (size - 1) * sum(SIZES[number % len(SIZES)] for number in range(ROUNDS))
     assert POOL.run(move_in_turn, size) == [("shared RAM", [True] * ROUNDS, moved)] * size
 
@@ -165,14 +165,14 @@ class FakeEvents:
 
 
 class FakeLock:
-    """Notes how many pieces are locked, of which none may end within a bay."""
+    """Notes how many pieces are locked, of which none may end within a buffer."""
 
     def __init__(self, locks: list[str], address: int, pieces: Iterable[tuple[int, int]]) -> None:
         found = list(pieces)
         assert all(stop % PAGE_BYTES == 0 for _, stop in found)
         assert max(stop - start for start, stop in found) <= 2 * PAGE_BYTES
         self.locks = locks
-        locks.append(f"lock of {found[-1][1] // PAGE_BYTES} bays in {len(found)}")
+        locks.append(f"lock of {found[-1][1] // PAGE_BYTES} buffers in {len(found)}")
 
     def close(self) -> None:
         self.locks.append("unlock")
@@ -205,29 +205,34 @@ def move_by_streams(refused: str) -> tuple[str, list[bool], int, list[str]]:
 
 
 def test_gpus_are_asked_for_few_rounds_at_a_time() -> None:
-    lock = f"lock of {3 * SHARED_STAGES} bays in {-(-3 * SHARED_STAGES // 2)}"
+    lock = f"lock of {3 * SHARED_STAGES} buffers in {-(-3 * SHARED_STAGES // 2)}"
     expected = "", [True] * ROUNDS, SHARED_STAGES, [lock, "unlock"]
     assert POOL.run(move_by_streams, 3, "nothing") == [expected] * 3
 
 
 def test_trial_that_fails_on_one_gpu_gives_memory_back_on_all() -> None:
     for found in POOL.run(move_by_streams, 2, "trial"):
-        assert found == ("no memory to map", [], 0, [f"lock of {2 * SHARED_STAGES} bays in {SHARED_STAGES}", "unlock"])
+        assert found == (
+            "no memory to map",
+            [],
+            0,
+            [f"lock of {2 * SHARED_STAGES} buffers in {SHARED_STAGES}", "unlock"],
+        )
 
 
 def test_lock_that_one_gpu_is_refused_gives_memory_back_on_all() -> None:
     (said, _, _, locks), (refused, _, _, none) = POOL.run(move_by_streams, 2, "lock")
     assert said == refused == "no memory to map"
-    assert locks == [f"lock of {2 * SHARED_STAGES} bays in {SHARED_STAGES}", "unlock"]
+    assert locks == [f"lock of {2 * SHARED_STAGES} buffers in {SHARED_STAGES}", "unlock"]
     assert none == []
 
 
-def move_between_gpus(bay_bytes: int) -> tuple[str, list[bool]]:
-    """Gather and scatter between GPUs through shared RAM, as often as bays are used again and again."""
+def move_between_gpus(buffer_bytes: int) -> tuple[str, list[bool]]:
+    """Gather and scatter between GPUs through shared RAM, as often as buffers are used again and again."""
     with joined("cuda") as ranks, pytest.MonkeyPatch.context() as patch:
         assert ranks is not None
         patch.setenv("NCCL_P2P_DISABLE", "1")
-        memory = ranks.allocate_gpu_tier(1 << 20, bay_bytes)
+        memory = ranks.allocate_gpu_tier(1 << 20, buffer_bytes)
         found = []
         for number in range(ROUNDS):
             size = 16 * SIZES[number % len(SIZES)]
@@ -246,6 +251,6 @@ def move_between_gpus(bay_bytes: int) -> tuple[str, list[bool]]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("bay_bytes", [PAGE_BYTES, 1 << 20])
-def test_gpus_bring_each_other_right_bytes_through_shared_ram(bay_bytes: int) -> None:
-    assert POOL.run(move_between_gpus, 2, bay_bytes) == [(Way.RAM, [True] * ROUNDS)] * 2
+@pytest.mark.parametrize("buffer_bytes", [PAGE_BYTES, 1 << 20])
+def test_gpus_bring_each_other_right_bytes_through_shared_ram(buffer_bytes: int) -> None:
+    assert POOL.run(move_between_gpus, 2, buffer_bytes) == [(Way.RAM, [True] * ROUNDS)] * 2

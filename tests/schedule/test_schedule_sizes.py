@@ -7,18 +7,18 @@ import random
 import pytest
 
 from megatier.schedule.rates import World
-from megatier.schedule.sizes import Budgets, Policy, bay_bytes, host_ram
+from megatier.schedule.sizes import Budgets, Policy, host_ram, shared_buffer_bytes
 from megatier.tier import SHARED_STAGES
 
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("part", "bay"),
+    ("part", "buffer"),
     [(1 * MIB, MIB // 4), (64 * MIB, MIB // 4), (200 * MIB, MIB // 2), (256 * MIB, MIB), (1 << 40, 16 * MIB)],
 )
-def test_bay_of_shared_ram_is_a_small_part_within_bounds(part: int, bay: int) -> None:
-    assert bay_bytes(part) == bay
+def test_buffer_of_shared_ram_is_a_small_part_within_bounds(part: int, buffer: int) -> None:
+    assert shared_buffer_bytes(part) == buffer
 
 
 def test_budgets_of_ranks_leave_out_what_ranks_of_one_host_share() -> None:
