@@ -89,7 +89,7 @@ def _check_regular(path: Path, found: os.stat_result) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileVersion:
-    """What tells a file from the one that takes its place, and from itself after somebody wrote it."""
+    """The identity of a file: another one in its place has another, and so has a file that was written."""
 
     device: int
     inode: int

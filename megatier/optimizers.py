@@ -26,7 +26,7 @@ def in_words(names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerKind:
-    """What is particular to an optimizer."""
+    """The properties of an optimizer."""
 
     schemas: Mapping[tuple[str, str], StateSchema]
     """The state of a parameter, by the dtype that computes and by that of AdamW's moments."""

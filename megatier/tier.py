@@ -96,7 +96,7 @@ QUEUES = ("nvme_to_ram", "nvme_to_gpu", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme
 
 
 class Way(StrEnum):
-    """What moves weights and gradients between ranks."""
+    """The way on which weights and gradients move between ranks."""
 
     COPIES = "copy engines"
     """Copies from the memory of other GPUs."""

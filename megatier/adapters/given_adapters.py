@@ -126,7 +126,7 @@ def _settings_of(config: Any) -> dict[str, Any]:  # noqa: ANN401 - PEFT's
 
 
 def _text_of(value: Any) -> Any:  # noqa: ANN401 - PEFT's
-    """Return what a setting is in a file: PEFT's objects have members of enums for what is text there."""
+    """Return a setting as files have it: PEFT's objects have members of enums where files have text."""
     return getattr(value, "value", value)
 
 

@@ -176,7 +176,7 @@ def _targets(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
 
 
 def _as_asked(wanted: Sequence[str], named: Callable[[str], Sequence[str]]) -> list[str]:
-    """Return what is asked for as PEFT takes it: patterns become the names that they stand for."""
+    """Return the wanted modules as PEFT takes them: patterns become the names that they stand for."""
     names: dict[str, None] = {}
     for asked in wanted:
         # Asked also for a name, which has to name something.

@@ -28,7 +28,7 @@ KIND = "STREAMED"
 
 
 class _AroundStreamed:
-    """What both of PEFT's models around a streamed one have: they are where it is, and have its gradients."""
+    """The common part of PEFT's models around a streamed one: they are where it is, and have its gradients."""
 
     get_base_model: Callable[[], PreTrainedModel]
 

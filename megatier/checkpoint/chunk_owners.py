@@ -35,7 +35,7 @@ class Piece:
 
 
 class ChunkOwners:
-    """Which rank writes which chunk of every array, as one of the ranks sees it."""
+    """The ranks that write the chunks of every array, as one of the ranks sees them."""
 
     def __init__(self, whole_units: Sequence[Unit], rank: int, size: int) -> None:
         """Look at what every rank has of every parameter.
@@ -61,7 +61,7 @@ class ChunkOwners:
             runs.sort()
 
     def sent(self, unit: str, array: str) -> list[list[Piece]]:
-        """Return what this rank sends to each rank of its shard of a unit.
+        """Return the pieces of its shard of a unit that this rank sends to each rank.
 
         Args:
             unit: name of the unit.
@@ -72,7 +72,7 @@ class ChunkOwners:
         return [[piece for piece in found if piece.owner == rank] for rank in range(self._size)]
 
     def received(self, unit: str, array: str) -> list[list[Piece]]:
-        """Return what comes from each rank of its shard of a unit; see `sent`."""
+        """Return the pieces that come from each rank, of its shard of a unit; see `sent`."""
         received = []
         for rank in range(self._size):
             found = self._pieces(unit, array, rank)

@@ -64,7 +64,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what decides bits in one environment and is otherwise in a later one, as `differences`.
+    """Yield the facts that decide bits and differ between two environments, as `differences`.
 
     Older versions noted less, and only what they noted is compared. The order of attention's kernels is not compared:
     torch sets it at the first attention on a GPU, so one and the same environment may have been noted with two orders.

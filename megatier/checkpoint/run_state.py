@@ -131,7 +131,7 @@ class RunState:
         return asdict(self)
 
     def changes(self, config: RunConfig, device: torch.device) -> list[str]:
-        """Return what would give other numbers now, each with both values.
+        """Return the settings that would give other numbers now, each with both values.
 
         Args:
             config: the run as it is now.
@@ -174,7 +174,7 @@ class RunState:
             )
 
     def changes_of_blocks(self, config: RunConfig) -> list[str]:
-        """Return what differs of the settings that decide where blocks lie and how large they are, with both values."""
+        """Return the settings of places and sizes of blocks that differ, each with both values."""
         now = _plain(config)
 
         # All of this section, because each of its settings may move a block.
@@ -226,7 +226,7 @@ def read_tiles(stored: Mapping[str, Any]) -> dict[str, Decision]:
 
 
 def _decision(why_whole: object, keywords: Any) -> Decision:  # noqa: ANN401 - whatever the file has
-    """Return what a checkpoint notes about one module; a TypeError says that it does not."""
+    """Return the note of a checkpoint about one module; a TypeError says that it is none."""
     if not isinstance(keywords, list) or not isinstance(why_whole, str | None):
         raise TypeError(why_whole)
     for name in keywords:
@@ -312,7 +312,7 @@ def noted_origin(path: Path) -> dict[str, Any]:
 
 
 def _noted_numbers(text: bytes) -> dict[str, Any] | None:
-    """Return what `write_numbers` noted, without its digest; None if it is damaged."""
+    """Return the numbers that `write_numbers` noted, without their digest; None if they are damaged."""
     try:
         note = json.loads(text)
         digest = note.pop("digest")

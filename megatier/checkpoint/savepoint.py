@@ -366,7 +366,7 @@ def _write_manifest(path: Path, state: Mapping[str, Any], hosts: int, parts: Seq
 
 
 def _read_manifest(path: Path) -> tuple[RunState, int, list[RankPart]]:
-    """Return what the manifest of a savepoint says: the state, the number of hosts, and the part of each rank.
+    """Read the manifest of a savepoint: the state, the number of hosts, and the part of each rank.
 
     Raises:
         CheckpointError: it is no manifest of ours, or damaged.

@@ -68,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _of_machine(config: RunConfig) -> dict[str, object]:
-    """Return what the config leaves to the machine, by dotted name; less if the GPU that it asks for is missing."""
+    """Return the settings that the machine decides, by dotted name; less if the GPU of the config is missing."""
     tiers = config.tiers
     found = dict[str, object]()
 

@@ -91,7 +91,7 @@ def _checked(
 
 
 def _summary(made: Conversion, output: Path) -> Iterator[str]:
-    """Yield what was converted, and the keys that a user should look at."""
+    """Yield a summary: the file that was converted, and the keys that a user should look at."""
     counts = Counter(finding.outcome for finding in made.findings)
     said = ", ".join(f"{counts[outcome]} {title}" for outcome, title in TITLES.items() if counts[outcome])
     yield f"{output} is written, from {made.trainer}'s {made.source}. Keys: {said or 'none'}."
@@ -110,7 +110,7 @@ def _summary(made: Conversion, output: Path) -> Iterator[str]:
 
 
 def _account(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield what became of every key."""
+    """Yield the fate of every key."""
     for outcome, title in TITLES.items():
         lines = [f"  {finding}" for finding in findings if finding.outcome == outcome]
         if lines:

@@ -88,7 +88,7 @@ def without_cudnn() -> Iterator[None]:
 
 
 class KeptAttention:
-    """What the attention of one forward gave, to run the same forward again without it.
+    """The results of attention in one forward, to run the same forward again without it.
 
     Kernels that draw random numbers run again: those after them would draw others if they did not.
     """
@@ -132,7 +132,7 @@ class KeptAttention:
 
 
 class LastModule:
-    """Whether a forward needs what its last module gave, to run the same forward again without it.
+    """A note whether a forward needs the result of its last module, to run it again without that.
 
     It does not if only `PASSING_ON` runs after the module: a graph then saves nothing that depends on it.
     """

@@ -92,7 +92,7 @@ class Fp8Experts(nn.Module):
 
 
 class ExpertRows(NamedTuple):
-    """Where the rows of pairs lie when those of each expert are side by side."""
+    """The places of the rows of pairs, where those of each expert are side by side."""
 
     expert: Tensor
     """The expert of each pair, [P]."""

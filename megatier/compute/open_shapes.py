@@ -135,7 +135,7 @@ def planned(sizes: ShapeEnv, expression: Any) -> Any:  # noqa: ANN401 - of sympy
 
 
 def _sizes(sizes: ShapeEnv) -> dict[sympy.Symbol, sympy.Integer]:
-    """Return what is planned for each open size."""
+    """Return the planned number of each open size."""
     known = sizes.backed_var_to_val
     roots = set[sympy.Symbol]()
     for symbol in known:

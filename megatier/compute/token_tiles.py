@@ -43,7 +43,7 @@ _SWITCHED_OFF = torch._C._dispatch_tls_local_exclude_set()
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was found out about a module."""
+    """The findings about a module."""
 
     why_whole: str | None
     """Why it cannot run in tiles; None: it can."""
@@ -326,7 +326,7 @@ def _tiles(name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bo
 
 
 def _tiles_like(name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bool]) -> Tensor:
-    """Return what that gives, without its numbers."""
+    """Return a tensor like the result of `_tiles`, without its numbers."""
     return rows[0].new_empty(rows[0].shape)
 
 
@@ -341,7 +341,7 @@ def _tiles_backward(
 def _tiles_backward_like(
     name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bool], grad: Tensor
 ) -> list[Tensor]:
-    """Return what that gives, without its numbers."""
+    """Return tensors like the results of `_tiles_backward`, without their numbers."""
     return [x.new_empty(x.shape) for x in _chosen([*rows, *weights], wanted)]
 
 

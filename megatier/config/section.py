@@ -27,7 +27,7 @@ NULLS = ("null", "Null", "NULL", "~")
 
 
 class TypeWords(NamedTuple):
-    """How the values of a type are called."""
+    """The words for the values of a type."""
 
     short: str
     """In the help."""
@@ -196,7 +196,7 @@ def in_message(hint: Any) -> str:  # noqa: ANN401
 
 
 def from_text(text: str, hint: Any) -> Any:  # noqa: ANN401
-    """Return what a text stands for that a file or the command line gives to a setting of this type.
+    """Return the value of a text that a file or the command line gives to a setting of this type.
 
     What is no value of the type comes back as it is or as YAML sees it, for the section to refuse.
     """

@@ -267,7 +267,7 @@ def _whole_characters(text: str) -> str:
 
 
 def _value(record: dict[str, Any], key: str | None) -> Any:  # noqa: ANN401
-    """Return what lies under a key that a shape need not have."""
+    """Return the value of a key that a shape need not have."""
     return record.get(key) if key is not None else None
 
 

@@ -43,7 +43,7 @@ TAR = b"ustar"
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How the bytes of a file become documents."""
+    """The format of a file, by which its bytes become documents."""
 
     name: str
     """`text`, or one of the values of `RECORD_FORMATS`."""
@@ -84,7 +84,7 @@ def format_of(path: Path, declared: str = "auto") -> Format:
 
 
 def said_of(head: bytes) -> str | None:
-    """Return what a file is that begins with these bytes, and what to do; None: it may be a text."""
+    """Return the format of a file that begins with these bytes, and a remedy; None: it may be a text."""
     # The only one whose mark is not at its beginning.
     if head[257:262] == TAR:
         return "is a tar archive: unpack it, and name the files in it"

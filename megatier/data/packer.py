@@ -228,7 +228,7 @@ def _cut(tokens: NDArray[np.int64], row: int) -> Iterator[NDArray[np.int64]]:
 
 
 def columns_of(rows: NDArray[np.integer], *, is_apart: bool) -> dict[str, torch.Tensor]:
-    """Return what the model takes of rows of marked tokens, all int64 [rows, length].
+    """Return the model's arguments for rows of marked tokens, all int64 [rows, length].
 
     These are `input_ids`; `labels`, which are equal or -100 for a token that is not learnt (the model shifts them);
     and, if documents are apart, `position_ids`, which count from 0 in each document.

@@ -26,7 +26,7 @@ Shards = dict[str, list[Any]]
 
 
 def shards_of(folder: str, files: Sequence[str]) -> Shards:
-    """Return what files below a folder are.
+    """Return the shards that files below a folder are.
 
     Raises:
         DataError: one cannot be read.
@@ -41,7 +41,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is another one."""
+    """Yield the shards that have changed."""
     for name in sorted({*before, *now}):
         was = before.get(name)
         found = now.get(name)

@@ -65,7 +65,7 @@ def write_note(directory: Path, settings: str, names: Sequence[str], contents: S
 
 
 def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple[list[Content] | None, str | None]:
-    """Return what files hold, if they are as noted and were made by these settings.
+    """Return the contents of files, if they are as noted and were made by these settings.
 
     Returns:
         Their contents, or None if they have to be made; and the file that is damaged, if that is why.

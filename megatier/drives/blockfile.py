@@ -32,7 +32,7 @@ from megatier.tier import PAGE_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoOptions:
-    """How block files are accessed."""
+    """The options of access to block files."""
 
     num_threads: int = 4
     """The number of requests that the engine works on at once, in each direction."""

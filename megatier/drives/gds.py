@@ -37,7 +37,7 @@ REMEDY = "tiers.gpu_direct: false reads through RAM instead"
 
 @dataclass(frozen=True, slots=True)
 class IoPath:
-    """How the reads of this process by kvikio went, as its own counters say."""
+    """The path of this process's reads by kvikio, as its own counters say."""
 
     gds_bytes: int
     """The bytes that were read through cuFile, the library of GPUDirect Storage."""

@@ -52,7 +52,7 @@ a CRC each, so a lane sees a quarter of every row."""
 
 
 def checksums(region: torch.Tensor, granule_bytes: int) -> npt.NDArray[np.uint32]:
-    """Return what `_native.checksum` gives for each granule. This waits for the current stream.
+    """Return the checksum of each granule, as `_native.checksum` gives it. This waits for the current stream.
 
     Args:
         region: uint8 [n] on the GPU. n is a multiple of 4,096.

@@ -50,7 +50,7 @@ os.register_at_fork(after_in_child=_OPEN.clear)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What a directory on a mount says about the process that made it."""
+    """The note in a directory on a mount about the process that made it."""
 
     owner: str
     """The run, or the directory in which the program ran, in words."""
@@ -199,7 +199,7 @@ def directory_of(mount: Path, run_id: str) -> Path:
 
 
 def rank_id(run_id: str, rank: int) -> str:
-    """Return what names the directories of one of several ranks."""
+    """Return the name of the directories of one of several ranks."""
     return f"{run_id}-{rank}"
 
 

@@ -50,7 +50,7 @@ class _OffloadedTensor:
 
 
 class SideOffload:
-    """What one call sends off the GPU beside its offloaded input: what attention gave, and a backward needs."""
+    """The tensors that one call sends off the GPU beside its input: attention's, which a backward needs."""
 
     def __init__(self, stash: Callable[[Tensor], bool]) -> None:
         """Begin before anything went.

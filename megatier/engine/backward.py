@@ -24,7 +24,7 @@ GONE = (
 
 
 def sever(result: Tensor, anchor: Tensor, module_name: str) -> Tensor:
-    """Return what a module gave outside of the model's forward, such that a backward through it is refused.
+    """Return a module's result outside of the model's forward, such that a backward through it is refused.
 
     Args:
         result: a tensor of the result.
@@ -56,7 +56,7 @@ class _Severed(torch.autograd.Function):
 
 
 class Purpose(NamedTuple):
-    """What a backward is for."""
+    """The purpose of a backward."""
 
     trains: bool
     """Whether the gradients of weights are a part of the step; else those of inputs alone are wanted."""

@@ -200,7 +200,7 @@ class Written:
         return self._shape() == other._shape()
 
     def _shape(self) -> tuple[object, ...]:
-        """Return what two slices of a batch have in common, whatever they compute: all of it but values and paths."""
+        """Return the part that is equal for all slices of a batch: all of it but values and paths."""
         kinds = [recipe.kind for recipe in self.new]
         contents = [recipe.contents for recipe in self.new]
         positions = [position for position, _ in self.places]

@@ -40,7 +40,7 @@ WITHOUT = (
 
 @dataclass(slots=True)
 class _Accumulation:
-    """What a unit's gradient of the present group is made of."""
+    """The parts of a unit's gradient of the present group."""
 
     num_summands: int = 0
     """The number of its summands: a slice of a use each."""

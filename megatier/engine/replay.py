@@ -109,7 +109,7 @@ def settings_now(device: torch.device) -> dict[str, str]:
 
 
 class Replay:
-    """What stood around a forward: random state, autocast, settings, modes, and which modules train."""
+    """The surroundings of a forward: random state, autocast, settings, modes, and which modules train."""
 
     def __init__(self, device: torch.device, module: nn.Module) -> None:
         """Note it. Call it just before the forward.

@@ -63,7 +63,7 @@ class _SliceGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rerun:
-    """What is needed to run the forward of one slice again, for its backward."""
+    """The record by which the forward of one slice runs again, for its backward."""
 
     replay: Replay
     """What stood around the forward. Each slice draws its own random numbers."""
@@ -96,7 +96,7 @@ class _Rerun:
 
 @dataclass(slots=True, kw_only=True)
 class _ForwardRecord:
-    """What a forward leaves for its backward, but for the tensors that autograd saves. Lists have one entry a slice."""
+    """The record of a forward for its backward, but for tensors that autograd saves. Lists have an entry a slice."""
 
     call: Call
     """The use of the unit that it is."""

@@ -383,7 +383,7 @@ class UnitModel:
 
 
 def _arithmetic(options: EngineOptions) -> Callable[[], AbstractContextManager[object]]:
-    """Return what stands around each forward and backward of a unit."""
+    """Return the context of each forward and backward of a unit."""
     if options.fp32_products:
         return Fp32Products
     if options.any_shape and options.device.type == "cuda":

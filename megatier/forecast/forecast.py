@@ -242,7 +242,7 @@ def _simulation(
     policy: Policy,
     rates: Rates,
 ) -> tuple[StepJobs, Timeline, Timeline, dict[str, Lane]]:
-    """Return what is simulated; see `forecast`.
+    """Return the jobs, timelines and lanes that are simulated; see `forecast`.
 
     Returns:
         The jobs of no step yet, of a rank or of a process that is alone; the timelines of the first step and of every

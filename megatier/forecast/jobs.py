@@ -432,7 +432,7 @@ class StepJobs(JobList):
             self._update(gradient.update)
 
     def _awaited(self) -> Iterable[int | None]:
-        """Return what a step waits for besides compute and sums: its own updates, if they run in its backward."""
+        """Return the jobs that a step awaits besides compute and sums: its updates, if they run in its backward."""
         return () if self._policy.deferred else self._updates.values()
 
 

@@ -115,5 +115,5 @@ class RankJobs(StepJobs):
         return self._scatters[0] if len(self._scatters) == SLOTS_MIN else None
 
     def _awaited(self) -> Iterable[int | None]:
-        """Return what a step waits for in addition to compute: the norm is known when the last gradient is added."""
+        """Return the jobs that a step awaits besides compute: the norm is known when the last gradient is added."""
         return (self._last,)

@@ -28,7 +28,7 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Something that a lane does."""
+    """A job of a lane."""
 
     lane: str
     """Name of the lane."""

@@ -185,7 +185,7 @@ class HeldParts:
 
 
 def _inside(value: Any) -> Iterator[tuple[object, bool]]:  # noqa: ANN401 - anything
-    """Yield what a value holds, and whether that is copied where the value is."""
+    """Yield the parts of a value, and whether each is copied where the value is."""
     match value:
         case types.FunctionType():
             yield from ((held, False) for held in _held_by(value))

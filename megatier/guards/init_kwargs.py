@@ -30,7 +30,7 @@ ASKS_NOTHING: Mapping[str, tuple[object, ...]] = {
 
 
 def read_init_kwargs(given: Mapping[str, Any], stream_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `model_init_kwargs` ask for as arguments of `megatier.stream`.
+    """Return the arguments of `megatier.stream` that `model_init_kwargs` stand for.
 
     Args:
         given: the arguments that TRL would give `from_pretrained`.

@@ -62,7 +62,7 @@ class GivenTensors:
 
 
 class StateBefore:
-    """What a module that runs again has to leave as it is: its buffers, and random generators that are not torch's."""
+    """The state that a module which runs again must leave as it is: buffers, and random generators besides torch's."""
 
     def __init__(self, module: nn.Module) -> None:
         """Note it, before a forward."""

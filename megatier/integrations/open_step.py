@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class OpenStep:
-    """What is known of it. A new one stands for no step: none of its groups has begun."""
+    """The open step. A new one stands for no step: none of its groups has begun."""
 
     num_groups: int = 0
     """Groups since the last step, each with its first forward; 0: no step is open."""

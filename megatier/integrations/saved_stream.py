@@ -71,7 +71,7 @@ class SavedStream:
             raise CheckpointError(f"{self.path} is of adapters over another base. Stream the base that they belong to.")
 
     def remarks(self, compiled: str, fp8: Sequence[str], environment: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what a user should know who goes on from it. Older versions noted less, which is not compared.
+        """Yield remarks for a user who goes on from it. Older versions noted less, which is not compared.
 
         Args:
             compiled: how layers are compiled now.

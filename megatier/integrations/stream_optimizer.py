@@ -108,7 +108,7 @@ class StreamedOptimizer(StateElsewhere):
         return float(decayed["lr"]), {"beta1": beta1, "beta2": beta2} | own
 
     def _view(self) -> _OnTiers:
-        """Return what `state` is."""
+        """Return the object that `state` is."""
         return _OnTiers()
 
     def _parameters_now(self) -> list[list[int]]:

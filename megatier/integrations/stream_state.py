@@ -178,7 +178,7 @@ class StreamedState(ABC):
         return without_adapters(self.model)
 
     def all_of(self, value: T) -> list[T]:
-        """Return what each rank gives, in the order of the ranks: losses to add up, for example. Any object will do."""
+        """Return the objects of all ranks in their order, such as losses to add up. Any object will do."""
         self._meet("all_of()")
         # In a tuple, since ranks whose object is None would be left out.
         return [each for (each,) in self._crew.gather_objects((value,))]

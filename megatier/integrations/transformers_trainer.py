@@ -154,7 +154,7 @@ class StreamedTraining(TrainerFiles, TrainerRows):
         return False
 
     def shown(self, given: dict[str, Any]) -> nn.Module:
-        """Return what the trainer takes for the model; may change its other arguments, which are given by name."""
+        """Return the module that the trainer takes for the model; may change its other arguments, given by name."""
         return self.streamed.model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:

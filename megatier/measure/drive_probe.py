@@ -286,7 +286,7 @@ def drive_flags(figures: DriveFigures) -> tuple[str, ...]:
 
 
 def drive_notes(figures: DriveFigures) -> tuple[str, ...]:
-    """Return what one should know about the figures of a mount."""
+    """Return remarks on the figures of a mount."""
     notes = []
     if not figures.is_direct:
         notes.append("no O_DIRECT here: measured through the page cache, read once after it was dropped")

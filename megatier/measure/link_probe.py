@@ -218,7 +218,7 @@ def _update_figures(update: UpdateTraffic, copies: CopyTraffic, threads: int, se
 
 
 def link_notes(device: str) -> tuple[str, ...]:
-    """Return what one should know about the figures."""
+    """Return remarks on the figures."""
     if device == "cuda":
         share = LAYER_EFFICIENCY[device]
         return (f"flops_per_s: {share} of a sustained bf16 product, as measured for layers of 8B shape on an H200",)

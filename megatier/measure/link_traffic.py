@@ -235,7 +235,7 @@ def matmul_flops_per_s(device: torch.device, size: int, seconds: float) -> float
 
 
 def square_product(device: torch.device, size: int) -> Callable[[], object]:
-    """Return what multiplies two square matrices, in bf16 on cuda and in fp32 on the CPU."""
+    """Return a function that multiplies two square matrices, in bf16 on cuda and in fp32 on the CPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left = torch.randn(size, size, device=device, dtype=dtype)
     right = torch.randn(size, size, device=device, dtype=dtype)

@@ -124,7 +124,7 @@ class _FilledOnCPU(_NothingDrawn):
 
 
 def _to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    """Return what is registered in place of a parameter; a small one's value stays with it."""
+    """Return the parameter that is registered in place of another; a small one's value stays with it."""
     if parameter is None or parameter.is_meta:
         return parameter
     value = parameter.detach()

@@ -205,7 +205,7 @@ def has_law(tensor: TensorSlice) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return what tells a tensor's memory from that of others."""
+    """Return a number that tells a tensor's memory from that of others."""
     return int(tensor.untyped_storage()._cdata)
 
 

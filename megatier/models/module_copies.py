@@ -85,7 +85,7 @@ def _copied(model: PreTrainedModel, memo: dict[int, Any]) -> PreTrainedModel:
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """Return what stands for a parameter in the skeleton."""
+    """Return the parameter of the skeleton that stands for another."""
     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     placed = nn.Parameter(empty, requires_grad=parameter.requires_grad)
 

@@ -41,7 +41,7 @@ LEFT_OUT = f"named in {EXCEPT}"
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Which linear layers and stacks of experts take their products in FP8, and which others stay in bf16."""
+    """The linear layers and stacks of experts that take their products in FP8, and those that stay in bf16."""
 
     fp8: tuple[str, ...] = ()
     """The names of those that do, in module order, stacks last."""

@@ -150,7 +150,7 @@ def hub_visits(
 def _holders(
     units: Sequence[Unit], names: Mapping[str, str], buffers: Mapping[str, Tensor]
 ) -> dict[str, list[_Holder]]:
-    """Return who has the elements of each tensor of the model."""
+    """Return the holders of the elements of each tensor of the model."""
     holders = defaultdict[str, list[_Holder]](list)
     for name, buffer in buffers.items():
         holders[name].append(_Holder(BUFFERS, (0, buffer.numel()), 0, buffer.dtype))

@@ -62,7 +62,7 @@ class PartReader(WeightReader, Protocol):
     """A source of weights of which several threads may read different parts at once."""
 
     def part_reader(self, unit: Unit) -> ReadPart:
-        """Return what reads any part of a unit, in any thread, as `read` does. One thread asks for it, unit by unit."""
+        """Return a function that reads any part of a unit in any thread, as `read` does. One thread asks for it."""
 
 
 class TensorReader:

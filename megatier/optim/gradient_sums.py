@@ -27,7 +27,7 @@ from megatier.workers import Workers
 
 
 class GradientSums:
-    """What is summed of the gradients of the present step, by unit.
+    """The sums over the gradients of the present step, by unit.
 
     Threads: the training loop calls `norm`, and the queues that update call `accumulate` and `check`. Both call
     `measure`.
@@ -150,7 +150,7 @@ class GradientSums:
         self._sums[unit] = self._workers.map(sum_squares, pieces)
 
     def _tile_runs(self, unit: str, device: torch.device) -> tuple[Tensor, bool]:
-        """Return what a unit's parameters have of each tile, and whether it begins where `sum_runs` is fast."""
+        """Return the runs of a unit's parameters in each tile, and whether they begin where `sum_runs` is fast."""
         if unit in self._tile_runs_of:
             return self._tile_runs_of[unit]
 

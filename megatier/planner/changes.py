@@ -79,7 +79,7 @@ def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
 def changes_that_help(
     trial: Trial, placement: Placement, train: TrainConfig, tokens: int, step_seconds: float
 ) -> tuple[Change, ...]:
-    """Return what each change would do, the best first.
+    """Return the changes that would help, the best first.
 
     Args:
         trial: the run.

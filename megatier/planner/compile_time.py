@@ -36,7 +36,7 @@ def compile_seconds(setup: Setup) -> tuple[float, float]:
 
 
 def _kind(module: nn.Module) -> Hashable:
-    """Return what is alike in modules that share their code: the parts, the shapes, and what attention sees."""
+    """Return a key that modules with the same code share: of parts, shapes, and what attention sees."""
     parts = []
     for part in module.modules():
         # Layers with a sliding window are of the same class as others, and compiled by themselves.

@@ -27,7 +27,7 @@ UNCOMPILED = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSizes:
-    """What a layer, or the experts of one, has for each token, in boundary activations."""
+    """The sizes of a layer, or of its experts, for each token, in boundary activations."""
 
     products: float
     """c: the outputs of its products and of attention."""

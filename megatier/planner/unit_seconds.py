@@ -65,7 +65,7 @@ def unit_seconds(setup: Setup, head: str, rates: Rates) -> ComputeSeconds:
 
 
 class _UnitSeconds:
-    """What the units of a run have in common, so that it is found once for all of them."""
+    """The seconds of a run's units, with what they have in common found once."""
 
     def __init__(self, setup: Setup, rates: Rates) -> None:
         self._setup = setup

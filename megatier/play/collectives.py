@@ -89,7 +89,7 @@ class Handover:
 
 
 class Collectives:
-    """What one rank gathers and scatters. It is a `GradSink`, as `UnitGradients` is for a rank that is alone."""
+    """The gathers and scatters of one rank. A `GradSink`, as `UnitGradients` is for a rank that is alone."""
 
     def __init__(
         self,

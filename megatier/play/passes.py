@@ -132,7 +132,7 @@ class Pass:
 
 @dataclass(slots=True)
 class _Course:
-    """What is remembered of one course of a pass."""
+    """The memory of one course of a pass."""
 
     accesses: tuple[Access, ...]
     """Its order."""

@@ -36,7 +36,7 @@ NEUTRAL = frozenset(
 
 @dataclass(frozen=True)
 class Opening:
-    """How a program's model is opened.
+    """The way in which a program's model is opened.
 
     Attributes:
         section: the user's section, as `read_section` returns it.

@@ -52,7 +52,7 @@ Check = Callable[[float], None]
 
 
 class RankCarrier(Protocol):
-    """What moves weights and gradients between ranks, where torch's own collectives do not."""
+    """The protocol of whatever moves weights and gradients between ranks in place of torch's collectives."""
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Bring the shards of all ranks together, in the order of the ranks.
@@ -151,7 +151,7 @@ def brings_right_bytes(carrier: RankCarrier, own: torch.Tensor, rank: int, size:
 
 
 class Sign(IntEnum):
-    """What a number says of a collective."""
+    """The meaning of a number about a collective."""
 
     READY = 0
     DONE = 1
@@ -177,7 +177,7 @@ class Signs(Protocol):
 
 
 class Board:
-    """What the ranks of a host show each other, at the start of memory that they share."""
+    """The numbers that the ranks of a host show each other, at the start of memory that they share."""
 
     def __init__(self, memory: mmap.mmap | bytearray, rank: int, size: int) -> None:
         """Find the board in memory that is zero at first.

@@ -25,13 +25,13 @@ TICK = timedelta(seconds=TICK_S)
 
 
 class Channel:
-    """What the ranks tell each other, by a process group that one thread of each rank uses at a time.
+    """A channel between the ranks, by a process group that one thread of each rank uses at a time.
 
     Every rank has to call the same, in the same order.
     """
 
     def __init__(self, rank: int, size: int, group: ProcessGroup, peers: Peers) -> None:
-        """Take what is known of this process.
+        """Note the place of this process among the ranks.
 
         Args:
             rank: its number.
@@ -85,7 +85,7 @@ class Channel:
         return whole
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Return what the first rank makes, or raise its error. The others do not make any."""
+        """Return the object that the first rank makes, or raise its error. The others do not make any."""
         # An error is told like a result: the others wait for one of the two. In a tuple, since None may be a result.
         made: tuple[T] | Exception | None = None
         if self.rank == 0:
@@ -199,7 +199,7 @@ class Alone:
         return flag
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Return what this process makes."""
+        """Return the object that this process makes."""
         return make()
 
     @contextlib.contextmanager
@@ -213,7 +213,7 @@ class Alone:
         yield
 
     def exchange(self, sent: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
-        """Return what this process has for itself."""
+        """Return the bytes that this process has for itself."""
         return sent
 
     def groups_of(self, groups: int) -> range:

@@ -87,7 +87,7 @@ class Store(Protocol):
 
 
 class _Waited(threading.local):
-    """How long a thread has waited for other ranks since the last look ended. Each thread has a count of its own."""
+    """The time that a thread has waited for other ranks since the last look ended. Each has its own count."""
 
     num_ended = 0
     """The looks that had ended when it last waited."""
@@ -347,7 +347,7 @@ class Peers:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return what an error says, as a sentence."""
+    """Return the message of an error, as a sentence."""
     text = str(error)
     kind = type(error).__name__
     if not isinstance(error, MegatierError):

@@ -119,10 +119,10 @@ def views(memory: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
 
 
 class Pulls:
-    """What one rank reads from the memory of the others."""
+    """The reads of one rank from the memory of the others."""
 
     def __init__(self, rank: int, memories: Sequence[torch.Tensor], signs: Signs) -> None:
-        """Take what all ranks have shared.
+        """Take the memory that all ranks have shared.
 
         Args:
             rank: this rank.

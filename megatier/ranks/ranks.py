@@ -48,7 +48,7 @@ class Ranks(Channel):
         groups: tuple[ProcessGroup, ProcessGroup, ProcessGroup],
         watched: Watch,
     ) -> None:
-        """Take what is known of this process, and what begins to watch the others.
+        """Note the place of this process among the ranks, and begin to watch the others.
 
         Args:
             rank: its number.
@@ -302,7 +302,7 @@ class Ranks(Channel):
 
 
 def _first_line(error: Exception) -> str:
-    """Return what an error says, without what follows in other lines."""
+    """Return the first line of an error's message."""
     return str(error).partition("\n")[0].removesuffix(".")
 
 

@@ -52,10 +52,10 @@ ORDERED = ("x86_64", "AMD64")
 
 
 class SharedRam:
-    """What one rank sends to the others of its host, and takes from them, through RAM."""
+    """The way of one rank to the others of its host and back, through RAM that they share."""
 
     def __init__(self, rank: int, stages: torch.Tensor, signs: Signs, lock: PageLock | None = None) -> None:
-        """Take what all ranks have mapped.
+        """Take the memory that all ranks have mapped.
 
         Args:
             rank: this rank.

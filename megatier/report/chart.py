@@ -54,7 +54,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened at steps, drawn as a dashed upright line at each."""
+    """An event of some steps, drawn as a dashed upright line at each."""
 
     name: str
     """Its name in the legend."""
@@ -242,7 +242,7 @@ class _Axes:
                 yield self._number(step, y, plain(scale.at(step)))
 
     def _number(self, step: float, y: float, words: str) -> str:
-        """Return what stands below a step."""
+        """Return the text below a step."""
         return f'<text x="{self.x(step):.1f}" y="{y}" text-anchor="middle">{words}</text>'
 
 

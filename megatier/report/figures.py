@@ -32,7 +32,7 @@ class SlowestRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWork:
-    """What one rank did in a step, by lane, cause or queue."""
+    """The work of one rank in a step, by lane, cause or queue."""
 
     compute_seconds: float | None = None
     """Seconds in which compute was busy."""

@@ -72,7 +72,7 @@ class RunStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherRank(RankWork):
-    """What a rank other than the first did in a step."""
+    """The work of a rank other than the first in a step."""
 
     rank: int
     host: str
@@ -355,7 +355,7 @@ READERS: dict[Any, Callable[[Any], object]] = {
 
 
 def _grown(before: ByName, after: ByName) -> dict[str, float]:
-    """Return what came to each queue between two records.
+    """Return the bytes that came to each queue between two records.
 
     If there is less than before, a process began without an opening record and counted from 0.
     """

@@ -65,7 +65,7 @@ def _speeds(run: RecordedRun) -> list[Line]:
 
 
 def _marks(run: RecordedRun) -> list[Mark]:
-    """Return what happened at steps: where a process went on, and what was left out."""
+    """Return the events of steps: where a process went on, and which were left out."""
     later = run.history.openings[1:]
     skipped = [step for step in run.steps if step.skipped is not None]
     marks = [
@@ -78,7 +78,7 @@ def _marks(run: RecordedRun) -> list[Mark]:
 
 
 def memory(run: RecordedRun) -> str:
-    """Return what the tiers hold, and what the process took over time."""
+    """Return the bytes of the tiers, and the memory of the process over time."""
     if run.opening is None:
         return note(OLDER if run.steps else NO_STEP)
     held: dict[str, int] = {}
@@ -196,7 +196,7 @@ def _host(run: RecordedRun) -> str:
 
 
 def _unstalled(run: RecordedRun, seconds: float) -> Iterator[tuple[str, str, str, str]]:
-    """Yield what compute was at besides, so that the table adds up to all of the time, if that is on file."""
+    """Yield the rest of compute's time, so that the table adds up to all of it, if that is on file."""
     besides = {
         "nothing: compute was busy": [step.compute_seconds for step in run.steady],
         "nothing: the host worked": [step.host_seconds for step in run.steady],

@@ -67,7 +67,7 @@ def sparkline(points: Sequence[float]) -> str:
 
 
 def bound_of(report: StepReport) -> str:
-    """Return what bounds a step: as planned, else the cause that compute waited longest for, if it waited for long."""
+    """Return the bound of a step: the planned one, else the cause of the longest waits, if they were long."""
     if report.attainment is not None:
         return f"{report.bound_by}, attainment {report.attainment:.0%}"
     return report.main_stall or "compute"

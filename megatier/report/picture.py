@@ -285,7 +285,7 @@ def _colours(events: Sequence[TraceEvent]) -> dict[str, str]:
 
 
 def _label(event: TraceEvent) -> str:
-    """Return what gives a span its colour."""
+    """Return the label that gives a span its colour."""
     if event.lane == "stall":
         return STALL + event.cause
     if event.lane == "compute":

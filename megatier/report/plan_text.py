@@ -150,7 +150,7 @@ def _saves(plan: Plan, taken: str) -> Iterator[str]:
 
 
 def _bound(plan: Plan) -> str:
-    """Return what a step takes longest for: a lane, or the host, if even that lane works for less time."""
+    """Return the lane that bounds a step, or the host, if even that lane works for less time."""
     alone = plan.forecast.alone_seconds
     bound = plan.forecast.bound_by
 

@@ -124,7 +124,7 @@ def amount_of(amounts: Amounts, name: str) -> Callable[[Step], float]:
 
 
 def by_rank(steps: Iterable[Step]) -> dict[str, list[Work]]:
-    """Return what each rank did in the steps, by the name of the rank; empty if one process trained alone."""
+    """Return the work of each rank in the steps, by its name; empty if one process trained alone."""
     works: dict[str, list[Work]] = defaultdict(list)
     for step in steps:
         # The record of a step is that of the first rank, with the others in it.

@@ -36,7 +36,7 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradient:
-    """What becomes of a unit's gradient of one group, once compute has made it, or ranks have scattered it."""
+    """The way of a unit's gradient of one group, once compute has made it, or ranks have scattered it."""
 
     fetched: tuple[Move, ...]
     """Moves that bring the sum of the groups before to the GPU, if this gradient is added to it there."""
@@ -52,7 +52,7 @@ class Gradient:
 
 
 class Moves:
-    """What each part of a step moves, under one placement.
+    """The moves of each part of a step, under one placement.
 
     A part that takes several moves gives them in order: each one begins when the one before is over.
     """
@@ -130,7 +130,7 @@ class Moves:
     # ------------------------------------------------------------------ gradients
 
     def gradient(self, unit: str, group: int) -> Gradient:
-        """Return what becomes of a unit's gradient of one group. If one group of a step has one, all have."""
+        """Return the way of a unit's gradient of one group. If one group of a step has one, all have."""
         placement = self._placement
         policy = self._policy
 

@@ -38,7 +38,7 @@ UpdateQueue = Literal["update", "update_nvme", "update_gpu"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where everything lives."""
+    """The plan of where every block lies, and of all slots."""
 
     homes: Mapping[tuple[str, Kind], Tier]
     """The home tier of each unit's block of each kind of state."""

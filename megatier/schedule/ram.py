@@ -47,7 +47,7 @@ Homes = Mapping[tuple[str, Kind], Tier]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RamShare:
-    """What RAM takes of the units that are not at home on the GPU."""
+    """The share of RAM in the units that are not at home on the GPU."""
 
     homes: Homes
     """RAM or NVMe, for each block of their state."""

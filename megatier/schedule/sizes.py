@@ -39,7 +39,7 @@ class Budgets:
 
     @classmethod
     def least(cls, found: Sequence[Budgets]) -> Self:
-        """Return what every one of several ranks, or hosts, has."""
+        """Return the least budgets of several ranks or hosts, which every one of them has."""
         by_tier = zip(*map(astuple, found), strict=True)
         return cls(*map(min, by_tier))
 

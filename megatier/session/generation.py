@@ -96,7 +96,7 @@ def _demands(session: Session) -> Iterator[list[Counter[str]]]:
 
 
 def _rewinder(device: torch.device) -> Callable[[], None]:
-    """Return what sets torch's random numbers back to where they are now."""
+    """Return a function that sets torch's random numbers back to where they are now."""
     # A text that is sampled anew is to be the one that the first try would have given.
     on_cpu = torch.get_rng_state()
     on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

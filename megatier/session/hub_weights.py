@@ -276,7 +276,7 @@ class _Giving:
 
 
 class _Sources:
-    """What the tensors of a folder are put together from while a unit is visited."""
+    """The sources of a folder's tensors while a unit is visited."""
 
     def __init__(
         self, unit: Unit | None, plane: Tensor | None, buffers: Mapping[str, Tensor], merger: LayerMerger | None

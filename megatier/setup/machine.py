@@ -24,7 +24,7 @@ from megatier.setup.attention_rule import HOPPER, Capability
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Where a run computes, and what it may take there. All of it is read once, before the run is opened."""
+    """The machine of a run, and what the run may take there. All of it is read once, before the run is opened."""
 
     device: torch.device
     """The device that computes. A rank has the GPU of its number on its host."""
@@ -162,7 +162,7 @@ def choose_device(asked: str, setting: str = "tiers.device") -> torch.device:
 
 
 def _ids_of_host(run_id: str | None, ranks: Ranks | None) -> list[str]:
-    """Return what names the directories that a run has on the mounts of this host; none if it has no id yet."""
+    """Return the names of a run's directories on the mounts of this host; none if it has no id yet."""
     if run_id is None:
         return []
     if ranks is None:

@@ -42,7 +42,7 @@ class Fills:
         files: BlockFiles | None,
         reader: GpuReader | None,
     ) -> None:
-        """Take what is filled and what moves the bytes. With a reader, bytes go from NVMe to the GPU past RAM."""
+        """Take the copies to fill, and the queues and files. With a reader, bytes go from NVMe to the GPU past RAM."""
         self._copies = copies
         self._reservation = reservation
         self._queues = queues

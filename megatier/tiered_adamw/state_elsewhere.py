@@ -60,7 +60,7 @@ class StateElsewhere(Optimizer):
     """What `state` is for a moment, while torch packs it."""
 
     def _view(self) -> MutableMapping[Any, Any]:
-        """Return what `state` is."""
+        """Return the object that `state` is."""
         raise NotImplementedError
 
     def _update(self) -> None:
@@ -127,7 +127,7 @@ class StateView(MutableMapping[Tensor, "EntryCopy"]):
     def __init__(
         self, parameters: Callable[[], Sequence[Tensor]], read: Callable[[Tensor], Mapping[str, Tensor]], remedy: str
     ) -> None:
-        """Take what gives the parameters that have state, what reads one's, and how it is replaced, for messages."""
+        """Take functions that list parameters with state and read one's, and a remedy for messages."""
         self._parameters = parameters
         self._read = read
         self._remedy = remedy

@@ -268,7 +268,7 @@ class TieredOptimizer(ClosedWhenDropped, StateElsewhere):
         return self._placed.empty([number for number in self._placed.steps if number in groups])
 
     def _view(self) -> StateView:
-        """Return what `state` is."""
+        """Return the object that `state` is."""
         return StateView(self._with_state, self._entry_of, self._remedy)
 
     def _with_state(self) -> list[Tensor]:

@@ -18,7 +18,7 @@ ByName = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:
-    """Something that happened, in one row of the trace."""
+    """An event in one row of the trace."""
 
     lane: str
     """The row of the trace: a queue, `compute`, or `stall`."""
@@ -56,7 +56,7 @@ def stall_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Where the time of a step went: at each moment compute was busy, or waited for one cause, or the host worked.
+    """An account of a step's time: at each moment compute was busy, or waited for one cause, or the host worked.
 
     The three add up to the whole step, from which the compiler's time is left out.
     """
@@ -72,7 +72,7 @@ class Account:
 
 
 def account(events: Iterable[TraceEvent], start_ns: int, end_ns: int) -> Account:
-    """Return what compute was at from one time to another. Of waits that overlap the first counts."""
+    """Return an account of compute from one time to another. Of waits that overlap the first counts."""
     stalled: Counter[str] = Counter()
     busy = waits = 0
     until = until_busy = start_ns

@@ -118,7 +118,7 @@ class Recorder:
             self.pause(main_cause(causes) or cause, asked, Instant(self._clock))
 
     def cause_of(self, transfer: Transfer) -> str:
-        """Return what a transfer that is not over waits for."""
+        """Return the queue or wait that holds up a transfer that is not over."""
         # The cause is the first of those that it waits for that is not over. The transfer forgets them when it starts,
         # on another thread: then its own queue is the cause.
         waits_for = transfer.queue

@@ -143,7 +143,7 @@ def nvme_path(store: TieredStore) -> str:
 
 
 def tier_states(session: Session) -> list[TierState]:
-    """Return what the placement puts in each tier."""
+    """Return the bytes that the placement puts in each tier."""
     state = session.placement.state_bytes
     other = session.placement.other_bytes
     return [

@@ -200,7 +200,7 @@ def _config_of(adapter: Path, base: str | None) -> RunConfig:
 
 
 def _whole(units: Sequence[Unit], read: Read) -> Callable[[str], Tensor]:
-    """Return what reads whole parameters by their names."""
+    """Return a function that reads whole parameters by their names."""
     places = {}
     for unit in units:
         for tensor in unit.layout.trained.tensors:

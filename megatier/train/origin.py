@@ -41,7 +41,7 @@ Origin = dict[str, str]
 
 
 def origin_of(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Origin:
-    """Return what a run's model and tokenizer are made of, but for the weights.
+    """Return the origin of a run's model and tokenizer, but for the weights.
 
     Args:
         config: the run.
@@ -60,7 +60,7 @@ def origin_of(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTo
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return what is another one now, each with both values.
+    """Return the parts that differ now, each with both values.
 
     Args:
         before: the origin that was noted; if it is empty, nothing is compared.

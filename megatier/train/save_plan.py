@@ -63,7 +63,7 @@ class SavePlan:
         )
 
     def promise(self) -> str | None:
-        """Return what the clock will do, in words; None if the clock decides nothing."""
+        """Describe what the clock will do; None if the clock decides nothing."""
         if not self.output.saves_by_time or self.is_done:
             return None
         # Nobody asked for these checkpoints, so the run goes on without them. One that was told to save is refused.

@@ -372,7 +372,7 @@ class Saves:
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """Return what tells a directory from another one at its path; None: there is none."""
+    """Return the identity of a directory, which another one at its path has not; None: there is none."""
     try:
         found = directory.stat()
     except FileNotFoundError:

@@ -197,7 +197,7 @@ class StepReports:
         return moved if ranks is None else moved + ranks.moved_bytes
 
     def _ask_ranks(self, times: StepTimes) -> tuple[dict[str, int], list[dict[str, Any]]]:
-        """Return what the ranks tell each other of a step.
+        """Exchange the figures of a step with the other ranks.
 
         Returns:
             The most memory of any process, by name, and the lanes of each rank but the first, as they are recorded.

@@ -271,12 +271,12 @@ def _run(
 
 
 def _words(mode: Mode) -> tuple[str, str]:
-    """Return what the table says of a mode."""
+    """Return the words of the table for a mode."""
     return "global" if mode.clip is not None else "off", mode.moments
 
 
 def _verdict(is_equal: bool) -> str:
-    """Return what the table says of a digest."""
+    """Return the words of the table for a digest."""
     return "[green]equal[/]" if is_equal else "[red]different[/]"
 
 

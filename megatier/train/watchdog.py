@@ -224,7 +224,7 @@ def progress(player: Player) -> object:
 
 
 def report(player: Player, quiet_s: float) -> str:
-    """Return what every queue, the gate, and every Python thread but those of idle queues are at."""
+    """Describe the work of every queue, of the gate, and of every Python thread but those of idle queues."""
     states = [queue.state() for queue in player.queues]
     lines = [f"megatier: nothing has moved on for {quiet_s:.0f} s", "", QUEUES_TITLE]
     for state in states:
