@@ -1,7 +1,7 @@
 """Hands addresses of tensors to native code, which cannot see what it is given.
 
 C code reads and writes as many bytes as its caller says, of the type that it was written for. A tensor of another
-dtype, with gaps, too short or on another device would be read as noise, or memory beside it overwritten. So whoever
+dtype, with gaps, too short or on another device would be read as noise, or memory beside it overwritten. So code that
 hands out an address says here what the code will take it for.
 """
 

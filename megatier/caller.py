@@ -11,7 +11,7 @@ PASSED = ("megatier", "contextlib")
 
 def warn(text: str) -> None:
     """Warn at the innermost line outside of megatier."""
-    # To `warnings`, 1 is the line that calls it, which is below, and 2 is that of whoever calls this.
+    # To `warnings`, 1 is the line that calls it, which is below, and 2 is that of the caller.
     level = 2
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in PASSED:

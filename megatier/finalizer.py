@@ -31,7 +31,7 @@ class ClosedWhenDropped:
         self._closing_process = os.getpid()
 
     def _disown(self) -> None:
-        """Note that the object is closed, or that whoever has entered it will do that."""
+        """Note that the object is closed, or that its `with` block will close it."""
         self._closing_process = None
 
     def close(self) -> None:

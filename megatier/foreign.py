@@ -107,7 +107,7 @@ def opened(path: Path, kind: Kind, *, pipes: bool = False) -> Iterator[BufferedR
     Args:
         path: the file. Links are followed, since the hub's cache is made of them.
         kind: makes the error to raise.
-        pipes: whether to take a pipe as well, and to wait for whoever writes to it. This is for a path that the user
+        pipes: whether to take a pipe as well, and to wait for its writer. This is for a path that the user
             named.
 
     Raises:

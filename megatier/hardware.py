@@ -232,7 +232,7 @@ def scratch_directory() -> Path:
 
 
 def cache_directory() -> Path:
-    """Return where this user's caches lie; whoever writes there makes it.
+    """Return where this user's caches lie; code that writes there makes it.
 
     Raises:
         RuntimeError: this user has no home.

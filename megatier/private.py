@@ -167,7 +167,7 @@ def make_private(directory: Path) -> None:
     if reason:
         raise _refused(directory, reason)
 
-    # Whoever may write in the parent may put another directory in the place of this one.
+    # A user who may write in the parent may put another directory in the place of this one.
     if above.st_mode & stat.S_IWOTH:
         raise _refused(directory.parent, "all users may write in it")
 

@@ -2,7 +2,7 @@
 
 The standard library has executors for this, but they take locks by Python code. If a signal handler (Ctrl-C, the
 watchdog) raises there in the thread that submits or waits, a lock stays taken for ever: the workers stop, and so does
-whoever closes them. Here the thread that submits and waits takes no such lock (`store/transfer.py` says more).
+the code that closes them. Here the thread that submits and waits takes no such lock (`store/transfer.py` says more).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Task(Generic[Result]):
             self._error = StepAbandonedError(f"work in thread {worker} was broken off by {error!r}")
             self._error.__cause__ = error
 
-        # The latch is set last, since whoever sees it set reads the other fields without a lock. A task that is kept
-        # must not keep what its work was made of.
+        # The latch is set last, since a thread that sees it set reads the other fields without a lock. A task that is
+        # kept must not keep what its work was made of.
         self._work = None
         self._ended.set()
 

@@ -154,7 +154,7 @@ def open_quantised(
     decoding = {name: matrix.decode for name, matrix in matrices.items()}
     reader = SafetensorsFolder(folder, model, _as_decoded(stored, matrices), decoding)
 
-    # Decoded as it is read, for whoever wants the numbers and trains no adapters.
+    # Decoded as it is read, for callers that want the numbers and train no adapters.
     if dtype is None:
         return model, reader
 

@@ -1,6 +1,6 @@
 """Writes and reads arrays in chunk files, in any order.
 
-A chunk that is not full yet holds a staging buffer. So whoever fills arrays in an order of their own must have as many
+A chunk that is not full yet holds a staging buffer. So code that fills arrays in its own order must have as many
 buffers as chunks may be open at once, and one more (`CheckpointWriter`); else `ChunkFiles.stage` has none to give.
 """
 

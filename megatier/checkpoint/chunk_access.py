@@ -1,6 +1,6 @@
 """Opens the files of chunks to write and to read, and refuses what is no chunk of its checkpoint.
 
-Whoever can write to a folder can put links, pipes or other files in the place of chunks. So files are opened first,
+A user who can write to a folder can put links, pipes or other files in the place of chunks. So files are opened first,
 and what is asked of them is asked of the open file.
 """
 

@@ -54,7 +54,7 @@ def resident_bytes(session: Session) -> int:
 
 def fingerprint(session: Session) -> str:
     """Return a digest of where every block of state lies, in all of its generations on NVMe."""
-    # A digest is compared, and no place is read from the manifest: whoever has written that cannot lead a run to other
+    # A digest is compared, and no place is read from the manifest: a writer of that cannot lead a run to other
     # bytes than its own plan names.
     blocks = session.blocks
     lies: dict[str, Any] = {}

@@ -28,7 +28,7 @@ class CompileClock:
         self._open = ExitStack()
 
     def watch(self) -> None:
-        """Hear of the compiler from now on, until it is reset, which drops whoever listens. Call it before each use."""
+        """Hear of the compiler from now on, until it is reset, which drops all listeners. Call it before each use."""
         # Imported here, since it takes seconds, and only what compiles has done so.
         from torch._dynamo.callback import callback_handler
 

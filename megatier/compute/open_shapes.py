@@ -107,7 +107,7 @@ def open_up(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """Plan what this thread compiles with sizes by rule, for a while. The backward is, whoever compiles it."""
+    """Plan what this thread compiles with sizes by rule, for a while. The backward is too, in any thread."""
     before = getattr(_thread, "plans", False)
     _thread.plans = True
     try:

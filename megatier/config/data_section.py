@@ -123,7 +123,7 @@ class DataConfig(Section):
 
     def _check_source(self) -> None:
         """Refuse anything but files alone, or a dataset with the settings that belong to it."""
-        # Refused and not passed over: whoever sets them means a dataset that is not there.
+        # Refused and not passed over: the user means a dataset that is not there.
         if self.dataset is None:
             has_files = len(self.files) > 0
             bound = 'at least one path, glob or "python-stdlib", or data.dataset be given'

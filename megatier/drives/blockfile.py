@@ -49,7 +49,7 @@ class IoOptions:
     shares: tuple[float, ...] = ()
     """The part of the bytes that each mount takes, in any unit, such as its measured rate. If empty, budgets decide."""
     reuses: bool = False
-    """Whether to take the files that a process of the same run id kept, with the bytes in them. Whoever sets this puts
+    """Whether to take the files that a process of the same run id kept, with the bytes in them. The caller puts
     their checksums back before anything is read (`TieredStore.extents`)."""
     run: str = ""
     """The run directory, which a note beside the files names. Empty: there is none."""
@@ -196,7 +196,7 @@ class BlockFiles:
     def note(self, extent: Extent, start: int, stop: int, address: int) -> None:
         """Take the checksums of bytes [start, stop) of a block, which files of the base hold, from memory.
 
-        Whoever read them did it in another way than `read` does, which compares with these.
+        They were read in another way than by `read`, which compares with these.
         """
         granule = self.options.granule_bytes
         assert start % granule == 0, "a span starts where a granule does"
@@ -310,7 +310,7 @@ class BlockFiles:
             try:
                 batches.append(self._gather(extent, base_start, stop, address + base_start - start))
             except BaseException:
-                # Whoever gets the error takes the memory for free, and the engine would go on to write into it.
+                # The caller that gets the error takes the memory for free, and the engine would go on to write into it.
                 for batch, _ in batches:
                     batch.wait()
                 raise

@@ -27,11 +27,11 @@ BLOCK_FILE = "blocks"
 KEPT_FILE = "savepoint"
 """A file of this name marks block files that outlive their process."""
 NOTE_FILE = "note.json"
-"""A file that says whose block files these are, for whoever finds them when the process was killed (`Note`)."""
+"""A file that says whose block files these are, for a process that finds them after this one was killed (`Note`)."""
 NOTE_BYTES_MAX = 16 << 10
 FILES = (KEPT_FILE, BLOCK_FILE, NOTE_FILE, LOCK_FILE)
 """All files of a run's directory on a mount, in the order in which they are removed. The mark goes first, so that it
-never stands for block files that are gone. The lock goes last, since whoever removes files holds it."""
+never stands for block files that are gone. The lock goes last, since a process that removes files holds it."""
 
 _OPEN: set[MountDirectories] = set()
 """The directories that are locked, also those of stores that nobody can reach any more."""

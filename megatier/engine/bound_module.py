@@ -120,7 +120,7 @@ class BoundModule:
         """The tensors that lie in the module now, one for each binding: its unbound parameters, or weights."""
         self.experts = experts
         """The range of the module's experts that the unit has; None: it has the whole module."""
-        # Last, since whoever calls the module from now on needs all of the above.
+        # Last, since a call of the module needs all of the above from now on.
         self._install()
 
     def _install(self) -> None:
@@ -136,7 +136,7 @@ class BoundModule:
             weights: uint8 [block]: the slot, the home or the other memory in which the unit's weights lie on the GPU.
         """
         # Slots are pieces of one arena that lives as long as the run, so an address never comes to mean other memory.
-        # Whoever gives other memory away calls `forget_leaves`.
+        # Code that gives other memory away calls `forget_leaves`.
         key = weights.data_ptr()
         if key not in self._leaves:
             # `.data`, for a version counter of its own: all slots of an arena share one, and a load into a neighbour

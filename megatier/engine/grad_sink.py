@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class GradSink(Protocol):
-    """The protocol of whoever takes gradients. It knows the tiers; nodes do not."""
+    """The protocol of an object that takes gradients. It knows the tiers; nodes do not."""
 
     def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
         """Ask for a buffer, uint8, for elements in fp32 (several groups) or in the dtype of the weights.

@@ -196,7 +196,7 @@ class Gradients:
         self._check_own(forward)
         self._reached.add(forward)
 
-        # Autograd calls it when the whole backward has ended, whoever began that.
+        # Autograd calls it when the whole backward has ended, also one that others began.
         if not self._is_watched:
             self._is_watched = True
             Variable._execution_engine.queue_callback(self.end_group)

@@ -194,7 +194,7 @@ class _Outputs(tuple[Tensor]):
     """The outputs of a stand-in for a decoder: hidden states alone, and None for all else that it is asked for."""
 
     def __getattr__(self, name: str) -> Tensor | None:
-        # Whoever asks for such a name, like `copy`, would take None for a method.
+        # Code that asks for such a name, like `copy`, would take None for a method.
         if name.startswith("__"):
             raise AttributeError(name)
         return self[0] if name == "last_hidden_state" else None

@@ -38,7 +38,7 @@ class LentWeights(torch.autograd.Function):
         gradients = node.stage.gradients
         purpose = begin_backward(node.stage, ctx.number)
 
-        # The weights are not asked for: the copies were enough for whoever computed with them.
+        # The weights are not asked for: the copies were enough for the code that computed with them.
         if purpose.trains:
             parts = zip(node.names, grads, strict=True)
             gradients.add(node.unit, [(name, grad) for name, grad in parts if node.is_trained[name]])

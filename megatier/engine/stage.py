@@ -29,7 +29,7 @@ class WeightUse(Protocol):
 
 
 class WeightSource(Protocol):
-    """The protocol of whoever brings weights and takes activations. It knows the tiers; nodes do not."""
+    """The protocol of an object that brings weights and takes activations. It knows the tiers; nodes do not."""
 
     def enter(self, unit: str, phase: Phase, group: int) -> WeightUse:
         """Ask for a unit's weights, for one use in the forward or backward of a group."""
@@ -48,7 +48,7 @@ class WeightSource(Protocol):
 
 
 class UnitPlayer(Protocol):
-    """The protocol of whoever plays the timeline of each pass under the engine."""
+    """The protocol of an object that plays the timeline of each pass under the engine."""
 
     @property
     def weights(self) -> WeightSource:

@@ -7,7 +7,7 @@ updates: before each unit's next forward (deferred), or inside the backward (imm
 A deferred step is left out if its loss or norm is not finite: its gradients are never applied, so weights and moments
 stay as they were, bit for bit. Its number counts all the same, for the learning rate and the bias correction.
 
-Whoever runs forward and backward in a loop of their own calls the parts of a step:
+A loop that runs forward and backward by itself calls the parts of a step:
 
 - One process calls `begin_step`; for each group `begin_group`, forward and backward; then `measure` and `finish_step`.
   Another forward of a group, before its backward, runs inside `begin_forward`. `abandon` ends a step at any time.
@@ -115,7 +115,7 @@ class Engine:
         except torch.OutOfMemoryError as error:
             said = str(error).partition(". ")[0]
 
-        # Not inside of the handler: the error holds all that the step had made, and whoever saves the run needs memory.
+        # Not inside of the handler: the error holds all that the step had made, and saving the run needs memory.
         if self.options.device.type == "cuda":
             torch.cuda.empty_cache()
         raise GpuMemoryError(step, said)

@@ -40,7 +40,7 @@ class StepLoss:
         self._stage = stage
         self._losses: list[tuple[Tensor, Tensor]] | None = None
         """The losses of a forward that is weighed, each with the tensor that the model was given for it. Otherwise
-        nobody asks for them, and whoever held one would hold the graph of its whole forward."""
+        nobody asks for them, and to hold one would be to hold the graph of its whole forward."""
         model.forward = forward_through(self._run, model.forward)
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

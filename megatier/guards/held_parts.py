@@ -42,7 +42,7 @@ OF_PYTHON = (
 )
 """What can be called and is no object that a user wrote to note something."""
 ITEMS_MAX = 1000
-"""Items of a container that are looked at: whoever holds parts of a model holds one among the first."""
+"""Items of a container that are looked at: a container of a model's parts has one among the first."""
 REMEDY = (
     "The model is copied for training, and functions are not. Take what you need from the module that a hook is called "
     "with, or make it a method: of the module's class, or by types.MethodType(function, module)."

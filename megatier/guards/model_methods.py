@@ -117,7 +117,7 @@ def _ignore_checkpointing(*_: object, **__: object) -> None:
 
 
 def _refuse_state_dict(_: nn.Module, __: str, keep_vars: bool) -> None:
-    # Whoever asks with keep_vars wants names and places, as `Streamed.state_dict` does, not the weights.
+    # A caller that asks with keep_vars wants names and places, as `Streamed.state_dict` does, not the weights.
     if not keep_vars:
         raise StreamedModelError(
             "the weights lie on megatier's tiers, not in the model: take them from Streamed.state_dict(), or write "

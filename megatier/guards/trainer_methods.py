@@ -65,7 +65,7 @@ def check_overrides(kind: type, mixin: type, ranks: int) -> None:
     Raises:
         ConfigError: names the first one, and what to do instead.
     """
-    # The methods in whose place the mixin has its own work only if whoever overrides them calls super's.
+    # The methods in whose place the mixin has its own work only if an override of them calls super's.
     needed = REPLACED | EXTENDED | (EXTENDED_BY_RANKS if ranks > 1 else frozenset())
     for owner, name, is_before in _overrides(kind, mixin):
         place = f"{owner.__name__}.{name}"

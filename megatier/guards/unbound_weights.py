@@ -140,7 +140,7 @@ class Unbound(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
 
-        # An alias is such a parameter itself: else whoever has it could change it.
+        # An alias is such a parameter itself: else its holder could change it.
         if function in ALIASES:
             result.__class__ = type(args[0])
             result.__dict__ = dict(vars(args[0]))

@@ -148,7 +148,7 @@ def _open(model: Given, config: RunConfig, short: ShortArguments) -> Streamed:
         config = config.changed({"train.batch": groups, "train.groups": groups})
         setup = Setup.of(config, skeleton, Machine.here(config.tiers, device, ranks))
 
-        # Whoever makes the batches pads them as they come.
+        # The loop that makes the batches pads them as they come.
         session = opened.enter_context(Session(setup, ranks=ranks, any_shape=True))
         # All memory and files are taken before the first weight is read, so that a want of them is found at once.
         session.seal()

@@ -155,7 +155,7 @@ class _OnTiers(dict[Any, Any]):
     """`optimizer.state` of a streamed model: nothing to look at, and no sign that there is nothing yet."""
 
     def __bool__(self) -> bool:
-        """Refuse to say: whoever asks would make a step to begin the state, or take it for all there is.
+        """Refuse to say: the caller would make a step to begin the state, or take it for all there is.
 
         Raises:
             StreamedModelError: always.

@@ -215,7 +215,7 @@ def _pieces_per_s(begin: Callable[[int], Transfer | _native.Batch], num_pieces: 
     for piece in itertools.cycle(range(num_pieces)):
         flying.append(begin(piece))
 
-        # The next one is enqueued before this one is waited for, so whoever does them never idles.
+        # The next one is enqueued before this one is waited for, so the GPU or the threads never idle.
         if len(flying) == depth:
             flying.popleft().wait()
             done += 1

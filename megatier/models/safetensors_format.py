@@ -164,7 +164,7 @@ def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) 
         offset=start + begin,
         num_bytes=end - begin,
     )
-    # A dtype that torch has not is refused by whoever needs the tensor.
+    # A dtype that torch has not is refused when the tensor is needed.
     if dtype in DTYPES and stored.num_bytes != math.prod(shape) * DTYPES[dtype].itemsize:
         raise UnsupportedModelError(f"{tensor} has {end - begin} bytes, which is not {dtype} of shape {tuple(shape)}.")
     return stored

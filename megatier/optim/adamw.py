@@ -1,7 +1,7 @@
 """Computes AdamW on planes of state: the numbers of a step, and the kernel that fits the planes' device.
 
-`optimizer` has the formula. Whoever has planes and a gradient may call this: the optimizer of a run, `TieredAdamW`, and
-the probes that measure it.
+`optimizer` has the formula. Any code with planes and a gradient may call this: the optimizer of a run, `TieredAdamW`,
+and the probes that measure it.
 """
 
 from __future__ import annotations

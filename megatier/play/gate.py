@@ -77,8 +77,8 @@ class Gate:
 
     def _wake(self) -> None:
         """Wake everyone who waits no longer. The caller holds the lock."""
-        # Whoever waits leaves the list by itself. An interrupt between the count and a latch loses nothing: the next
-        # call sets all that are due, and after an interrupt the step is abandoned.
+        # A thread that waits leaves the list by itself. An interrupt between the count and a latch loses nothing: the
+        # next call sets all that are due, and after an interrupt the step is abandoned.
         for count, latch in self._waiting:
             if self._is_abandoned or count <= self._count:
                 latch.set()

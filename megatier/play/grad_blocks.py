@@ -128,7 +128,7 @@ class GradBlocks:
             if home is tier:
                 continue
 
-            # If a write of it failed, it stays, and whoever writes it next has the error.
+            # If a write of it failed, it stays, and its next write raises the error.
             with contextlib.suppress(TransferError):
                 self._store.discard(key, tier)
 

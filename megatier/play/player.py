@@ -341,8 +341,8 @@ class Player:
 
     def reset(self) -> None:
         """Wait for all that moves after something broke off, and forget it. All state has to be overwritten then."""
-        # First of all the state is torn: then whoever waits for a slot fails once it is woken, instead of waiting again
-        # for a slot that perhaps nobody knows of.
+        # First of all the state is torn: then a thread that waits for a slot fails once it is woken, instead of waiting
+        # again for a slot that perhaps nobody knows of.
         self._store.tear.is_torn = True
         self.gate.abandon()
         if self._collectives is not None:

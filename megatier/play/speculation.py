@@ -191,7 +191,7 @@ class Speculation:
             self.abandon()
             return
 
-        # The new generation holds though the queue may still be writing it: whoever uses it waits for `latest` first.
+        # The new generation holds though the queue may still be writing it: each use waits for `latest` first.
         self._attempt = None
         self.updated = frozenset(attempt.units)
         self._blocks.generations.valid.update(attempt.units)

@@ -249,7 +249,7 @@ class UnitWeights:
             if item.access < done:
                 continue
 
-            # A load that began was moved, and counts. If a move failed, whoever asks for the weights next is told so.
+            # A load that began was moved, and counts. If a move failed, the next access raises its error.
             transfer = self._pass.loads.pop(item.access, None)
             if transfer is not None and not transfer.wait_for_end():
                 moves = self._moves.of(item)

@@ -35,8 +35,8 @@ class UpdateUnderWay:
         """Block until it is done. Any thread may call it, any number of times."""
         self._work.wait()
 
-        # Whoever waits first marks the state dirty and ends the leases, perhaps the training thread, which an interrupt
-        # may stop half-way. All others wait at the lock until that is done, and get the same error.
+        # The thread that waits first marks the state dirty and ends the leases, perhaps the training thread, which an
+        # interrupt may stop half-way. All others wait at the lock until that is done, and get the same error.
         with self._lock:
             try:
                 with self._tear.call:

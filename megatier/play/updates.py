@@ -123,13 +123,13 @@ class Updates:
         unit = update.unit
         old, new = self._blocks.generations.advance(unit)
 
-        # Behind whoever still reads the generation that this update overwrites, such as a checkpoint. The load is not
+        # Behind all that still reads the generation that this update overwrites, such as a checkpoint. The load is not
         # in `requires`: the update runs even if that failed or was given up.
         follows = self._blocks.generations.readers(unit, new)
         if load is not None:
             follows.append(load)
 
-        # This update takes the place of a speculative one: whoever asks for the unit waits for this one.
+        # This update takes the place of a speculative one: all that asks for the unit waits for this one.
         self.speculation.drop(unit)
 
         self._last_queue = self._placement.update_queue(unit)
@@ -362,7 +362,7 @@ class Updates:
                 return None
             leases.callback(lambda: self._recorder.work("update", unit, *work.span_ns()))
 
-            # Whoever waits for the update ends the leases.
+            # The thread that waits for the update ends the leases.
             taken_over = leases.pop_all()
             return UpdateUnderWay(work, taken_over, self._store.tear)
 

@@ -3,10 +3,10 @@
 The memory is a file without a name (`memfd_create`), which the other ranks open by the descriptor of the first. It ends
 with the last process that has it, also if all are killed, and no other user can open it.
 
-Whoever moves bytes between ranks (`pulls`, `shared_ram`) writes a collective's number as `ready` for each rank that may
-take them, and waits for its `done` before they change. CUDA streams write and wait without a kernel (`StreamSigns`), so
-no host waits for a GPU. On CPUs the hosts do so themselves (`HostSigns`). A wait for a rank that has failed is ended by
-a plain store of the host.
+The code that moves bytes between ranks (`pulls`, `shared_ram`) writes a collective's number as `ready` for each rank
+that may take them, and waits for its `done` before they change. CUDA streams write and wait without a kernel
+(`StreamSigns`), so no host waits for a GPU. On CPUs the hosts do so themselves (`HostSigns`). A wait for a rank that
+has failed is ended by a plain store of the host.
 
 Threads: one thread at a time moves bytes. `release` may be called from any thread.
 """
@@ -43,7 +43,7 @@ PAUSE_MIN_S = 20e-6
 PAUSE_MAX_S = 1e-3
 """How long a host looks away from the board while it waits for another. Each look takes the interpreter's lock."""
 OPEN = 2**31 - 1
-"""A number that no collective reaches: whoever waits goes on."""
+"""A number that no collective reaches: all waits end."""
 GREATER_OR_EQUAL = 0
 """What a stream waits for, to the driver: CU_STREAM_WAIT_VALUE_GEQ."""
 

@@ -5,11 +5,11 @@ the process of the first rank. A thread of each rank looks there once a second:
 
 - A rank that fails posts its cause before it closes anything. The first post is the one that all ranks name.
 - A rank that ends without a word is posted by the others of its machine, which the system tells at once.
-- A rank whose heartbeat stands still is posted by whoever has looked often enough. Time is counted in looks: ranks that
-  a person stops and wakes together notice nothing.
+- A rank whose heartbeat stands still is posted by the first rank that has looked often enough. Time is counted in
+  looks: ranks that a person stops and wakes together notice nothing.
 
 Only that thread uses the store. A server whose machine has stopped never answers, and the thread does not come back
-then. Whoever waits for another rank calls `check` meanwhile, which notices this as well.
+then. Code that waits for another rank calls `check` meanwhile, which notices this as well.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BROKEN_LOOKS = 4
 ANSWER_S = 10.0
 """How long a rank waits to learn why a connection broke, and for its own post."""
 TICK_S = 0.25
-"""How often whoever waits for another rank calls `check`."""
+"""How often code that waits for another rank calls `check`."""
 
 FIRST = "first"
 LEFT = "left"
@@ -328,7 +328,7 @@ class Peers:
 
     def _note(self, first: tuple[int, str]) -> None:
         """Take note of the failure, and end what waits for it."""
-        # In this order: whoever is woken asks `failed`.
+        # In this order: a thread that is woken asks `failed`.
         self._first = first
         self._stop()
         self._known.set()

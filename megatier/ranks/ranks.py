@@ -66,7 +66,7 @@ class Ranks(Channel):
         self._is_nccl = dist.get_backend(self._data) == "nccl"
         self._is_given_up = False
         self._abort_once = threading.Lock()
-        """Taken, and never released, by whoever aborts the group of NCCL."""
+        """Taken, and never released, by the thread that aborts the group of NCCL."""
         self._carrier: RankCarrier | None = None
         """What moves weights and gradients; None: the process group does."""
         self.way = Way.KERNELS if self._is_nccl else Way.GLOO
@@ -236,7 +236,7 @@ class Ranks(Channel):
         self._stop()
 
     def _stop(self) -> None:
-        """End what is under way on a GPU. Whoever waits for gloo looks for itself."""
+        """End what is under way on a GPU. A thread that waits for gloo looks by itself."""
         carrier = self._carrier
         if carrier is not None:
             carrier.release()

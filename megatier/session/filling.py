@@ -43,13 +43,13 @@ class Filling:
         """Take the blocks of the units."""
         self._blocks = blocks
         self._gpu = torch.cuda.current_device() if blocks.store.device.type == "cuda" else None
-        """The device of whoever opens the session, which a new thread does not have by itself."""
+        """The device of the thread that opens the session, which a new thread does not have by itself."""
 
         # Each thread keeps a buffer for a run while it fills: no unit lies in fp32 as a whole, and memory that comes
         # anew from the system takes longer than drawing.
         self._kept = threading.local()
         self._is_left = False
-        """Whether whoever waits for the threads has left, by an error or an interrupt. So they end at the next run."""
+        """Whether the waiting thread has left, by an error or an interrupt. So the others end at the next run."""
 
     def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[Piece], base: bool) -> None:
         """Overwrite planes of a unit from pieces, in this thread.
@@ -205,7 +205,7 @@ class Filling:
         self._write(unit, kinds, elements, values)
 
     def _take_gpu(self) -> None:
-        """Let this thread work on the device of whoever opened the session."""
+        """Let this thread work on the device of the thread that opened the session."""
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
 

@@ -97,7 +97,7 @@ class HubWeights:
             while (pair := giving.take()) is not None:
                 yield pair
         finally:
-            # Whoever breaks off the loop comes here too.
+            # A loop that is broken off comes here too.
             giving.end()
 
     def iter_groups(self) -> Iterator[tuple[list[str], list[Tensor]]]:
@@ -121,7 +121,7 @@ class HubWeights:
         return _native.crc32c(address_of(in_bytes, torch.uint8, in_bytes.numel()), in_bytes.numel())
 
     def stop(self) -> None:
-        """Give no more to whoever takes weights now: something else uses the model, or it closes."""
+        """Give no more weights to a loop that takes them now: something else uses the model, or it closes."""
         if self._giving is not None:
             self._giving.end()
 
@@ -264,7 +264,7 @@ class _Giving:
             yield
 
     def _hand_over(self, tensor: Tensor) -> None:
-        """Let whoever takes a tensor use it on the stream that is current there."""
+        """Let the caller use a tensor on its current stream."""
         if self._stream is None:
             return
         current = torch.cuda.current_stream(self._device)

@@ -1,6 +1,6 @@
 """Looks for the files and folders that a config names, before anything is loaded that takes seconds.
 
-Runs without torch and transformers. Whoever opens a path later checks it again, since it may be gone by then.
+Runs without torch and transformers. A path is checked again when it is opened, since it may be gone by then.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Session:
         Args:
             setup: the run.
             run_id: names the block files; None: random.
-            seed: of the random numbers that a forward draws; None: whoever calls it has seeded torch's generators.
+            seed: of the random numbers that a forward draws; None: the caller has seeded torch's generators.
             reuses: whether to take the block files that a savepoint kept, with the bytes in them.
             run: the run directory, which a note beside the block files names; empty: there is none.
             ranks: the ranks that share the state. Budgets of RAM and NVMe are those of a host, for all its ranks.

@@ -1,4 +1,4 @@
-"""Setup: a run, described once. The planner tries variants of it, a session opens it, and whoever trains hands it on.
+"""Setup: a run, described once. The planner tries variants of it, a session opens it, and the trainers hand it on.
 
 Nothing is reserved, and nothing moves. Whatever a config leaves to the machine or to the model is decided here or in
 the parts that it is made of, once for a run.
@@ -59,7 +59,7 @@ class Setup:
         # The first of all, since a number of groups that ranks cannot share is an error of the config alone.
         check_groups(config.train.groups, machine.world.ranks)
 
-        # From here on the setting is true or false for whoever reads the config.
+        # From here on the setting is true or false in the config.
         config = config.changed({"model.compile": compiles(config.model, machine)})
         units = cut_units(model, config.model.expert_parts)
         return cls(

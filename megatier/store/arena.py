@@ -228,7 +228,7 @@ class SlotPool:
         self.free_all()
 
     def free_all(self) -> None:
-        """Make all slots free, whoever has them. Nothing may move in them any more."""
+        """Make all slots free, also those that copies have. Nothing may move in them any more."""
         self._free: deque[Slot] = deque()
         for number in range(self.num_slots):
             # New slots wait for nothing: what moved in the old ones is over.

@@ -214,5 +214,5 @@ class Fills:
 
 
 def _no_bytes(key: str, span: Span) -> BlockNotFoundError:
-    """Return the error of whoever wants bytes of a scratch block that nobody has written."""
+    """Return the error of a fill of a scratch block whose bytes nobody has written."""
     return BlockNotFoundError(f"block {key} has no bytes {span} anywhere; lease it fresh first.")

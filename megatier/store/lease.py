@@ -1,6 +1,6 @@
 """Leases: who may use the bytes of a copy, and for how long.
 
-Whoever reads or writes bytes of a block holds a lease of them. While a copy is leased nobody evicts it and nobody takes
+A reader or writer of a block's bytes holds a lease of them. While a copy is leased nobody evicts it and nobody takes
 its slot. A lease is counted under the store's lock, and then waits without it until the bytes are there.
 """
 

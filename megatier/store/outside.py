@@ -184,7 +184,7 @@ class Outside:
             read = self._queues.submit("nvme_to_ram", key, stop - first, fill, written, slot.pending)
             assign(block.outside, segment.span, read)
 
-            # The copy before is required too: whoever waits for the last segment has the error of any other.
+            # The copy before is required too: a wait for the last segment raises the error of any other.
             requires = [read, *copied]
             copied = [self._queues.to_gpu(key, segment.on_gpu, segment.in_ram, requires, point)]
             slot.pool.give(slot, copied)

@@ -178,7 +178,7 @@ class Queue:
         if self._clock is not None and started is not None and ended is not None:
             completion = StreamSpan(self._clock, started, ended)
 
-        # Only the front is cleared, so that an item costs little. Moves end nearly in order, and whoever reads the list
+        # Only the front is cleared, so that an item costs little. Moves end nearly in order, and a reader of the list
         # asks each of them whether it has ended.
         while self._in_flight and self._in_flight[0].done():
             self._in_flight.popleft()

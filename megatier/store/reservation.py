@@ -137,7 +137,7 @@ class Reservation:
         return pool
 
     def free_all(self) -> None:
-        """Make all slots free, whoever has them. Nothing may move in them any more."""
+        """Make all slots free, also those that copies have. Nothing may move in them any more."""
         for pool in self._pools.values():
             pool.free_all()
 

@@ -7,7 +7,7 @@ and `unwritten` the bytes that are newer than those at home. No two copies of a 
 
 This file does the bookkeeping alone: it moves nothing, and its callers hold the store's lock. It waits for no transfer
 that has not ended. A transfer may end at any moment, so two looks at the same one may differ: a method asks once and
-goes by that answer, and whoever asks later finds what has changed since.
+goes by that answer, and a later question finds what has changed since.
 
 The table has the states of a copy's bytes. Different spans of one copy may be in different states. Bytes that are
 dirty, being written or not written are valid as well.
@@ -157,7 +157,7 @@ class Copy:
 
     def arriving(self, span: Span) -> list[Transfer]:
         """Return the transfers after which the span is valid."""
-        # Transfers that have ended are among them, also those that failed: whoever waits for them gets the error.
+        # Transfers that have ended are among them, also those that failed: a wait for them raises the error.
         fills = self.fills.items()
         return [fill for filled, fill in fills if fill is not None and overlap(filled, span)]
 

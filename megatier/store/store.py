@@ -1,7 +1,7 @@
 """The tiered store: named blocks of bytes over GPU memory, pinned RAM and NVMe.
 
 A block always lies in its home tier, and may have copies in faster tiers, whole or in spans. If the home is NVMe, spans
-start where granules do (`IoOptions.granule_bytes`), and end where one does, or with the block. Whoever reads or writes
+start where granules do (`IoOptions.granule_bytes`), and end where one does, or with the block. A reader or writer of
 bytes holds a lease of them, and nothing that is leased is evicted. Each kind of move has a queue of its own
 (`tier.QUEUES`). Bytes from NVMe are verified, and a move that fails leaves the block whole where it was. All memory is
 allocated when the first block is used (`seal`), and never later.
@@ -121,7 +121,7 @@ class TieredStore(ClosedWhenDropped):
             raise
 
     def __enter__(self) -> Self:
-        self._disown()  # whoever entered it closes it
+        self._disown()  # its `with` block closes it
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -298,7 +298,7 @@ class TieredStore(ClosedWhenDropped):
         The caller overwrites all blocks after that. Leases from before end without effect. Other threads may be waiting
         for slots and for nothing else; they fail.
         """
-        # The state is torn before the wake, so that whoever waits for a slot fails, and takes none.
+        # The state is torn before the wake, so that a thread that waits for a slot fails, and takes none.
         self.tear.is_torn = True
         self.wake()
         for queue in self.queues:

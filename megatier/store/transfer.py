@@ -30,7 +30,7 @@ FAILURES = (MegatierError, OSError, RuntimeError)
 
 
 class Completion(Protocol):
-    """The end of a move that was started, as whoever makes the move reports it."""
+    """The end of a move that was started, as the code that moves the bytes reports it."""
 
     def wait(self) -> None:
         """Block until the bytes are there. If the move failed, raise its typed error, every time."""
@@ -186,7 +186,7 @@ class Transfer:
 
     def note_start(self, completion: Completion | None, span: tuple[int, int]) -> None:
         """Note that the move has started."""
-        # The latch is set last, since whoever sees it set reads the other fields without a lock.
+        # The latch is set last, since a thread that sees it set reads the other fields without a lock.
         self._completion = completion
         self._span = span
 

@@ -107,7 +107,7 @@ class Recorder:
             cause: what it waits for, unless more is known of that inside.
 
         Yields:
-            Votes by cause, for whoever looks at what is waited for: the cause is that with the most.
+            Votes by cause, for the code that looks at what is waited for: the cause is that with the most.
         """
         causes: Counter[str] = Counter()
         asked = Instant(self._clock)
@@ -213,7 +213,7 @@ class Recorder:
         for transfer in watched:
             if not transfer.done():
                 self._watched.append(transfer)
-            elif transfer.wait_for_end():  # an error is not raised here: whoever waits for an update has it
+            elif transfer.wait_for_end():  # an error is not raised here: a wait for the update raises it
                 self._note_transfer(transfer)
 
         # Queues append at the same time. The list stays the same one, since they may have looked it up already.
