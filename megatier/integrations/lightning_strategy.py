@@ -26,9 +26,9 @@ from megatier.config.values import clip_of
 from megatier.data.shared_batches import sharing
 from megatier.durable import becoming, discard, settle
 from megatier.errors import ConfigError
-from megatier.guards.trainer_arguments import other_accumulation, refuse_any
 from megatier.integrations.streamed import Streamed
 from megatier.patch import patched
+from megatier.trainer_guards.arguments import other_accumulation, refuse_any
 
 LIGHTNING_FILE = "lightning.ckpt"
 """File in a checkpoint's folder with all that Lightning itself keeps."""

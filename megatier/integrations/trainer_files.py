@@ -12,9 +12,9 @@ from torch import nn
 from megatier.config.lora import ADAPTER_FILE
 from megatier.durable import discard
 from megatier.errors import CheckpointError, ConfigError
-from megatier.guards.trainer_arguments import refuse_any
 from megatier.integrations.streamed import Streamed
 from megatier.integrations.trainer_rows import Base
+from megatier.trainer_guards.arguments import refuse_any
 
 STATE_FOLDER = "megatier"
 """Folder in a checkpoint of the Trainer, with masters and moments."""

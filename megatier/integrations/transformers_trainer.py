@@ -23,7 +23,13 @@ from megatier.config.schema import TiersConfig
 from megatier.config.values import check_setting, clip_of
 from megatier.data.shared_batches import naming_shared_memory
 from megatier.errors import ConfigError
-from megatier.guards.trainer_arguments import (
+from megatier.integrations.cut_step import CutStep
+from megatier.integrations.stream import stream
+from megatier.integrations.streamed import Streamed
+from megatier.integrations.trainer_files import TrainerFiles
+from megatier.integrations.trainer_rows import TrainerRows
+from megatier.models.decoder import decays
+from megatier.trainer_guards.arguments import (
     accumulation_of,
     check_accelerator,
     check_given,
@@ -32,14 +38,8 @@ from megatier.guards.trainer_arguments import (
     needs_logits,
     refuse_any,
 )
-from megatier.guards.trainer_fields import WATCHED
-from megatier.guards.trainer_methods import COMPARED, check_overrides, overriding
-from megatier.integrations.cut_step import CutStep
-from megatier.integrations.stream import stream
-from megatier.integrations.streamed import Streamed
-from megatier.integrations.trainer_files import TrainerFiles
-from megatier.integrations.trainer_rows import TrainerRows
-from megatier.models.decoder import decays
+from megatier.trainer_guards.fields import WATCHED
+from megatier.trainer_guards.overrides import COMPARED, check_overrides, overriding
 
 OWN_OPTIMIZER = "a streamed model brings its optimizer; give none to the Trainer."
 

@@ -18,12 +18,12 @@ from trl import RewardTrainer, SFTTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from megatier.errors import ConfigError
-from megatier.guards.init_kwargs import read_init_kwargs
-from megatier.guards.trainer_arguments import refuse_any
-from megatier.guards.trainer_fields import check_fields
 from megatier.integrations.streamed import Streamed
 from megatier.integrations.transformers_trainer import StreamedTraining
 from megatier.models.model_class import is_classifier
+from megatier.trainer_guards.arguments import refuse_any
+from megatier.trainer_guards.fields import check_fields
+from megatier.trainer_guards.init_kwargs import read_init_kwargs
 
 OF_LANGUAGE = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer")
 """Trainers that need a head over the vocabulary."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from megatier.errors import ConfigError
 from megatier.foreign import shown
-from megatier.guards.trainer_arguments import ADAMW, check_stream_kwargs, refuse_any
-from megatier.guards.trainer_fields import by_name
 from megatier.integrations.loop_settings import read_tiers, refuse_unknown
 from megatier.optimizers import OPTIMIZER_NAMES, in_words
+from megatier.trainer_guards.arguments import ADAMW, check_stream_kwargs, refuse_any
+from megatier.trainer_guards.fields import by_name
 
 SECTION = "megatier"
 """The key of a program's config under which the arguments of `megatier.stream` are."""

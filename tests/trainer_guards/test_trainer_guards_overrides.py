@@ -14,7 +14,10 @@ from megatier.errors import ConfigError
 
 pytest.importorskip("accelerate")
 
-from megatier.guards.trainer_methods import (
+from megatier.integrations.trainer_files import TrainerFiles
+from megatier.integrations.trainer_rows import TrainerRows
+from megatier.integrations.transformers_trainer import MegatierTrainer, StreamedTraining
+from megatier.trainer_guards.overrides import (
     COMPARED,
     EXTENDED,
     EXTENDED_BY_RANKS,
@@ -23,9 +26,6 @@ from megatier.guards.trainer_methods import (
     UNCALLED,
     check_overrides,
 )
-from megatier.integrations.trainer_files import TrainerFiles
-from megatier.integrations.trainer_rows import TrainerRows
-from megatier.integrations.transformers_trainer import MegatierTrainer, StreamedTraining
 
 SETS = (FOLLOWED, REPLACED, EXTENDED, EXTENDED_BY_RANKS, COMPARED, UNCALLED)
 

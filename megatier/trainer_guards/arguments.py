@@ -10,8 +10,8 @@ from torch import nn
 from transformers import TrainingArguments
 
 from megatier.errors import ConfigError
-from megatier.guards.trainer_fields import COMPILES, PLACES, REFUSED, check_fields
 from megatier.guards.unbound_weights import Unbound
+from megatier.trainer_guards.fields import COMPILES, PLACES, REFUSED, check_fields
 
 FROM_THE_TRAINER = {
     "tiers": "give tiers to the trainer.",

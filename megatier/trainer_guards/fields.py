@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatier.errors import ConfigError
-from megatier.guards.trl_fields import TRL_FOLLOWED, TRL_REFUSED, TRL_WITHOUT_EFFECT
+from megatier.trainer_guards.trl_fields import TRL_FOLLOWED, TRL_REFUSED, TRL_WITHOUT_EFFECT
 
 FOLLOWED: Mapping[str, str] = {
     "given to the streamed model's optimizer, or to the schedule over it": """

@@ -18,13 +18,13 @@ from transformers.training_args import OptimizerNames
 
 from megatier.config.schema import TiersConfig
 from megatier.errors import ConfigError
-from megatier.guards.trainer_fields import CHECKED, FOLLOWED, REFUSED, WITHOUT_EFFECT, check_fields
-from megatier.guards.trl_fields import TRL_FOLLOWED, TRL_REFUSED, TRL_WITHOUT_EFFECT
+from megatier.trainer_guards.fields import CHECKED, FOLLOWED, REFUSED, WITHOUT_EFFECT, check_fields
+from megatier.trainer_guards.trl_fields import TRL_FOLLOWED, TRL_REFUSED, TRL_WITHOUT_EFFECT
 
 pytest.importorskip("accelerate")
 
-from megatier.guards.trainer_arguments import ADAMW, accumulation_of, check_training_arguments
 from megatier.integrations.transformers_trainer import MegatierTrainer
+from megatier.trainer_guards.arguments import ADAMW, accumulation_of, check_training_arguments
 
 TIERS = TiersConfig(device="cpu", gpu=1 << 20, ram=8 << 20, update_threads=2, io_threads=2)
 TABLES = [*FOLLOWED.values(), *WITHOUT_EFFECT.values(), " ".join(CHECKED), " ".join(REFUSED)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatier.errors import ConfigError
-from megatier.guards.init_kwargs import read_init_kwargs
+from megatier.trainer_guards.init_kwargs import read_init_kwargs
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Refuses settings and overrides of trainers that a streamed model cannot follow."""
