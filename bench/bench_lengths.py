@@ -28,7 +28,7 @@ from laid_weights import fill
 from peers.shapes import SHAPES, peak_gpu_bytes
 from phases import Phases
 from record import facts, folder_of
-from rows import RATE, ROWS, changed, config_of, skeleton
+from rows import RATE, ROWS, Run, changed, config_of, skeleton
 
 from megatier.compute.compile_clock import CLOCK
 from megatier.hardware import set_cuda_defaults
@@ -45,6 +45,11 @@ def shapes_of(tokens: int, count: int) -> list[tuple[int, int]]:
     """So many different lengths from 128 to 2,048, in an order that a seed decides, each with rows for the tokens."""
     lengths = random.Random(0).sample(range(128, 2049), count)
     return [(tokens // length, length) for length in lengths]
+
+
+def row_of(options: argparse.Namespace) -> Run:
+    """Return the row with the changes that were asked for, and with the attention of a loop."""
+    return changed(ROWS[options.row], [*options.set, "model.attention=sdpa"])
 
 
 def run(session: Session, shapes: list[tuple[int, int]], vocabulary: int) -> Iterator[dict[str, Any]]:
@@ -85,7 +90,7 @@ def measure(
     options: argparse.Namespace, shapes: list[tuple[int, int]], phases: Phases, *, any_shape: bool
 ) -> dict[str, Any]:
     """Open the row's session and make the steps."""
-    row = changed(ROWS[options.row], [*options.set, "model.attention=sdpa"])
+    row = row_of(options)
     config = config_of(row, True, None)
     make_repeatable(config)
     share_interpreter()
@@ -128,7 +133,7 @@ def main() -> None:
     options = parser.parse_args()
     set_cuda_defaults()
 
-    row = ROWS[options.row]
+    row = row_of(options)
     fixed = [(row.batch, row.sequence)] * options.steps
     found: dict[str, Any] = {"any_shape_fixed_rows": measure(options, fixed, phases, any_shape=True)}
     if options.lengths:
