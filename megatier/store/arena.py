@@ -31,8 +31,8 @@ from megatier.tier import PAGE_BYTES, cut_at_addresses, round_up
 from megatier.workers import Workers
 
 HUGE_PAGE_BYTES = 2 << 20
-POPULATE_BYTES = 256 << 20
-"""The bytes that one thread touches at a time."""
+POPULATE_BYTES = 64 << 20
+"""The bytes that one thread touches at a time: few, so that all threads end at about the same time."""
 
 Allocate = Callable[[int], torch.Tensor]
 """Gives uint8 [n] of device memory, which the current stream fills with zeros."""
