@@ -135,7 +135,7 @@ def test_resume_after_changes_that_were_accepted_asks_for_them_no_second_time(
     assert main(["resume", str(stopped)]) == 2
     assert "holds a finished run" in capsys.readouterr().err
     assert main(["export", str(stopped), str(tmp_path / "older")]) == 0
-    assert "the run went on to step 4, its last checkpoint is of step 2; " in capsys.readouterr().out
+    assert "the run went on to step 4, and this checkpoint is of step 2; " in capsys.readouterr().out
     log = stopped / "metrics.jsonl"
     records = log.read_bytes()
     log.write_bytes(b"no record\n" + records)  # of a damaged log nothing is known, and nothing else depends on it

@@ -105,11 +105,12 @@ def check_room(folder: Path, units: Sequence[Unit]) -> None:
         raise CapacityError(f"a checkpoint in {folder}", needed, free, "Free space there, or name another directory.")
 
 
-def prune(folder: Path, num_kept: int) -> None:
-    """Remove all whole checkpoints but the last num_kept, at least 1; see `remove`."""
+def prune(folder: Path, num_kept: int, best_step: int | None = None) -> None:
+    """Remove all whole checkpoints but the last num_kept, at least 1, and that of the best step; see `remove`."""
     # The oldest goes first, so that whatever is left after a kill are the newest.
     for path in checkpoints(folder)[:-num_kept]:
-        remove(path)
+        if step_of(path) != best_step:
+            remove(path)
 
 
 def remove(path: Path) -> None:

@@ -47,6 +47,7 @@ from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import Grid
 from megatier.checkpoint.manifest import METADATA_FILE, Manifest, checksum_of, digest_of, read_bytes
 from megatier.checkpoint.plane_writer import Buffers, PlaneWriter
+from megatier.checkpoint.run_directory import step_path
 from megatier.durable import becoming, sync_tree
 from megatier.errors import ConfigError
 from megatier.models.decoder import Unit
@@ -74,7 +75,13 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, session: Session, folder: Path, step: int, state: Mapping[str, Any], num_kept: int | None = None
+        self,
+        session: Session,
+        folder: Path,
+        step: int,
+        state: Mapping[str, Any],
+        num_kept: int | None = None,
+        best_step: int | None = None,
     ) -> None:
         """Begin a checkpoint; the caller goes on.
 
@@ -84,6 +91,7 @@ class CheckpointWriter:
             step: the last step. A checkpoint of the same step is replaced.
             state: everything that is no array, as plain JSON.
             num_kept: how many of the whole checkpoints are kept, this one included, at least 1; None: all.
+            best_step: the step of a checkpoint that is kept besides; None: of none.
         """
         self.step = step
         self.num_bytes = checkpoint_bytes(session.whole_units)
@@ -94,7 +102,8 @@ class CheckpointWriter:
         # The process may go to another directory while it is written.
         folder = self._folder = folder.absolute()
         self._num_kept = num_kept
-        self._target = folder / f"step-{step:08d}"
+        self._best_step = best_step
+        self._target = step_path(folder, step)
         self._partial = folder / f".{self._target.name}{WRITING}"
         # A copy, since the caller goes on and may change it.
         self._state = dict(state)
@@ -216,7 +225,7 @@ class CheckpointWriter:
         # Only now: until this one is whole, the run may need an older one.
         with self._crew.together():
             if self._leads and self._num_kept is not None:
-                prune(self._folder, self._num_kept)
+                prune(self._folder, self._num_kept, self._best_step)
         self.seconds = time.perf_counter() - self._began
 
     def _becoming(self) -> AbstractContextManager[None]:

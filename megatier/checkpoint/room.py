@@ -26,7 +26,7 @@ REMEDY_OF_CHECKPOINTS = "Free space there, set a smaller output.keep_checkpoints
 
 def num_wanted(output: OutputConfig) -> int:
     """Return the number of checkpoints that a run keeps if its drive has room for them; 0: it writes none."""
-    saves = output.saves_by_time or output.checkpoint_every not in ("auto", 0)
+    saves = output.saves_by_time or output.load_best_model_at_end or output.checkpoint_every not in ("auto", 0)
     return output.keep_checkpoints if saves else 0
 
 
@@ -42,6 +42,8 @@ class Room:
     """Bytes of the exported model; 0 if nothing is exported."""
     is_made: bool = True
     """Whether the run directory is there. Otherwise the directory in which it will be made is asked for its room."""
+    keeps_best: bool = False
+    """Whether the checkpoint of the lowest held-out loss is kept besides the last ones."""
 
     @classmethod
     def of(cls, output: OutputConfig, model: PreTrainedModel, units: tuple[Unit, ...], *, is_made: bool = True) -> Room:
@@ -60,7 +62,9 @@ class Room:
         if output.export:
             # By the layout that is written and not by parameters: some tensors stay in fp32.
             exported = export_bytes(model, units, COMPUTE_DTYPES[output.export_dtype])
-        return cls(Path(output.directory), checkpoint_bytes(units), exported, is_made)
+        return cls(
+            Path(output.directory), checkpoint_bytes(units), exported, is_made, keeps_best=output.load_best_model_at_end
+        )
 
     @property
     def free_bytes(self) -> int:
@@ -87,6 +91,9 @@ class Room:
         count = num_wanted(output)
         if output.saves_by_time:
             count = self.num_that_fit(count)
+        # The best one is asked for by name, and the newest one stays until the next is whole.
+        if self.keeps_best:
+            count = max(1, count)
         self.check(count)
         return count
 
@@ -103,9 +110,10 @@ class Room:
         wanted = num_wanted(output)
         last = f"the export ({mib(self.export_bytes)})" if self.export_bytes else ""
         if wanted:
-            plural = "s" if wanted > 1 else ""
+            num_checkpoints = wanted + self.keeps_best
+            plural = "s" if num_checkpoints > 1 else ""
             join = " or " if last else ""
-            last = f"{wanted} checkpoint{plural}, then one more{join}{last}"
+            last = f"{num_checkpoints} checkpoint{plural}, then one more{join}{last}"
         if not last:
             return ""
 
@@ -120,7 +128,7 @@ class Room:
 
     def needed_bytes(self, num_kept: int) -> int:
         """Return the bytes that a run still takes if it keeps so many checkpoints."""
-        missing = num_kept - self._num_present
+        missing = num_kept + self.keeps_best - self._num_present
 
         # While a checkpoint is written there is one more than are kept. The export comes when that is over.
         on_its_way = max(1, missing + 1) * self.checkpoint_bytes if num_kept else 0
@@ -143,9 +151,9 @@ class Room:
         if self.export_bytes > free:
             raise CapacityError(f"the export in {self.directory}", self.export_bytes, free, REMEDY)
         if needed > free:
-            what = f"{num_kept + 1} checkpoints in {self.directory / CHECKPOINT_FOLDER}"
+            what = f"{num_kept + self.keeps_best + 1} checkpoints in {self.directory / CHECKPOINT_FOLDER}"
             if self.export_bytes > self.checkpoint_bytes:
-                what = f"{num_kept} checkpoints and the export in {self.directory}"
+                what = f"{num_kept + self.keeps_best} checkpoints and the export in {self.directory}"
             raise CapacityError(what, needed, free, REMEDY_OF_CHECKPOINTS)
 
     def num_that_fit(self, num_kept: int) -> int:
@@ -159,7 +167,7 @@ class Room:
     def takes_another(self, num_kept: int) -> bool:
         """Return whether there is room for one more checkpoint now, and later for the export."""
         # If there are as many as are kept, an older one goes when this one is whole, and leaves its room to the export.
-        stays = self.checkpoint_bytes if self._num_present < num_kept else 0
+        stays = self.checkpoint_bytes if self._num_present < num_kept + self.keeps_best else 0
         needed = max(self.checkpoint_bytes, stays + self.export_bytes)
         return needed <= self.free_bytes
 

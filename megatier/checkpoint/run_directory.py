@@ -241,7 +241,7 @@ def check_goes_on(path: Path, config: RunConfig) -> None:
     if config.output.export and (path / MODEL_FOLDER).exists():
         remedy = (
             "To train on, move that folder away, raise train.steps, and add --accept-changes, since the learning rate "
-            "depends on it."
+            "depends on it. If evaluations ended it early, raise train.early_stopping_patience instead."
         )
         if step is None:
             remedy = "It has no checkpoint to go on from: train its model in another run, with model.path."
@@ -313,6 +313,11 @@ def checkpoints(folder: Path) -> list[Path]:
     # Anything else in the folder is somebody else's. By step, since names of more digits do not sort as numbers do.
     whole = [path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)]
     return sorted(whole, key=step_of)
+
+
+def step_path(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step lies in a folder of checkpoints."""
+    return folder / f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:

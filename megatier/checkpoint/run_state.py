@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 
+from megatier.checkpoint.best import Best
 from megatier.checkpoint.environment import changes_of, differences, environment
 from megatier.checkpoint.manifest import digest_of
 from megatier.compute.token_tiles import Decision
@@ -32,6 +33,8 @@ FREE = (
     "train.offload_attention",
     "train.evaluate_every",
     "train.evaluate_batches",
+    "train.early_stopping_patience",
+    "train.early_stopping_threshold",
     "train.stall_timeout",
     "numerics.max_skips",
 )
@@ -72,6 +75,8 @@ class RunState:
     them."""
     tiles: Mapping[str, Decision] = field(default_factory=dict)
     """Which modules run in tiles of tokens, as `UnitModel.tiles` gives it; empty in checkpoints of older versions."""
+    best: Best = field(default_factory=Best)
+    """The held-out losses so far; none in checkpoints of older versions."""
 
     @classmethod
     def of(
@@ -82,6 +87,7 @@ class RunState:
         text: dict[str, Any],
         origin: Mapping[str, str] = MappingProxyType({}),
         tiles: Mapping[str, Decision] = MappingProxyType({}),
+        best: Best | None = None,
     ) -> Self:
         """Return the present state of this process.
 
@@ -92,6 +98,7 @@ class RunState:
             text: position in the text.
             origin: model and tokenizer.
             tiles: which modules run in tiles of tokens.
+            best: the held-out losses so far; None: nothing was evaluated.
         """
         return cls(
             step=step,
@@ -100,6 +107,7 @@ class RunState:
             text=text,
             origin=dict(origin),
             tiles=dict(tiles),
+            best=best or Best(),
         )
 
     @classmethod
@@ -124,7 +132,7 @@ class RunState:
             raise CheckpointError(f"the checkpoint is damaged: step is {stored['step']}.")
         # What else the file has is of a newer version, and was not asked for.
         fields = {name: stored[name] for name in FIELDS}
-        return cls(**fields, tiles=read_tiles(stored))
+        return cls(**fields, tiles=read_tiles(stored), best=Best.read(stored))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as plain JSON."""

@@ -31,7 +31,14 @@ from typing import Any, Self
 
 from megatier.checkpoint.checkpoint import WRITING, prune, remove, remove_leftovers
 from megatier.checkpoint.manifest import Manifest, digest_of, read_json
-from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, checkpoints, last_checkpoint, step_of
+from megatier.checkpoint.run_directory import (
+    CHECKPOINT_FOLDER,
+    SAVEPOINT_FOLDER,
+    checkpoints,
+    last_checkpoint,
+    step_of,
+    step_path,
+)
 from megatier.checkpoint.run_state import RunState
 from megatier.checkpoint.savepoint_blocks import fingerprint, read_blocks, resident_bytes, verify_spilled, write_blocks
 from megatier.config.schema import RunConfig
@@ -215,7 +222,7 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
     """
     # Also after an interrupt: block files that are marked as kept would stay on the drives, and no run would take them.
     try:
-        num_bytes = _write(session, folder / f"step-{step:08d}", step, state)
+        num_bytes = _write(session, step_path(folder, step), step, state)
     except BaseException as error:
         _free_files(session, folder, error)
         raise

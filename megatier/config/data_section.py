@@ -153,6 +153,18 @@ class DataConfig(Section):
         self.need("holdout_split", is_apart, bound)
 
     @property
+    def holdout_setting(self) -> str:
+        """The name of the setting that says how much text is held out."""
+        if self.holdout_split is not None:
+            return "holdout_split"
+        return "holdout_rows" if self.streaming else "holdout_fraction"
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether text is kept for evaluation."""
+        return bool(getattr(self, self.holdout_setting))
+
+    @property
     def is_apart(self) -> bool:
         """Whether attention stops at the borders of documents."""
         if self.cross_documents is not None:

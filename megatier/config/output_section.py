@@ -36,6 +36,9 @@ class OutputConfig(Section):
     drives. The last one is kept until there is a newer checkpoint. 0: none."""
     keep_checkpoints: int = 2
     """Number of checkpoints to keep, at least 1. The last ones stay."""
+    load_best_model_at_end: bool = False
+    """Write a checkpoint after each evaluation whose held-out loss is the lowest so far, keep the last one of these
+    besides output.keep_checkpoints, and export its model instead of that of the last step."""
     trace: bool = False
     """Write a trace of transfers, compute and stalls that Perfetto can read."""
     tensorboard: bool = False

@@ -259,6 +259,10 @@ class TrainConfig(Section):
     """Steps between evaluations on the held-out text, at least 0. 0: evaluate only at the end."""
     evaluate_batches: int = 16
     """Most batches of each evaluation, at least 1."""
+    early_stopping_patience: int | None = None
+    """Evaluations in a row without a better held-out loss after which the run ends, at least 1. None: never."""
+    early_stopping_threshold: float = 0.0
+    """How much lower than the lowest one before a held-out loss has to be to count as better, at least 0."""
     stall_timeout: float = 1800.0
     """Seconds without progress after which the run stops with an error and the state of every queue, at least 0. It
     stops only if this is also 4 times as long as the longest wait before. 0: never stop."""
@@ -275,7 +279,11 @@ class TrainConfig(Section):
         bound = f"fp32 with train.optimizer {self.optimizer}, whose state is always fp32"
         self.need("moments", takes_moments, bound)
 
-        self.need_least(stall_timeout=0)
+        self.need_least(stall_timeout=0, early_stopping_threshold=0)
+        patience = self.early_stopping_patience
+        self.need("early_stopping_patience", patience is None or patience >= 1, "at least 1, or null")
+        is_used = patience is not None or not self.early_stopping_threshold
+        self.need("early_stopping_threshold", is_used, "0 without train.early_stopping_patience")
         self.need("min_learning_rate_ratio", 0 <= self.min_learning_rate_ratio <= 1, "from 0 to 1")
         self.need("warmup_ratio", 0 <= self.warmup_ratio < 1, "from 0 to below 1")
         self.need("warmup_ratio", not (self.warmup_steps and self.warmup_ratio), "0 beside train.warmup_steps")
@@ -357,8 +365,18 @@ class RunConfig(Section):
         self.train.need("epochs", has_end, bound)
         is_bf16 = self.numerics.products == "bf16" or self.model.compute_dtype == "bf16"
         self.numerics.need("products", is_bf16, "bf16 with model.compute_dtype fp32, whose products are fp32")
+        asked = self.by_evaluations
+        is_evaluated = asked is None or self.train.evaluate_every >= 1
+        self.train.need("evaluate_every", is_evaluated, f"at least 1 with {asked}")
         self._check_generations()
         self._check_borders()
+
+    @property
+    def by_evaluations(self) -> str | None:
+        """The setting by which evaluations decide what becomes of the run; None: they decide nothing."""
+        if self.train.early_stopping_patience is not None:
+            return "train.early_stopping_patience"
+        return "output.load_best_model_at_end" if self.output.load_best_model_at_end else None
 
     def _check_generations(self) -> None:
         """Refuse generations that nothing uses, and a savepoint that could not be kept or checked.

@@ -112,6 +112,8 @@ NOT_OF_LOOPS: Mapping[str, str] = {
     "min_learning_rate_ratio": OWN_RATE,
     "evaluate_every": OWN_TEST,
     "evaluate_batches": OWN_TEST,
+    "early_stopping_threshold": OWN_END,
+    "early_stopping_patience": OWN_END,
     "stall_timeout": "a loop has no watchdog, since it may stop between its steps",
 }
 """The other fields, which are refused if they are given, and what is done instead."""

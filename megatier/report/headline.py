@@ -20,7 +20,11 @@ def status(run: RecordedRun) -> str:
     """Return how far the run is, what became of its processes, and what is unusual about it."""
     steps = run.steps
     last = steps[-1].step if steps else 0
-    outcomes = {"whole": "The run is whole", "stopped": "The run was stopped"}
+    outcomes = {
+        "whole": "The run is whole",
+        "early": f"The run ended early, because {run.history.why}",
+        "stopped": "The run was stopped",
+    }
     outcome = outcomes.get(run.history.outcome, "The run goes on, or was killed or ended by an error")
     sentences = [f"{outcome}: step {last:,} of {run.config.train.steps:,}."]
     sentences += _processes(run.history.openings)

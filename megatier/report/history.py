@@ -139,7 +139,9 @@ class History:
     checkpoints: list[Saved] = field(default_factory=list)
     savepoints: list[Saved] = field(default_factory=list)
     outcome: str = ""
-    """`whole` or `stopped`; empty if the last process goes on, or was killed or ended by an error."""
+    """`whole`, `early` or `stopped`; empty if the last process goes on, or was killed or ended by an error."""
+    why: str = ""
+    """Why the run ended early; empty if it did not."""
     moved_bytes: ByName = field(default_factory=dict)
     """Bytes per queue of the last process, as far as they are on file."""
     demanded_bytes: ByName = field(default_factory=dict)
@@ -165,6 +167,7 @@ class History:
             plan = None if expected is None else _expected(expected)
             self.openings.append(_read(RunStart, record, step=step, expected=plan))
             self.outcome = ""
+            self.why = ""
 
             # A new process counts its bytes from 0.
             self.moved_bytes = {}
@@ -172,6 +175,7 @@ class History:
             self.others_moved_bytes = {}
         elif "run" in record:
             self.outcome = _text(record["run"])
+            self.why = _text(record.get("why", ""))
             self.moved_bytes = _amounts(record.get("moved_bytes", {}))
             self.demanded_bytes = _amounts(record.get("demanded_bytes", {}))
         # Records have no field for their kind in files of older versions, so they are told apart by what they hold.

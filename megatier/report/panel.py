@@ -74,7 +74,12 @@ def bound_of(report: StepReport) -> str:
 
 
 def panel(
-    report: StepReport, num_steps: int, seconds_left: float, losses: Course, compile_seconds: float = 0.0
+    report: StepReport,
+    num_steps: int,
+    seconds_left: float,
+    losses: Course,
+    compile_seconds: float = 0.0,
+    why_over: str = "",
 ) -> RenderableType:
     """Return the panel after a finished step.
 
@@ -84,12 +89,16 @@ def panel(
         seconds_left: seconds until then.
         losses: losses of the steps so far.
         compile_seconds: seconds that the steps so far waited for the compiler.
+        why_over: why the run ends before its last step; empty: it does not.
     """
     # A line that wraps would make the panel jump as its figures change.
     columns = [Column(no_wrap=True) for _ in range(3)]
     grid = Table.grid(*columns, padding=(0, 2))
     left = format_seconds(seconds_left)
     _row(grid, "step", _bar(report.step, num_steps), f"{report.step}/{num_steps}  ETA {left}")
+
+    if why_over:
+        _row(grid, "over", Text(why_over), "")
 
     words = f"{report.loss:.4f}  lr {report.learning_rate:.2e}"
     if report.grad_norm is not None:

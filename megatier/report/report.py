@@ -53,6 +53,9 @@ class Progress:
         self._seconds_per_step = 0.0
         self._compile_seconds = 0.0
         self._losses = Course()
+        self._last: StepReport | None = None
+        self._is_shown = False
+        """Whether the last step was shown."""
         self._shown_at = -math.inf
 
     def __enter__(self) -> Self:
@@ -82,14 +85,28 @@ class Progress:
         # The first and the last step are always shown, however soon the last one comes.
         now = time.monotonic()
         pause = self._line_seconds if self._live is None else REDRAW_SECONDS
+        self._last = report
+        self._is_shown = False
         if steps_left > 0 and now - self._shown_at < pause:
             return
 
         self._shown_at = now
+        self._show(report, seconds_left)
+
+    def end(self, why: str) -> None:
+        """Show the last step with why no other one comes, and say so in a line of its own too."""
+        # A line says nothing new of a step that has one, and the panel says why.
+        if self._last is not None and (self._live is not None or not self._is_shown):
+            self._show(self._last, 0.0, why)
+        self.note(why)
+
+    def _show(self, report: StepReport, seconds_left: float, why: str = "") -> None:
+        """Show a step, and in the panel why it is the last one."""
+        self._is_shown = True
         if self._live is None:
             self.note(step_line(report, self._num_steps, seconds_left))
             return
-        drawn = panel(report, self._num_steps, seconds_left, self._losses, self._compile_seconds)
+        drawn = panel(report, self._num_steps, seconds_left, self._losses, self._compile_seconds, why)
         self._live.update(drawn, refresh=True)
 
     def note(self, text: str) -> None:

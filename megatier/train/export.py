@@ -27,6 +27,7 @@ from megatier.checkpoint.run_directory import (
     find_checkpoint,
     last_checkpoint,
     step_of,
+    step_path,
 )
 from megatier.checkpoint.run_state import RunState
 from megatier.config.data_section import DataConfig
@@ -65,7 +66,8 @@ def export_checkpoint(
 
     Args:
         console: what a person sees.
-        path: a checkpoint, or a run directory, whose last whole checkpoint is taken. To merge also a folder of
+        path: a checkpoint, or a run directory, whose last whole checkpoint is taken, or the best one of a run that
+            keeps it (`output.load_best_model_at_end`). To merge also a folder of
             adapters, or a run directory that has none but exported ones.
         folder: a new or empty folder.
         dtype: `bf16`, or `fp32` for the masters; None: as the run's `output.export_dtype`, and bf16 for a folder of
@@ -89,8 +91,7 @@ def export_checkpoint(
     if adapter is not None:
         config = _config_of(adapter, base)
     else:
-        checkpoint = find_checkpoint(path)
-        state = RunState.read(read_state(checkpoint))
+        checkpoint, state = _chosen(path)
         config = _moved(from_dict(state.config), base)
     if merges and config.model.lora is None:
         raise ConfigError(f"--merge: {path} has no adapters. Leave it out.")
@@ -101,7 +102,8 @@ def export_checkpoint(
             say(console, UNBOUND.format(checkpoint.name))
         if not state.origin:
             say(console, UNKNOWN.format(checkpoint.name))
-        _mention_later_steps(console, path, state.step)
+        is_best = config.output.load_best_model_at_end and state.best.step == state.step
+        _mention_later_steps(console, path, state.step, is_best=is_best)
 
     # The checkpoint has the weights. The model's config, buffers and tokenizer come from where the run had them, and
     # are compared with what they were (`origin`).
@@ -139,6 +141,28 @@ def export_checkpoint(
                 dtype or config.output.export_dtype,
                 shard_bytes,
             )
+
+
+def _chosen(path: Path) -> tuple[Path, RunState]:
+    """Return the checkpoint at a path, or of the run there its last one, or its best one if it keeps that.
+
+    Raises:
+        CheckpointError: it is not there, or damaged.
+    """
+    checkpoint = find_checkpoint(path)
+    state = RunState.read(read_state(checkpoint))
+    output = state.config.get("output", {})
+    step = state.best.step
+    if checkpoint == path or not output.get("load_best_model_at_end") or step is None or step == state.step:
+        return checkpoint, state
+
+    best = step_path(path / CHECKPOINT_FOLDER, step)
+    if not best.is_dir():
+        raise CheckpointError(
+            f"{best} is not there, which has the lowest held-out loss of the run. Bring it back, or name {checkpoint} "
+            "to export the last step."
+        )
+    return best, RunState.read(read_state(best))
 
 
 @contextmanager
@@ -213,11 +237,14 @@ def _whole(units: Sequence[Unit], read: Read) -> Callable[[str], Tensor]:
     return whole
 
 
-def _mention_later_steps(console: Console, path: Path, step: int) -> None:
+def _mention_later_steps(console: Console, path: Path, step: int, *, is_best: bool) -> None:
     """Say so if the run has gone on after its last checkpoint."""
     steps = read_what_there_is(path / METRICS_FILE).steps
     last_step = steps[-1].step if steps else 0
     if last_step <= step:
+        return
+    if is_best:
+        say(console, f"step {step} has the lowest held-out loss of the run, which went on to step {last_step}")
         return
 
     # The run itself may have exported its end, for which it needs no checkpoint.
@@ -225,21 +252,34 @@ def _mention_later_steps(console: Console, path: Path, step: int) -> None:
     where = folder if folder.exists() else "no folder"
     say(
         console,
-        f"the run went on to step {last_step}, its last checkpoint is of step {step}; {where} has the model of its end",
+        f"the run went on to step {last_step}, and this checkpoint is of step {step}; {where} has the model of its end",
     )
 
 
 def export_end(
-    console: Console, config: RunConfig, session: Session, tokenizer: PreTrainedTokenizerBase, saves: Saves
+    console: Console, config: RunConfig, session: Session, tokenizer: PreTrainedTokenizerBase, saves: Saves, step: int
 ) -> None:
-    """Write the model of a run whose steps are done; if that fails, save the state, so that the export can be repeated.
+    """Write the model of a run whose steps are done, or its best one if the run keeps that.
+
+    If it fails the state is saved, so that the export can be repeated.
+
+    Args:
+        console: what a person sees.
+        config: the run.
+        session: the run's state after its last step.
+        tokenizer: is written too.
+        saves: knows the best step, and saves the state.
+        step: the last step.
 
     Raises:
         ExportError: it failed. The message says what is kept, and how to finish the run.
     """
     directory = Path(config.output.directory)
-    step = config.train.steps
     folder = directory / MODEL_FOLDER
+    best = None
+    if saves.best_step not in (None, step):
+        best = step_path(directory / CHECKPOINT_FOLDER, saves.best_step)
+        say(console, f"the best model is that of step {saves.best_step}, with the held-out loss {saves.best.loss:.4f}")
     dtype = config.output.export_dtype
     crew = session.crew
 
@@ -252,7 +292,7 @@ def export_end(
     except (MegatierError, OSError) as found:
         error = found
     else:
-        error = _write_end(console, session, folder, tokenizer, dtype)
+        error = _write_end(console, session, best, folder, tokenizer, dtype)
 
     # The first rank has written, and all of them save what it could not write.
     if (reason := crew.from_first(lambda: None if error is None else str(error))) is not None:
@@ -261,9 +301,14 @@ def export_end(
 
 
 def _write_end(
-    console: Console, session: Session, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: str
+    console: Console,
+    session: Session,
+    best: Path | None,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: str,
 ) -> Exception | None:
-    """Write the model of a session, on the first rank; return what stopped it there.
+    """Write the model of a session or of its best checkpoint, on the first rank; return what stopped it there.
 
     An error of another rank is raised: the first one waits for what that rank has of the model, so the run ends.
     """
@@ -271,7 +316,10 @@ def _write_end(
         if read is None:
             return None
         try:
-            write_model(console, folder, session.model, session.whole_units, read, tokenizer, dtype)
+            with ExitStack() as stack:
+                if best is not None:
+                    read = stack.enter_context(open_masters(best, session.whole_units))
+                write_model(console, folder, session.model, session.whole_units, read, tokenizer, dtype)
         except (MegatierError, OSError) as error:
             return error
         except Exception as error:  # noqa: BLE001 - the tokenizers library raises Exception itself; the state comes first

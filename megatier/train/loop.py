@@ -6,7 +6,9 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -23,12 +25,15 @@ from megatier.report.report import Progress
 from megatier.rest import REST
 from megatier.session.session import Session
 from megatier.trace.events import STEP, TraceEvent, account
-from megatier.train.saves import Record, Saves
+from megatier.train.outlet import say
+from megatier.train.saves import Record, Saves, Say
 from megatier.train.shared import SharedText
 from megatier.train.step_report import StepReports, StepTimes
 from megatier.train.stop import StopRequest
 from megatier.train.watchdog import Watchdog
 
+Outcome = Literal["whole", "early", "stopped"]
+"""How the steps of a run ended: all are done; evaluations were no better for too long; or somebody stopped it."""
 TRACED_STEPS = 3
 """The number of last steps that the trace keeps: few, because one step of a large model has thousands of events."""
 
@@ -38,6 +43,7 @@ class Loop:
 
     Attributes:
         traced: the last steps' numbers and events, for a trace.
+        last_step: the last step that has ended.
     """
 
     def __init__(
@@ -71,28 +77,34 @@ class Loop:
         self._expected = expected
         self._watchdog = watchdog
         self._saves = saves
-        self._last_step = 0
+        self.last_step = 0
         self._crew = session.crew
         self._reports = StepReports(session)
         self.traced: list[tuple[int, list[TraceEvent]]] = []
 
-    def steps(self, state: RunState | None) -> bool:
-        """Run all steps after a state, with evaluations and checkpoints.
+    def steps(self, state: RunState | None) -> Outcome:
+        """Run all steps after a state, with evaluations and checkpoints, unless evaluations end the run early.
 
         Args:
             state: the state that the run goes on from; None: the run begins.
 
         Returns:
-            False if the run was told to stop before its last step.
+            How they ended.
 
         Raises:
             MegatierError: a step, an evaluation or a save failed.
         """
+        if state is not None:
+            self.last_step = state.step
+            self._saves.best = state.best
+        # The steps of a run whose export failed may be over already.
+        if self._is_over():
+            return self._outcome(partial(say, self._console))
+
         train = self._config.train
-        self._last_step = 0 if state is None else state.step
         before = read_what_there_is(Path(self._config.output.directory) / METRICS_FILE)
         self._reports.tokens_seen = round(sum(step.tokens for step in before.steps))
-        first = self._last_step + 1
+        first = self.last_step + 1
         stops = False
         with Progress(self._console, train.steps) as progress, StopRequest(progress.note) as stop:
             for step in range(first, train.steps + 1):
@@ -111,32 +123,45 @@ class Loop:
                     # In the immediate mode weights may have changed by now, and are not worth saving.
                     raise NonFiniteError(f"{error} {self._saves.way_on(progress.note)}", error.updated) from error
 
-                is_last = step == train.steps
-                if is_last or (train.evaluate_every and step % train.evaluate_every == 0):
+                if step == train.steps or (train.evaluate_every and step % train.evaluate_every == 0):
                     self._evaluate(step, progress)
 
                 # Asked once: a signal may come between two looks, and saving and breaking have to agree. So have all
                 # ranks, any of which may have been told to stop.
+                is_last = self._is_over()
                 stops = self._crew.any(stop.is_asked) and not is_last
                 self._saves.after(step, progress.note, is_last=is_last, stops=stops)
-                if stops:
+                if stops or is_last:
                     break
 
             self._saves.end(progress.note)
+            return "stopped" if stops else self._outcome(progress.end)
 
-        return not stops
+    def _is_over(self) -> bool:
+        """Return whether no step is left to do after the last one."""
+        train = self._config.train
+        return self.last_step >= train.steps or self._saves.best.is_over(train.early_stopping_patience)
 
-    def report(self, outcome: str) -> None:
+    def _outcome(self, say: Say) -> Outcome:
+        """Return how the steps of a run that is over ended, and tell why if they ended early."""
+        if self.last_step >= self._config.train.steps:
+            return "whole"
+        say(f"ended early after step {self.last_step}: {self._saves.best.why_over()}")
+        return "early"
+
+    def report(self, outcome: Outcome) -> None:
         """Tell how the run ended, and what moved, against what the placement demands.
 
         Args:
-            outcome: `whole` or `stopped`, for the record.
+            outcome: as `steps` returned it, for the record.
         """
         self._reports.tell_moves(self._console)
+        why = self._saves.best.why_over() if outcome == "early" else ""
         self._record(
             {
-                "step": self._last_step,
+                "step": self.last_step,
                 "run": outcome,
+                "why": why,
                 **self._reports.moves(),
             }
         )
@@ -160,7 +185,7 @@ class Loop:
         # The loss was read, so the device is through with forward and backward. In the deferred mode updates of this
         # step may still be running; the next step waits for them, and has their time.
         ended_ns = time.perf_counter_ns()
-        self._last_step = step
+        self.last_step = step
 
         # The same events give the printed figures, the records, the picture and the trace.
         events = session.player.take_events()
@@ -252,12 +277,16 @@ class Loop:
         ended_ns = time.perf_counter_ns()
         spent = account(self._session.player.take_events(), began_ns, ended_ns)
         seconds = (ended_ns - began_ns) / 1e9
+        best = self._saves.best = self._saves.best.after(step, loss, train.early_stopping_threshold)
         progress.note(f"step {step}: held-out loss {loss:.4f} ({format_seconds(seconds)})")
         self._record(
             {
                 "step": step,
                 "heldout_loss": loss,
                 "seconds": seconds,
+                "best_step": best.step,
+                "best_heldout_loss": best.loss,
+                "num_worse": best.num_worse,
                 **asdict(spent),
             }
         )

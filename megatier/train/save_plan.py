@@ -80,10 +80,11 @@ class SavePlan:
         last = "The last one is" if self.num_kept == 1 else f"The last {self.num_kept} are"
         first = about(first_seconds(self.cost_s))
         every = about(every_seconds(self.cost_s))
+        best = ", and that of the lowest held-out loss" if self.output.load_best_model_at_end else ""
         return (
             f"A checkpoint ({mib(self.room.checkpoint_bytes)}) is written after about {first}, then about every "
-            f"{every}, for {SHARE * 100:.0f} % of the run's time at most. {last} kept. output.checkpoint_every: 0 "
-            "turns this off."
+            f"{every}, for {SHARE * 100:.0f} % of the run's time at most. {last} kept{best}. "
+            "output.checkpoint_every: 0 turns this off."
         )
 
     def pace(self) -> Pace | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatier.checkpoint.best import Best
 from megatier.checkpoint.checkpoint import prune, remove
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, last_checkpoint, step_of
@@ -38,6 +39,7 @@ class Saves:
 
     Attributes:
         writer: the checkpoint on its way; None: there is none.
+        best: the held-out losses so far, which are saved too.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Saves:
         self._position: dict[str, Any] | None = None
         """The note of the text at the step to save, if the text has gone on; None: it has not."""
         self.writer: CheckpointWriter | None = None
+        self.best = Best()
         self._outside = 0.0
         """Seconds that it has held this thread up between two steps."""
         self._inside = 0.0
@@ -104,6 +107,11 @@ class Saves:
         self._has_updated |= has_updated
         if self._pace is not None:
             self._pace.step(seconds, is_beside=self.writer is not None)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the checkpoint that is kept as the best one; None: none is."""
+        return self.best.step if self._config.output.load_best_model_at_end else None
 
     def after(self, step: int, say: Say, *, is_last: bool, stops: bool) -> None:
         """Save what is due after a step, and tell of a checkpoint that has become whole meanwhile.
@@ -127,10 +135,21 @@ class Saves:
         # At most one of the three: a checkpoint makes a savepoint of the same step needless.
         if stops or is_due:
             self._begin(step, say)
+        elif self._is_best(step, is_last):
+            # The clock takes it for one of its own.
+            if self._pace is not None:
+                self._pace.begin()
+            self._begin(step, say)
         elif self._is_time(is_last):
             self._begin_by_time(step, say)
         elif output.savepoint_every and step % output.savepoint_every == 0:
             self._save_in_place(step, say)
+
+    def _is_best(self, step: int, is_last: bool) -> bool:
+        """Return whether a checkpoint is due because no held-out loss was lower."""
+        # The export at the end has this step's weights from the session.
+        is_exported = is_last and self._config.output.export
+        return self.best_step == step and not is_exported
 
     def _is_time(self, is_last: bool) -> bool:
         """Return whether a checkpoint is due by the clock."""
@@ -169,7 +188,8 @@ class Saves:
 
         # All updates are over after the drain, so the queue reads the state of exactly this step (`checkpoint_writer`).
         num_kept = self._num_kept if prunes else None
-        self.writer = CheckpointWriter(self._session, self._folder, step, self._state(step), num_kept)
+        state = self._state(step)
+        self.writer = CheckpointWriter(self._session, self._folder, step, state, num_kept, self.best_step)
         self._has_updated = False
         self._may_fail = False
 
@@ -255,7 +275,7 @@ class Saves:
         if self._has_updated or twin is not None:
             self._begin(step, say, prunes=False)
             self.end(say)
-        if twin is not None:
+        if twin is not None and step_of(twin) != self.best_step:
             self._crew.from_first(lambda: remove(twin))
 
     def way_on(self, say: Say) -> str:
@@ -353,9 +373,9 @@ class Saves:
         return self._last(self._savepoints)
 
     def _make_room(self) -> None:
-        """Remove all checkpoints but the last one, if there is no room for another."""
+        """Remove all checkpoints but the last and the best one, if there is no room for another."""
         if not self._room.has_room_for_checkpoint:
-            prune(self._folder, 1)
+            prune(self._folder, 1, self.best_step)
 
     def _last(self, folder: Path) -> Path | None:
         """Return the newest whole checkpoint or savepoint in a folder."""
@@ -367,7 +387,7 @@ class Saves:
         text = self._position
         if text is None:
             text = self._text.state
-        state = RunState.of(step, self._config, self._device, text, self._origin, tiles)
+        state = RunState.of(step, self._config, self._device, text, self._origin, tiles, self.best)
         return state.to_dict()
 
 

@@ -20,10 +20,12 @@ from megatier.checkpoint.run_directory import (
     METRICS_FILE,
     NUMBERS_FILE,
     last_checkpoint,
+    step_path,
 )
 from megatier.checkpoint.run_state import RunState, check_numbers, noted_origin
 from megatier.checkpoint.savepoint import Savepoint
-from megatier.config.schema import RunConfig
+from megatier.config.schema import RunConfig, TrainConfig
+from megatier.errors import CheckpointError, ConfigError
 from megatier.models.decoder import Unit
 from megatier.models.weights import WeightReader
 from megatier.report.history import read_what_there_is
@@ -78,6 +80,39 @@ class Start:
     def step(self) -> int:
         """The last step that was saved; 0 if the run begins."""
         return 0 if self.state is None else self.state.step
+
+    def is_done(self, train: TrainConfig) -> bool:
+        """Return whether no step is left to do, so that only the export may be missing."""
+        if self.state is None:
+            return False
+        return self.step == train.steps or self.state.best.is_over(train.early_stopping_patience)
+
+    def check_evaluations(self, config: RunConfig) -> None:
+        """Refuse a run that its evaluations have ended, unless its export is left; or one whose best model is gone.
+
+        Raises:
+            ConfigError: the run is over.
+            CheckpointError: the checkpoint of its best evaluation is not there.
+        """
+        if self.state is None:
+            return
+        best = self.state.best
+        is_done = self.is_done(config.train)
+        if is_done and self.step < config.train.steps and not config.output.export:
+            raise ConfigError(
+                f"{self.directory} ended early after step {self.step}: {best.why_over()}. To train on, raise "
+                "train.early_stopping_patience, or set it to null."
+            )
+
+        # What was saved last has the best weights itself, and no step changes them any more.
+        if not config.output.load_best_model_at_end or best.step is None or (is_done and best.step == self.step):
+            return
+        path = step_path(self.directory / CHECKPOINT_FOLDER, best.step)
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path} is not there, which has the lowest held-out loss so far. Bring it back, or set "
+                "output.load_best_model_at_end to false."
+            )
 
     def check_config(self, setup: Setup) -> list[str]:
         """Return the changes of numeric choices, libraries and devices since the run began or was saved.

@@ -35,7 +35,7 @@ from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
 from megatier.data.tokenizer import load_tokenizer
 from megatier.drives.leftovers import find_leftovers
-from megatier.errors import ConfigError, mib
+from megatier.errors import ConfigError, DataError, mib
 from megatier.foreign import one_version
 from megatier.guards.weight_changes import check_evaluates
 from megatier.models.decoder import check_stops_at_borders
@@ -60,7 +60,7 @@ from megatier.train.description import (
     tier_states,
 )
 from megatier.train.export import export_end
-from megatier.train.loop import Loop
+from megatier.train.loop import Loop, Outcome
 from megatier.train.origin import Origin, origin_of
 from megatier.train.outlet import say
 from megatier.train.save_plan import SavePlan
@@ -134,7 +134,7 @@ def train(
         session, text = _open_session(stack, setup, tokenizer, directory, start, ranks, console)
         counts_epochs = config.train.epochs is not None
         config = replace(config, train=text.with_steps(config.train, console))
-        plan = SavePlan.of(config.output, session, forecast, is_done=start.step == config.train.steps)
+        plan = SavePlan.of(config.output, session, forecast, is_done=start.is_done(config.train))
         if directory.own is not None:
             describe(console, config, session, text.own, plan)
 
@@ -151,9 +151,9 @@ def train(
         record({"step": start.step, **opening(session, tier_states(session), expected, changes)})
         saves = Saves(config, session, text, origin, plan, watchdog, record)
         loop = Loop(config, console, session, text, record, expected, watchdog, saves)
-        is_whole = loop.steps(start.state)
-        loop.report("whole" if is_whole else "stopped")
-        _finish(config, console, session, tokenizer, saves, is_whole=is_whole)
+        outcome = loop.steps(start.state)
+        loop.report(outcome)
+        _finish(config, console, session, tokenizer, saves, outcome, loop.last_step)
         if config.output.trace and directory.own is not None:
             write_trace(directory.path / TRACE_FILE, loop.traced)
 
@@ -203,6 +203,7 @@ def _open_sources(
     config, model = setup.config, setup.model
     if resumes:
         check_goes_on(start.directory, config)
+        start.check_evaluations(config)
     if resumes and start.state is None:
         say(console, "There is no checkpoint yet, so the run begins again.")
     changes = start.check_config(setup)
@@ -228,7 +229,7 @@ def _check_model(model: PreTrainedModel, num_tokens: int, config: RunConfig) -> 
         check_stops_at_borders(model)
 
     # The last evaluation comes when the run is over, which is too late to find that the model cannot be evaluated.
-    if data.holdout_split is not None or (data.holdout_rows if data.streaming else data.holdout_fraction):
+    if data.holds_out:
         check_evaluates(model)
 
     size = model.config.get_text_config().vocab_size
@@ -275,6 +276,7 @@ def _open_session(
     text = None
     if directory.own is not None:
         text = _open_text(stack, config, tokenizer, directory.path / DATA_FOLDER, start, console)
+        _check_held_out(config, text)
         remove_leftovers(directory.path / CHECKPOINT_FOLDER)
     describe_reserved(console, session)
     with WorkBar(console, "NVMe filled", None, lambda size: mib(round(size))) as work:
@@ -307,6 +309,19 @@ def _open_text(
     if state is not None and not start.accepts_changes:
         state.check_text(text.state)
     return text
+
+
+def _check_held_out(config: RunConfig, text: PackedText | TextStream) -> None:
+    """Refuse a text of which nothing is held out, if evaluations decide what becomes of the run.
+
+    Raises:
+        DataError: names the settings.
+    """
+    if (asked := config.by_evaluations) is not None and next(text.holdout(1), None) is None:
+        raise DataError(
+            f"no text is held out, and {asked} goes by the held-out loss. Give more text, raise "
+            f"data.{config.data.holdout_setting}, or leave {asked} out."
+        )
 
 
 def _open_records(
@@ -342,8 +357,8 @@ def _finish(
     session: Session,
     tokenizer: PreTrainedTokenizerBase,
     saves: Saves,
-    *,
-    is_whole: bool,
+    outcome: Outcome,
+    last_step: int,
 ) -> None:
     """Write the model of a run whose steps are done, or say how a run that was stopped goes on.
 
@@ -351,11 +366,11 @@ def _finish(
         ExportError: the model cannot be written.
     """
     directory = Path(config.output.directory)
-    if not is_whole:
+    if outcome == "stopped":
         say(console, f"stopped; `megatier resume {directory}` goes on")
         return
 
     # The savepoint is dropped last: if the export fails, the run goes on from it.
     if config.output.export:
-        export_end(console, config, session, tokenizer, saves)
+        export_end(console, config, session, tokenizer, saves, last_step)
     drop_savepoint(session, directory / SAVEPOINT_FOLDER)

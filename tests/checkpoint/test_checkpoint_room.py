@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,27 @@ def test_another_is_taken_if_the_export_still_fits(
     free: int, present: int, takes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert room(tmp_path, monkeypatch, free, present).takes_another(2) == takes
+
+
+@pytest.mark.parametrize(
+    ("free", "settings", "kept"),
+    [
+        (4 * SIZE, {}, 2),
+        (4 * SIZE - 1, {}, 1),
+        (3 * SIZE, {"checkpoint_every": 0, "keep_checkpoints": 1}, 1),
+        (3 * SIZE - 1, {}, None),
+    ],
+)
+def test_run_that_keeps_its_best_checkpoint_needs_room_for_one_more(
+    free: int, settings: dict[str, Any], kept: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = replace(room(tmp_path, monkeypatch, free), keeps_best=True)
+    output = OutputConfig(load_best_model_at_end=True, **settings)
+    if kept is not None:
+        assert found.num_kept(output) == kept
+        return
+    with pytest.raises(CapacityError, match=r"no room for 3 checkpoints in \S+"):
+        found.num_kept(output)
 
 
 @pytest.mark.parametrize(

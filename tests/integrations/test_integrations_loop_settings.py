@@ -32,9 +32,13 @@ OTHERS: dict[str, Any] = {
     "min_learning_rate_ratio": 0.1,
     "evaluate_every": 5,
     "evaluate_batches": 3,
+    "early_stopping_threshold": 0.1,
+    "early_stopping_patience": 2,
     "stall_timeout": 60.0,
 }
 """Another value than the default of each field that is no loop's."""
+BESIDE = {"early_stopping_threshold": {"early_stopping_patience": 2}}
+"""What a field is refused without, whoever reads it."""
 
 
 def test_fields_of_a_train_config_are_each_followed_or_refused() -> None:
@@ -57,7 +61,7 @@ def test_short_arguments_are_the_table_and_name_settings_that_exist() -> None:
 
 @pytest.mark.parametrize("name", sorted(NOT_OF_LOOPS))
 def test_field_that_is_no_loops_is_refused_by_name(name: str) -> None:
-    train = TrainConfig(**{name: OTHERS[name]})
+    train = TrainConfig(**{name: OTHERS[name], **BESIDE.get(name, {})})
     with pytest.raises(ConfigError, match=rf"^train\.{name} is .*which a loop does not follow: .*Leave it out\.$"):
         megatier.stream("nowhere", train=train)
 

@@ -54,6 +54,12 @@ def test_panel_has_a_row_for_every_figure_and_lane_in_a_fixed_order() -> None:
     assert rows[4][-3:] == ["busy", "25.0", "%"]
 
 
+def test_panel_of_a_run_that_ends_early_says_why() -> None:
+    target = io.StringIO()
+    Console(file=target, width=100).print(panel(report(STALLS), 20, 0, Course(), why_over="no loss was lower"))
+    assert "over         no loss was lower" in target.getvalue()
+
+
 def test_panel_shows_what_all_steps_so_far_waited_for_the_compiler() -> None:
     target = io.StringIO()
     Console(file=target, width=100).print(panel(report(STALLS), 20, 90, Course(), 6.5))

@@ -33,6 +33,31 @@ def report(step: int, seconds: float = 0.5) -> StepReport:
     )
 
 
+@pytest.mark.parametrize("line_seconds", [0.0, 1e9])
+def test_progress_that_ends_early_shows_the_last_step_once_and_why(line_seconds: float) -> None:
+    target_console, target = console()
+    with Progress(target_console, 20, line_seconds) as progress:
+        for step in (1, 2, 3):
+            progress.update(report(step))
+        progress.end("no loss was lower")
+    lines = target.getvalue().splitlines()
+    assert lines[-1] == "no loss was lower"
+    assert [line.split()[1] for line in lines[:-1]] == (
+        ["1/20", "2/20", "3/20"] if not line_seconds else ["1/20", "3/20"]
+    )
+
+
+def test_panel_of_a_run_that_ends_early_has_the_last_step_and_why() -> None:
+    target_console, target = console(terminal=True)
+    with Progress(target_console, 20) as progress:
+        for step in (1, 2):
+            progress.update(report(step))
+        progress.end("no loss was lower")
+    shown = target.getvalue()
+    assert "2/20" in shown
+    assert "no loss was lower" in shown[shown.rindex("2/20") :], "in the panel itself, below its step"
+
+
 def test_step_line_shows_every_figure() -> None:
     assert step_line(report(7), 20, 90) == (
         "step 7/20  loss 3.2100  lr 1.00e-03  norm 1.500  tokens/s 8,192  ETA 1 min 30 s  stalled 20.4 % (nvme_to_ram)"

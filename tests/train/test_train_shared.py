@@ -99,6 +99,27 @@ def test_train_on_ranks_writes_the_files_of_one_process(shared: int, folder: Pat
     assert {path.name for path in run.iterdir()} == {path.name for path in alone.iterdir()}
 
 
+EARLY = (
+    *("--train.groups=4", "--train.steps=12", "--train.schedule=constant", "--train.learning_rate=0.5"),
+    *("--train.evaluate_every=1", "--train.early_stopping_patience=2", "--output.load_best_model_at_end=true"),
+)
+
+
+@sizes
+def test_run_on_ranks_ends_early_and_exports_its_best_model_as_one_process_does(shared: int, folder: Path) -> None:
+    for size in (1, shared):
+        POOL.run(train_in, size, folder, (*EARLY, f"--output.directory=run{size}"))
+
+    alone = folder / "run1"
+    run = folder / f"run{shared}"
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    found = [record["run"] for record in records if "run" in record]
+    assert found == ["begins", "early"]
+    assert figures(run) == figures(alone)
+    assert files_of(run / "model") == files_of(alone / "model")
+    assert files_of(run / "checkpoints").keys() == files_of(alone / "checkpoints").keys()
+
+
 def train_with_a_slow_rank(folder: Path) -> None:
     """Run the config of a folder; the last rank seems to take longest."""
     rank = int(os.environ["RANK"])
