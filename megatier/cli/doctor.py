@@ -45,6 +45,9 @@ EXTRAS = {
     "trl": "trl>=1.16",
     "lightning": "lightning>=2.6",
     "tensorboard": "tensorboard>=2.20",
+    "trackio": "trackio>=0.43",
+    "wandb": "wandb>=0.31",
+    "mlflow": "mlflow>=3",
 }
 """The extras of the package, each with what it brings. That of kvikio is tried by itself."""
 KVIKIO_SECONDS = 120

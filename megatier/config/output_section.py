@@ -10,6 +10,9 @@ from typing import Literal
 
 from megatier.config.section import Section, explained
 
+TRACKER_NAMES = ("trackio", "wandb", "mlflow", "tensorboard")
+"""What a run can report to, each by its own library, which the extra of that name brings."""
+
 
 @explained
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +46,10 @@ class OutputConfig(Section):
     """Write a trace of transfers, compute and stalls that Perfetto can read."""
     tensorboard: bool = False
     """Also write the figures of each step for TensorBoard. This needs the extra megatier[tensorboard]."""
+    report_to: tuple[str, ...] = ()
+    """Trackers that get config and figures too, out of trackio, wandb, mlflow and tensorboard. Each needs the extra of
+    its name, and finds server, token and offline mode in its own variables and login. One that fails is given up with a
+    warning."""
 
     def __post_init__(self) -> None:
         """Check each value."""
@@ -57,6 +64,14 @@ class OutputConfig(Section):
         self.need("checkpoint_every", is_count, "auto or at least 0")
 
         self.need_least(savepoint_every=0, keep_checkpoints=1)
+
+        is_known_once = len(self.report_to) == len({*self.report_to} & {*TRACKER_NAMES})
+        self.need("report_to", is_known_once, f"some of {', '.join(TRACKER_NAMES)}, each once")
+
+    @property
+    def writes_tensorboard(self) -> bool:
+        """Whether TensorBoard's files are written; there are two settings for it."""
+        return self.tensorboard or "tensorboard" in self.report_to
 
     @property
     def saves_by_time(self) -> bool:

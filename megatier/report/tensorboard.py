@@ -16,6 +16,10 @@ FLUSH_SECONDS = 10
 """Seconds after which events are on file; a killed run loses younger ones."""
 
 
+OF_EVALUATIONS = ("heldout_loss", "best_step", "best_heldout_loss", "num_worse")
+"""The figures that evaluations alone have."""
+
+
 def load_tensorboard() -> Any:  # noqa: ANN401  torch's module, typed or not as tensorboard is there or not
     """Return the module torch.utils.tensorboard.
 
@@ -26,7 +30,8 @@ def load_tensorboard() -> Any:  # noqa: ANN401  torch's module, typed or not as 
         return importlib.import_module("torch.utils.tensorboard")
     except ImportError as error:
         raise ConfigError(
-            f"output.tensorboard needs tensorboard ({error}): pip install 'megatier[tensorboard]', or set it to false."
+            f"output.tensorboard, or output.report_to, needs tensorboard ({error}): pip install "
+            "'megatier[tensorboard]', or leave it out."
         ) from error
 
 
@@ -58,7 +63,7 @@ class ScalarEvents:
         if "run" in record:
             return
         with self._refusing():
-            for name, number in _numbers(record):
+            for name, number in numbers(record):
                 self._writer.add_scalar(name, number, record["step"])
 
     def __enter__(self) -> Self:
@@ -74,8 +79,19 @@ class ScalarEvents:
             self._writer.close()
 
 
+def numbers(record: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    """Yield names and numbers of a record, those of inner mappings as "stall_seconds/ram_to_gpu".
+
+    An evaluation has some of a step's names, which get "evaluation/" before them.
+    """
+    own = record
+    if "heldout_loss" in record:
+        own = {name: record[name] for name in OF_EVALUATIONS if name in record}
+        yield from _numbers({name: value for name, value in record.items() if name not in own}, "evaluation/")
+    yield from _numbers(own)
+
+
 def _numbers(record: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield names and numbers, those of inner mappings as "stall_seconds/ram_to_gpu"."""
     for name, value in record.items():
         # The step is the place of every point, and no curve of its own.
         if name == "step":

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,7 +47,8 @@ from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
 from megatier.report.metrics import MetricsLog, format_count
 from megatier.report.report import WorkBar
-from megatier.report.tensorboard import ScalarEvents, load_tensorboard
+from megatier.report.tensorboard import ScalarEvents
+from megatier.report.trackers import Sender, TrackedRun, load_trackers
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.setup.machine import Machine, choose_device
@@ -96,8 +99,7 @@ def train(
         MegatierError: before training where possible; the message says what to change.
     """
     # Before anything of the run is built.
-    if config.output.tensorboard:
-        load_tensorboard()
+    trackers = load_trackers(config.output)
     make_repeatable(config)
     share_interpreter()
 
@@ -147,7 +149,7 @@ def train(
             write_numbers(directory.path / NUMBERS_FILE, config, origin)
             directory.own.write_config(config)
 
-        record = _open_records(stack, config, directory, start.step, console)
+        record = _open_records(stack, config, directory, start.step, console, trackers)
         record({"step": start.step, **opening(session, tier_states(session), expected, changes)})
         saves = Saves(config, session, text, origin, plan, watchdog, record)
         loop = Loop(config, console, session, text, record, expected, watchdog, saves)
@@ -325,11 +327,24 @@ def _check_held_out(config: RunConfig, text: PackedText | TextStream) -> None:
 
 
 def _open_records(
-    stack: ExitStack, config: RunConfig, directory: SharedDirectory, last_step: int, console: Console
+    stack: ExitStack,
+    config: RunConfig,
+    directory: SharedDirectory,
+    last_step: int,
+    console: Console,
+    trackers: Mapping[str, Any],
 ) -> Record:
-    """Open metrics.jsonl, and TensorBoard's files if they are wanted, and return what writes figures to them.
+    """Open metrics.jsonl, and TensorBoard's files and trackers if they are wanted; return what writes figures to them.
 
     The first rank alone writes them.
+
+    Args:
+        stack: closes them.
+        config: the run.
+        directory: its directory.
+        last_step: the last step that was saved.
+        console: what a person sees.
+        trackers: the libraries of trackers, by name.
     """
     if directory.own is None:
         return lambda figures: None
@@ -339,14 +354,20 @@ def _open_records(
     for number in log.cut_after(last_step):
         say(console, f"{METRICS_FILE}, line {number}: this is no record, perhaps because a kill cut it. It is dropped.")
 
-    scalars = None
-    if config.output.tensorboard:
+    writers: list[Record] = [log.write]
+    if config.output.writes_tensorboard:
         scalars = stack.enter_context(ScalarEvents(directory.path / TENSORBOARD_FOLDER, last_step + 1))
+        writers.append(scalars.write)
+
+    path = directory.path.absolute()
+    tracked = TrackedRun(name=path.name, run_id=directory.run_id, directory=path, config=config_file.to_dict(config))
+    for name, library in trackers.items():
+        sender = stack.enter_context(Sender(name, library, tracked, partial(say, console)))
+        writers.append(sender.write)
 
     def record(figures: Mapping[str, object]) -> None:
-        log.write(figures)
-        if scalars is not None:
-            scalars.write(figures)
+        for write in writers:
+            write(figures)
 
     return record
 

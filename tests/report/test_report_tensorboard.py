@@ -63,6 +63,6 @@ def test_train_without_tensorboard_installed_is_refused_before_anything_is_writt
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert main(command(tmp_path, {"output.tensorboard": True})) == 2
     message = capsys.readouterr().err
-    assert message.startswith("megatier: error: output.tensorboard needs tensorboard (")
-    assert message.endswith("pip install 'megatier[tensorboard]', or set it to false.\n")
+    assert message.startswith("megatier: error: output.tensorboard, or output.report_to, needs tensorboard (")
+    assert message.endswith("pip install 'megatier[tensorboard]', or leave it out.\n")
     assert not (tmp_path / "run").exists()

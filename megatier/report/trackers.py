@@ -1,0 +1,260 @@
+"""Sends the figures of a run to trackers: trackio, wandb and MLflow, by their own libraries.
+
+A tracker changes nothing of a run. Each one has a thread of its own, so a network that is slow or gone holds no step
+up. Whatever its library raises ends the tracker and not the run, which says so once. Addresses, tokens and offline
+modes are the library's own: its variables of the environment and its login.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol, Self
+
+from megatier import _native
+from megatier.config.output_section import OutputConfig
+from megatier.errors import ConfigError
+from megatier.foreign import reason_of
+from megatier.report.tensorboard import load_tensorboard, numbers
+
+PROJECT = "megatier"
+"""The project, or MLflow's experiment, unless the environment names another one."""
+WAITING_MAX = 10_000
+"""Records that wait for a tracker at most."""
+CLOSE_S = 30.0
+"""Seconds that the end of a run waits for a tracker at most."""
+PARAMETERS_MAX = 100
+"""Parameters that MLflow takes in one request."""
+PARAMETER_CHARACTERS_MAX = 6000
+"""Characters of a parameter that MLflow takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedRun:
+    """The run, as a tracker is told of it."""
+
+    name: str
+    """A name for people: that of the run directory."""
+    run_id: str
+    """A name that no other run has, and that is the same whenever the run is resumed."""
+    directory: Path
+    """The run directory."""
+    config: Mapping[str, Mapping[str, Any]]
+    """The sections of the resolved config."""
+
+
+class Tracker(Protocol):
+    """The run in the library of a tracker."""
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Send the figures of a step; steps never fall."""
+
+    def end(self, outcome: str) -> None:
+        """Send all that is left. The outcome is `whole`, `early`, `stopped` or `failed`."""
+
+
+class Trackio:
+    """A run in trackio, which keeps it in a folder, on a server or in a Space."""
+
+    def __init__(self, library: Any, run: TrackedRun) -> None:  # noqa: ANN401 - a library without types
+        """Begin the run, or go on with it. Trackio knows a run by its name alone."""
+        self._run = library.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=f"{run.name}-{run.run_id[:6]}",
+            config=dict(run.config),
+            resume="allow",
+            # The records have memory and times, and a sampling thread would take some of compute's.
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Send the figures of a step."""
+        self._run.log(dict(figures), step=step)
+
+    def end(self, outcome: str) -> None:
+        """Send all that is left."""
+        self._run.finish()
+
+
+class Wandb:
+    """A run in Weights & Biases, online or in files below the run directory (`WANDB_MODE=offline`)."""
+
+    def __init__(self, library: Any, run: TrackedRun) -> None:  # noqa: ANN401
+        """Begin the run, or go on with it.
+
+        Raises:
+            ConfigError: it would ask for a key, and nobody is there to answer.
+        """
+        is_online = library.setup().settings.mode == "online"
+        if is_online and not library.login(prompt=False):
+            raise ConfigError("nobody is logged in. Run `wandb login`, or set WANDB_MODE=offline.")
+        self._run = library.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run.name,
+            id=run.run_id,
+            resume="allow",
+            config=dict(run.config),
+            dir=os.environ.get("WANDB_DIR", str(run.directory)),
+            # Otherwise it would stand between the run and its console.
+            settings=library.Settings(console="off", silent=True),
+        )
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Send the figures of a step. Steps that it has already, from before a resume, stay as they are."""
+        self._run.log(dict(figures), step=step)
+
+    def end(self, outcome: str) -> None:
+        """Send all that is left."""
+        self._run.finish(exit_code=int(outcome == "failed"))
+
+
+class Mlflow:
+    """A run in MLflow, wherever MLFLOW_TRACKING_URI says."""
+
+    STATUS: Mapping[str, str] = {"stopped": "KILLED", "failed": "FAILED"}
+    """The words of MLflow for outcomes; others are FINISHED."""
+
+    def __init__(self, library: Any, run: TrackedRun) -> None:  # noqa: ANN401
+        """Begin the run, or go on with the one that has its id as a tag."""
+        # The client and not the functions of the module, whose open run belongs to a thread.
+        self._metric = library.entities.Metric
+        self._client = library.MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        found = self._client.get_experiment_by_name(name)
+        experiment_id = self._client.create_experiment(name) if found is None else found.experiment_id
+
+        before = self._client.search_runs([experiment_id], f"tags.`{PROJECT}.run_id` = '{run.run_id}'")
+        if before:
+            self._id = before[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        tags = {f"{PROJECT}.run_id": run.run_id}
+        self._id = self._client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id
+
+        # Those of a run that goes on may not change, so they are sent once.
+        parameters = [
+            library.entities.Param(f"{section}.{key}", str(value)[:PARAMETER_CHARACTERS_MAX])
+            for section, settings in run.config.items()
+            for key, value in settings.items()
+        ]
+        for first in range(0, len(parameters), PARAMETERS_MAX):
+            self._client.log_batch(self._id, params=parameters[first : first + PARAMETERS_MAX])
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Send the figures of a step."""
+        now = time.time_ns() // 1_000_000
+        metrics = [self._metric(name, value, now, step) for name, value in figures.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def end(self, outcome: str) -> None:
+        """Say how the run ended; all else is sent."""
+        self._client.set_terminated(self._id, self.STATUS.get(outcome, "FINISHED"))
+
+
+TRACKERS: Mapping[str, Callable[[Any, TrackedRun], Tracker]] = {"trackio": Trackio, "wandb": Wandb, "mlflow": Mlflow}
+"""What opens a run in each tracker, by the name of its library and its extra."""
+
+
+def load_trackers(output: OutputConfig) -> dict[str, Any]:
+    """Return the libraries of the trackers that a run reports to, by name.
+
+    Raises:
+        ConfigError: one is not installed.
+    """
+    if output.writes_tensorboard:
+        load_tensorboard()
+    libraries = {}
+    for name in output.report_to:
+        if name not in TRACKERS:
+            continue
+        try:
+            libraries[name] = importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(
+                f"output.report_to needs {name} ({error}): pip install 'megatier[{name}]', or leave it out."
+            ) from error
+    return libraries
+
+
+class Sender:
+    """Sends records to one tracker, from a thread of its own. Use it as a context, from one thread."""
+
+    def __init__(self, name: str, library: Any, run: TrackedRun, say: Callable[[str], None]) -> None:  # noqa: ANN401
+        """Begin, or go on with, the run in the tracker, beside whatever comes next.
+
+        Args:
+            name: of `TRACKERS`.
+            library: of `load_trackers`.
+            run: the run.
+            say: tells a person, in the thread that writes.
+        """
+        self._name = name
+        self._say = say
+        self._outcome = "stopped"
+        self._step = 0
+        self._records: SimpleQueue[tuple[int, Mapping[str, float]] | None] = SimpleQueue()
+        self._ended = _native.Latch()
+        self._error: Exception | None = None
+        self._is_given_up = False
+
+        # A daemon, since a library that hangs must not keep the process from ending.
+        work = threading.Thread(target=self._send, args=(library, run), name=f"megatier-{name}", daemon=True)
+        work.start()
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Send the numbers of a record, unless the tracker has failed."""
+        if "run" in record:
+            self._outcome = str(record["run"])
+            return
+        if self._error is not None:
+            self._give_up(reason_of(self._error))
+        elif self._records.qsize() >= WAITING_MAX:
+            self._give_up(f"{WAITING_MAX:,} records wait for it")
+        if self._is_given_up:
+            return
+
+        # A checkpoint is told of when it is whole, perhaps after later steps. Trackers take no step back.
+        step = record["step"]
+        assert isinstance(step, int)
+        self._step = max(self._step, step)
+        self._records.put((self._step, dict(numbers(record))))
+
+    def _give_up(self, why: str) -> None:
+        """Say once that nothing more is sent."""
+        if not self._is_given_up:
+            self._is_given_up = True
+            self._say(f"{self._name}: {why}. The run goes on, and {self._name} gets no more of it.")
+
+    def _send(self, library: Any, run: TrackedRun) -> None:  # noqa: ANN401
+        """Send what comes, until the end. This is the body of the thread."""
+        try:
+            tracker = TRACKERS[self._name](library, run)
+            while (item := self._records.get()) is not None:
+                tracker.log(*item)
+            tracker.end(self._outcome)
+        except Exception as error:  # noqa: BLE001 - told by the thread that writes; whatever a library raises
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._outcome = "failed"
+        self._records.put(None)
+
+        # Somebody who ends the process at once waits for nothing.
+        is_at_once = error is not None and not isinstance(error, Exception)
+        if not self._ended.wait(0.0 if is_at_once else CLOSE_S):
+            self._give_up(f"it has not taken all figures within {CLOSE_S:.0f} seconds")
+        elif self._error is not None:
+            self._give_up(reason_of(self._error))
