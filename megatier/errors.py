@@ -255,6 +255,18 @@ class ExportError(MegatierError):
         super().__init__(f"all {step} steps are done, and the model could not be written: {reason} {saved}")
 
 
+class UploadError(MegatierError):
+    """A model was written, but could not be uploaded."""
+
+    def __init__(self, folder: str, repository: str, reason: str, command: str) -> None:
+        """Say where the model is, where it was to go, why it is not there, and by which command it goes there."""
+        self.folder = folder
+        self.repository = repository
+        super().__init__(
+            f"the model is in {folder}, but its upload to {repository} failed: {reason}. `{command}` uploads it again."
+        )
+
+
 class RunLockedError(MegatierError):
     """Another process uses this directory."""
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from megatier.checkpoint.run_directory import find_adapter, find_checkpoint
-from megatier.config.values import parse_bytes
+from megatier.config.output_section import REPOSITORY
+from megatier.config.values import parse_bytes, require
 from megatier.models.location import naming_option
 
 
@@ -49,7 +51,15 @@ def run(argv: Sequence[str]) -> int:
         metavar="FOLDER_OR_ID",
         help="where the base of the adapters, or the model that the run began with, is now (default: where it was)",
     )
+    parser.add_argument(
+        "--push-to-hub",
+        metavar="OWNER/NAME",
+        help="upload the folder to this repository of the Hugging Face hub",
+    )
+    parser.add_argument("--public", action="store_true", help="make that repository public if it is new")
     options = parser.parse_args(argv)
+    if options.public and options.push_to_hub is None:
+        parser.error("--public: leave it out without --push-to-hub")
 
     # The least that can be wrong is looked at first, and takes no time.
     shard_bytes = parse_bytes(options.shard_size)
@@ -57,10 +67,16 @@ def run(argv: Sequence[str]) -> int:
         find_checkpoint(options.checkpoint)
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.train.export import export_checkpoint
+    from megatier.train.upload import check_login, upload
 
+    console = Console()
+    repository = options.push_to_hub
+    if repository is not None:
+        require(re.fullmatch(REPOSITORY, repository) is not None, "--push-to-hub", repository, "OWNER/NAME")
+        check_login(console, "--push-to-hub")
     with naming_option("--base"):
         export_checkpoint(
-            Console(),
+            console,
             options.checkpoint,
             options.folder,
             options.dtype,
@@ -69,4 +85,6 @@ def run(argv: Sequence[str]) -> int:
             base=options.base,
             accepts_changes=options.accept_changes,
         )
+    if repository is not None:
+        upload(console, options.folder, repository, private=not options.public)
     return 0

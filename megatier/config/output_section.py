@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from megatier.config.section import Section, explained
 
+REPOSITORY = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*"
+"""A repository of the hub, with its owner."""
 TRACKER_NAMES = ("trackio", "wandb", "mlflow", "tensorboard")
 """What a run can report to, each by its own library, which the extra of that name brings."""
 
@@ -28,6 +31,11 @@ class OutputConfig(Section):
     """Write the model as a Hugging Face folder at the end."""
     export_dtype: Literal["bf16", "fp32"] = "bf16"
     """Type of the exported weights. fp32 writes the master weights."""
+    push_to_hub: str | None = None
+    """Repository on the Hugging Face hub, as owner/name, to which the exported model is uploaded at the end, with the
+    token of `hf auth login` or HF_TOKEN. None: nothing is uploaded."""
+    hub_private_repo: bool = True
+    """Make that repository private if it is new."""
     checkpoint_every: int | Literal["auto"] = "auto"
     """Steps between checkpoints, with one more at the end; at least 0. auto: as often as takes 2 % of the run's
     time at most, and one if the export fails; none if savepoint_every is set, or if the drive has no room for two.
@@ -64,6 +72,12 @@ class OutputConfig(Section):
         self.need("checkpoint_every", is_count, "auto or at least 0")
 
         self.need_least(savepoint_every=0, keep_checkpoints=1)
+
+        is_named = self.push_to_hub is None or re.fullmatch(REPOSITORY, self.push_to_hub) is not None
+        self.need("push_to_hub", is_named, "owner/name, or null")
+        self.need("push_to_hub", self.push_to_hub is None or self.export, "null without output.export")
+        is_used = self.push_to_hub is not None or self.hub_private_repo
+        self.need("hub_private_repo", is_used, "true without output.push_to_hub")
 
         is_known_once = len(self.report_to) == len({*self.report_to} & {*TRACKER_NAMES})
         self.need("report_to", is_known_once, f"some of {', '.join(TRACKER_NAMES)}, each once")

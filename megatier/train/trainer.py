@@ -5,6 +5,7 @@ directory -> skeleton -> plan -> data -> reserve -> weights in -> steps -> weigh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,6 +22,7 @@ from megatier.checkpoint.run_directory import (
     CONFIG_FILE,
     DATA_FOLDER,
     METRICS_FILE,
+    MODEL_FOLDER,
     NUMBERS_FILE,
     SAVEPOINT_FOLDER,
     STALL_FILE,
@@ -70,6 +72,7 @@ from megatier.train.save_plan import SavePlan
 from megatier.train.saves import Record, Saves
 from megatier.train.shared import SharedDirectory, SharedText, console_of, run_before_restart, setup_of
 from megatier.train.start import Start
+from megatier.train.upload import check_login, upload
 from megatier.train.watchdog import Watchdog
 
 
@@ -84,8 +87,8 @@ def train(
     """Train as the config says. If the machine was measured, the planner chooses the settings that nobody gave.
 
     Writes, in `output.directory`: config.yaml, metrics.jsonl, data/, checkpoints/, savepoints/, model/ (the export); by
-    option trace.json and tensorboard/. SIGINT, SIGTERM and SIGHUP let the step end and write a checkpoint; the second
-    one ends the run at once.
+    option trace.json and tensorboard/. `output.push_to_hub` uploads the export. SIGINT, SIGTERM and SIGHUP let the step
+    end and write a checkpoint; the second one ends the run at once.
 
     Args:
         config: the run.
@@ -100,6 +103,8 @@ def train(
     """
     # Before anything of the run is built.
     trackers = load_trackers(config.output)
+    if config.output.push_to_hub is not None and os.environ.get("RANK", "0") == "0":
+        check_login(console, "output.push_to_hub")
     make_repeatable(config)
     share_interpreter()
 
@@ -158,6 +163,11 @@ def train(
         _finish(config, console, session, tokenizer, saves, outcome, loop.last_step)
         if config.output.trace and directory.own is not None:
             write_trace(directory.path / TRACE_FILE, loop.traced)
+
+    # Last, when memory and drives are free again, since a large model takes long.
+    repository = config.output.push_to_hub
+    if repository is not None and outcome != "stopped" and crew.rank == 0:
+        upload(console, directory.path / MODEL_FOLDER, repository, private=config.output.hub_private_repo)
 
 
 def _remove_moved_blocks(console: Console, config: RunConfig, directory: SharedDirectory) -> None:
