@@ -21,7 +21,7 @@ DATASET_INFO = "dataset_info.json"
 BYTE_TOKENIZER = "bytes"
 """The value of `data.tokenizer` that stands for the byte-level tokenizer, which needs no download."""
 
-Chat = Literal["messages", "sharegpt", "alpaca"]
+Chat = Literal["messages", "sharegpt", "alpaca", "prompt_completion"]
 """The shapes of conversations."""
 
 
@@ -104,6 +104,9 @@ class DataConfig(Section):
     """Seed of the hold-out split and of the order of sequences, at least 0."""
     max_bytes: ByteCount | None = None
     """Most bytes of text to read, counted in the order of the files, at least 1. None: all."""
+    max_samples: int | None = None
+    """Most documents to read, which are texts, records or conversations, in the order of the files, at least 1. None:
+    all."""
 
     def __post_init__(self) -> None:
         """Check each value."""
@@ -120,6 +123,7 @@ class DataConfig(Section):
         self.need_least(holdout_rows=0, window_rows=1, seed=0)
         is_some = self.max_bytes is None or self.max_bytes >= 1
         self.need("max_bytes", is_some, "at least 1 byte")
+        self.need("max_samples", self.max_samples is None or self.max_samples >= 1, "at least 1, or null")
 
     def _check_source(self) -> None:
         """Refuse anything but files alone, or a dataset with the settings that belong to it."""
@@ -139,9 +143,9 @@ class DataConfig(Section):
         if self.holdout_split is not None:
             self._check_holdout(self.holdout_split)
 
-        has_no_bound = self.max_bytes is None
         bound = "null with data.streaming: train.steps bounds a stream"
-        self.need("max_bytes", has_no_bound or not self.streaming, bound)
+        for name in ("max_bytes", "max_samples"):
+            self.need(name, getattr(self, name) is None or not self.streaming, bound)
 
     def _check_holdout(self, split: str) -> None:
         """Refuse to evaluate on what is trained on."""

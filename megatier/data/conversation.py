@@ -1,7 +1,7 @@
 """Makes documents of records: a text under one key, or a conversation in one of the usual shapes.
 
 messages: [{"role": "user", "content": ...}, ...]; ShareGPT: [{"from": "human", "value": ...}, ...]; Alpaca:
-instruction, input, output. All of them become messages, which chat templates take.
+instruction, input, output; TRL's prompt and completion. All of them become messages, which chat templates take.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "observ
 """The roles of ShareGPT, and what chat templates call them."""
 
 
-CHAT_KEYS: dict[Chat, str] = {"messages": "messages", "sharegpt": "conversations", "alpaca": "instruction"}
+CHAT_KEYS: dict[Chat, str] = {
+    "messages": "messages",
+    "sharegpt": "conversations",
+    "alpaca": "instruction",
+    "prompt_completion": "completion",
+}
 """The key by which each value of `data.chat` is recognised."""
-PAIR = {"prompt", "completion"}
-"""The keys of a record as TRL has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,6 @@ class Text:
             chat = next((chat for chat, key in CHAT_KEYS.items() if key in record), None)
             if chat:
                 remedy += f"Set data.chat to {chat}."
-            elif record.keys() >= PAIR:
-                remedy += (
-                    "Prompts and completions are described by a dataset_info.json, with the formatting alpaca and the "
-                    "columns prompt and response: name PATH/dataset_info.json#NAME in data.files."
-                )
             else:
                 remedy += "Set data.text_field to the key of the text."
             raise DataError(f"{place}: no text under {self.key!r}. {remedy}")
@@ -105,16 +103,24 @@ class Turns:
 
     def read(self, record: dict[str, Any], place: str) -> Conversation:
         """Return the conversation of a record; see `Shape`."""
+        messages = self.messages(record, place)
+        # Before the turns, where chat templates look for it.
+        system = _system(_value(record, self.system), place)
+        tools = _value(record, self.tools)
+        return _conversation(system + messages, tools, place)
+
+    def messages(self, record: dict[str, Any], place: str) -> list[dict[str, Any]]:
+        """Return the turns of a record as messages.
+
+        Raises:
+            DataError: there are none, or one is of another kind.
+        """
         turns = record.get(self.turns)
         if not isinstance(turns, list):
             raise DataError(
                 f"{place}: no list of turns under {self.turns!r}. Choose another data.chat, or correct the record."
             )
-        messages = [self._message(turn, place) for turn in turns]
-        # Before the turns, where chat templates look for it.
-        system = _system(_value(record, self.system), place)
-        tools = _value(record, self.tools)
-        return _conversation(system + messages, tools, place)
+        return [self._message(turn, place) for turn in turns]
 
     def _message(self, turn: object, place: str) -> dict[str, Any]:
         """Return a turn as a message, with everything else that the record says of it."""
@@ -199,6 +205,31 @@ class Alpaca:
                 raise DataError(f"{place}: {self.history!r} is no list of pairs of prompt and answer.")
             prompt, answer = pair
             yield _text(prompt, name, place), _text(answer, name, place)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCompletion:
+    """A prompt and the completion to learn, as TRL has them: two texts, or two lists of messages."""
+
+    def read(self, record: dict[str, Any], place: str) -> Conversation:
+        """Return the conversation of a record; see `Shape`."""
+        prompt = self._messages(record, "prompt", "user", place)
+        completion = self._messages(record, "completion", ASSISTANT, place)
+
+        # All turns of the assistant are learnt, and TRL learns those of the completion alone.
+        if any(message["role"] == ASSISTANT for message in prompt):
+            raise DataError(
+                f"{place}: the prompt has a turn of the assistant, which would be learnt too. Write the whole as "
+                "messages, with data.chat messages, if it shall be."
+            )
+        return _conversation(prompt + completion, record.get("tools"), place)
+
+    def _messages(self, record: dict[str, Any], key: str, role: str, place: str) -> list[dict[str, Any]]:
+        """Return what lies under a key as messages; a text is one of this role."""
+        found = record.get(key)
+        if isinstance(found, list):
+            return Turns(turns=key).messages(record, place)
+        return [{"role": role, "content": _text(found, key, place)}]
 
 
 def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Conversation:  # noqa: ANN401

@@ -251,6 +251,9 @@ def settings_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     # Versions that had no such setting left nothing out either.
     if not config.skip_bad:
         del settings["skip_bad"]
+    # Nor has one without a bound, which older versions did not have.
+    if not config.max_samples:
+        del settings["max_samples"]
 
     # Documents that are laid end to end give the same tokens for any length of a row.
     if not config.is_apart:

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from megatier.config.data_section import DATASET_INFO, PYTHON_STDLIB, DataConfig
-from megatier.data.conversation import CHAT_KEYS, PAIR, SHAREGPT, Alpaca, Conversation, Shape, Text, Turns
+from megatier.data.conversation import (
+    CHAT_KEYS,
+    SHAREGPT,
+    Alpaca,
+    Conversation,
+    PromptCompletion,
+    Shape,
+    Text,
+    Turns,
+)
 from megatier.data.dataset_info import describe
 from megatier.data.encoded import check_head, read_text
 from megatier.data.formats import RECORD_FORMATS, TABLES, Format, format_of
@@ -23,7 +32,12 @@ from megatier.data.records import BadRecords, read_json, read_records, saved_fil
 from megatier.errors import DataError
 from megatier.files import open_regular
 
-CHAT_SHAPES: dict[str, Shape] = {"messages": Turns(), "sharegpt": SHAREGPT, "alpaca": Alpaca()}
+CHAT_SHAPES: dict[str, Shape] = {
+    "messages": Turns(),
+    "sharegpt": SHAREGPT,
+    "alpaca": Alpaca(),
+    "prompt_completion": PromptCompletion(),
+}
 
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Folders of the standard library's tree that are not its own source."""
@@ -231,7 +245,7 @@ def _begins_with_record(text: str, shape: Shape) -> bool:
         return False
     if isinstance(shape, Text) and isinstance(record.get(shape.key), str):
         return True
-    if record.keys() >= {CHAT_KEYS["alpaca"], "output"} or record.keys() >= PAIR:
+    if record.keys() >= {CHAT_KEYS["alpaca"], "output"} or record.keys() >= {"prompt", "completion"}:
         return True
     turns = [record.get(CHAT_KEYS["messages"]), record.get(CHAT_KEYS["sharegpt"])]
     return any(isinstance(value, list) for value in turns)

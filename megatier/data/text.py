@@ -26,7 +26,7 @@ def documents(
 def numbered_documents(
     config: DataConfig, split: str | None = None, bad: BadRecords | None = None
 ) -> Iterator[tuple[int, str | Conversation]]:
-    """Yield the documents in order, up to `data.max_bytes` of UTF-8. Empty documents are left out.
+    """Yield the documents in order, up to `data.max_samples` and `data.max_bytes` of UTF-8. Empty ones are left out.
 
     Each has a number. Those of a file that is named several times have the same ones again, so that what is held out
     of it once is held out each time.
@@ -42,6 +42,7 @@ def numbered_documents(
         DataError: a path is missing or unreadable, a record is malformed, or there is no document at all.
     """
     left = config.max_bytes
+    num_left = config.max_samples
     found = False
     first = dict[Source | None, int]()
     number = count = 0
@@ -55,8 +56,10 @@ def numbered_documents(
                 yield number, document
                 number += 1
                 count = max(count, number)
+                if num_left is not None:
+                    num_left -= 1
             # Nothing more fits, so the other files are not even opened.
-            if left == 0:
+            if left == 0 or num_left == 0:
                 return
 
     if not found:

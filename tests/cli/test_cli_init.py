@@ -37,6 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a.jsonl", {"body": "many words", "id": "1"}, None, "body"),
         ("a.jsonl", {"messages": []}, "messages", "text"),
         ("a.json", {"instruction": "a", "output": "b"}, "alpaca", "text"),
+        ("a.jsonl", {"prompt": "a", "completion": "b"}, "prompt_completion", "text"),
     ],
 )
 def test_init_writes_a_config_for_the_shape_of_the_data_that_loads(

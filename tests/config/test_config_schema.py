@@ -238,11 +238,19 @@ def test_dump_of_any_text_is_read_again() -> None:
             ["--data.files=", "--data.dataset=a", "--data.streaming=true", "--data.max_bytes=1GiB"],
             r"data\.max_bytes is 1073741824; it must be null with data\.streaming",
         ),
+        (
+            ["--data.files=", "--data.dataset=a", "--data.streaming=true", "--data.max_samples=3"],
+            r"data\.max_samples is 3; it must be null with data\.streaming",
+        ),
+        (["--data.max_samples=0"], r"data\.max_samples is 0; it must be at least 1, or null"),
         (["--data.window_rows", "0"], r"data\.window_rows is 0; it must be at least 1"),
         (["--data.holdout_rows", "-1"], r"data\.holdout_rows is -1; it must be at least 0"),
         (["--data.suffixes", "txt"], r"data\.suffixes is"),
         (["--data.tokenizer", "null"], r"data\.tokenizer is None; it must be a tokenizer such as \"bytes\""),
-        (["--data.chat", "openai"], r"data\.chat is 'openai'; it must be messages, sharegpt or alpaca, or null\."),
+        (
+            ["--data.chat", "openai"],
+            r"data\.chat is 'openai'; it must be messages, sharegpt, alpaca or prompt_completion, or null\.",
+        ),
         (["--data.chat=alpaca", "--model.attention=flash_attention_2"], r"model\.attention is .* sdpa, eager or flex"),
         (
             ["--data.chat=alpaca", "--model.attention=flex_attention", "--train.slices=2"],

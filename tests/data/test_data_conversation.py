@@ -39,6 +39,8 @@ def read_one(tmp_path: Path, record: Any, chat: str) -> Conversation:
         ("sharegpt", {"conversations": [FROM_HUMAN, FROM_GPT], "system": "Be brief."}, [SYSTEM, USER, ANSWER]),
         ("sharegpt", {"conversations": [FROM_HUMAN, FROM_GPT], "system": ""}, [USER, ANSWER]),
         ("alpaca", {"instruction": "Why?", "output": "So."}, [USER, ANSWER]),
+        ("prompt_completion", {"prompt": "Why?", "completion": "So.", "id": 3}, [USER, ANSWER]),
+        ("prompt_completion", {"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
         (
             "alpaca",
             {"instruction": "Why?", "input": "", "output": "So.", "system": "Be brief."},
@@ -101,6 +103,14 @@ def test_conversation_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
             "a turn's from is 'bing'; it must be one of human, gpt",
         ),
         ("sharegpt", {"conversations": [FROM_HUMAN, FROM_GPT], "system": 3}, "no text under 'system', but 3"),
+        ("prompt_completion", {"prompt": "Why?"}, "no text under 'completion', but None"),
+        ("prompt_completion", {"prompt": [USER], "completion": [3]}, "a turn is 3, not an object"),
+        ("prompt_completion", {"prompt": [USER], "completion": [USER]}, "no turn of the assistant"),
+        (
+            "prompt_completion",
+            {"prompt": [USER, ANSWER], "completion": "So."},
+            "the prompt has a turn of the assistant",
+        ),
         ("alpaca", {"instruction": "Why?"}, "no text under 'output'"),
         ("alpaca", {"instruction": "Why?", "output": "So.", "history": [["Why?"]]}, "'history' is no list of pairs"),
         ("alpaca", {"instruction": "Why?", "output": "So.", "history": 3}, "'history' is no list of pairs"),

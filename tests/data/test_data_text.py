@@ -67,7 +67,7 @@ def test_documents_jsonl_field_and_format_are_settings(tmp_path: Path) -> None:
         ('{"messages": []}', r"line 2: no text under 'text'. Its keys are \['messages'\]. Set data.chat to messages"),
         ('{"conversations": []}', "line 2: .* Set data.chat to sharegpt"),
         ('{"instruction": "a", "output": "b"}', "line 2: .* Set data.chat to alpaca"),
-        ('{"prompt": "a", "completion": "b"}', "line 2: .* columns prompt and response: name PATH/dataset_info.json#"),
+        ('{"prompt": "a", "completion": "b"}', "line 2: .* Set data.chat to prompt_completion"),
         ("[1]", "line 2: no text under"),
         ('{"text": 3}', "line 2: no text under"),
     ],
@@ -84,6 +84,15 @@ def test_documents_max_bytes_cuts_whole_characters(tmp_path: Path) -> None:
         (tmp_path / f"{name}.txt").write_text("éé")
     assert read(tmp_path, max_bytes=7) == ["éé", "é"]
     assert read(tmp_path, max_bytes=4) == ["éé"]
+
+
+def test_documents_max_samples_ends_the_text_in_the_order_of_the_files(tmp_path: Path) -> None:
+    for name in "abc":
+        lines = [json.dumps({"text": text}) for text in ("", f"{name}1", f"{name}2")]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "c.jsonl").write_text("no record")
+    assert read(tmp_path, max_samples=3) == ["a1", "a2", "b1"]
+    assert read(tmp_path, max_samples=4) == ["a1", "a2", "b1", "b2"], "the third file is not even opened"
 
 
 def test_documents_missing_path_raises(tmp_path: Path) -> None:
