@@ -25,7 +25,7 @@ GROUPS = {
         "init": "write a config for a model, a dataset and this machine, to begin with",
         "plan": "say whether a run fits, how fast it will be, and what would help",
         "config": "show all settings of a run, and where each comes from",
-        "convert": "make a config from a config of LLaMA-Factory, MegaTrain or DeepSpeed",
+        "convert": "make a config from one of LLaMA-Factory, Axolotl, accelerate, MegaTrain or DeepSpeed",
         "verify": "show on this machine that the result is the same, bit for bit, wherever the state lies",
     },
     "a run": {

@@ -34,9 +34,10 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="megatier convert",
         usage="%(prog)s [options] FILE --output CONFIG.yaml [--key VALUE ...]",
-        description="Write a config of megatier from the YAML of LLaMA-Factory or MegaTrain, or from DeepSpeed's JSON. "
-        "The content of the file shows whose it is. Comments at the end of the config say of every key what it became, "
-        "or why it was left out; those by which the run's numbers may differ are printed as well.",
+        description="Write a config of megatier from the YAML of LLaMA-Factory, Axolotl, accelerate or MegaTrain, or "
+        "from DeepSpeed's JSON. The content of the file shows whose it is. Comments at the end of the config say of "
+        "every key what it became, or why it was left out; those by which the run's numbers may differ are printed as "
+        "well.",
         epilog="example: megatier convert ds.json --output run.yaml --model.path my/model --data.files my/texts",
     )
     parser.add_argument(

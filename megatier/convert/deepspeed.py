@@ -36,7 +36,7 @@ BUDGETS = "tiers.gpu and tiers.ram say what lies where; the GPU is filled first,
 IN_RAM = f"RAM, as here unless tiers.nvme is set; {BUDGETS}"
 PLANNED = "slots are sized when the run begins, from the budgets"
 FIGURES = "metrics.jsonl has times, bytes and memory of every step; `megatier report` shows them"
-ELSEWHERE = "figures go to metrics.jsonl, and to TensorBoard with output.tensorboard"
+ELSEWHERE = "figures go to metrics.jsonl, and to the trackers of output.report_to"
 NOT_THERE = "there is nothing like it here"
 NO_SCALING = "bf16 needs no loss scaling; numerics.guard leaves steps out that are not finite"
 FP32_STATE = "masters are always fp32, and so are moments unless train.moments says bf16"
@@ -236,6 +236,7 @@ RULES = {
     "activation_checkpointing.cpu_checkpointing": turns_on({"train.activations": "offload"}),
     "gradient_clipping": _clip,
     "tensorboard.enabled": turns_on({"output.tensorboard": True}, "needs the extra megatier[tensorboard]"),
+    "wandb.enabled": turns_on({"output.report_to": ["wandb"]}, "needs the extra megatier[wandb]"),
     # The second one is the name of older versions.
     f"{ZERO}.stage3_gather_16bit_weights_on_model_save": _export,
     f"{ZERO}.stage3_gather_fp16_weights_on_model_save": _export,

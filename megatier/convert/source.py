@@ -10,22 +10,19 @@ from typing import Any
 from megatier.config.file import check_sections
 from megatier.config.schema import SECTIONS
 from megatier.config.values import parse_yaml, read_text_of
-from megatier.convert import deepspeed, llama_factory, megatrain
+from megatier.convert import accelerate, axolotl, deepspeed, llama_factory, megatrain
 from megatier.convert.conversion import Conversion, Table
 from megatier.errors import ConfigError
 
 KINDS = (
-    "MegaTrain's YAML (model.name, dataset, training), LLaMA-Factory's (model_name_or_path, finetuning_type) or "
-    "DeepSpeed's JSON (zero_optimization, train_batch_size)"
+    "MegaTrain's YAML (model.name, dataset, training), LLaMA-Factory's (model_name_or_path, finetuning_type), "
+    "Axolotl's (base_model), accelerate's (compute_environment, distributed_type) or DeepSpeed's JSON "
+    "(zero_optimization, train_batch_size)"
 )
 
 
-AXOLOTL = {"base_model", "datasets"}
-"""Keys of every config of Axolotl."""
-
-
 def convert(path: Path) -> Conversion:
-    """Convert a config of MegaTrain, LLaMA-Factory or DeepSpeed into settings, with a finding for each of its keys.
+    """Convert a config of another trainer into settings, with a finding for each of its keys.
 
     Raises:
         ConfigError: the file cannot be read, belongs to neither trainer, or has a value that makes no sense.
@@ -49,11 +46,11 @@ def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Table]:
     if keys & llama_factory.KEYS and not keys & {"model", "training"}:
         return "LLaMA-Factory", llama_factory.TABLE
 
-    if keys >= AXOLOTL and not keys & {deepspeed.ZERO, "train_batch_size"}:
-        raise ConfigError(
-            f"{path} is a config of Axolotl, which is not converted: Axolotl itself trains it with megatier if it has "
-            "plugins: [megatier.plugins.axolotl.MegatierPlugin] (docs/trainers.md)."
-        )
+    # Both have keys of the same names as DeepSpeed's, such as bf16.
+    if axolotl.KEY in keys and not keys & {deepspeed.ZERO, "train_batch_size"}:
+        return "Axolotl", axolotl.TABLE
+    if keys >= accelerate.KEYS:
+        return "accelerate", accelerate.TABLE
 
     # Both MegaTrain and megatier have a section `model`, and only MegaTrain's has a name in it.
     model = tree.get("model")

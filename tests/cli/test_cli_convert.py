@@ -134,11 +134,23 @@ def test_convert_told_to_overwrite_replaces_the_config(tmp_path: Path) -> None:
     assert load(output, ()).train.batch == 128
 
 
-def test_convert_of_an_axolotl_config_names_its_plugin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "axolotl.yaml").write_text(
-        "base_model: org/x\ngradient_accumulation_steps: 1\nmicro_batch_size: 2\nwarmup_ratio: 0.1\n"
-        "datasets: [{path: a.jsonl, type: chat_template}]\noptimizer: adamw_torch\n"
-    )
-    assert main(["convert", str(tmp_path / "axolotl.yaml"), "--output", str(tmp_path / "run.yaml")]) == 2
-    assert "is a config of Axolotl, which is not converted: Axolotl itself trains it" in capsys.readouterr().err
-    assert not (tmp_path / "run.yaml").exists()
+def test_convert_of_an_axolotl_config_names_the_keys_by_which_numbers_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run(tmp_path, (EXAMPLES / "axolotl.yaml").read_text())
+    assert (config.data.chat, config.train.early_stopping_patience) == ("messages", 3)
+    assert config.output.push_to_hub == "somebody/llama-1b-chats"
+    said = capsys.readouterr().out
+    assert "By these the numbers may differ from those of a run of Axolotl:\n" in said
+    assert "  optimizer: adamw_bnb_8bit -> train.moments: bf16;" in said
+    assert "  warmup" not in said
+
+
+def test_convert_of_an_accelerate_config_says_what_is_still_needed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model.path=m", "--data.files=texts"]
+    assert run(tmp_path, (EXAMPLES / "accelerate.yaml").read_text(), *words).train.clip == 0.5
+    said = capsys.readouterr().out
+    assert "train.steps is at its default" in said
+    assert "deepspeed_config.gradient_accumulation_steps: 4 - set train.batch" in said

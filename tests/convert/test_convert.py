@@ -21,6 +21,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "convert"
 """Files as the trainers' users have them."""
 MEGATRAIN = (EXAMPLES / "megatrain.yaml").read_text()  # 2e-5 in it is text to plain YAML
 LLAMA_FACTORY = (EXAMPLES / "llama_factory.yaml").read_text()
+AXOLOTL = (EXAMPLES / "axolotl.yaml").read_text()
+ACCELERATE = (EXAMPLES / "accelerate.yaml").read_text()
 Z3_OFFLOAD = (EXAMPLES / "ds_z3_offload.json").read_text()  # goes with Hugging Face's Trainer and LLaMA-Factory
 INFINITY = (EXAMPLES / "ds_z3_infinity.json").read_text()
 
@@ -47,7 +49,7 @@ def leaves(tree: dict[str, Any], before: str = "") -> set[str]:
     return keys
 
 
-@pytest.mark.parametrize("content", [MEGATRAIN, LLAMA_FACTORY, Z3_OFFLOAD, INFINITY])
+@pytest.mark.parametrize("content", [MEGATRAIN, LLAMA_FACTORY, AXOLOTL, ACCELERATE, Z3_OFFLOAD, INFINITY])
 def test_convert_names_each_key_once(content: str, tmp_path: Path) -> None:
     made = convert(written(tmp_path, content))
     tree = yaml.safe_load(content)
@@ -344,6 +346,8 @@ def test_convert_bad_input_is_refused(content: object, message: str, tmp_path: P
             LLAMA_FACTORY,
             {"cutoff_len", "per_device_train_batch_size", "template", "max_samples"},
         ),
+        (AXOLOTL, {"sequence_len", "micro_batch_size", "optimizer"}),
+        (ACCELERATE, {"deepspeed_config.gradient_accumulation_steps"}),
         (
             {
                 "train_batch_size": "auto",
@@ -361,6 +365,182 @@ def test_convert_finds_the_keys_by_which_numbers_may_differ(
 ) -> None:
     made = convert(written(tmp_path, content))
     assert {finding.key for finding in made.findings if finding.differs} == differing
+
+
+def test_convert_axolotl(tmp_path: Path) -> None:
+    made = convert(written(tmp_path, AXOLOTL))
+    assert made.trainer == "Axolotl"
+    assert made.settings == {
+        "model.path": "meta-llama/Llama-3.2-1B",
+        "model.lora": {
+            "rank": 16,
+            "alpha": 32,
+            "dropout": 0.05,
+            "targets": ["all-linear"],
+            "rslora": False,
+            "dora": False,
+            "modules_to_save": [],
+        },
+        "model.compute_dtype": "bf16",
+        "data.files": ["data/chats.jsonl"],
+        "data.chat": "messages",
+        "data.sequence_length": 4096,
+        "data.holdout_fraction": 0.05,
+        "train.batch": 8,
+        "train.groups": 4,
+        "train.epochs": 2.0,
+        "train.seed": 42,
+        "train.activations": "recompute",
+        "train.moments": "bf16",
+        "train.learning_rate": 2e-4,
+        "train.weight_decay": 0.0,
+        "train.beta1": 0.9,
+        "train.beta2": 0.999,
+        "train.eps": 1e-8,
+        "train.clip": 1.0,
+        "train.schedule": "cosine",
+        "train.warmup_ratio": 0.1,
+        "train.evaluate_every": 50,
+        "train.early_stopping_patience": 3,
+        "output.directory": "./outputs/lora-out",
+        "output.checkpoint_every": 100,
+        "output.push_to_hub": "somebody/llama-1b-chats",
+        "output.report_to": ["wandb"],
+    }
+    assert "WANDB_PROJECT" in findings(made, "carried")["wandb_project"]
+    assert findings(made, "default") == {}
+
+
+AXOLOTL_LEAST: dict[str, Any] = {"base_model": "a/b", "datasets": [{"path": "a.jsonl", "type": "completion"}]}
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, {"data.files": ["a.jsonl"], "data.text_field": "text", "train.epochs": 1.0, "data.sequence_length": 512}),
+        (
+            {"datasets": [{"path": "org/x", "type": "alpaca", "split": "a"}]},
+            {"data.dataset": "org/x", "data.split": "a"},
+        ),
+        ({"datasets": [{"path": "/a", "type": "sharegpt"}] * 2}, {"data.files": ["/a", "/a"], "data.chat": "sharegpt"}),
+        ({"bf16": False}, {"model.compute_dtype": "fp32"}),
+        (
+            {"bf16": False, "fp16": True, "sdp_attention": True},
+            {"model.compute_dtype": "bf16", "model.attention": "sdpa"},
+        ),
+        ({"gradient_checkpointing": "offload"}, {"train.activations": "offload"}),
+        ({"max_steps": 7, "num_epochs": 3, "optimizer": "muon"}, {"train.steps": 7, "train.optimizer": "muon"}),
+        ({"eval_steps": 5, "load_best_model_at_end": True}, {"output.load_best_model_at_end": True}),
+        ({"use_mlflow": True, "use_tensorboard": True}, {"output.report_to": ["mlflow", "tensorboard"]}),
+        ({"adapter": "lora"}, {"train.activations": "keep"}),
+    ],
+    ids=str,
+)
+def test_convert_axolotl_values(more: dict[str, Any], expected: dict[str, object], tmp_path: Path) -> None:
+    made = settings(tmp_path, {**AXOLOTL_LEAST, **more})
+    assert {key: made[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "words"),
+    [
+        ({"datasets": [{"path": "a.jsonl", "type": "input_output"}]}, "datasets", "by hand: datasets are files of one"),
+        ({"datasets": [{"path": "a/b", "type": "alpaca"}] * 2}, "datasets", "by hand: datasets are files of one shape"),
+        ({"datasets": "a"}, "datasets", "set data.files or data.dataset"),
+        ({"early_stopping_patience": 2}, "early_stopping_patience", "set it with train.evaluate_every"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end", "set it with train.evaluate_every"),
+        ({"hub_model_id": "name"}, "hub_model_id", "output.push_to_hub is owner/name"),
+        ({"load_in_4bit": True}, "load_in_4bit", "the base stays in full precision"),
+        ({}, "warmup_steps", "Axolotl warms up for 3 %"),
+        ({"mine": 1}, "mine", "no key of Axolotl that is known here"),
+        ({"flash_attention": True}, "flash_attention", "which keeps documents apart"),
+        ({"optimizer": "adafactor"}, "optimizer", "train.optimizer is adamw, muon or lion"),
+    ],
+)
+def test_convert_axolotl_keys_that_cannot_be_carried_say_why(
+    more: dict[str, Any], key: str, words: str, tmp_path: Path
+) -> None:
+    assert words in findings(convert(written(tmp_path, {**AXOLOTL_LEAST, **more})), "left")[key]
+
+
+def test_convert_axolotl_keys_of_a_dataset_that_are_not_taken_are_named(tmp_path: Path) -> None:
+    dataset = {
+        "path": "a.jsonl",
+        "type": "chat_template",
+        "split": "train[:9]",
+        "train_on_eos": "all",
+        "ds_type": "json",
+    }
+    made = convert(written(tmp_path, {**AXOLOTL_LEAST, "datasets": [dataset]}))
+    (found,) = [finding for finding in made.findings if finding.key == "datasets"]
+    assert found.differs
+    assert found.words.endswith("; not taken: split, train_on_eos")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"rl": "dpo"}, "rl is set; `megatier train` does supervised training alone"),
+        ({"adapter": "llama-adapter"}, "adapter is llama-adapter; megatier trains lora, or the whole model"),
+    ],
+)
+def test_convert_axolotl_other_training_is_refused(more: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        convert(written(tmp_path, {**AXOLOTL_LEAST, **more}))
+
+
+def test_convert_accelerate(tmp_path: Path) -> None:
+    made = convert(written(tmp_path, ACCELERATE))
+    assert made.trainer == "accelerate"
+    assert made.settings == {
+        "model.compute_dtype": "bf16",
+        "model.compile": True,
+        "train.clip": 0.5,
+        "tiers.nvme": ["/mnt/a", "/mnt/b"],
+        "output.export": True,
+        "output.export_dtype": "bf16",
+    }
+    assert "torchrun" in findings(made, "left")["num_processes"]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"mixed_precision": "no", "use_cpu": True}, {"model.compute_dtype": "fp32", "tiers.device": "cpu"}),
+        ({"mixed_precision": "fp8"}, {"model.compute_dtype": "bf16", "numerics.products": "fp8"}),
+        ({"mixed_precision": "fp16"}, {}),
+        ({"fsdp_config": {"fsdp_activation_checkpointing": True}}, {"train.activations": "recompute"}),
+        ({"deepspeed_config": {"offload_param_nvme_path": "none", "gradient_clipping": "auto"}}, {}),
+        ({"dynamo_config": {"dynamo_backend": "EAGER"}}, {}),
+    ],
+)
+def test_convert_accelerate_values(more: dict[str, Any], expected: dict[str, object], tmp_path: Path) -> None:
+    content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", **more}
+    assert settings(tmp_path, content) == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"report_to": "wandb,comet"}, {"output.report_to": ["wandb"]}),
+        ({"report_to": ["tensorboard", "none"]}, {"output.report_to": ["tensorboard"]}),
+        ({"push_to_hub": True, "hub_model_id": "a/b"}, {"output.push_to_hub": "a/b"}),
+        ({"max_samples": 9}, {"data.max_samples": 9}),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+            {"train.min_learning_rate_ratio": 0.1},
+        ),
+        ({"eval_steps": 5, "early_stopping_steps": 2}, {"train.early_stopping_patience": 2}),
+        ({"report_to": "comet", "hub_model_id": "a/b", "early_stopping_steps": 2}, {}),
+    ],
+)
+def test_convert_llama_factory_trackers_hub_and_early_stopping(
+    more: dict[str, object], expected: dict[str, object], tmp_path: Path
+) -> None:
+    made = settings(tmp_path, {"model_name_or_path": "a", "dataset": "x", "finetuning_type": "full", **more})
+    new = {"output.report_to", "output.push_to_hub", "data.max_samples", "train.early_stopping_patience"}
+    new.add("train.min_learning_rate_ratio")
+    assert {key: value for key, value in made.items() if key in new} == expected
 
 
 def test_convert_llama_factory(tmp_path: Path) -> None:

@@ -1,0 +1,270 @@
+"""Converts Axolotl's YAML. Keys that it does not give take its defaults if those change numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import PurePath
+from typing import Any
+
+from megatier.convert import common
+from megatier.convert.common import ADAPTER, EVALUATION, FIGURES, ONE_LOSS, ONE_PASS, QUANTISED, SHARED
+from megatier.convert.conversion import COUNT_FROM_2, Conversion, Rule, Table, becomes, turns_on
+from megatier.data.formats import RECORD_FORMATS
+from megatier.errors import ConfigError
+
+KEY = "base_model"
+"""The key that each of these files has, and no other format."""
+
+LORA_KEYS = {
+    "rank": "lora_r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "targets": "lora_target_modules",
+    "rslora": "peft_use_rslora",
+    "dora": "peft_use_dora",
+    "modules_to_save": "lora_modules_to_save",
+}
+"""Keys by the names of our settings of adapters."""
+CHATS = {"chat_template": "messages", "alpaca": "alpaca", "sharegpt": "sharegpt", "completion": None}
+"""`data.chat` by the type of a dataset, and None for texts."""
+OF_FILES = {"path", "type", "field", "ds_type", "data_files"}
+OF_HUB = {"path", "type", "field", "name", "split"}
+"""Keys that are read of datasets that are files, and of those on the hub."""
+USUAL = {
+    "split": "train",
+    "field_messages": "messages",
+    "roles_to_train": ["assistant"],
+    "train_on_eos": "turn",
+    "message_field_role": "role",
+    "message_field_content": "content",
+    "chat_template": "tokenizer_default",
+}
+"""Other keys of a dataset, with the values by which nothing changes here."""
+OBJECTIVES = ("rl", "reward_model", "process_reward_model")
+"""Keys by which something else than a language model is trained."""
+ATTENTION = {"sdp_attention": "sdpa", "eager_attention": "eager", "flex_attention": "flex_attention"}
+
+
+def _model(made: Conversion, key: str) -> None:
+    """Refuse what would be trained as something else, and convert model and adapters."""
+    for name in OBJECTIVES:
+        if made.raw(name):
+            raise ConfigError(
+                f"{made.source}: {name} is set; `megatier train` does supervised training alone. Preferences run with "
+                "StreamedTrl (docs/trainers.md)."
+            )
+    made.send(key, "model.path", made.text(key))
+
+    kind = made.text("adapter")
+    if kind not in (None, "lora", "qlora"):
+        raise ConfigError(f"{made.source}: adapter is {kind}; megatier trains lora, or the whole model.")
+    if kind is not None:
+        # One setting of ours has all of these, and each of them gets its finding. Alpha is PEFT's default.
+        lora = common.lora_of(made, LORA_KEYS, rank=8, alpha=8.0)
+        remark = f"needs megatier[lora]; {QUANTISED}" if kind == "qlora" else "needs megatier[lora]"
+        made.carry("adapter", {"model.lora": lora}, remark, differs=kind == "qlora")
+    for name in (*LORA_KEYS.values(), "lora_target_linear"):
+        made.agree(name, "see adapter" if kind else "there is no adapter")
+
+
+def _computing(made: Conversion, key: str) -> None:
+    # `auto` is Axolotl's default, and means bf16 wherever there is bf16.
+    is_bf16 = made.flag(key) is not False or bool(made.raw("fp16"))
+    made.carry(key, {"model.compute_dtype": "bf16" if is_bf16 else "fp32"}, "masters and moments are fp32")
+
+    asked = {name for name in ATTENTION if made.flag(name)}
+    given = ATTENTION[asked.pop()] if len(asked) == 1 else made.text("attn_implementation")
+    for name in (*ATTENTION, "attn_implementation"):
+        if given in ATTENTION.values() and made.raw(name):
+            made.carry(name, {"model.attention": given})
+        made.leave(name, common.APART, differs=bool(made.raw(name)))
+
+
+def _batch(made: Conversion, key: str) -> None:
+    each = made.count(key) or 1
+    groups = made.count("gradient_accumulation_steps") or 1
+    made.carry(key, {"train.batch": each * groups}, "of one device; several have as many each", differs=True)
+    made.carry("gradient_accumulation_steps", {"train.groups": groups})
+    common.length(made, "num_epochs", epochs=1.0)
+
+
+def _warmup(made: Conversion, key: str) -> None:
+    is_given = made.has("warmup_steps") or made.has("warmup_ratio")
+    common.schedule(made, key, default="cosine")
+    if not is_given:
+        why = "Axolotl warms up for 3 % of the steps, and at most 100: set train.warmup_steps or train.warmup_ratio"
+        made.leave("warmup_steps", why, differs=True, is_implied=True)
+
+
+def _activations(made: Conversion, key: str) -> None:
+    value = made.raw(key)
+    policy = "recompute" if value else "keep"
+    if isinstance(value, str) and value.startswith("offload"):
+        policy = "offload"
+    made.carry(key, {"train.activations": policy})
+
+
+def _data(made: Conversion, key: str) -> None:
+    """Convert the datasets if they are files of one shape, or one dataset of the hub."""
+    datasets = made.raw(key)
+    if not isinstance(datasets, list) or not all(isinstance(each, dict) for each in datasets):
+        made.leave(key, "set data.files or data.dataset", differs=True)
+        return
+
+    shapes = [_shape(each) for each in datasets]
+    are_files = [_is_file(each) for each in datasets]
+    is_one = len(datasets) == 1 and not any(are_files)
+    if None in shapes or any(shape != shapes[0] for shape in shapes) or not (is_one or all(are_files)):
+        why = "set data.files and data.chat by hand: datasets are files of one shape here, or one dataset of the hub"
+        made.leave(key, why, differs=True)
+        return
+
+    settings: dict[str, object] = dict(shapes[0] or {})
+    if is_one:
+        settings |= _on_hub(datasets[0])
+    else:
+        settings["data.files"] = [file for each in datasets for file in _files(each)]
+    read = OF_HUB if is_one else OF_FILES
+    left = {name for each in datasets for name, value in each.items() if not _is_taken(name, value, read)}
+    remarks = [f"not taken: {', '.join(sorted(left))}"] if left else []
+    if settings.get("data.chat") == "alpaca":
+        remarks.append("turns are written by the chat template, and not by Alpaca's own prompt")
+    made.carry(key, settings, "; ".join(remarks), differs=bool(remarks))
+
+
+def _shape(dataset: Mapping[str, Any]) -> dict[str, object] | None:
+    """Return the settings of a dataset's shape; None: it is none that is read here."""
+    kind = str(dataset.get("type") or "")
+    if kind not in CHATS:
+        return None
+    chat = CHATS[kind]
+    return {"data.chat": chat} if chat else {"data.text_field": str(dataset.get("field") or "text")}
+
+
+def _is_file(dataset: Mapping[str, Any]) -> bool:
+    """Return whether a dataset is files on this machine, and no name on the hub."""
+    path = str(dataset.get("path") or "")
+    has_suffix = not {*PurePath(path).suffixes}.isdisjoint(RECORD_FORMATS)
+    return has_suffix or path.startswith(("/", ".", "~")) or "data_files" in dataset
+
+
+def _files(dataset: Mapping[str, Any]) -> list[str]:
+    """Return the files of a dataset."""
+    named = dataset.get("data_files") or dataset.get("path")
+    return [str(name) for name in (named if isinstance(named, list) else [named])]
+
+
+def _on_hub(dataset: Mapping[str, Any]) -> dict[str, object]:
+    """Return the settings of a dataset on the hub."""
+    settings: dict[str, object] = {"data.dataset": str(dataset.get("path"))}
+    for name, setting in (("name", "data.subset"), ("split", "data.split")):
+        if dataset.get(name):
+            settings[setting] = str(dataset[name])
+    return settings
+
+
+def _is_taken(name: str, value: object, read: set[str]) -> bool:
+    """Return whether a key of a dataset was read, or changes nothing."""
+    return name in read or value is None or USUAL.get(name) == value
+
+
+def _trackers(made: Conversion, key: str) -> None:
+    """Convert the keys by which Axolotl reports to each tracker."""
+    asked = {
+        "wandb": ("wandb_project", "use_wandb"),
+        "mlflow": ("mlflow_experiment_name", "mlflow_tracking_uri", "use_mlflow"),
+        "trackio": ("trackio_project_name", "use_trackio"),
+        "tensorboard": ("use_tensorboard",),
+    }
+    names = [tracker for tracker, keys in asked.items() if any(map(made.raw, keys))]
+    variables = {
+        "wandb_project": "WANDB_PROJECT",
+        "mlflow_experiment_name": "MLFLOW_EXPERIMENT_NAME",
+        "mlflow_tracking_uri": "MLFLOW_TRACKING_URI",
+        "trackio_project_name": "TRACKIO_PROJECT",
+    }
+    for tracker, keys in asked.items():
+        for name in keys:
+            if made.raw(name):
+                remark = f"and set {variables[name]} in the environment" if name in variables else ""
+                made.carry(name, {"output.report_to": names}, remark)
+            made.leave(name, f"nothing is sent to {tracker} unless output.report_to says so")
+
+
+RULES: Mapping[str, Rule] = {
+    KEY: _model,
+    "datasets": _data,
+    "val_set_size": common.holdout,
+    "sequence_len": becomes(
+        "data.sequence_length",
+        COUNT_FROM_2,
+        512,
+        "sequences are packed, and longer documents are cut",
+        differs=True,
+    ),
+    "bf16": _computing,
+    "micro_batch_size": _batch,
+    "gradient_checkpointing": _activations,
+    "torch_compile": turns_on({"model.compile": True}),
+    "optimizer": common.optimizer,
+    "lr_scheduler": _warmup,
+    "cosine_min_lr_ratio": becomes("train.min_learning_rate_ratio", Conversion.number),
+    **common.common(
+        seed=42,
+        weight_decay=0.0,
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        adam_epsilon=1e-8,
+        max_grad_norm=1.0,
+    ),
+    "load_best_model_at_end": partial(common.best_model, patience="early_stopping_patience"),
+    "hub_model_id": common.hub,
+    "use_wandb": _trackers,
+}
+NO_TEMPLATE = "the tokenizer's own chat template is taken; data.chat_template names another one"
+BY_EPOCHS = "set output.checkpoint_every, which counts steps"
+REASONS = {
+    **common.REASONS,
+    **dict.fromkeys(
+        ("model_type", "tokenizer_type", "base_model_config", "is_llama_derived_model", "strict"),
+        "the model's folder says what it is",
+    ),
+    **dict.fromkeys(("dataset_prepared_path", "dataset_processes", "shuffle_merged_datasets"), ONE_PASS),
+    **dict.fromkeys(("sample_packing", "eval_sample_packing", "pad_to_sequence_len"), "sequences are always packed"),
+    **dict.fromkeys(("saves_per_epoch", "save_first_step"), BY_EPOCHS),
+    **dict.fromkeys(("wandb_entity", "wandb_watch", "wandb_name", "wandb_run_id", "wandb_log_model"), FIGURES),
+    **dict.fromkeys(("hf_mlflow_log_artifacts", "mlflow_run_name"), FIGURES),
+    **dict.fromkeys(("liger_fused_linear_cross_entropy", "liger_cross_entropy", "cut_cross_entropy"), ONE_LOSS),
+    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), "layers run as transformers has them"),
+    **dict.fromkeys(("xformers_attention", "flash_attention"), common.APART),
+    **dict.fromkeys(("ddp", "ddp_find_unused_parameters", "local_rank", "device_map", "max_memory"), SHARED),
+    "evals_per_epoch": "set train.evaluate_every, which counts steps",
+    "eval_batch_size": "evaluations have the batch of the training",
+    "eval_max_new_tokens": "evaluations measure the loss alone",
+    "eval_table_size": "evaluations measure the loss alone",
+    "auto_resume_from_checkpoints": "`megatier resume` goes on with a run",
+    "gradient_checkpointing_kwargs": "train.activations has no settings",
+    "tf32": "products in fp32 are as torch has them",
+    "special_tokens": "the tokenizer's own tokens are taken",
+    "group_by_length": "sequences are always full",
+    "torch_compile": "model.compile decides",
+    "debug": FIGURES,
+}
+DIFFERING = {
+    **common.DIFFERING,
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), QUANTISED),
+    **dict.fromkeys(("test_datasets", "eval_datasets"), EVALUATION),
+    "pretraining_dataset": "data.dataset names it, and data.streaming reads it while the run goes on",
+    "train_on_inputs": "of conversations only the assistant's turns are learnt",
+    "chat_template": NO_TEMPLATE,
+    "chat_template_jinja": NO_TEMPLATE,
+    "tokenizer_config": "data.tokenizer names another tokenizer than the model's",
+    "tokens": "add them to the tokenizer, and name it by data.tokenizer",
+    "unfrozen_parameters": "model.frozen names what is not trained",
+    "lora_model_dir": ADAPTER,
+    "plugins": "plugins of Axolotl run in Axolotl alone",
+}
+# Its files name many keys that are off.
+TABLE: Table = ({**RULES, **common.if_on(DIFFERING)}, REASONS, {})
+"""What becomes of Axolotl's keys; see `Conversion.convert`."""

@@ -1,0 +1,232 @@
+"""Converts keys that several trainers share, most of them by the names of Hugging Face's arguments.
+
+LLaMA-Factory and Axolotl hand these on to the Trainer, so they mean the same in both. Each has defaults of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from megatier.config.lora import ALL_LINEAR
+from megatier.config.output_section import REPOSITORY, TRACKER_NAMES
+from megatier.convert.conversion import COUNT_FROM_0, Conversion, Rule, becomes
+from megatier.optimizers import OPTIMIZER_NAMES, in_words
+
+KEYS: Mapping[str, tuple[str, Callable[[Conversion, str], object]]] = {
+    "seed": ("train.seed", COUNT_FROM_0),
+    "learning_rate": ("train.learning_rate", Conversion.number),
+    "weight_decay": ("train.weight_decay", Conversion.number),
+    "adam_beta1": ("train.beta1", Conversion.number),
+    "adam_beta2": ("train.beta2", Conversion.number),
+    "adam_epsilon": ("train.eps", Conversion.number),
+    "max_grad_norm": ("train.clip", Conversion.number),
+    "output_dir": ("output.directory", Conversion.text),
+    "save_steps": ("output.checkpoint_every", Conversion.count),
+    "save_total_limit": ("output.keep_checkpoints", Conversion.count),
+    "eval_steps": ("train.evaluate_every", Conversion.count),
+}
+"""Keys that are one setting, and how their values are read."""
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    # A warm-up is no part of a schedule here, but a setting of its own.
+    "constant_with_warmup": "constant",
+}
+PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit")
+NARROW_ADAMW = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
+LION = ("lion_32bit", "paged_lion_32bit", "lion_8bit", "paged_lion_8bit")
+"""Values of optim that are AdamW with moments in 32 and in 8 bits, and Lion."""
+
+FIGURES = "metrics.jsonl has every step; `megatier report` draws it"
+ONE_PASS = "the text is tokenised once, before the first step"
+ELSEWHERE = "only architectures of transformers itself are run"
+EVALUATION = "data.holdout_fraction keeps a part of the text for evaluation, and data.holdout_split names a split"
+QUANTISED = "the base stays in full precision"
+FIRST_VALUES = "adapters begin as PEFT's do by default"
+ADAPTER = "model.lora.adapter goes on with an adapter, whose own settings then count"
+ONE_LOSS = "head and loss are one, chunk by chunk (model.fused_loss)"
+APART = "model.attention stays at its default, which keeps documents apart (docs/data.md)"
+SHARED = "ranks share the state, and torchrun starts them (docs/scale_out.md)"
+BUDGETS = "the budgets of the tiers say what lies where"
+
+REASONS = {
+    "eval_strategy": "train.evaluate_every says how often, and at the end it is always evaluated",
+    "save_strategy": "output.checkpoint_every says how often",
+    "logging_steps": FIGURES,
+    "run_name": "output.directory names the run",
+    "resume_from_checkpoint": "`megatier resume` goes on with a run",
+    "trust_remote_code": ELSEWHERE,
+    "ddp_timeout": "train.stall_timeout says when a run that hangs ends",
+    "deepspeed": f"{BUDGETS}; `megatier convert` reads that file too",
+    "fsdp": BUDGETS,
+    "fsdp_config": BUDGETS,
+    "dataloader_num_workers": ONE_PASS,
+    "metric_for_best_model": "the held-out loss decides",
+    "greater_is_better": "the held-out loss decides, and a lower one is better",
+    "push_to_hub": "output.push_to_hub names the repository, as owner/name",
+    "hub_strategy": "the model is uploaded once, at the end",
+    "hub_private_repo": "a new repository is private, unless output.hub_private_repo is false",
+}
+"""Why keys have no counterpart that changes numbers."""
+DIFFERING = {
+    "fp16": "model.compute_dtype stays bf16, which needs no loss scaling",
+    "warmup_ratio": "train.warmup_steps overrules it, as there",
+    "data_seed": "data.seed sets the order of the text",
+    "loraplus_lr_ratio": "all parameters of adapters have one learning rate",
+    "neftune_noise_alpha": "there is no noise on embeddings",
+}
+"""The same of keys without which numbers may differ."""
+
+
+def common(**defaults: object) -> dict[str, Rule]:
+    """Return the rules of keys that are one setting.
+
+    Args:
+        defaults: what the trainer takes for keys that its file leaves out.
+    """
+    return {key: becomes(setting, read, defaults.get(key)) for key, (setting, read) in KEYS.items()}
+
+
+def if_on(table: Mapping[str, str]) -> dict[str, Rule]:
+    """Return rules of keys that are left, and without which numbers may differ unless they are off or empty."""
+
+    def rule(why: str) -> Rule:
+        return lambda made, key: made.leave(key, why, differs=bool(made.raw(key)))
+
+    return {key: rule(why) for key, why in table.items()}
+
+
+def named(made: Conversion, key: str) -> list[str]:
+    """Return names that stand in a list, or in one text with commas."""
+    value = made.raw(key)
+    if not isinstance(value, list):
+        value = (made.text(key) or "").split(",")
+    words = [str(word).strip() for word in value]
+    return [word for word in words if word]
+
+
+def lora_of(made: Conversion, keys: Mapping[str, str], rank: int, alpha: float | None) -> dict[str, object]:
+    """Return the settings of adapters.
+
+    Args:
+        made: the conversion.
+        keys: the trainer's keys by the names of the settings.
+        rank: its default of the rank.
+        alpha: its default of alpha; None: twice the rank.
+    """
+    rank = made.count(keys["rank"]) or rank
+    given = made.number(keys["alpha"])
+    default = 2 * rank if alpha is None else alpha
+
+    # The same words as in PEFT, but for the one that stands for all linear layers.
+    targets = named(made, keys["targets"]) or ["all"]
+    return {
+        "rank": rank,
+        "alpha": default if given is None else given,
+        "dropout": made.number(keys["dropout"]) or 0.0,
+        "targets": [ALL_LINEAR] if targets in (["all"], [ALL_LINEAR]) else targets,
+        "rslora": made.flag(keys["rslora"]) or False,
+        "dora": made.flag(keys["dora"]) or False,
+        "modules_to_save": named(made, keys["modules_to_save"]),
+    }
+
+
+def length(made: Conversion, epochs_key: str, epochs: float) -> None:
+    """Convert how long the run is: steps go before epochs, of which the trainer has a default."""
+    # The default of steps is -1, which means none.
+    steps = made.number("max_steps")
+    if steps is not None and steps > 0:
+        made.carry("max_steps", {"train.steps": int(steps)})
+        made.leave(epochs_key, "max_steps goes before it, as there")
+        return
+    made.send(epochs_key, "train.epochs", made.number(epochs_key), default=epochs)
+    made.agree("max_steps", "none, as there")
+
+
+def optimizer(made: Conversion, key: str) -> None:
+    """Convert the optimizer by Hugging Face's name for it. Of others a table says why they are left."""
+    name = made.text(key)
+    if name in PLAIN_ADAMW:
+        made.carry(key, {}, "AdamW, as train.optimizer says")
+    elif name in NARROW_ADAMW:
+        remark = "train.moments: fp8 has 8 bits too, and has been tried less"
+        made.carry(key, {"train.moments": "bf16"}, remark, differs=True)
+    elif name in LION:
+        remark = "its momentum is in fp32 here" if "8bit" in name else ""
+        made.carry(key, {"train.optimizer": "lion"}, remark, differs=bool(remark))
+    elif name == "muon":
+        made.carry(key, {"train.optimizer": "muon"}, "in Moonshot's form", differs=True)
+    made.leave(key, f"train.optimizer is {in_words(OPTIMIZER_NAMES)}", differs=True)
+
+
+def schedule(made: Conversion, key: str, default: str) -> None:
+    """Convert the schedule and its warm-up."""
+    name = made.text(key) or default
+    least = "lr_scheduler_kwargs.min_lr_rate"
+    if name == "cosine_with_min_lr" and made.has(least):
+        made.carry(key, {"train.schedule": "cosine"})
+        made.send(least, "train.min_learning_rate_ratio", made.number(least))
+    elif name in SCHEDULES:
+        made.carry(key, {"train.schedule": SCHEDULES[name]})
+    made.leave(key, "train.schedule is constant, linear, cosine or wsd", differs=True)
+
+    # A config has steps beside a ratio only if they are to overrule it.
+    warmup = made.count("warmup_steps", 0)
+    ratio = made.number("warmup_ratio")
+    if not warmup and ratio:
+        made.carry("warmup_ratio", {"train.warmup_ratio": ratio})
+    elif made.has("warmup_steps"):
+        made.carry("warmup_steps", {"train.warmup_steps": warmup or 0})
+
+
+def holdout(made: Conversion, key: str) -> None:
+    """Convert a share of the documents that is held out. Without the key nothing is."""
+    share = made.number(key) if made.has(key) else 0.0
+
+    # A size of 1 and more is a number of documents there.
+    is_share = share is not None and 0 <= share < 1
+    if is_share:
+        made.carry(key, {"data.holdout_fraction": share})
+    made.leave(key, "data.holdout_fraction is a share of the documents, below 1", differs=True)
+
+
+def best_model(made: Conversion, key: str, patience: str) -> None:
+    """Convert the wish for the best model, and the patience by which a run ends early.
+
+    Both go by evaluations every few steps, which `eval_steps` has set by now.
+    """
+    is_evaluated = "train.evaluate_every" in made.settings
+    why = "set it with train.evaluate_every, which counts steps"
+    if made.flag(key):
+        if is_evaluated:
+            made.carry(key, {"output.load_best_model_at_end": True})
+        made.leave(key, f"output.load_best_model_at_end: {why}", differs=True)
+    made.leave(key, "as here")
+
+    count = made.count(patience)
+    if count is not None and is_evaluated:
+        made.carry(patience, {"train.early_stopping_patience": count})
+    made.leave(patience, f"train.early_stopping_patience: {why}", differs=count is not None)
+
+
+def trackers(made: Conversion, key: str) -> None:
+    """Convert what a run reports to."""
+    names = named(made, key)
+    known = [name for name in names if name in TRACKER_NAMES]
+    others = [name for name in names if name not in TRACKER_NAMES and name != "none"]
+    left = f"{', '.join(others)}: there is none of these here; {FIGURES}" if others else ""
+    if known:
+        made.carry(key, {"output.report_to": list(dict.fromkeys(known))}, left)
+    made.leave(key, left or FIGURES)
+
+
+def hub(made: Conversion, key: str) -> None:
+    """Convert the repository to which the model goes, and whether it is private."""
+    repository = made.text(key)
+    if repository is not None and re.fullmatch(REPOSITORY, repository):
+        made.carry(key, {"output.push_to_hub": repository})
+        if made.flag("hub_private_repo") is not None:
+            made.carry("hub_private_repo", {"output.hub_private_repo": made.flag("hub_private_repo")})
+    made.leave(key, "output.push_to_hub is owner/name")
