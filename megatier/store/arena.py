@@ -108,6 +108,8 @@ class Arena:
         self._pins = pin
         self._lock: PageLock | None = None
         self._touching: Touching | None = None
+        self._mapping: mmap.mmap | None = None
+        self._is_lent = False
         try:
             self.bytes = self._device_bytes(device, allocate) if device.type == "cuda" else self._mapped_bytes()
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
@@ -168,6 +170,7 @@ class Arena:
         # process writes first would get a copy of it. Then the driver would use other pages than the tensors show.
         mapping.madvise(mmap.MADV_DONTFORK)
         _MAPPINGS.add(mapping)
+        self._mapping = mapping
 
         # np.frombuffer holds the mapping, so that it outlives every view. torch.frombuffer would not hold it.
         whole = np.frombuffer(mapping, dtype=np.uint8)
@@ -186,7 +189,38 @@ class Arena:
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return uint8 [num_bytes] at a byte offset."""
+        assert not self._is_lent, "whoever lends the memory asks for none of it"
         return self.bytes[offset : offset + num_bytes]
+
+    def lend(self) -> None:
+        """Give the memory back to the device, or to the system. Its bytes are lost; views have none until it is back.
+
+        Nothing may use it. It is neither page-locked nor allocated with other ranks.
+        """
+        self._is_lent = True
+        if self._mapping is not None:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+            return
+        # The storage stays, so that all views are views of the new memory once it has some again.
+        self.bytes.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()
+
+    def take_back(self) -> None:
+        """Take the memory again, maybe at another address.
+
+        Raises:
+            CapacityError: others have it still.
+        """
+        if self._mapping is None:
+            # What torch keeps for others who are through with it is not of one piece.
+            torch.cuda.empty_cache()
+            try:
+                self.bytes.untyped_storage().resize_(self.num_bytes)
+            except torch.OutOfMemoryError as error:
+                free, _ = torch.cuda.mem_get_info()
+                remedy = "Whoever generated has to give its memory back first; then call this model again."
+                raise CapacityError("gpu", self.num_bytes, free, remedy) from error
+        self._is_lent = False
 
     def close(self) -> None:
         """Unlock the pages. The memory itself is freed when the last view of it is dropped."""

@@ -271,6 +271,11 @@ class Copies:
             copy.unwritten = {span: transfer for span, transfer in marks if transfer is not None}
         self.evict(copy)
 
+    def empty(self, tier: Tier) -> None:
+        """Drop all copies in slots of a tier, as `evict` does."""
+        for copy in [copy for copy in self._slotted if copy.tier is tier]:
+            self.evict(copy)
+
     def wake(self) -> None:
         """Let everyone who waits for a slot look again."""
         for latch in self._waiting_for_slot:

@@ -160,6 +160,16 @@ class Reservation:
             raise ClosedError("the store is closed, and its memory is given back. Open another one.")
         return arena.view(offset, num_bytes)
 
+    def lend(self, tier: Tier) -> None:
+        """Give the memory of a tier back to the device; see `Arena.lend`."""
+        if tier in self._arenas:
+            self._arenas[tier].lend()
+
+    def take_back(self, tier: Tier) -> None:
+        """Take the memory of a tier again; see `Arena.take_back`."""
+        if tier in self._arenas:
+            self._arenas[tier].take_back()
+
     def usage(self, tier: Tier) -> dict[str, int]:
         """Return the bytes at home in a tier by kind, those of its `slots`, and its `budget`."""
         kinds = {str(kind): size for (home, kind), size in self._homes.items() if home is tier}

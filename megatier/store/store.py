@@ -14,8 +14,8 @@ allocated when the first block is used (`seal`), and never later.
         store.write_back("layer0", Tier.RAM).wait()
 
 This file is the face of the store. Below it, `blocks` knows the blocks, `copies` says which copy has which slot,
-`fills` and `write_backs` start moves up and home, `lease` counts leases, and `outside` moves bytes to and from other
-memory.
+`fills` and `write_backs` start moves up and home, `lease` counts leases, `outside` moves bytes to and from memory of
+others, and `loan` lends that of the gpu tier.
 
 Threads: every method may be called from any thread. Who touches the bytes under a lease, and in which order, is up to
 the callers. One lock guards all bookkeeping. A thread that waits for a slot or a move lets go of it first, and the
@@ -41,6 +41,7 @@ from megatier.store.blocks import Blocks
 from megatier.store.copies import Copies
 from megatier.store.fills import Fills
 from megatier.store.lease import Lease, Leases
+from megatier.store.loan import Loan
 from megatier.store.outside import Outside
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Span
@@ -72,6 +73,8 @@ class TieredStore(ClosedWhenDropped):
         self._write_backs = WriteBacks(self._copies, self._queues, files)
         self._outside = Outside(self._blocks, self._copies, self._reservation, self._queues, files)
         self._leases = Leases(self._blocks, self._copies, self._fills, self._queues)
+        self.loan = Loan(self._blocks, self._copies, self._reservation, self._queues)
+        """Lends the memory of the gpu tier while nothing moves."""
         self.check_process = self._copies.owner.check  # refuses a forked child; every method but `close` does
         self.tear = self._copies.tear
         """Tells whether a change of the copies broke off. Its regions lie inside the lock, except that of `lease`."""
@@ -137,7 +140,6 @@ class TieredStore(ClosedWhenDropped):
         with self._copies.lock:
             if self._is_sealed:
                 raise BlockError(f"block {spec.key} comes too late: the store is in use. Register all blocks before.")
-
             self._blocks.add(spec)
 
     def reserve(self, tier: Tier, kind: Kind | None, slot_bytes: int, num_slots: int) -> None:
@@ -164,14 +166,12 @@ class TieredStore(ClosedWhenDropped):
             if self._is_sealed:
                 return
             self._is_sealed = True
-
             # The files come first, since allocating them is quick and shows a drive that is too small.
             if self.files is not None:
                 self.files.allocate()
             specs = [block.spec for block in self._blocks.by_key.values()]
             for tier in (Tier.GPU, Tier.RAM):
-                passing = [spec.num_bytes for spec in specs if spec.home is not tier]
-                self._reservation.reserve_default_slots(tier, passing)
+                self._reservation.reserve_default_slots(tier, [s.num_bytes for s in specs if s.home is not tier])
             self._reservation.allocate(self.device)
 
             if self.files is not None:
@@ -257,8 +257,7 @@ class TieredStore(ClosedWhenDropped):
         """
         with self._copies.lock, self.tear.call:
             block, span = self._blocks.span(key, span)
-            copy = block.find(tier, span)
-            return self._write_backs.begin(copy, span, wait=wait)
+            return self._write_backs.begin(block.find(tier, span), span, wait=wait)
 
     def evict(self, key: str, tier: Tier, span: Span | None = None) -> None:
         """Drop the copy of exactly this span, if there is one.
@@ -397,4 +396,5 @@ class TieredStore(ClosedWhenDropped):
             self._reader.close()
         if self.files is not None:
             self.files.close()
+        self.loan.close()
         self._reservation.close()
