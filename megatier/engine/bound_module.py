@@ -165,7 +165,10 @@ class BoundModule:
         Raises:
             UnsupportedModelError: it changes one of the weights.
         """
-        unchanged = Unchanged([*self._slices, *self._lent], weights, by_bits=self.is_new or self.is_written)
+        # The host cannot read a sum while a CUDA graph is captured.
+        is_captured = self.stage.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        by_bits = (self.is_new or self.is_written) and not is_captured
+        unchanged = Unchanged([*self._slices, *self._lent], weights, by_bits=by_bits)
 
         with self._bound(weights), self.stage.arithmetic(), adapted(self._adapters), running(self.tiled):
             # Evaluation runs uncompiled: the training graph alone is compiled, so no second one has to agree with it.

@@ -32,6 +32,7 @@ from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.guards.crossing import FORWARDS_CHECKED
 from megatier.guards.prefix import without_caches
 from megatier.guards.transforms import check_transforms
+from megatier.tier import Phase
 
 
 class Node(BoundModule):
@@ -46,6 +47,9 @@ class Node(BoundModule):
         if stage.alone and not stage.is_running:
             return self._run_alone(args, kwargs)
         self._check_running()
+        # Nothing comes or goes then, so once the first forwards have been looked at, the module runs as it is.
+        if stage.is_resident and self._forwards[False] >= FORWARDS_CHECKED:
+            return self._run_resident(args, kwargs)
         training = torch.is_grad_enabled()
 
         # A forward that is run again would append keys and values a second time: the same loss, wrong gradients.
@@ -83,9 +87,14 @@ class Node(BoundModule):
         if not (self.trained or call.differentiable):
             return call.run_plain(is_cut=True)
 
+        return self._run_trained(call)
+
+    def _run_trained(self, call: Call) -> Any:  # noqa: ANN401
+        """Run the module's forward, of which a backward follows."""
+        stage = self.stage
         check_transforms(self.module_name)
         if self._compiled is not None:
-            self._compiled.meet(arguments.leaves)
+            self._compiled.meet(call.arguments.leaves)
         inputs = call.take_inputs()
 
         # The backward counts down what is announced here, so it is announced before autograd knows of the call.
@@ -93,6 +102,15 @@ class Node(BoundModule):
             stage.gradients.expect(self.unit, call.num_slices)
         results = UnitFunction.apply(call, stage.anchor, *inputs)  # type: ignore[no-untyped-call]
         return call.unpack(list(results))
+
+    def _run_resident(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Run the module's own forward with weights that stay where they are."""
+        stage = self.stage
+        use = stage.source.enter(self.unit, Phase.FORWARD, stage.gradients.group)
+        self.is_new = False
+
+        weights = [*self.leaves(use.bytes), *self._copies()]
+        return self.run(weights, args, kwargs)
 
     def _copies(self) -> list[Tensor]:
         """Return the weights that are lent to the module.

@@ -129,6 +129,8 @@ class Stage:
     """Stop at the first unit with a value that is not finite (a diagnosis, not a training mode)."""
     is_learning: bool = False
     """Whether nodes learn their rows."""
+    is_resident: bool = False
+    """Whether all weights stay where they are, and only forwards without gradients are made."""
     model: nn.Module = field(default_factory=nn.Module)
     """The model: messages name the attribute of a module by which a tensor came."""
     end: Step = field(init=False)

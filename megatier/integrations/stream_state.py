@@ -238,8 +238,11 @@ class StreamedState(ABC):
         """
         # Kept from call to call: which tensors there are does not change, only their numbers do.
         if self._hub_weights is None:
-            self._hub_weights = HubWeights(self._session, lambda: self._settle("Giving weights out", "weights()"))
+            self._hub_weights = HubWeights(self._session, self._begin_giving)
         return self._hub_weights
+
+    def _begin_giving(self) -> None:
+        self._settle("Giving weights out", "weights()")
 
     def _stop_giving(self, *, after_error: bool = False) -> None:
         """Give no more weights to whoever takes them: the model is used in another way, or closes."""

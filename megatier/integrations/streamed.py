@@ -33,13 +33,14 @@ from megatier.guards.model_methods import forward_through, guard_methods
 from megatier.guards.prefix import refuse_given
 from megatier.guards.tokens import naming_tokens
 from megatier.guards.unbound_weights import mark_streamed
+from megatier.integrations.stream_generation import StreamedGeneration
 from megatier.integrations.stream_optimizer import StreamedOptimizer
-from megatier.integrations.stream_steps import FORWARD, StreamedSteps
+from megatier.integrations.stream_steps import FORWARD
 from megatier.ranks.peers import cause_of
 from megatier.session.session import Session
 
 
-class Streamed(ClosedWhenDropped, StreamedSteps):
+class Streamed(ClosedWhenDropped, StreamedGeneration):
     """A model whose weights, gradients and state stream, for any loop. Use it from one thread.
 
     Ranks make the same calls in the same order. A call that one of them leaves out is a `StreamedModelError` on all of
@@ -148,16 +149,7 @@ class Streamed(ClosedWhenDropped, StreamedSteps):
             yield
             return
 
-        self._check_open()
-        if torch.is_grad_enabled():
-            run = self._begin_forward()
-        elif self.is_in_step and self._engine.gradients.takes_aside:
-            # The weights are those of the step's forwards, so it is a part of the step.
-            run = self._engine.aside()
-        else:
-            # An evaluation reads the weights of the last step, whose updates may still wait for the next forward.
-            self._settle("An evaluation", "a forward without gradients")
-            run = self._engine.evaluation(self._held.begin(evaluation))
+        run = self._held_forward() if self._resident.is_loaded else self._run_of(evaluation)
 
         # A forward that failed or was interrupted can have no backward, and its group cannot be repeated by itself.
         try:
@@ -165,13 +157,26 @@ class Streamed(ClosedWhenDropped, StreamedSteps):
             with run:
                 yield
             # Nobody asks for a trace of evaluations, so their events would pile up.
-            if not self.is_in_step:
+            if not (self.is_in_step or self._resident.is_loaded):
                 self._session.player.take_events()
         except BaseException as error:
             self._fail_forward(error)
             raise
         finally:
             self._inside = 0
+
+    def _run_of(self, evaluation: str) -> contextlib.AbstractContextManager[None]:
+        """Return the context of one forward, as a part of a step or as an evaluation of that name."""
+        self._check_open()
+        if torch.is_grad_enabled():
+            return self._begin_forward()
+        if self.is_in_step and self._engine.gradients.takes_aside:
+            # The weights are those of the step's forwards, so it is a part of the step.
+            return self._engine.aside()
+
+        # An evaluation reads the weights of the last step, whose updates may still wait for the next forward.
+        self._settle("An evaluation", "a forward without gradients")
+        return self._engine.evaluation(self._held.begin(evaluation))
 
     def _check_thread(self) -> None:
         """Refuse another thread than the one whose forward is under way: it would be taken for a part of that.

@@ -61,6 +61,8 @@ def _generating(session: Session, held: HeldWeights, generate: Callable[..., Any
 
     @functools.wraps(generate)
     def generating(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's
+        if held.is_needless:
+            return generate(*args, **kwargs)
         if session.ranks is not None:
             # Each token takes all ranks, so those that are through with their texts go on until all are.
             kwargs.setdefault("synced_gpus", True)
@@ -128,7 +130,10 @@ def _log(moved: Counter[str], held_bytes: int, *, is_alone: bool) -> None:
             mib(held_bytes),
         )
         return
-    remedy = f"Its free memory holds {mib(held_bytes)} more; a smaller batch or a lower tiers.gpu leaves it more room."
+    remedy = (
+        f"Its free memory holds {mib(held_bytes)} more; a smaller batch or a lower tiers.gpu leaves it more room, and "
+        "Streamed.lends_memory gives it that of training."
+    )
     LOG.warning(
         "generation streams: each token moves %s of weights to the GPU, and reads %s from drives. %s",
         mib(to_gpu),

@@ -40,7 +40,7 @@ PROMPT = 1
 """The number of the forward that reads the prompt. The next one copies what is held."""
 
 
-class _Held:
+class HeldUse:
     """A use of weights that are held."""
 
     def __init__(self, weights: torch.Tensor) -> None:
@@ -93,6 +93,11 @@ class HeldWeights:
     def num_bytes(self) -> int:
         """Bytes that are held now."""
         return sum(held.numel() for held in (*self._bytes.values(), *self._taken.values()))
+
+    @property
+    def is_needless(self) -> bool:
+        """Whether all weights are held already, by another source (`session.resident_weights`)."""
+        return self._stage.source not in (self._source, self)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -159,7 +164,7 @@ class HeldWeights:
         """Return a unit's weights: those that are held, or else from the tiers; see `WeightSource.enter`."""
         # No lease and no wait: nobody else writes to memory that is held.
         if (held := self._bytes.get(unit)) is not None:
-            return _Held(held)
+            return HeldUse(held)
         use = self._source.enter(unit, phase, group)
         if self._room > 0 and unit in self._away and unit not in self._taken:
             self._take(unit, use.bytes)

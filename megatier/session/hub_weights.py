@@ -29,8 +29,11 @@ from megatier.models.decoder import Unit
 from megatier.models.visits import HubElements, HubPiece, HubTensor, Visit, hub_visits, layer_groups
 from megatier.models.weights import by_columns
 from megatier.optim.masters import weight_dtype
+from megatier.play.player import Player
+from megatier.session.held import HeldUse
+from megatier.session.ram_weights import RamWeights
 from megatier.session.session import Session
-from megatier.tier import Phase
+from megatier.tier import Kind, Phase
 
 PASS = "weights"
 """The name of the pass that visits all units."""
@@ -131,13 +134,65 @@ class HubWeights:
             self._giving.is_open = False
 
 
+class _Pass:
+    """A pass in which units come as for a forward."""
+
+    def __init__(self, player: Player) -> None:
+        """Begin nothing yet."""
+        self._player = player
+
+    def begin(self) -> None:
+        """Begin the pass."""
+        self._player.begin(PASS)
+
+    def enter(self, unit: str) -> WeightUse:
+        """Return the weights of a unit."""
+        return self._player.weights.enter(unit, Phase.FORWARD, 0)
+
+    def cancel(self) -> None:
+        """Leave the pass half-way."""
+        self._player.cancel()
+
+    def end(self) -> None:
+        """End the pass."""
+        self._player.end()
+        self._player.take_events()  # nobody asks what happened in it
+
+
+class _FromRam(_Pass):
+    """What stands for it while the memory of the gpu tier is lent: each unit comes by itself, to memory of its own."""
+
+    def __init__(self, session: Session) -> None:
+        """Take a session that is alone."""
+        super().__init__(session.player)
+        self._in_ram = RamWeights(session)
+        self._device = session.engine.options.device
+        self._blocks = session.blocks
+
+    def begin(self) -> None:
+        """Do nothing: no pass is played."""
+
+    def enter(self, unit: str) -> WeightUse:
+        """Copy the weights of a unit."""
+        num_bytes = self._blocks.whole(unit, Kind.WEIGHT)[1]
+        weights = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._in_ram.copy({unit: weights})
+        return HeldUse(weights)
+
+    def cancel(self) -> None:
+        """Do nothing, as in `begin`."""
+
+    def end(self) -> None:
+        """Do nothing, as in `begin`."""
+
+
 class _Giving:
     """One time of giving all weights out."""
 
     def __init__(self, session: Session, visits: Sequence[Visit], merger: LayerMerger | None) -> None:
         """Begin the pass."""
         self._merger = merger
-        self._player = session.player
+        self._pass = _FromRam(session) if session.store.loan.is_lent else _Pass(session.player)
         self._is_alone = session.ranks is None
         self._device = session.engine.options.device
         self._buffers = _buffers(session.model)
@@ -154,7 +209,7 @@ class _Giving:
         # Those who take weights may do so on several streams. All work of the pass is on one.
         self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         with self._computing():
-            self._player.begin(PASS)
+            self._pass.begin()
 
     def take(self) -> tuple[str, Tensor] | None:
         """Return the next tensor with its name; None: that was all."""
@@ -171,7 +226,7 @@ class _Giving:
             except BaseException:
                 # An interrupt as well: a generator that has raised gives nothing more, so the pass cannot go on.
                 self.is_open = False
-                self._player.cancel()
+                self._pass.cancel()
                 raise
             if pair is None:
                 self.is_open, self._is_whole = False, True
@@ -188,7 +243,7 @@ class _Giving:
             with self._computing():
                 # Nobody waits for the units that are left.
                 if self._is_alone:
-                    self._player.cancel()
+                    self._pass.cancel()
                 else:
                     self._pass_over()
 
@@ -207,7 +262,7 @@ class _Giving:
                 if piece.is_last:
                     yield piece.tensor.name, tensor.view(piece.tensor.shape)
             self._leave()
-        self._end()
+        self._pass.end()
 
     def _taken(self, piece: HubPiece, sources: _Sources, begun: dict[str, Tensor]) -> Tensor:
         """Return a tensor, flat, with what a piece adds to it."""
@@ -232,7 +287,7 @@ class _Giving:
         """Return the weights of a visit's unit, flat."""
         if visit.unit is None:
             return None
-        self._use = self._player.weights.enter(visit.unit.name, Phase.FORWARD, 0)
+        self._use = self._pass.enter(visit.unit.name)
         return self._use.bytes.view(weight_dtype(visit.unit.layout.schema))
 
     def _leave(self) -> None:
@@ -247,11 +302,7 @@ class _Giving:
         for visit in self._visits:
             self._enter(visit)
             self._leave()
-        self._end()
-
-    def _end(self) -> None:
-        self._player.end()
-        self._player.take_events()  # nobody asks what happened in it
+        self._pass.end()
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
