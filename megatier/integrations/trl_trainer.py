@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,9 @@ class StreamedTrl(StreamedTraining):
         model = self.streamed
         if (generation := getattr(self, "vllm_generation", None)) is not None:
             _feed(model, generation)
+            if generation.mode == "colocate":
+                turn = self._generate_single_turn  # type: ignore[has-type]
+                self._generate_single_turn = _lending(model, generation, turn)
 
         # TRL's constructor has replaced the forward by now, so this one wraps TRL's.
         forward = model.model.forward
@@ -131,6 +135,9 @@ class StreamedTrl(StreamedTraining):
             raise ConfigError(f"{kinds[0]} trains a language model, and {type(model.model).__name__} is a classifier.")
         if getattr(given.get("args"), "use_vllm", False):
             _check_engine(model, given["args"])
+        batching = "use_transformers_continuous_batching"
+        if getattr(given.get("args"), batching, False):
+            refuse_any(_within_a_step(batching, given["args"]))
         if not model.has_adapters:
             return model.model
 
@@ -240,20 +247,23 @@ def _check_engine(streamed: Streamed, args: Any) -> None:  # noqa: ANN401 - TRL'
     """
     # For its refusal alone: a layout that is not known would be found only when vLLM is loaded.
     streamed.weights()
-    folder = streamed.model.name_or_path
-    every = args.steps_per_generation * args.num_iterations
     refuse_any(
         (
-            args.vllm_mode == "colocate" and not folder,
+            args.vllm_mode == "colocate" and not streamed.model.name_or_path,
             "vllm_mode colocate: vLLM opens the folder that the model's config names, and this one names none. Open "
             "the model by its folder, or start a server and set vllm_mode to server.",
         ),
-        (
-            every % args.gradient_accumulation_steps,
-            f"use_vllm: completions are made every {every} backwards (steps_per_generation x num_iterations), which is "
-            f"no multiple of gradient_accumulation_steps ({args.gradient_accumulation_steps}), so weights would be "
-            "asked for within a step. Make it one.",
-        ),
+        _within_a_step("use_vllm", args),
+    )
+
+
+def _within_a_step(name: str, args: Any) -> tuple[bool, str]:  # noqa: ANN401 - TRL's
+    """Return whether completions would begin within a step, and the refusal of the argument that asks for them."""
+    every = args.steps_per_generation * args.num_iterations
+    return bool(every % args.gradient_accumulation_steps), (
+        f"{name}: completions are made every {every} backwards (steps_per_generation x num_iterations), which is no "
+        f"multiple of gradient_accumulation_steps ({args.gradient_accumulation_steps}), so weights would be asked for "
+        "within a step. Make it one."
     )
 
 
@@ -272,6 +282,32 @@ def _feed(streamed: Streamed, generation: Any) -> None:  # noqa: ANN401 - TRL's
     generation._weight_metadata = [
         (tensor.name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors
     ]
+
+
+def _lending(streamed: Streamed, generation: Any, turn: Callable[..., Any]) -> Callable[..., Any]:  # noqa: ANN401
+    """Let an engine in this process take its weights and generate in memory that training lends, if it is to.
+
+    Args:
+        streamed: the model.
+        generation: TRL's `VLLMGeneration`.
+        turn: the trainer's `_generate_single_turn`.
+    """
+
+    @functools.wraps(turn)
+    def generating(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - TRL's
+        if not streamed.lends_memory:
+            return turn(*args, **kwargs)
+        with streamed.lent_memory():
+            try:
+                return turn(*args, **kwargs)
+            except BaseException:
+                # TRL puts the engine to sleep after its texts alone, and the memory is needed again.
+                if generation.enable_sleep_mode:
+                    generation.llm.sleep(level=2)
+                    generation._llm_weights_sleeping = True
+                raise
+
+    return generating
 
 
 def _is_tokenizer(template: str | None) -> bool:

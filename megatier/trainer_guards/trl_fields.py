@@ -20,7 +20,8 @@ TRL_FOLLOWED: Mapping[str, str] = {
         use_bias_correction_kl
     """,
     "sets the rate of dropout in the model's modules": "disable_dropout",
-    "given to generate, which is the streamed model's": """
+    "given to generate or generate_batch, which are the streamed model's": """
+        use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config
         num_generations num_generations_eval generation_batch_size steps_per_generation temperature top_p top_k min_p
         repetition_penalty generation_kwargs cache_implementation chat_template_kwargs max_tool_calling_iterations
     """,
@@ -44,10 +45,8 @@ TRL_FOLLOWED: Mapping[str, str] = {
 """Fields that mean what they mean over a plain model, by the reason why."""
 TRL_WITHOUT_EFFECT: Mapping[str, str] = {
     "read by DeepSpeed alone, which is refused": "ds3_gather_for_generation",
-    "read by ways to generate that are refused": "transformers_continuous_batching_config",
 }
 """Fields that change nothing over a streamed model, by the reason why."""
-GENERATES = "and a streamed model's weights are on megatier's tiers: leave it out, and let generate make completions."
 TRL_REFUSED: Mapping[str, str] = {
     "activation_offloading": (
         'activation_offloading moves what autograd saves: leave it out, and pass activations="offload" to '
@@ -56,10 +55,6 @@ TRL_REFUSED: Mapping[str, str] = {
     "cast_lm_head_to_fp32": (
         "cast_lm_head_to_fp32 casts the head's weight, which is on megatier's tiers: leave it out, or compute in fp32 "
         "(compute_dtype)."
-    ),
-    "use_transformers_paged": f"use_transformers_paged has caches and a loop of its own, {GENERATES}",
-    "use_transformers_continuous_batching": (
-        f"use_transformers_continuous_batching has caches and a loop of its own, {GENERATES}"
     ),
 }
 """Fields that are refused unless they ask for nothing (None, False or empty), and the message."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,17 @@ import pytest
 import torch
 from rank_pool import POOL
 from small_optimizers import close_optimizer
-from streamed_loops import TIERS
+from streamed_loops import TIERS, same
 from tiny_models import tiny_config
 from tiny_runs import plain_model
+from torch import Tensor
 from trainer_runs import logged
-from transformers import AutoModelForCausalLM, Trainer, set_seed
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, set_seed
 
 import megatier
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import ConfigError
+from megatier.tier import Tier
 
 pytest.importorskip("trl")
 pytest.importorskip("accelerate")
@@ -74,6 +77,17 @@ def figures(made: Trainer) -> list[list[float]]:
     return [logged(made, name) for name in ("loss", "grad_norm", "reward")]
 
 
+class ExactNorms(TrainerCallback):
+    """Adds up the squares of a plain model's gradients in fp64; torch, and so the trainer's log, does so in fp32."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        grads = [parameter.grad for parameter in kwargs["model"].parameters() if parameter.grad is not None]
+        self.norms.append(math.sqrt(math.fsum(float(grad.double().square().sum()) for grad in grads)))
+
+
 def saved(folder: Path) -> str:
     """The folder of a tiny model."""
     plain_model(tiny_config("llama", vocab_size=320)).save_pretrained(folder / "model")
@@ -121,6 +135,66 @@ def test_grpo_over_a_streamed_model_has_the_losses_and_rewards_of_the_plain_one(
     assert norms == pytest.approx(expected[1], rel=1e-5), "torch adds up squares in fp32"
 
 
+LOOP: dict[str, Any] = {"compute_dtype": "fp32", "compile": False, "fused_loss": False, "accumulation_steps": 2}
+BATCHES: dict[str, Any] = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"num_blocks": 64, "max_batch_tokens": 64},
+}
+SMALL_GPU = 640 << 10
+BUDGETS: dict[str, dict[str, Any]] = {
+    "gpu": {"gpu": 8 << 20},
+    "ram": {"gpu": SMALL_GPU},
+    "nvme": {"gpu": SMALL_GPU, "ram": 2 << 20},
+}
+
+
+def run_over(place: str, path: str, folder: Path, *, lends: bool) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Figures of a run with state in that tier, and the weights after it."""
+    # Without a loan a CPU has no room for weights, so they stream for each token.
+    limit = 4 << 20 if lends else None
+    tiers = replace(TIERS, nvme=(f"{folder}:32MiB",), gpu_limit=limit, **BUDGETS[place])
+    with megatier.stream(path, tiers=tiers, **LOOP) as streamed:
+        assert Tier(place) in streamed._session.placement.homes.values()
+        streamed.lends_memory = lends
+        return figures(trainer(STREAMED, streamed, folder)), streamed.state_dict()
+
+
+def test_grpo_has_the_same_bits_over_placements_and_with_memory_lent_and_the_figures_of_the_plain_trainer(
+    tmp_path: Path,
+) -> None:
+    path = saved(tmp_path)
+    reference = trainer(PLAIN, plain(path), tmp_path)
+    adamw = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "ram": "64MiB"}
+    reference.optimizer_cls_and_kwargs = (megatier.TieredAdamW, adamw)
+    exact = ExactNorms()
+    reference.add_callback(exact)
+    expected, _, rewards = figures(reference)
+    close_optimizer(reference)
+
+    run, weights = run_over("gpu", path, tmp_path, lends=True)
+    for place, lends in (("ram", False), ("nvme", False), ("nvme", True)):
+        other, its_weights = run_over(place, path, tmp_path, lends=lends)
+        assert other == run
+        assert same(its_weights, weights)
+    assert run[0] == pytest.approx(expected, abs=1e-6)
+    assert run[1] == pytest.approx(exact.norms, rel=1e-6)
+    assert run[2] == rewards
+    assert len(set(rewards)) > 1
+
+
+def test_grpo_makes_completions_by_continuous_batching_in_memory_that_is_lent(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    tiers = replace(TIERS, gpu=SMALL_GPU, gpu_limit=4 << 20)
+    with megatier.stream(path, tiers=tiers, **LOOP) as streamed:
+        with pytest.raises(ConfigError, match="use_transformers_continuous_batching: completions are made every 3"):
+            trainer(STREAMED, streamed, tmp_path, steps_per_generation=3, **BATCHES)
+        streamed.lends_memory = True
+        losses, norms, rewards = figures(trainer(STREAMED, streamed, tmp_path, steps=3, **BATCHES))
+        assert streamed.steps == 3
+    assert all(norm > 0 for norm in norms)
+    assert len(losses) == len(rewards) == 3
+
+
 def test_grpo_with_a_reference_of_a_model_that_is_not_its_folder_any_more_is_refused(tmp_path: Path) -> None:
     model = plain(saved(tmp_path))
     with (
@@ -130,20 +204,21 @@ def test_grpo_with_a_reference_of_a_model_that_is_not_its_folder_any_more_is_ref
         trainer(STREAMED, streamed, tmp_path, beta=0.1)
 
 
-def grpo_on_ranks(path: str, folder: Path) -> Any:
+def grpo_on_ranks(path: str, folder: Path, batches: dict[str, Any]) -> Any:
     """Figures and weights of some steps on this rank."""
     state.AcceleratorState._reset_state(reset_partial_state=True)
-    options: dict[str, Any] = {"tiers": TIERS, "compute_dtype": "fp32", "compile": False, "fused_loss": False}
-    with megatier.stream(path, accumulation_steps=2, **options) as streamed:
-        made = trainer(STREAMED, streamed, folder, steps=3, num_iterations=2)
+    tiers = replace(TIERS, gpu_limit=64 << 20)
+    with megatier.stream(path, tiers=tiers, **LOOP) as streamed:
+        made = trainer(STREAMED, streamed, folder, steps=3, num_iterations=2, **batches)
         found = figures(made)
         return found, {name: value.numpy() for name, value in streamed.state_dict().items()}
 
 
 @pytest.mark.slow
-def test_grpo_on_ranks_gives_all_of_them_the_same_figures_and_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batches", [{}, BATCHES])
+def test_grpo_on_ranks_gives_all_of_them_the_same_figures_and_weights(batches: dict[str, Any], tmp_path: Path) -> None:
     path = saved(tmp_path)
-    (found, weights), (others, has) = POOL.run(grpo_on_ranks, 2, path, tmp_path)
+    (found, weights), (others, has) = POOL.run(grpo_on_ranks, 2, path, tmp_path, batches)
     assert others == found
     assert [len(values) for values in found] == [3, 3, 2], "rewards are logged where texts are made"
     assert [name for name in weights if (has[name] != weights[name]).any()] == []

@@ -79,6 +79,47 @@ def test_grpo_with_an_engine_has_the_losses_of_the_plain_trainer_and_feeds_it_it
     assert second.num_taken == first.num_taken + len(weights)
 
 
+def test_engine_that_sleeps_generates_in_memory_that_training_lends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path)
+    engines = stand_in(monkeypatch, path)
+    options = {"use_vllm": True, "vllm_enable_sleep_mode": True, "steps": 3}
+
+    def run(lends: bool) -> list[list[float]]:
+        with megatier.stream(path, accumulation_steps=2, **OPTIONS) as streamed:
+            made: Any = made_with(STREAMED, streamed, tmp_path, **options)
+            streamed.lends_memory = lends
+            loan, engine = streamed._session.store.loan, engines[-1]
+            generate, load = engine.generate, engine.load_weights
+            lent, fed = [], []
+
+            def loading(*args: Any) -> None:
+                fed.append(loan.is_lent)
+                load(*args)
+
+            def generating(*args: Any, **kwargs: Any) -> Any:
+                lent.append(loan.is_lent)
+                assert engine.awake == {"weights", "kv_cache"}
+                if len(lent) == 4:
+                    raise ValueError("the engine died")
+                return generate(*args, **kwargs)
+
+            monkeypatch.setattr(engine, "generate", generating)
+            monkeypatch.setattr(engine, "load_weights", loading)
+            found = figures(made)
+            with pytest.raises(ValueError, match="the engine died"):
+                made._generate_single_turn([[1, 2]], None, {}, 1)
+            assert set(fed) == set(lent) == {lends}
+            assert len(lent) == 4
+            assert not loan.is_lent
+            assert bool(engine.awake) != lends, "an engine that failed gives its memory back too"
+            streamed.save(tmp_path / f"saved-{lends}")
+            return found
+
+    assert run(lends=False) == run(lends=True)
+
+
 def test_engine_that_would_be_fed_within_a_step_is_refused_before_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

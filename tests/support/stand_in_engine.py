@@ -25,6 +25,8 @@ class StandInEngine:
     """The engines so far."""
 
     def __init__(self, model: str, **_: object) -> None:
+        self.awake: set[str] = set()
+        """What has memory again since the engine last slept."""
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.parameters = dict(self.model.named_parameters())
         self.num_taken = 0
@@ -44,6 +46,17 @@ class StandInEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget nothing: there is no cache."""
+
+    def sleep(self, level: int) -> None:
+        """Give the memory back, with the weights in it."""
+        assert level == 2
+        self.awake.clear()
+        for parameter in self.parameters.values():
+            parameter.data.fill_(float("nan"))
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take memory again, for weights that come then or for the cache."""
+        self.awake.update(tags)
 
     def generate(self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = False) -> list[Any]:
         """Completions of the prompts, equal ones together, and the log-probability of each token."""
