@@ -44,6 +44,8 @@ COMPARED = {
     "plugins/program_trainer.py": 1,  # after `note`
     "setup/skeleton.py": 1,  # after `read_object` of the same file
     "data/tokenizer.py": 1,  # after `read_object` and `read_input` of its files
+    "data/processor.py": 1,  # after `read_object` of its files
+    "data/image_file.py": 2,  # by a digest; pixels come from bytes that were read
 }
 """User's files that are opened more than once. What is read of them is compared."""
 ONCE = {
@@ -64,6 +66,7 @@ OURS = {
     "checkpoint/run_state.py": 2,
     "checkpoint/savepoint.py": 1,
     "data/packing.py": 1,  # tokens have a checksum
+    "data/image_rows.py": 1,  # rows too
     "data/token_files.py": 2,
     "drives/leftovers.py": 5,  # block files, by descriptors of their folders
     "drives/blockfile.py": 1,

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -22,12 +22,9 @@ from megatier.config.lora import ADAPTER_FILE
 from megatier.layout import TensorSlice
 from megatier.models import export as models
 from megatier.models.decoder import Unit
-from megatier.models.export import Read
+from megatier.models.export import Read, Tokens
 from megatier.models.safetensors_format import write_header
 from megatier.models.weights import chunks
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def export(
@@ -37,7 +34,7 @@ def export(
     read: Read,
     dtype: torch.dtype,
     shard_bytes: int,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokens | None = None,
 ) -> None:
     """Write a model as `models.export` does, or its adapters if it has some. See there for arguments and errors."""
     if adapter_config(model) is None:

@@ -61,6 +61,10 @@ class DataConfig(Section):
     """Shape of records that are conversations; the assistant's turns are learnt. None: the records are texts."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template. None: the tokenizer's own."""
+    images: bool = False
+    """Read the images of conversations, of which the model's own processor makes pixels and tokens. Each conversation
+    is a sequence of its own then, and is padded. This needs the extra megatier[images]. False: a conversation with
+    images is refused."""
     cross_documents: bool | None = None
     """Whether documents that share a sequence see each other. False: attention and positions start anew at each
     document, which costs memory and time (docs/data.md). None: true for texts, false for conversations."""
@@ -112,6 +116,8 @@ class DataConfig(Section):
         """Check each value."""
         self.read()
         self._check_source()
+        if self.images:
+            self._check_images()
 
         # Without its dot a suffix would match no file, and the folder would be empty.
         has_dots = all(suffix.startswith(".") for suffix in self.suffixes)
@@ -147,6 +153,15 @@ class DataConfig(Section):
         for name in ("max_bytes", "max_samples"):
             self.need(name, getattr(self, name) is None or not self.streaming, bound)
 
+    def _check_images(self) -> None:
+        """Refuse settings that conversations with images have no use for."""
+        for_images = "with data.images"
+        self.need("images", self.is_chat, "false without data.chat: images are parts of conversations")
+        self.need("streaming", not self.streaming, f"false {for_images}")
+        self.need("tokenizer", self.tokenizer != BYTE_TOKENIZER, f"a folder or hub id of a processor {for_images}")
+        bound = f"null {for_images}: each conversation has a sequence of its own"
+        self.need("cross_documents", self.cross_documents is None, bound)
+
     def _check_holdout(self, split: str) -> None:
         """Refuse to evaluate on what is trained on."""
         is_named = split.strip() != ""
@@ -170,15 +185,20 @@ class DataConfig(Section):
 
     @property
     def is_apart(self) -> bool:
-        """Whether attention stops at the borders of documents."""
+        """Whether attention stops at the borders of documents that share a sequence."""
+        # With images, no two of them do.
+        if self.images:
+            return False
         if self.cross_documents is not None:
             return not self.cross_documents
 
-        # An answer is not to be learnt from another conversation. Datasets that LLaMA-Factory describes are
-        # conversations, whose shape stands in its file.
-        if self.chat is not None:
-            return True
-        return any(f"{DATASET_INFO}#" in entry for entry in self.files)
+        # An answer is not to be learnt from another conversation.
+        return self.is_chat
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether records are conversations. Those that LLaMA-Factory describes have their shape in its file."""
+        return self.chat is not None or any(f"{DATASET_INFO}#" in entry for entry in self.files)
 
 
 def _overlap(split: str, other: str) -> bool:

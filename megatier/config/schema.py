@@ -357,12 +357,10 @@ class RunConfig(Section):
     def __post_init__(self) -> None:
         """Check the settings that depend on those of another section."""
         has_tokenizer = self.model.path is not None or self.data.tokenizer is not None
-        bound = 'a tokenizer such as "bytes", because model.config brings none'
-        self.data.need("tokenizer", has_tokenizer, bound)
+        self.data.need("tokenizer", has_tokenizer, 'a tokenizer such as "bytes", because model.config brings none')
 
         has_end = not (self.train.epochs and self.data.streaming)
-        bound = "null with data.streaming, whose end is not known: set train.steps"
-        self.train.need("epochs", has_end, bound)
+        self.train.need("epochs", has_end, "null with data.streaming, whose end is not known: set train.steps")
         is_bf16 = self.numerics.products == "bf16" or self.model.compute_dtype == "bf16"
         self.numerics.need("products", is_bf16, "bf16 with model.compute_dtype fp32, whose products are fp32")
         asked = self.by_evaluations
@@ -370,6 +368,8 @@ class RunConfig(Section):
         self.train.need("evaluate_every", is_evaluated, f"at least 1 with {asked}")
         self._check_generations()
         self._check_borders()
+        waits = self.train.clip is not None or self.numerics.guard or not self.data.images
+        self.numerics.need("guard", waits, "true, or train.clip set, with data.images: updates have to wait")
 
     @property
     def by_evaluations(self) -> str | None:
@@ -410,7 +410,7 @@ class RunConfig(Section):
         self.train.need(
             "slices",
             self.can_slice or self.train.slices == 1,
-            "1 with flex_attention and documents that are apart (data.cross_documents), whose mask cannot be cut",
+            "1 with flex_attention and documents apart (data.cross_documents), whose mask is not cut, or data.images",
         )
 
     def changed(self, settings: Mapping[str, Any]) -> RunConfig:
@@ -429,12 +429,12 @@ class RunConfig(Section):
     @property
     def has_mask(self) -> bool:
         """Whether attention has a mask of all pairs of tokens, and computes what is masked too."""
-        return self.data.is_apart and self.model.attention != "flex_attention"
+        return (self.data.is_apart or self.data.images) and self.model.attention != "flex_attention"
 
     @property
     def can_slice(self) -> bool:
-        """Whether a group's mask can be cut along the batch."""
-        return not self.data.is_apart or self.has_mask
+        """Whether a group and its mask can be cut along the batch."""
+        return not self.data.images and (not self.data.is_apart or self.has_mask)
 
 
 OF_LOOP = DataConfig(files=("batches of the loop",), tokenizer=BYTE_TOKENIZER)

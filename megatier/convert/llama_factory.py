@@ -14,7 +14,7 @@ KEYS = {"finetuning_type", "stage", "cutoff_len", "template", "model_name_or_pat
 """Keys of the first level that no other format has."""
 
 ATTENTION = {"sdpa": "sdpa", "disabled": "eager"}
-VISION = "vision towers are not trained"
+VISION = "data.images reads images, and model.frozen names the parts of the model that stay as they are"
 
 LORA_KEYS = {
     "rank": "lora_rank",
@@ -164,8 +164,8 @@ REASONS = {
     "plot_loss": FIGURES,
     "overwrite_output_dir": "a run never overwrites another one",
     "save_only_model": "checkpoints hold masters and moments, so that a run goes on bit for bit",
-    "image_max_pixels": VISION,
-    "video_max_pixels": VISION,
+    "image_max_pixels": "the model's own processor says how large images are (data.images)",
+    "video_max_pixels": "videos are not read",
     "use_liger_kernel": ONE_LOSS,
     "enable_liger_kernel": ONE_LOSS,
 }

@@ -166,6 +166,6 @@ REASONS = {
     "logging": "metrics.jsonl has loss, times and memory of every step",
     "dataset.num_workers": "the text is tokenised once, before the first step",
 }
-DIFFERING = {"vlm": "megatier train reads text alone; megatier.stream trains on images"}
+DIFFERING = {"vlm": "data.images reads images, and model.frozen names the parts of the model that stay as they are"}
 TABLE = RULES, REASONS, DIFFERING
 """What becomes of MegaTrain's keys; see `Conversion.convert`."""

@@ -7,11 +7,13 @@ instruction, input, output; TRL's prompt and completion. All of them become mess
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from megatier.config.data_section import Chat
+from megatier.data.image_parts import ImageSource, holds_image, parts_of, place_images, text_of
 from megatier.errors import DataError
 
 ASSISTANT = "assistant"
@@ -43,11 +45,22 @@ class Conversation:
     """The tools that the assistant could call, as the chat template takes them."""
     place: str
     """The place that it comes from, for errors."""
+    images: tuple[ImageSource, ...] = ()
+    """Its images, in the order in which its messages name them."""
+    folder: Path = Path()
+    """The folder to which paths of images are relative."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of UTF-8 in its contents."""
-        return sum(len((message.get("content") or "").encode("utf-8", "replace")) for message in self.messages)
+        return sum(len(text_of(message.get("content")).encode("utf-8", "replace")) for message in self.messages)
+
+
+def in_folder(document: str | Conversation, folder: Path) -> str | Conversation:
+    """Return a document that knows the folder to which paths of its images are relative."""
+    if isinstance(document, Conversation) and document.images:
+        return replace(document, folder=folder)
+    return document
 
 
 class Shape(Protocol):
@@ -100,6 +113,8 @@ class Turns:
     """Key of a system prompt that is not among the turns."""
     tools: str | None = "tools"
     """Key of the tools that the assistant may call. None: the records have none."""
+    images: tuple[str, ...] | None = None
+    """Keys under which a record may have its images; None: images are refused."""
 
     def read(self, record: dict[str, Any], place: str) -> Conversation:
         """Return the conversation of a record; see `Shape`."""
@@ -107,7 +122,8 @@ class Turns:
         # Before the turns, where chat templates look for it.
         system = _system(_value(record, self.system), place)
         tools = _value(record, self.tools)
-        return _conversation(system + messages, tools, place)
+        found = _conversation(system + messages, tools, place)
+        return found if self.images is None else _with_images(found, record, self.images)
 
     def messages(self, record: dict[str, Any], place: str) -> list[dict[str, Any]]:
         """Return the turns of a record as messages.
@@ -150,6 +166,8 @@ class Turns:
                 f"{place}: the turn of {role} has no {self.content!r}, which only a turn with tool_calls may leave "
                 "out. Leave the record out, or write an empty text."
             )
+        if self.images is not None:
+            return {"role": role, "content": parts_of(content, place), **rest}
         said = _text(_joined(content, place), self.content, place)
         return {"role": role, "content": said, **rest}
 
@@ -173,6 +191,8 @@ class Alpaca:
     """Key of a system prompt."""
     history: str | None = "history"
     """Key of the earlier rounds, a list of pairs of prompt and answer."""
+    images: tuple[str, ...] | None = None
+    """Keys under which a record may have its images; None: images are refused."""
 
     def read(self, record: dict[str, Any], place: str) -> Conversation:
         """Return the conversation of a record; see `Shape`."""
@@ -189,7 +209,8 @@ class Alpaca:
         for question, answer in rounds:
             messages.append({"role": "user", "content": question})
             messages.append({"role": ASSISTANT, "content": answer})
-        return _conversation(messages, None, place)
+        found = _conversation(messages, None, place)
+        return found if self.images is None else _with_images(found, record, self.images)
 
     def _earlier_rounds(self, record: dict[str, Any], place: str) -> Iterator[tuple[str, str]]:
         """Yield the earlier rounds, as prompt and answer."""
@@ -211,6 +232,9 @@ class Alpaca:
 class PromptCompletion:
     """A prompt and the completion to learn, as TRL has them: two texts, or two lists of messages."""
 
+    images: tuple[str, ...] | None = None
+    """Keys under which a record may have its images; None: images are refused."""
+
     def read(self, record: dict[str, Any], place: str) -> Conversation:
         """Return the conversation of a record; see `Shape`."""
         prompt = self._messages(record, "prompt", "user", place)
@@ -222,13 +246,14 @@ class PromptCompletion:
                 f"{place}: the prompt has a turn of the assistant, which would be learnt too. Write the whole as "
                 "messages, with data.chat messages, if it shall be."
             )
-        return _conversation(prompt + completion, record.get("tools"), place)
+        whole = _conversation(prompt + completion, record.get("tools"), place)
+        return whole if self.images is None else _with_images(whole, record, self.images)
 
     def _messages(self, record: dict[str, Any], key: str, role: str, place: str) -> list[dict[str, Any]]:
         """Return what lies under a key as messages; a text is one of this role."""
         found = record.get(key)
         if isinstance(found, list):
-            return Turns(turns=key).messages(record, place)
+            return Turns(turns=key, images=self.images).messages(record, place)
         return [{"role": role, "content": _text(found, key, place)}]
 
 
@@ -262,6 +287,17 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Con
     return Conversation(messages, tools or None, place)
 
 
+def _with_images(conversation: Conversation, record: dict[str, Any], keys: Sequence[str]) -> Conversation:
+    """Return a conversation with its images, whose messages are lists of parts, as processors' templates take them.
+
+    Raises:
+        DataError: images and their places in the messages do not fit.
+    """
+    given = next((record[key] for key in keys if record.get(key)), None)
+    messages, images = place_images(conversation.messages, given, conversation.place)
+    return replace(conversation, messages=messages, images=images)
+
+
 def _joined(content: object, place: str) -> object:
     """Return the texts of a list of parts, such as `[{"type": "text", "text": "..."}]`, as one; else the content.
 
@@ -275,7 +311,10 @@ def _joined(content: object, place: str) -> object:
         is_text = isinstance(part, dict) and part.get("type") == "text"
         text = part.get("text") if is_text else None
         if not isinstance(text, str):
-            raise DataError(f"{place}: a part of a turn is {_shown(part)}; parts of the type text alone are read.")
+            remedy = "Set data.images to true to read images." if holds_image(part) else ""
+            raise DataError(
+                f"{place}: a part of a turn is {_shown(part)}; parts of the type text alone are read. {remedy}".rstrip()
+            )
         texts.append(text)
     return "".join(texts)
 

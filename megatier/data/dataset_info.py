@@ -6,6 +6,7 @@ that the records have.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -15,7 +16,7 @@ from megatier.foreign import SETTINGS_BYTES_MAX, read_json
 
 # The words of LLaMA-Factory's file. What is not among them is refused by `_check`.
 KEYS = {"file_name", "formatting", "columns", "tags", "split"}
-COLUMNS = {"prompt", "query", "response", "history", "messages", "system", "tools"}
+COLUMNS = {"prompt", "query", "response", "history", "messages", "system", "tools", "images"}
 DEFAULT_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 DEFAULT_TAGS = {
     "role_tag": "from",
@@ -29,8 +30,13 @@ DEFAULT_TAGS = {
 ROLES = {"user_tag": "user", "assistant_tag": ASSISTANT, "observation_tag": "tool", "system_tag": "system"}
 
 
-def describe(file: Path, name: str) -> tuple[Path, Shape]:
+def describe(file: Path, name: str, *, images: bool = False) -> tuple[Path, Shape]:
     """Return the file of a dataset, and the shape of its records.
+
+    Args:
+        file: the description.
+        name: the name of the dataset in it.
+        images: whether images are read (`data.images`).
 
     Raises:
         DataError: there is no such file or name, or the dataset is not local or not for supervised training.
@@ -52,6 +58,12 @@ def describe(file: Path, name: str) -> tuple[Path, Shape]:
 
     # Names of files are relative to the folder of the description, as LLaMA-Factory has them.
     shape = _shape(place, dataset.get("formatting", "alpaca"), columns, tags)
+    if "images" in columns and not images:
+        raise DataError(f"{place}: its records have images. Set data.images to true to read them.")
+    if images and not isinstance(shape, Text):
+        # As in LLaMA-Factory, a dataset whose description names no column of images has none beside its turns.
+        keys = (columns["images"],) if "images" in columns else ()
+        shape = replace(shape, images=keys)
     return file.parent / dataset["file_name"], shape
 
 
@@ -76,7 +88,7 @@ def _holds_text(value: object) -> TypeGuard[dict[Any, str]]:
     return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
 
 
-def _shape(place: str, formatting: object, columns: dict[str, str], tags: dict[str, str]) -> Shape:
+def _shape(place: str, formatting: object, columns: dict[str, str], tags: dict[str, str]) -> Text | Turns | Alpaca:
     """Return the shape of a dataset's records."""
     system = columns.get("system")
     if formatting == "alpaca":

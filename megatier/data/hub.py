@@ -25,7 +25,10 @@ def load(config: DataConfig, split: str) -> Any:  # noqa: ANN401  datasets has n
         DataError: there is no such dataset, subset, split or revision, it cannot be reached, or `datasets` is missing.
     """
     with _opening(config) as datasets:
-        return datasets.load_dataset(_name(config), config.subset, split=split, revision=config.revision)
+        found = datasets.load_dataset(_name(config), config.subset, split=split, revision=config.revision)
+
+        # As tables, whose images are the bytes of their files: the library would decode them.
+        return found.with_format("arrow") if config.images else found
 
 
 def stream(config: DataConfig, split: str) -> tuple[Any, str | None]:
@@ -70,7 +73,7 @@ def rows(config: DataConfig, split: str, dataset: Any) -> Iterator[tuple[str, di
         # Errors of whoever takes the rows do not pass through here: a generator sees its own alone.
         for number, row in enumerate(dataset, start=1):
             place = f"{config.dataset} ({split}), row {number}"
-            yield place, row
+            yield place, row.to_pylist()[0] if config.images else row
 
 
 def _name(config: DataConfig) -> str:

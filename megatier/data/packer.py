@@ -11,7 +11,7 @@ tokens, each alone in a document of its own, so that nothing sees them or learns
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -249,6 +249,13 @@ def columns_of(rows: NDArray[np.integer], *, is_apart: bool) -> dict[str, torch.
         last_begin = np.maximum.accumulate(begin_or_0, axis=1)
         columns["position_ids"] = order - last_begin
     return {name: torch.from_numpy(column) for name, column in columns.items()}
+
+
+def groups_of(batch: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """Return the rows of a batch in so many groups, or fewer if it has fewer rows."""
+    # A group has the same rows of every column: ids, labels, and positions if documents are apart.
+    columns = [value.chunk(count) for value in batch.values()]
+    return [dict(zip(batch, rows, strict=True)) for rows in zip(*columns, strict=True)]
 
 
 def _tokens(text: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray[np.int64]]:

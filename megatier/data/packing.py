@@ -231,6 +231,8 @@ def num_real_tokens(batch: Mapping[str, torch.Tensor]) -> int:
 
     If documents are apart, a token that is alone in one teaches nothing.
     """
+    if "attention_mask" in batch:
+        return int(batch["attention_mask"].sum())
     count = batch["input_ids"].numel()
     if "position_ids" not in batch:
         return count
@@ -248,12 +250,10 @@ def settings_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     settings["made_by"] = [type(tokenizer).__name__, tokenizer.name_or_path, len(tokenizer), tokenizer.eos_token_id]
     settings["template"] = tokenizer.chat_template
 
-    # Versions that had no such setting left nothing out either.
-    if not config.skip_bad:
-        del settings["skip_bad"]
-    # Nor has one without a bound, which older versions did not have.
-    if not config.max_samples:
-        del settings["max_samples"]
+    # Versions that had no such settings left nothing out either, had no such bound, and read no images.
+    for name in ("skip_bad", "max_samples", "images"):
+        if not settings[name]:
+            del settings[name]
 
     # Documents that are laid end to end give the same tokens for any length of a row.
     if not config.is_apart:
@@ -279,7 +279,7 @@ def _write_tokens(
             packer = Packer(config, tokenizer, bad)
             writers.append(_TokenWriter(file, dtype, packer, config.is_apart))
 
-        for is_for_evaluation, document in _sorted_out(config, bad):
+        for is_for_evaluation, document in sorted_out(config, bad):
             writer = writers[is_for_evaluation]
             num_tokens = writer.write(writer.packer.lay(document))
             progress(num_tokens)
@@ -324,8 +324,12 @@ class _TokenWriter:
         return count
 
 
-def _sorted_out(config: DataConfig, bad: BadRecords) -> Iterator[tuple[bool, str | Conversation]]:
-    """Yield whether a document is held out, and the document; of a stream, those that are held out."""
+def sorted_out(config: DataConfig, bad: BadRecords) -> Iterator[tuple[bool, str | Conversation]]:
+    """Yield whether a document is held out, and the document; of a stream, those that are held out.
+
+    Raises:
+        DataError: as `numbered_documents` and `read_rows`.
+    """
     split = config.holdout_split
     if config.streaming:
         split = split or config.split

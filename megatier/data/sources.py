@@ -10,7 +10,7 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatier.data.conversation import (
     Shape,
     Text,
     Turns,
+    in_folder,
 )
 from megatier.data.dataset_info import describe
 from megatier.data.encoded import check_head, read_text
@@ -32,12 +33,14 @@ from megatier.data.records import BadRecords, read_json, read_records, saved_fil
 from megatier.errors import DataError
 from megatier.files import open_regular
 
-CHAT_SHAPES: dict[str, Shape] = {
+CHAT_SHAPES: dict[str, Turns | Alpaca | PromptCompletion] = {
     "messages": Turns(),
     "sharegpt": SHAREGPT,
     "alpaca": Alpaca(),
     "prompt_completion": PromptCompletion(),
 }
+IMAGE_KEYS = ("images", "image")
+"""Keys under which records have their images, if no `dataset_info.json` names another one."""
 
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Folders of the standard library's tree that are not its own source."""
@@ -73,7 +76,8 @@ class Source:
             if isinstance(records, str):
                 yield records
             else:
-                yield from shaped(records, self.shape, bad)
+                for document in shaped(records, self.shape, bad):
+                    yield in_folder(document, self.path.parent)
         except OSError as error:
             raise self._unreadable(error) from error
 
@@ -146,7 +150,10 @@ def shaped(records: Iterable[tuple[str, Any]], shape: Shape, bad: BadRecords) ->
 
 def shape_of(config: DataConfig) -> Shape:
     """Return the shape of records, as the config says."""
-    return CHAT_SHAPES[config.chat] if config.chat is not None else Text(config.text_field)
+    if config.chat is None:
+        return Text(config.text_field)
+    shape = CHAT_SHAPES[config.chat]
+    return replace(shape, images=IMAGE_KEYS) if config.images else shape
 
 
 def _keep_quiet(_: str) -> None:
@@ -204,7 +211,7 @@ def _sources(entry: str, config: DataConfig, say: Say) -> Iterator[Source]:
     file, mark, name = entry.rpartition("#")
     is_described = bool(mark) and Path(file).name == DATASET_INFO
     if is_described:
-        path, shape = describe(Path(file).expanduser(), name)
+        path, shape = describe(Path(file).expanduser(), name, images=config.images)
         entry = str(path)
 
     # A folder may hold texts beside conversations, such as a README.

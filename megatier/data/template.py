@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatier.data.conversation import ASSISTANT, Conversation
+from megatier.data.image_parts import text_of
 from megatier.data.records import BadRecords
 from megatier.errors import DataError
 from megatier.foreign import reading
@@ -35,6 +36,8 @@ UNENDED = (
 """The warning about a template whose turns have no learnt end."""
 REMEDY = "Set data.chat_template to a Jinja file in which {% generation %} and {% endgeneration %} enclose these turns."
 """The remedy in errors about assistant's turns that cannot be told."""
+UNLEARNT = f"no token of the assistant. Leave the record out if its answers are empty. {REMEDY}"
+"""What is wrong with a conversation of which nothing is learnt."""
 
 
 def tokenise_chats(
@@ -59,7 +62,7 @@ def tokenise_chats(
     batch = list[_Rendered]()
     num_characters = 0
     for conversation in conversations:
-        template = _Template(conversation, tokenizer)
+        template = Template(conversation, tokenizer)
         try:
             batch.append(_Rendered(conversation.place, *template.rendered()))
         except DataError as error:
@@ -105,23 +108,39 @@ def _tokenised(
     for rendered, ids, spans in zip(batch, all_ids, all_spans, strict=True):
         # A conversation without tokens has no spans, and still two columns.
         pairs = np.asarray(spans, np.int64).reshape(-1, 2)
-        begins, ends = pairs.T
-        learnt = np.zeros(len(begins), np.bool_)
-        for start, stop in rendered.ranges:
-            # A token that reaches over the border of a turn has characters that the assistant did not write.
-            learnt |= (begins >= start) & (ends <= stop)
+        learnt = covered(pairs, rendered.ranges)
         if not learnt.any():
-            reason = f"no token of the assistant. Leave the record out if its answers are empty. {REMEDY}"
-            bad.leave_out(DataError(f"{rendered.place}: {reason}"))
+            bad.leave_out(DataError(f"{rendered.place}: {UNLEARNT}"))
             continue
 
         yield np.asarray(ids, np.int64), learnt
 
 
-class _Template:
+def covered(spans: NDArray[np.int64], ranges: Sequence[CharacterRange]) -> NDArray[np.bool_]:
+    """Return which tokens lie in one of some ranges of characters, with all that they stand for.
+
+    A token that reaches over the border of a turn has characters that the assistant did not write.
+
+    Args:
+        spans: the first character of each token, and the one after its last, int64 [tokens, 2].
+        ranges: the ranges.
+    """
+    begins, ends = spans.T
+    found = np.zeros(len(spans), np.bool_)
+    for start, stop in ranges:
+        found |= (begins >= start) & (ends <= stop)
+    return found
+
+
+class Template:
     """A tokenizer's chat template, for one conversation."""
 
     def __init__(self, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Find the template.
+
+        Raises:
+            DataError: the tokenizer has none.
+        """
         self._conversation = conversation
         self._tokens: dict[str, Any] = tokenizer.special_tokens_map
         self._ends = tuple(tokenizer.all_special_tokens)
@@ -133,7 +152,11 @@ class _Template:
             ) from error
 
     def rendered(self) -> tuple[str, list[CharacterRange]]:
-        """Return the conversation as text, and the ranges of the assistant's turns."""
+        """Return the conversation as text, and the ranges of the assistant's turns.
+
+        Raises:
+            DataError: the template refuses the conversation, or does not let one tell these turns.
+        """
         messages = self._conversation.messages
 
         # By the text of the template, since transformers takes a template without marks and marks nothing, with a
@@ -151,8 +174,8 @@ class _Template:
         if len(turns) != len(ranges):
             return
         for (start, stop), turn in zip(ranges, turns, strict=True):
-            answer = turn.get("content")
-            if not isinstance(answer, str) or not answer.strip():
+            answer = text_of(turn.get("content"))
+            if not answer.strip():
                 continue
             # Many templates cut the blanks around an answer off.
             bare = answer.strip()

@@ -6,11 +6,12 @@ A text file is one document; files of records hold one in each record.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from megatier.config.data_section import Chat, DataConfig
 from megatier.data import hub
-from megatier.data.conversation import CHAT_KEYS, Conversation
+from megatier.data.conversation import CHAT_KEYS, Conversation, in_folder
 from megatier.data.records import BadRecords
 from megatier.data.sources import Source, find_sources, shape_of, shaped
 from megatier.errors import DataError
@@ -81,7 +82,8 @@ def _read(
     if config.dataset is not None:
         dataset = hub.load(config, split)
         rows = hub.rows(config, split, dataset)
-        yield None, shaped(rows, shape_of(config), bad)
+        folder = Path(config.dataset).expanduser()
+        yield None, (in_folder(document, folder) for document in shaped(rows, shape_of(config), bad))
         return
     for source in find_sources(config):
         yield source, source.read(bad)

@@ -45,6 +45,8 @@ TABLES = ("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.
 """Other files with tables of tokens."""
 TEXTS = ("chat_template.jinja",)
 """Files of text."""
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
+"""Files of a processor of images, besides those above."""
 SMALL = ("special_tokens_map.json", "chat_template.json", "processor_config.json", "config.json", *TEXTS)
 """Files with settings, not with tables of tokens, which are small."""
 SAMPLE = " ".join(string.printable[:95])
@@ -96,11 +98,13 @@ def tokenizer_files(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> li
     name = config.data.tokenizer or config.model.path
     if name is None or name == BYTE_TOKENIZER:
         return []
-    folder = _folder_of(name)
+    folder = folder_of(name)
     if folder is None:
         return []
 
     names = {*OBJECTS, *TABLES, *TEXTS, *tokenizer.vocab_files_names.values()}
+    if config.data.images:
+        names |= {*PROCESSOR_FILES}
     # A folder may have a tokenizer for each range of versions of transformers, and several templates.
     for pattern in ("tokenizer*.json", "additional_chat_templates/*.jinja"):
         names |= {str(path.relative_to(folder)) for path in folder.glob(pattern)}
@@ -109,7 +113,7 @@ def tokenizer_files(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> li
 
 def _load(name: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or of the hub, after a look at its files."""
-    folder = _folder_of(name)
+    folder = folder_of(name)
 
     # A name on the hub has one slash at most, so these are paths.
     if folder is None and (name.startswith((".", "/", "~")) or name.count("/") > 1):
@@ -154,7 +158,7 @@ def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
     return empty.issuperset(ids)
 
 
-def _folder_of(name: str) -> Path | None:
+def folder_of(name: str) -> Path | None:
     """Return the folder of a tokenizer, or the hub's cache of it; None: transformers is to say what is wrong."""
     folder = Path(name).expanduser()
 
@@ -168,7 +172,7 @@ def _folder_of(name: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     with contextlib.suppress(OSError, HFValidationError):
-        return at_one_commit(snapshot_download(name, allow_patterns=[*OBJECTS, *TABLES, *TEXTS]))
+        return at_one_commit(snapshot_download(name, allow_patterns=[*OBJECTS, *PROCESSOR_FILES, *TABLES, *TEXTS]))
     return None
 
 

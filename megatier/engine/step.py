@@ -161,6 +161,27 @@ class Engine:
         result = self.finish_step(step, rate, norm, step_loss, groups[0])
         return replace(result, own_seconds=tuple(seconds for _, seconds in of_ranks))
 
+    def rehearse(self, groups: Sequence[Batch]) -> None:
+        """Run a step before the first one and drop its gradients, so that later steps may use all units that it uses.
+
+        The first step of a process records the order of units, and a unit that it left out is refused later. Nothing
+        else remembers the rehearsal: no weight changes, and each group of a step seeds its own random numbers.
+
+        Args:
+            groups: one batch for each group, on any device.
+
+        Raises:
+            UnsupportedModelError: as `train_step`.
+        """
+        assert self._optimizer.hyper.deferred, "updates that do not wait cannot be dropped"
+        self.model.skeleton.train()
+        own = self._crew.groups_of(len(groups))
+        batches = [self.model.on_device(groups[index]) for index in own]
+        self.begin_step(1, 0.0)
+        for number, batch in enumerate(batches):
+            self._train_group(1, number, batch, None, 1.0)
+        self.drop_step()
+
     def begin_step(self, step: int, rate: float) -> None:
         """Start a step, 1, 2, ..., with its learning rate, and the updates of the one before."""
         self._step = step

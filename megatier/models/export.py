@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,15 @@ from megatier.models.weight_conversion import Assembly, TensorRun, hub_layout
 from megatier.models.weight_files import INDEX_FILE, SINGLE_FILE
 from megatier.models.weights import by_columns, chunks
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 Read = Callable[[Unit, int, int], Tensor]
 """Reads elements [start, stop) of a unit's layout as a flat fp32 CPU tensor."""
+
+
+class Tokens(Protocol):
+    """A tokenizer, or a processor with a tokenizer in it."""
+
+    def save_pretrained(self, save_directory: str | Path) -> Any:  # noqa: ANN401 - transformers' own
+        """Write its files into a folder."""
 
 
 def export(
@@ -43,7 +47,7 @@ def export(
     read: Read,
     dtype: torch.dtype,
     shard_bytes: int,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokens | None = None,
 ) -> None:
     """Write a folder that `from_pretrained` loads. It appears whole or not at all, also if power is lost.
 
@@ -57,7 +61,7 @@ def export(
         dtype: type of the written weights, but for those that the model's class keeps in fp32; rounding is torch's, to
             nearest even.
         shard_bytes: files are cut before they exceed this, between tensors.
-        tokenizer: a tokenizer to write into the folder too.
+        tokenizer: a tokenizer or processor to write into the folder too.
 
     Raises:
         ConfigError: the folder is not empty.
@@ -278,9 +282,7 @@ def _write_index(path: Path, shards: Mapping[str, Sequence[str]], total_bytes: i
     path.write_text(f"{text}\n", encoding="utf-8")
 
 
-def _write_settings(
-    folder: Path, model: PreTrainedModel, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase | None
-) -> None:
+def _write_settings(folder: Path, model: PreTrainedModel, dtype: torch.dtype, tokenizer: Tokens | None) -> None:
     """Write config, generation settings and tokenizer. The cache that training switched off is on again."""
     config = copy.deepcopy(model.config)
     config.dtype = dtype

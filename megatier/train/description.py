@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from megatier.config.remarks import remarks
 from megatier.config.schema import RunConfig
-from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
 from megatier.errors import mib
 from megatier.models.limits import max_positions
@@ -26,6 +25,7 @@ from megatier.store.store import TieredStore
 from megatier.tier import STATE_KINDS, Kind, Tier
 from megatier.train.outlet import say
 from megatier.train.save_plan import SavePlan
+from megatier.train.shared import Text
 
 EPOCHS_MAX = 10
 """A run that trains on its text more often than that is told so."""
@@ -48,9 +48,9 @@ def describe_reserved(console: Console, session: Session) -> None:
     say(console, f"reserving {', '.join(sizes)}")
 
 
-def describe_text(console: Console, config: RunConfig, text: PackedText | TextStream) -> None:
+def describe_text(console: Console, config: RunConfig, text: Text) -> None:
     """Print how much text there is, and how long the run is in epochs of it."""
-    if not isinstance(text, PackedText):
+    if isinstance(text, TextStream):
         say(console, "a stream of tokens to train on")
         return
 
@@ -75,15 +75,13 @@ def describe_text(console: Console, config: RunConfig, text: PackedText | TextSt
         )
 
 
-def describe_left_out(console: Console, text: PackedText | TextStream) -> None:
+def describe_left_out(console: Console, text: Text) -> None:
     """Say which bad records were left out. A stream knows that only at the end of the run."""
     if text.bad is not None and text.bad.count:
         say(console, text.bad.said)
 
 
-def describe(
-    console: Console, config: RunConfig, session: Session, text: PackedText | TextStream, plan: SavePlan
-) -> None:
+def describe(console: Console, config: RunConfig, session: Session, text: Text, plan: SavePlan) -> None:
     """Print what a run trains, what lies where, and what it saves on its way.
 
     Args:

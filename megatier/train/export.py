@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from megatier.adapters.adapter_folder import export
 from megatier.adapters.first_weights import AdaptedWeights
@@ -34,10 +34,12 @@ from megatier.config.data_section import DataConfig
 from megatier.config.file import from_dict
 from megatier.config.lora import ADAPTER_FILE
 from megatier.config.schema import ModelConfig, RunConfig
+from megatier.data.processor import load_processor
 from megatier.data.tokenizer import load_tokenizer
 from megatier.errors import CheckpointError, ConfigError, DamagedCheckpointError, ExportError, MegatierError, mib
 from megatier.foreign import one_version, shown
 from megatier.models.decoder import Unit, find_units
+from megatier.models.export import Tokens
 from megatier.report.history import read_what_there_is
 from megatier.session.rank_shards import Read
 from megatier.session.session import Session
@@ -109,7 +111,8 @@ def export_checkpoint(
     # are compared with what they were (`origin`).
     with one_version():
         model, reader = open_model(config)
-        tokenizer = load_tokenizer(config)
+        processor = load_processor(config) if config.data.images else None
+        tokenizer = load_tokenizer(config) if processor is None else processor.tokenizer
         plain, weights = open_base(config.model, config.train.seed, decodes=True) if merges else (model, reader)
         if state is not None and state.origin and not accepts_changes:
             changes = differences(exported(state.origin), exported(origin_of(config, model, tokenizer)))
@@ -137,7 +140,7 @@ def export_checkpoint(
                 plain,
                 find_units(plain),
                 read,
-                tokenizer,
+                processor or tokenizer,
                 dtype or config.output.export_dtype,
                 shard_bytes,
             )
@@ -257,7 +260,7 @@ def _mention_later_steps(console: Console, path: Path, step: int, *, is_best: bo
 
 
 def export_end(
-    console: Console, config: RunConfig, session: Session, tokenizer: PreTrainedTokenizerBase, saves: Saves, step: int
+    console: Console, config: RunConfig, session: Session, tokenizer: Tokens, saves: Saves, step: int
 ) -> None:
     """Write the model of a run whose steps are done, or its best one if the run keeps that.
 
@@ -305,7 +308,7 @@ def _write_end(
     session: Session,
     best: Path | None,
     folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokens,
     dtype: str,
 ) -> Exception | None:
     """Write the model of a session or of its best checkpoint, on the first rank; return what stopped it there.
@@ -360,7 +363,7 @@ def write_model(
     model: PreTrainedModel,
     units: Sequence[Unit],
     read: Read,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokens,
     dtype: str,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -372,7 +375,7 @@ def write_model(
         model: the skeleton.
         units: the model's units.
         read: reads elements of a unit's masters.
-        tokenizer: is written into the folder too.
+        tokenizer: the tokenizer or processor, which is written into the folder too.
         dtype: `bf16` or `fp32`, of a whole model.
         shard_bytes: see `models.export.export`.
     """

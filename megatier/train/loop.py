@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,7 @@ class Loop:
         self._watchdog = watchdog
         self._saves = saves
         self.last_step = 0
+        self._is_rehearsed = False
         self._crew = session.crew
         self._reports = StepReports(session)
         self.traced: list[tuple[int, list[TraceEvent]]] = []
@@ -172,10 +174,10 @@ class Loop:
         session = self._session
         began_ns = time.perf_counter_ns()
         rate = rate_of(step, train)
-        batch = self._text.batch(step - 1, train.batch)
+        groups = self._text.groups(step - 1, train)
+        if not self._is_rehearsed:
+            self._rehearse(step)
         read_ns = time.perf_counter_ns()
-
-        groups = groups_of(batch, train.groups)
 
         # What the host waits for from here on is no work of its own (`StepTimes.host_busy_seconds`).
         REST.restart()
@@ -196,13 +198,21 @@ class Loop:
         self._saves.step(times.seconds, waited_s, has_updated=result.skipped is None)
 
         forecast = None if self._expected is None else self._expected.forecast
-        report, figures = self._reports.make(step, rate, batch, result, times, forecast)
+        report, figures = self._reports.make(step, rate, groups, result, times, forecast)
         progress.update(report)
         if result.skipped is not None:
             what = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"
             progress.note(f"step {step} is left out, so that no weight changes: {what} is not finite")
         self._record(figures)
         self._correct(step, events, progress)
+
+    def _rehearse(self, step: int) -> None:
+        """Let the first step of this process use every unit that a later one may use."""
+        self._is_rehearsed = True
+        if groups := self._text.rehearsal(step - 1, self._config.train):
+            with self._watchdog.watch(self._session.player):
+                self._session.engine.rehearse(groups)
+            self._session.player.take_events()
 
     def _own_events(self, step: int, began_ns: int, read_ns: int, ended_ns: int) -> list[TraceEvent]:
         """Return the events of a step that the player does not see: the step itself, and a wait for its text."""
@@ -215,10 +225,10 @@ class Loop:
             )
         ]
 
-        # The other ranks are given their rows by the first one. Without a stream that one reads tokens from a file,
-        # which counts as work of the host.
+        # The other ranks are given their rows by the first one. Without a stream or images that one reads tokens from a
+        # file, which counts as work of the host.
         cause = "ranks" if self._crew.rank else ""
-        if self._config.data.streaming:
+        if self._config.data.streaming or self._config.data.images:
             cause = "data"
         if cause:
             events.append(
@@ -250,8 +260,8 @@ class Loop:
         train = self._config.train
 
         # A group at a time, as in training: memory has room for so many rows.
-        batches = [b for b, _ in zip(self._text.holdout(train.batch), range(train.evaluate_batches), strict=False)]
-        groups = [group for batch in batches for group in groups_of(batch, train.groups)]
+        batches = itertools.islice(self._text.holdout(train), train.evaluate_batches)
+        groups = [group for batch in batches for group in batch]
         if not groups:
             progress.note("no held-out text to evaluate on")
             return
@@ -290,13 +300,6 @@ class Loop:
                 **asdict(spent),
             }
         )
-
-
-def groups_of(batch: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
-    """Return the rows of a batch in so many groups, or fewer if it has fewer rows."""
-    # A group has the same rows of every column: ids, labels, and positions if documents are apart.
-    columns = [value.chunk(count) for value in batch.values()]
-    return [dict(zip(batch, rows, strict=True)) for rows in zip(*columns, strict=True)]
 
 
 def rate_of(step: int, train: TrainConfig) -> float:

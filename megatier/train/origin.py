@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from megatier.models.location import CONFIG_FILE, resolve
 COMPUTED = "computed buffer"
 """Begins the name of a buffer that no file holds, because a constructor computes it with the kernels of this
 machine."""
+LIBRARY = "library of images"
+"""Begins the name of a library that makes pixels: another version may make others of the same image."""
 UNKNOWN = "{} was written by an older version: changes of config.json, buffers or tokenizer since then are not found"
 """The warning of a run or an export that goes on from a version without such a note."""
 TEXT_CHARACTERS_MAX = 100
@@ -56,6 +59,7 @@ def origin_of(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTo
         **_base(config, model),
         **_buffers(model),
         **_tokenizer(config, tokenizer),
+        **_libraries(config),
     }
 
 
@@ -79,8 +83,8 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def exported(origin: Mapping[str, str]) -> Origin:
-    """Return the part of an origin that an export writes: computed buffers are in no file."""
-    return {name: value for name, value in origin.items() if not name.startswith(COMPUTED)}
+    """Return the part of an origin that an export writes: computed buffers and libraries are in no file."""
+    return {name: value for name, value in origin.items() if not name.startswith((COMPUTED, LIBRARY))}
 
 
 def check_origin(changes: Sequence[str], config: RunConfig, accepted: Container[str] = (), remedy: str = "") -> None:
@@ -173,6 +177,16 @@ def _tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
     # Taken from the tokenizer, since a pipe gives its bytes once.
     if config.data.chat_template is not None:
         found["data.chat_template"] = _checksum(json.dumps(tokenizer.chat_template).encode())
+    return found
+
+
+def _libraries(config: RunConfig) -> Origin:
+    """Return the versions of the libraries that make pixels, if images are read."""
+    found = {}
+    for name in ("pillow", "torchvision") if config.data.images else ():
+        # Processors take torchvision's functions where it is installed.
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[f"{LIBRARY} {name}"] = importlib.metadata.version(name)
     return found
 
 

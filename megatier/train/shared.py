@@ -20,6 +20,8 @@ from rich.console import Console
 from megatier.checkpoint.run_directory import CONFIG_FILE, RUN_ID_FILE, RunDirectory
 from megatier.config.file import from_dict, given_in, load_saved, to_dict
 from megatier.config.schema import STEPS_UNBOUND, RunConfig, TrainConfig
+from megatier.data.image_chats import ImageChats
+from megatier.data.packer import groups_of
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
 from megatier.errors import ConfigError
@@ -33,6 +35,11 @@ from megatier.setup.setup import Setup
 from megatier.setup.skeleton import model_config_of, open_model
 from megatier.train.choices import WITHOUT_FLEX, fit_positions, plan_choices, settled, with_budgets_kept
 from megatier.train.outlet import say
+
+Text = PackedText | TextStream | ImageChats
+"""What a run trains on."""
+Rows = dict[str, torch.Tensor]
+"""What the model takes of some rows."""
 
 
 def setup_of(
@@ -161,9 +168,9 @@ class SharedDirectory:
             )
 
 
-def steps_of(text: PackedText | TextStream, train: TrainConfig) -> int:
+def steps_of(text: Text, train: TrainConfig) -> int:
     """Return the steps that the epochs of a run take; the last step may reach into the next epoch."""
-    assert isinstance(text, PackedText), "a stream has no epochs"
+    assert not isinstance(text, TextStream), "a stream has no epochs"
     assert train.epochs is not None
     steps = train.epochs * text.num_sequences / train.batch
     return max(1, math.ceil(steps))
@@ -172,26 +179,44 @@ def steps_of(text: PackedText | TextStream, train: TrainConfig) -> int:
 class SharedText:
     """The text of a run, which the first rank reads and sends. All ranks have to ask for the same."""
 
-    def __init__(self, ranks: Ranks | None, text: PackedText | TextStream | None) -> None:
+    def __init__(self, ranks: Ranks | None, text: Text | None) -> None:
         """Take the text, on the first rank."""
         self._crew = ranks or Alone()
         self._text = text
 
-    def batch(self, step: int, batch: int) -> dict[str, torch.Tensor]:
-        """Return the training batch of a step, counted from 0."""
-        return self._crew.from_first(lambda: self.own.batch(step, batch))
+    def groups(self, step: int, train: TrainConfig) -> list[Rows]:
+        """Return the training batch of a step, counted from 0, in its groups."""
 
-    def holdout(self, batch: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield held-out batches in order."""
+        def made() -> Rows | list[Rows]:
+            text = self.own
+            if isinstance(text, ImageChats):
+                return text.groups(step, train.batch, train.groups)
+            return text.batch(step, train.batch)
+
+        return _cut(self._crew.from_first(made), train.groups)
+
+    def rehearsal(self, step: int, train: TrainConfig) -> list[Rows]:
+        """Return groups for `Engine.rehearse` before a step, counted from 0; none if it needs no rehearsal."""
+
+        def made() -> list[Rows]:
+            text = self.own
+            return text.rehearsal(step, train.batch, train.groups) if isinstance(text, ImageChats) else []
+
+        return self._crew.from_first(made)
+
+    def holdout(self, train: TrainConfig) -> Iterator[list[Rows]]:
+        """Yield held-out batches in order, each in its groups."""
         # Only the first rank has a text. Its None ends the loop on all ranks, so none waits for a batch in vain.
-        batches: Iterator[dict[str, torch.Tensor]] = iter(())
-        if self._text is not None:
-            batches = self._text.holdout(batch)
+        batches: Iterator[Rows | list[Rows]] = iter(())
+        if isinstance(self._text, ImageChats):
+            batches = self._text.holdout(train.batch, train.groups)
+        elif self._text is not None:
+            batches = self._text.holdout(train.batch)
         while True:
             rows = self._crew.from_first(lambda: next(batches, None))
             if rows is None:
                 return
-            yield rows
+            yield _cut(rows, train.groups)
 
     def with_steps(self, train: TrainConfig, console: Console) -> TrainConfig:
         """Return the settings with the steps that their epochs take, or `train.steps` if that is given and smaller.
@@ -219,7 +244,12 @@ class SharedText:
         return self._crew.from_first(lambda: self.own.state)
 
     @property
-    def own(self) -> PackedText | TextStream:
+    def own(self) -> Text:
         """The text itself, which only the first rank has."""
         assert self._text is not None
         return self._text
+
+
+def _cut(rows: Rows | list[Rows], count: int) -> list[Rows]:
+    """Return the rows of a batch in so many groups. Rows with images come in groups already: these cannot be cut."""
+    return rows if isinstance(rows, list) else groups_of(rows, count)

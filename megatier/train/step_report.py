@@ -95,7 +95,7 @@ class StepReports:
         self,
         step: int,
         rate: float,
-        batch: Mapping[str, Tensor],
+        groups: Sequence[Mapping[str, Tensor]],
         result: StepResult,
         times: StepTimes,
         forecast: Forecast | None,
@@ -105,7 +105,7 @@ class StepReports:
         Args:
             step: its number.
             rate: its learning rate.
-            batch: its tokens.
+            groups: its tokens.
             result: what the engine says of it.
             times: when it began and ended here.
             forecast: the step as it was planned; None: it was not.
@@ -125,7 +125,7 @@ class StepReports:
             loss=result.loss,
             learning_rate=rate,
             grad_norm=result.grad_norm,
-            tokens=num_real_tokens(batch),
+            tokens=sum(map(num_real_tokens, groups)),
             seconds=times.seconds,
             compile_seconds=spent.compile_seconds,
             compute_seconds=spent.compute_seconds,

@@ -35,7 +35,9 @@ from megatier.checkpoint.run_state import write_numbers
 from megatier.checkpoint.savepoint import drop_savepoint, remove_savepoints
 from megatier.config import file as config_file
 from megatier.config.schema import RunConfig
+from megatier.data.image_chats import ImageChats
 from megatier.data.packing import PackedText
+from megatier.data.processor import Processor, load_processor
 from megatier.data.stream import TextStream
 from megatier.data.tokenizer import load_tokenizer
 from megatier.drives.leftovers import find_leftovers
@@ -70,7 +72,7 @@ from megatier.train.origin import Origin, origin_of
 from megatier.train.outlet import say
 from megatier.train.save_plan import SavePlan
 from megatier.train.saves import Record, Saves
-from megatier.train.shared import SharedDirectory, SharedText, console_of, run_before_restart, setup_of
+from megatier.train.shared import SharedDirectory, SharedText, Text, console_of, run_before_restart, setup_of
 from megatier.train.start import Start
 from megatier.train.upload import check_login, upload
 from megatier.train.watchdog import Watchdog
@@ -134,11 +136,11 @@ def train(
             # Locked before `Start` looks for saved steps there, which another run could write or remove.
             directory = SharedDirectory(stack, config, ranks, resumes=resumes)
             start = crew.from_first(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
-            tokenizer, origin, changes = _open_sources(setup, start, console, resumes=resumes)
+            tokens, origin, changes = _open_sources(setup, start, console, resumes=resumes)
         if not resumes and directory.own is not None:
             write_numbers(directory.path / NUMBERS_FILE, config, origin)
 
-        session, text = _open_session(stack, setup, tokenizer, directory, start, ranks, console)
+        session, text = _open_session(stack, setup, tokens, directory, start, ranks, console)
         counts_epochs = config.train.epochs is not None
         config = replace(config, train=text.with_steps(config.train, console))
         plan = SavePlan.of(config.output, session, forecast, is_done=start.is_done(config.train))
@@ -160,7 +162,7 @@ def train(
         loop = Loop(config, console, session, text, record, expected, watchdog, saves)
         outcome = loop.steps(start.state)
         loop.report(outcome)
-        _finish(config, console, session, tokenizer, saves, outcome, loop.last_step)
+        _finish(config, console, session, tokens, saves, outcome, loop.last_step)
         if config.output.trace and directory.own is not None:
             write_trace(directory.path / TRACE_FILE, loop.traced)
 
@@ -202,12 +204,12 @@ def _watchdog(config: RunConfig, expected: Prediction | None, ranks: Ranks | Non
 
 def _open_sources(
     setup: Setup, start: Start, console: Console, *, resumes: bool
-) -> tuple[PreTrainedTokenizerBase, Origin, list[str]]:
-    """Open the tokenizer, and refuse a model or tokenizer that the run cannot be trained with.
+) -> tuple[PreTrainedTokenizerBase | Processor, Origin, list[str]]:
+    """Open tokenizer or processor, and refuse a model or tokenizer that the run cannot be trained with.
 
     Returns:
-        The tokenizer, what model and tokenizer were made of, and the changes since the run began or was saved, all of
-        which are accepted.
+        The tokenizer, or the processor if images are read; what they and the model were made of; and the changes since
+        the run began or was saved, all of which are accepted.
 
     Raises:
         ConfigError, DataError, UnsupportedModelError: names what to change.
@@ -220,14 +222,15 @@ def _open_sources(
         say(console, "There is no checkpoint yet, so the run begins again.")
     changes = start.check_config(setup)
 
-    tokenizer = load_tokenizer(config)
+    tokens = load_processor(config) if config.data.images else load_tokenizer(config)
+    tokenizer = tokens.tokenizer if isinstance(tokens, Processor) else tokens
     origin = origin_of(config, model, tokenizer)
     if resumes:
         changes += start.check_origin(origin, config, console)
 
     _check_model(model, len(tokenizer), config)
     describe_positions(console, model, config.data.sequence_length)
-    return tokenizer, origin, changes
+    return tokens, origin, changes
 
 
 def _check_model(model: PreTrainedModel, num_tokens: int, config: RunConfig) -> None:
@@ -255,7 +258,7 @@ def _check_model(model: PreTrainedModel, num_tokens: int, config: RunConfig) -> 
 def _open_session(
     stack: ExitStack,
     setup: Setup,
-    tokenizer: PreTrainedTokenizerBase,
+    tokens: PreTrainedTokenizerBase | Processor,
     directory: SharedDirectory,
     start: Start,
     ranks: Ranks | None,
@@ -278,6 +281,8 @@ def _open_session(
         reuses=start.savepoint is not None,
         run=str(directory.path),
         ranks=ranks,
+        # Images have any number of patches.
+        any_shape=config.data.images,
     )
     stack.enter_context(session)
     if start.savepoint is not None:
@@ -287,7 +292,7 @@ def _open_session(
     # them.
     text = None
     if directory.own is not None:
-        text = _open_text(stack, config, tokenizer, directory.path / DATA_FOLDER, start, console)
+        text = _open_text(stack, config, tokens, directory.path / DATA_FOLDER, start, console)
         _check_held_out(config, text)
         remove_leftovers(directory.path / CHECKPOINT_FOLDER)
     describe_reserved(console, session)
@@ -299,37 +304,44 @@ def _open_session(
 def _open_text(
     stack: ExitStack,
     config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokens: PreTrainedTokenizerBase | Processor,
     folder: Path,
     start: Start,
     console: Console,
-) -> PackedText | TextStream:
+) -> Text:
     """Open the text that the run trains on: a stream from where the state says, or files with the state's tokens.
 
     Raises:
         DataError: the text is not that of the state, and the user has not accepted another one.
     """
     state = start.state
-    if config.data.streaming:
+    if isinstance(tokens, PreTrainedTokenizerBase) and config.data.streaming:
         noted = None if state is None else state.text
-        stream = TextStream(config.data, tokenizer, folder, noted, accepts_changes=start.accepts_changes)
+        stream = TextStream(config.data, tokens, folder, noted, accepts_changes=start.accepts_changes)
         stack.callback(describe_left_out, console, stream)
         return stack.enter_context(stream)
 
     with WorkBar(console, "text", None, lambda count: f"{format_count(count)} tokens") as work:
-        text = PackedText.build(config.data, tokenizer, folder, work.advance)
+        text: PackedText | ImageChats
+        if isinstance(tokens, Processor):
+            text = stack.enter_context(ImageChats(config.data, tokens, folder, work.advance))
+        else:
+            text = PackedText.build(config.data, tokens, folder, work.advance)
     if state is not None and not start.accepts_changes:
         state.check_text(text.state)
     return text
 
 
-def _check_held_out(config: RunConfig, text: PackedText | TextStream) -> None:
+def _check_held_out(config: RunConfig, text: Text) -> None:
     """Refuse a text of which nothing is held out, if evaluations decide what becomes of the run.
 
     Raises:
         DataError: names the settings.
     """
-    if (asked := config.by_evaluations) is not None and next(text.holdout(1), None) is None:
+    if (asked := config.by_evaluations) is None:
+        return
+    holds_out = len(text.held_out) > 0 if isinstance(text, ImageChats) else next(text.holdout(1), None) is not None
+    if not holds_out:
         raise DataError(
             f"no text is held out, and {asked} goes by the held-out loss. Give more text, raise "
             f"data.{config.data.holdout_setting}, or leave {asked} out."
@@ -386,7 +398,7 @@ def _finish(
     config: RunConfig,
     console: Console,
     session: Session,
-    tokenizer: PreTrainedTokenizerBase,
+    tokens: PreTrainedTokenizerBase | Processor,
     saves: Saves,
     outcome: Outcome,
     last_step: int,
@@ -403,5 +415,5 @@ def _finish(
 
     # The savepoint is dropped last: if the export fails, the run goes on from it.
     if config.output.export:
-        export_end(console, config, session, tokenizer, saves, last_step)
+        export_end(console, config, session, tokens, saves, last_step)
     drop_savepoint(session, directory / SAVEPOINT_FOLDER)

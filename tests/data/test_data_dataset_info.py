@@ -71,7 +71,7 @@ def test_describe_folder_is_read_whole(tmp_path: Path) -> None:
     [
         ({"file_name": None, "hf_hub_url": "a/b"}, "has no file_name. Only local files are read"),
         ({"ranking": True}, "ranking cannot be used here"),
-        ({"columns": {"prompt": "p", "images": "i"}}, "images cannot be used here"),
+        ({"columns": {"prompt": "p", "images": "i"}}, "its records have images. Set data.images to true"),
         ({"columns": {"response": "a"}}, "columns has no prompt"),
         ({"columns": {"prompt": 3}}, "columns and tags must be objects of text"),
         ({"formatting": "mine"}, "formatting 'mine' without"),

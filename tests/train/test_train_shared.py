@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import yaml
 from crossed import some
+from image_runs import LATE, run_command
 from rank_pool import POOL
 from rich.console import Console
-from small_commands import files_of
+from small_commands import files_of, outcome
 
 from megatier.checkpoint import chunkfile
 from megatier.checkpoint.pace import Pace
+from megatier.cli import main
 from megatier.config import file
 from megatier.config.schema import RunConfig
 from megatier.errors import CapacityError, ExportError
@@ -442,3 +444,12 @@ def test_restart_does_not_go_on_with_a_run_of_other_numbers(folder: Path) -> Non
     with pytest.raises(AssertionError, match=r"numbers of this run would change .*: train\.seed was 0 and is 7"):
         POOL.run(train_again, 2, folder, (*EACH_STEP, "--train.seed=7"), (1, 1))
     assert files_of(folder / "run") == before
+
+
+def test_train_on_ranks_with_images_has_the_bits_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    budgets = {"tiers.gpu": "48MiB", "tiers.ram": "96MiB", "tiers.nvme": None, "tiers.state": "ram"}
+    words = run_command(tmp_path, "gemma3", {**budgets, "train.groups": 2}, LATE)
+    found = [POOL.run(main, size, [*words, f"--output.directory={tmp_path / str(size)}"]) for size in (1, 2)]
+    assert found == [[0], [0, 0]]
+    assert outcome(tmp_path / "2") == outcome(tmp_path / "1")

@@ -1,0 +1,299 @@
+"""Conversations with images as training sequences, one conversation each, in an order that follows from the step alone.
+
+All of them are read once before the first step: template and processor take each, so that what they refuse is known
+then, and their text is stored as rows (`image_rows`). The pixels of a step are made again, by a thread that is two
+steps ahead. Order and hold-out are those of texts (`packing`), so a run that is resumed needs no position but its step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from megatier.config.data_section import DataConfig
+from megatier.data.conversation import Conversation
+from megatier.data.image_file import ImageBytes, decode_all, digest_of
+from megatier.data.image_rows import ByteWriter, ImageRow, RowRange, RowWriter, ranges_of, raw_images
+from megatier.data.packing import settings_of, shuffled, sorted_out
+from megatier.data.processor import Processor, checksum_of, labels_of
+from megatier.data.records import BadRecords
+from megatier.data.token_files import NOTE_FILE, Content, read_contents, write_note
+from megatier.errors import REMEDIES, DataError
+from megatier.files import create_file
+from megatier.workers import Task, Workers
+
+FILES = "train.rows", "holdout.rows", "images.bytes"
+"""Names of the files: rows to train on, rows held out, and images that came as bytes."""
+STEPS_AHEAD = 2
+"""Steps whose pixels are made before they are asked for."""
+
+Group = dict[str, torch.Tensor]
+"""What the model takes of a group's rows."""
+
+
+class ImageChats:
+    """Conversations with images: training sequences and held-out ones. Use it as a context: its thread ends with it.
+
+    Attributes:
+        train: the rows to train on.
+        held_out: the rows to evaluate on.
+        sequence_length: the tokens of a row, with its padding.
+        damaged: the file that made it necessary to read the conversations again, if one did.
+        bad: the records that were left out as they were read.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        processor: Processor,
+        directory: Path,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Read the conversations into rows in a directory, or take those that are there.
+
+        Args:
+            config: the data, with `images`.
+            processor: makes pixels and tokens.
+            directory: where the files lie.
+            progress: is called with the number of tokens that came since the last call.
+
+        Raises:
+            DataError: a record or an image is bad and not to be left out, there is nothing to train on, or no room for
+                the files.
+        """
+        self._processor = processor
+        self._directory = directory
+        self.sequence_length = config.sequence_length
+        self.seed = config.seed
+        self.bad = BadRecords(skips=config.skip_bad)
+        contents, self.damaged = _contents(config, processor, directory, self.bad, progress)
+        self.train, self.held_out = (
+            RowRange(directory / name, content) for name, content in zip(FILES[:2], contents[:2], strict=True)
+        )
+        if not len(self.train):
+            raise DataError(
+                "there is no conversation to train on. Give data.files more of them, or lower data.holdout_fraction."
+            )
+        self._ahead: deque[tuple[tuple[int, int, int], Task[list[Group]]]] = deque()
+        self._worker = Workers(1, "megatier-images")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._worker.close()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The note of a checkpoint that tells these conversations from others."""
+        held_out = {"num_tokens": len(self.held_out) * self.sequence_length, "crc32": self.held_out.crc32}
+        return {"num_tokens": self.num_tokens, "crc32": self.train.crc32, "held_out": held_out}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to train on, with padding, without held-out conversations."""
+        return self.num_sequences * self.sequence_length
+
+    @property
+    def num_sequences(self) -> int:
+        """Conversations to train on: one epoch."""
+        return len(self.train)
+
+    def groups(self, step: int, batch: int, count: int) -> list[Group]:
+        """Return the training batch of a step, counted from 0, in so many groups.
+
+        Args:
+            step: the step.
+            batch: number of conversations.
+            count: number of groups, or fewer if there are fewer conversations.
+
+        Returns:
+            Of each group what the processor makes of it: `input_ids`, `attention_mask` and, for most models, the kinds
+            of tokens, all int64 [rows, length]; the pixels of all its images, and what describes them, if it has any;
+            and `labels`, which are ids, or -100 for a token that is not learnt.
+
+        Raises:
+            DataError: an image is gone or another one now, or cannot be decoded.
+        """
+        # What was made ahead for other steps is of no use after a jump, which a run makes when it begins.
+        wanted = [(step + ahead, batch, count) for ahead in range(STEPS_AHEAD + 1)]
+        while self._ahead and self._ahead[0][0] != wanted[0]:
+            self._ahead.popleft()
+        for key in wanted[len(self._ahead) :]:
+            self._ahead.append((key, self._worker.submit(partial(self._make, *key))))
+
+        # Taken out of the queue only after the wait, so that an interrupt in the wait loses nothing.
+        made = self._ahead[0][1].result()
+        self._ahead.popleft()
+        return made
+
+    def holdout(self, batch: int, count: int) -> Iterator[list[Group]]:
+        """Yield held-out batches in order, each in so many groups; the last one perhaps smaller."""
+        numbers = range(len(self.held_out))
+        for start in range(0, len(numbers), batch):
+            yield self._groups(self.held_out.read(numbers[start : start + batch]), count)
+
+    def rehearsal(self, step: int, batch: int, count: int) -> list[Group]:
+        """Return groups that have an image each, as many as a step has; none if it has them, or nothing has images.
+
+        Args:
+            step: the step that a run begins with, counted from 0.
+            batch: number of conversations.
+            count: number of groups.
+        """
+        cut = self._cut(self._rows(step, batch), count)
+        if all(any(row.images for row in rows) for rows in cut):
+            return []
+        with_images = list(itertools.islice(self._rows_with_images(), len(cut)))
+
+        # If fewer conversations have images, some come again.
+        some = itertools.cycle(with_images)
+        return [self._columns([row]) for row, _ in zip(some, cut, strict=False)]
+
+    def _rows_with_images(self) -> Iterator[ImageRow]:
+        """Yield the rows to train on that have images."""
+        for number in range(len(self.train)):
+            (row,) = self.train.read([number])
+            if row.images:
+                yield row
+
+    def _make(self, step: int, batch: int, count: int) -> list[Group]:
+        """Return the groups of a step; this runs in the thread."""
+        return self._groups(self._rows(step, batch), count)
+
+    def _rows(self, step: int, batch: int) -> list[ImageRow]:
+        """Return the rows of a step."""
+        numbers = []
+        for position in range(step * batch, (step + 1) * batch):
+            # Each epoch has a permutation of its own, and a batch may reach into the next one.
+            epoch, place = divmod(position, self.num_sequences)
+            numbers.append(shuffled(place, self.num_sequences, (self.seed, epoch)))
+        return self.train.read(numbers)
+
+    def _groups(self, rows: Sequence[ImageRow], count: int) -> list[Group]:
+        """Return what the model takes of rows, in so many groups."""
+        return [self._columns(some) for some in self._cut(rows, count)]
+
+    def _cut(self, rows: Sequence[ImageRow], count: int) -> list[Sequence[ImageRow]]:
+        """Return rows in so many groups, as `packer.groups_of` cuts them."""
+        size = -(-len(rows) // count)
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+    def _columns(self, rows: Sequence[ImageRow]) -> Group:
+        """Return what the model takes of the rows of a group."""
+        images = []
+        for row in rows:
+            raws = [image.read(self._directory, row.place) for image in row.images]
+            images.append(decode_all(raws, row.place))
+        place = " and ".join(row.place for row in rows)
+        columns = self._processor.columns([row.text for row in rows], images, self.sequence_length, place)
+
+        ids = columns["input_ids"]
+        for row, own in zip(rows, ids, strict=True):
+            if checksum_of(own[: row.num_tokens].numpy()) != row.crc32:
+                raise DataError(
+                    f"{row.place}: the processor makes other tokens of it now than when the run began. Bring the old "
+                    "processor back, or begin a new run."
+                )
+        return {**columns, "labels": labels_of(ids, [row.learnt for row in rows])}
+
+
+def _contents(
+    config: DataConfig,
+    processor: Processor,
+    directory: Path,
+    bad: BadRecords,
+    progress: Callable[[int], None],
+) -> tuple[list[Content], str | None]:
+    """Return what the files hold, which are made unless they are there; and the file that was damaged, if one was."""
+    settings = json.dumps([settings_of(config, processor.tokenizer), processor.made_by, repr(processor.own)])
+    try:
+        contents, damaged = read_contents(directory, settings, FILES)
+        if contents is None:
+            # While the files are being made no note may say that they are there.
+            (directory / NOTE_FILE).unlink(missing_ok=True)
+            contents = _write(config, processor, directory, bad, progress)
+            write_note(directory, settings, FILES, contents)
+    except OSError as error:
+        remedy = REMEDIES.get(error.errno or 0, "Check the drive, or name another output.directory.")
+        raise DataError(f"cannot write rows to {directory}: {error.strerror or error}. {remedy}") from error
+    return contents, damaged
+
+
+def _write(
+    config: DataConfig,
+    processor: Processor,
+    directory: Path,
+    bad: BadRecords,
+    progress: Callable[[int], None],
+) -> list[Content]:
+    """Read all conversations into files, which get their names when they are whole and on the drive."""
+    directory.mkdir(parents=True, exist_ok=True)
+    partial_paths = [directory / f"{name}.partial" for name in FILES]
+    with (
+        create_file(partial_paths[0]) as train,
+        create_file(partial_paths[1]) as held_out,
+        create_file(partial_paths[2]) as images,
+    ):
+        writers = RowWriter(train), RowWriter(held_out)
+        kept = ByteWriter(images, FILES[2])
+        for is_for_evaluation, document in sorted_out(config, bad):
+            if not isinstance(document, Conversation):
+                raise DataError(
+                    "data.files names texts, and data.images reads conversations alone. Leave the texts out, or set "
+                    "data.images to false."
+                )
+            try:
+                row = _row_of(document, config, processor, kept)
+            except DataError as error:
+                bad.leave_out(error)
+                continue
+            writers[is_for_evaluation].write(row)
+            progress(row.num_tokens)
+
+        for file in (train, held_out, images):
+            file.flush()
+            os.fsync(file.fileno())
+    for path, name in zip(partial_paths, FILES, strict=True):
+        path.rename(directory / name)
+    return [*(writer.content for writer in writers), kept.content]
+
+
+def _row_of(conversation: Conversation, config: DataConfig, processor: Processor, kept: ByteWriter) -> ImageRow:
+    """Return a conversation as a row, and keep those of its images that came as bytes.
+
+    Raises:
+        DataError: it cannot be read, or is longer than a row.
+    """
+    place = conversation.place
+    raws = list(raw_images(conversation))
+    text, ids, learnt = processor.tokenise(conversation, decode_all([raw for _, raw in raws], place))
+    if len(ids) > config.sequence_length:
+        raise DataError(
+            f"{place}: the conversation has {len(ids):,} tokens with its images, and data.sequence_length is "
+            f"{config.sequence_length:,}. Raise it, let the processor make smaller images, or leave the record out."
+        )
+
+    # Only now, when nothing refuses it any more.
+    images = []
+    for path, raw in raws:
+        images.append(kept.keep(raw) if path is None else ImageBytes(str(path), 0, len(raw), digest_of(raw)))
+    return ImageRow(
+        place=place,
+        text=text,
+        images=tuple(images),
+        num_tokens=len(ids),
+        learnt=ranges_of(learnt),
+        crc32=checksum_of(ids),
+    )
