@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from tiny_models import tiny_config
 from tiny_runs import plain_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
+from megatier import cli
 from megatier.data.tokenizer import byte_tokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -59,6 +60,19 @@ def test_accelerate_loop_with_an_odd_number_of_batches_takes_steps_over_epochs(m
     (tmp_path / "a.txt").write_text("x" * 64 * 3)
     with pytest.raises(SystemExit, match="makes 3 rows of 64 tokens"):
         example("accelerate_loop.py")(model, str(tmp_path / "a.txt"), str(tmp_path / "out2"))
+
+
+def test_pictures_are_what_the_example_of_images_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL")
+    monkeypatch.chdir(tmp_path)
+    example("pictures.py")("runs/pictures")
+    steps = ["--train.steps=4", "--train.warmup_steps=1", "--train.batch=4", "--train.evaluate_batches=1"]
+    assert cli.main(["train", str(EXAMPLES / "images.yaml"), *steps]) == 0
+    records = [json.loads(line) for line in Path("runs/images/metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert losses[-1] < losses[0]
+    AutoModelForImageTextToText.from_pretrained("runs/images/model")
+    AutoProcessor.from_pretrained("runs/images/model")
 
 
 @pytest.mark.parametrize("name", ["accelerate_loop.py", "trl_sft.py", "trl_dpo.py"])
