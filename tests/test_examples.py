@@ -1,4 +1,4 @@
-"""The examples of other libraries' loops run as they stand, and their losses fall."""
+"""The examples in Python run as they stand, and the losses of their loops fall."""
 
 from __future__ import annotations
 
@@ -73,6 +73,11 @@ def test_pictures_are_what_the_example_of_images_trains_on(tmp_path: Path, monke
     assert losses[-1] < losses[0]
     AutoModelForImageTextToText.from_pretrained("runs/images/model")
     AutoProcessor.from_pretrained("runs/images/model")
+
+
+def test_activation_cache_reads_each_entry_once_and_the_last_one_from_ram(tmp_path: Path) -> None:
+    assert example("activation_cache.py")(str(tmp_path)) == (64 << 20, 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["accelerate_loop.py", "trl_sft.py", "trl_dpo.py"])
