@@ -80,7 +80,7 @@ class OutputConfig(Section):
         self.need("hub_private_repo", is_used, "true without output.push_to_hub")
 
         is_known_once = len(self.report_to) == len({*self.report_to} & {*TRACKER_NAMES})
-        self.need("report_to", is_known_once, f"some of {', '.join(TRACKER_NAMES)}, each once")
+        self.need("report_to", is_known_once, f"[] or some of {', '.join(TRACKER_NAMES)}, each once")
 
     @property
     def writes_tensorboard(self) -> bool:

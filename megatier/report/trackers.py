@@ -166,7 +166,7 @@ def load_trackers(output: OutputConfig) -> dict[str, Any]:
     """Return the libraries of the trackers that a run reports to, by name.
 
     Raises:
-        ConfigError: one is not installed.
+        ConfigError: one is not installed, or cannot be imported.
     """
     if output.writes_tensorboard:
         load_tensorboard()
@@ -179,6 +179,11 @@ def load_trackers(output: OutputConfig) -> dict[str, Any]:
         except ImportError as error:
             raise ConfigError(
                 f"output.report_to needs {name} ({error}): pip install 'megatier[{name}]', or leave it out."
+            ) from error
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"output.report_to: {name} is installed, and cannot be imported ({reason_of(error)}). Install it again "
+                f"by pip install --force-reinstall 'megatier[{name}]', or leave it out."
             ) from error
     return libraries
 
@@ -201,7 +206,7 @@ class Sender:
         self._step = 0
         self._records: SimpleQueue[tuple[int, Mapping[str, float]] | None] = SimpleQueue()
         self._ended = _native.Latch()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._is_given_up = False
 
         # A daemon, since a library that hangs must not keep the process from ending.
@@ -239,7 +244,8 @@ class Sender:
             while (item := self._records.get()) is not None:
                 tracker.log(*item)
             tracker.end(self._outcome)
-        except Exception as error:  # noqa: BLE001 - told by the thread that writes; whatever a library raises
+        # A library that asks the process to exit would end this thread alone, and nobody would know.
+        except BaseException as error:  # noqa: BLE001 - told by the thread that writes; whatever a library raises
             self._error = error
         finally:
             self._ended.set()

@@ -88,6 +88,10 @@ def raise_error(*_: Any, **__: Any) -> Any:
     raise RuntimeError("the server is gone.\nTraceback: much more")
 
 
+def raise_exit(*_: Any, **__: Any) -> Any:
+    raise SystemExit("the server is gone")
+
+
 @pytest.mark.parametrize(("when", "name"), crossed(["init", "log", "end"], NAMES, by=3))
 def test_tracker_that_fails_is_given_up_with_one_warning_and_changes_no_bit(
     when: str,
@@ -126,6 +130,18 @@ def test_tracker_that_hangs_holds_no_step_up_and_the_end_for_a_while_alone(
     said = capsys.readouterr().out
     assert said.count("The run goes on, and wandb gets no more of it.") == 1
     assert "wandb: 2 records wait for it. " in said
+
+
+@pytest.mark.parametrize("target", ["__init__", "log", "end"])
+def test_tracker_whose_library_exits_is_given_up_with_a_warning(
+    target: str, libraries: dict[str, StandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(TRACKERS["wandb"], target, raise_exit)
+    run = TrackedRun(name="it", run_id="0123456789ab", directory=tmp_path, config={})
+    with Sender("wandb", libraries["wandb"], run, said.append) as sender:
+        sender.write({"step": 1, "loss": 2.0})
+    assert said == ["wandb: the server is gone. The run goes on, and wandb gets no more of it."]
 
 
 def test_tracker_that_does_not_end_is_left_with_a_warning(libraries: dict[str, StandIn], tmp_path: Path) -> None:
@@ -183,6 +199,17 @@ def test_library_that_is_missing_is_refused_before_the_run_with_its_extra(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("statement", ["raise TypeError('Descriptors cannot be created')", "raise SystemExit('no')"])
+def test_library_that_cannot_be_imported_is_refused_with_its_reason(
+    statement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb.py").write_text(statement)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ConfigError, match=r"wandb is installed, and cannot be imported \((Desc|no).*--force"):
+        load_trackers(OutputConfig(report_to=("wandb",)))
+
+
 def test_tensorboard_is_one_of_the_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
     output = OutputConfig(report_to=("tensorboard",))
     assert output.writes_tensorboard
@@ -193,7 +220,7 @@ def test_tensorboard_is_one_of_the_trackers(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("names", [("comet",), ("wandb", "wandb"), ("none",)])
 def test_tracker_that_is_none_of_these_is_refused(names: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"output\.report_to is \[.*it must be some of trackio, wandb, mlflow, ten"):
+    with pytest.raises(ConfigError, match=r"output\.report_to is \[.*must be \[\] or some of trackio, wandb, mlflow"):
         OutputConfig(report_to=names)
 
 
