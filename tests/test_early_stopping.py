@@ -26,7 +26,7 @@ EARLY: dict[str, Any] = {
 }
 """The loss is lowest after step 3, and the run ends after step 6."""
 BEST = {**EARLY, "output.load_best_model_at_end": True, "output.keep_checkpoints": 1}
-WHY = "3 evaluations were no better than the held-out loss 7.1"
+WHY = "3 evaluations did not lower the held-out loss enough: the lowest is 7.1"
 
 
 def after_steps(folder: Path, steps: int) -> dict[str, Any]:

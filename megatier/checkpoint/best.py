@@ -70,6 +70,12 @@ class Best:
 
     def why_over(self) -> str:
         """Return in words why a run ends early."""
+        plural = "s" if self.num_worse > 1 else ""
+        evaluations = f"{self.num_worse} evaluation{plural}"
         if self.step is None:
-            return f"{self.num_worse} evaluations gave no loss that is a number"
-        return f"{self.num_worse} evaluations were no better than the held-out loss {self.loss:.4f} of step {self.step}"
+            return f"{evaluations} gave no loss that is a number"
+
+        # With a threshold the lowest loss may be that of the last evaluation, which was lower, and not by enough.
+        return (
+            f"{evaluations} did not lower the held-out loss enough: the lowest is {self.loss:.4f}, of step {self.step}"
+        )

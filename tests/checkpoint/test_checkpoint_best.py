@@ -45,8 +45,8 @@ def test_best_is_over_when_its_patience_is() -> None:
     assert not found.is_over(None)
     assert not found.is_over(3)
     assert found.is_over(2)
-    assert found.why_over() == "2 evaluations were no better than the held-out loss 2.0000 of step 1"
-    assert after([math.nan]).why_over() == "1 evaluations gave no loss that is a number"
+    assert found.why_over() == "2 evaluations did not lower the held-out loss enough: the lowest is 2.0000, of step 1"
+    assert after([math.nan]).why_over() == "1 evaluation gave no loss that is a number"
 
 
 def test_best_read_back_from_json_is_the_same_and_of_an_older_version_none() -> None:
