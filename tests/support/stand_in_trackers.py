@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,8 @@ class StandIn(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        # Others look whether a library is there by its spec, and refuse a module that has none.
+        self.__spec__ = ModuleSpec(name, None)
         self.runs: dict[str, dict[str, Any]] = {}
         self.mode = "online"
         self.is_logged_in = True
