@@ -14,7 +14,8 @@ NOT_THERE = "there is nothing like it here"
 
 
 def _precision(made: Conversion, key: str) -> None:
-    kind = made.text(key, "no", "bf16", "fp16", "fp8")
+    # YAML reads a `no` without quotes as false.
+    kind = "no" if made.raw(key) is False else made.text(key, "no", "bf16", "fp16", "fp8")
     if kind == "fp16":
         made.leave(key, "model.compute_dtype stays bf16, which has the range of fp32: no loss scaling", differs=True)
     elif kind == "fp8":

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
+from megatier.config.lora import ALL_LINEAR
 from megatier.convert import common
 from megatier.convert.common import ADAPTER, EVALUATION, FIGURES, ONE_LOSS, ONE_PASS, QUANTISED, SHARED
 from megatier.convert.conversion import COUNT_FROM_2, Conversion, Rule, Table, becomes, turns_on
@@ -54,6 +55,7 @@ def _model(made: Conversion, key: str) -> None:
                 f"{made.source}: {name} is set; `megatier train` does supervised training alone. Preferences run with "
                 "StreamedTrl (docs/trainers.md)."
             )
+        made.leave(name, "off, as here")
     made.send(key, "model.path", made.text(key))
 
     kind = made.text("adapter")
@@ -62,6 +64,9 @@ def _model(made: Conversion, key: str) -> None:
     if kind is not None:
         # One setting of ours has all of these, and each of them gets its finding. Alpha is PEFT's default.
         lora = common.lora_of(made, LORA_KEYS, rank=8, alpha=8.0)
+        # Axolotl takes all linear layers besides those that are named.
+        if made.flag("lora_target_linear"):
+            lora["targets"] = [ALL_LINEAR]
         remark = f"needs megatier[lora]; {QUANTISED}" if kind == "qlora" else "needs megatier[lora]"
         made.carry("adapter", {"model.lora": lora}, remark, differs=kind == "qlora")
     for name in (*LORA_KEYS.values(), "lora_target_linear"):
@@ -69,9 +74,11 @@ def _model(made: Conversion, key: str) -> None:
 
 
 def _computing(made: Conversion, key: str) -> None:
-    # `auto` is Axolotl's default, and means bf16 wherever there is bf16.
-    is_bf16 = made.flag(key) is not False or bool(made.raw("fp16"))
-    made.carry(key, {"model.compute_dtype": "bf16" if is_bf16 else "fp32"}, "masters and moments are fp32")
+    # `auto` is Axolotl's default, and means bf16 wherever there is bf16. `full` makes weights and moments narrow too.
+    is_full = made.raw(key) == "full"
+    is_bf16 = is_full or made.flag(key) is not False or bool(made.raw("fp16"))
+    dtype = "bf16" if is_bf16 else "fp32"
+    made.carry(key, {"model.compute_dtype": dtype}, "masters and moments are fp32", differs=is_full)
 
     asked = {name for name in ATTENTION if made.flag(name)}
     given = ATTENTION[asked.pop()] if len(asked) == 1 else made.text("attn_implementation")
@@ -108,7 +115,7 @@ def _activations(made: Conversion, key: str) -> None:
 def _data(made: Conversion, key: str) -> None:
     """Convert the datasets if they are files of one shape, or one dataset of the hub."""
     datasets = made.raw(key)
-    if not isinstance(datasets, list) or not all(isinstance(each, dict) for each in datasets):
+    if not isinstance(datasets, list) or not datasets or not all(isinstance(each, dict) for each in datasets):
         made.leave(key, "set data.files or data.dataset", differs=True)
         return
 
@@ -136,7 +143,7 @@ def _data(made: Conversion, key: str) -> None:
 def _shape(dataset: Mapping[str, Any]) -> dict[str, object] | None:
     """Return the settings of a dataset's shape; None: it is none that is read here."""
     kind = str(dataset.get("type") or "")
-    if kind not in CHATS:
+    if kind not in CHATS or not (dataset.get("path") or dataset.get("data_files")):
         return None
     chat = CHATS[kind]
     return {"data.chat": chat} if chat else {"data.text_field": str(dataset.get("field") or "text")}
@@ -180,6 +187,8 @@ def _trackers(made: Conversion, key: str) -> None:
     names = [tracker for tracker, keys in asked.items() if any(map(made.raw, keys))]
     variables = {
         "wandb_project": "WANDB_PROJECT",
+        "wandb_entity": "WANDB_ENTITY",
+        "wandb_mode": "WANDB_MODE",
         "mlflow_experiment_name": "MLFLOW_EXPERIMENT_NAME",
         "mlflow_tracking_uri": "MLFLOW_TRACKING_URI",
         "trackio_project_name": "TRACKIO_PROJECT",
@@ -190,6 +199,10 @@ def _trackers(made: Conversion, key: str) -> None:
                 remark = f"and set {variables[name]} in the environment" if name in variables else ""
                 made.carry(name, {"output.report_to": names}, remark)
             made.leave(name, f"nothing is sent to {tracker} unless output.report_to says so")
+
+    # These alone turn nothing on, but say where the figures go.
+    for name in ("wandb_entity", "wandb_mode"):
+        made.leave(name, f"set {variables[name]} in the environment")
 
 
 RULES: Mapping[str, Rule] = {
@@ -223,6 +236,7 @@ RULES: Mapping[str, Rule] = {
     "use_wandb": _trackers,
 }
 NO_TEMPLATE = "the tokenizer's own chat template is taken; data.chat_template names another one"
+AS_IT_IS = "layers run as transformers has them"
 BY_EPOCHS = "set output.checkpoint_every, which counts steps"
 REASONS = {
     **common.REASONS,
@@ -233,10 +247,11 @@ REASONS = {
     **dict.fromkeys(("dataset_prepared_path", "dataset_processes", "shuffle_merged_datasets"), ONE_PASS),
     **dict.fromkeys(("sample_packing", "eval_sample_packing", "pad_to_sequence_len"), "sequences are always packed"),
     **dict.fromkeys(("saves_per_epoch", "save_first_step"), BY_EPOCHS),
-    **dict.fromkeys(("wandb_entity", "wandb_watch", "wandb_name", "wandb_run_id", "wandb_log_model"), FIGURES),
+    **dict.fromkeys(("wandb_watch", "wandb_name", "wandb_run_id", "wandb_log_model"), FIGURES),
     **dict.fromkeys(("hf_mlflow_log_artifacts", "mlflow_run_name"), FIGURES),
     **dict.fromkeys(("liger_fused_linear_cross_entropy", "liger_cross_entropy", "cut_cross_entropy"), ONE_LOSS),
-    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), "layers run as transformers has them"),
+    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), AS_IT_IS),
+    **dict.fromkeys(("liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation"), AS_IT_IS),
     **dict.fromkeys(("xformers_attention", "flash_attention"), common.APART),
     **dict.fromkeys(("ddp", "ddp_find_unused_parameters", "local_rank", "device_map", "max_memory"), SHARED),
     "evals_per_epoch": "set train.evaluate_every, which counts steps",
@@ -263,6 +278,7 @@ DIFFERING = {
     "tokens": "add them to the tokenizer, and name it by data.tokenizer",
     "unfrozen_parameters": "model.frozen names what is not trained",
     "lora_model_dir": ADAPTER,
+    "lora_fan_in_fan_out": "weights lie as the model has them",
     "plugins": "plugins of Axolotl run in Axolotl alone",
 }
 # Its files name many keys that are off.

@@ -428,6 +428,7 @@ AXOLOTL_LEAST: dict[str, Any] = {"base_model": "a/b", "datasets": [{"path": "a.j
             {"bf16": False, "fp16": True, "sdp_attention": True},
             {"model.compute_dtype": "bf16", "model.attention": "sdpa"},
         ),
+        ({"bf16": "full"}, {"model.compute_dtype": "bf16"}),
         ({"gradient_checkpointing": "offload"}, {"train.activations": "offload"}),
         ({"max_steps": 7, "num_epochs": 3, "optimizer": "muon"}, {"train.steps": 7, "train.optimizer": "muon"}),
         ({"eval_steps": 5, "load_best_model_at_end": True}, {"output.load_best_model_at_end": True}),
@@ -447,6 +448,12 @@ def test_convert_axolotl_values(more: dict[str, Any], expected: dict[str, object
         ({"datasets": [{"path": "a.jsonl", "type": "input_output"}]}, "datasets", "by hand: datasets are files of one"),
         ({"datasets": [{"path": "a/b", "type": "alpaca"}] * 2}, "datasets", "by hand: datasets are files of one shape"),
         ({"datasets": "a"}, "datasets", "set data.files or data.dataset"),
+        ({"datasets": []}, "datasets", "set data.files or data.dataset"),
+        ({"datasets": [{"type": "alpaca"}]}, "datasets", "by hand"),
+        ({"rl": False}, "rl", "off, as here"),
+        ({"wandb_project": "p", "wandb_mode": "offline"}, "wandb_mode", "set WANDB_MODE in the environment"),
+        ({"wandb_project": "p", "wandb_entity": "e"}, "wandb_entity", "set WANDB_ENTITY in the environment"),
+        ({"liger_rope": True}, "liger_rope", "layers run as transformers has them"),
         ({"early_stopping_patience": 2}, "early_stopping_patience", "set it with train.evaluate_every"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end", "set it with train.evaluate_every"),
         ({"hub_model_id": "name"}, "hub_model_id", "output.push_to_hub is owner/name"),
@@ -461,6 +468,13 @@ def test_convert_axolotl_keys_that_cannot_be_carried_say_why(
     more: dict[str, Any], key: str, words: str, tmp_path: Path
 ) -> None:
     assert words in findings(convert(written(tmp_path, {**AXOLOTL_LEAST, **more})), "left")[key]
+
+
+def test_convert_axolotl_all_linear_layers_go_before_those_that_are_named(tmp_path: Path) -> None:
+    adapter = {"adapter": "lora", "lora_target_linear": True, "lora_target_modules": ["q_proj"]}
+    lora = settings(tmp_path, {**AXOLOTL_LEAST, **adapter})["model.lora"]
+    assert isinstance(lora, dict)
+    assert lora["targets"] == ["all-linear"]
 
 
 def test_convert_axolotl_keys_of_a_dataset_that_are_not_taken_are_named(tmp_path: Path) -> None:
@@ -507,6 +521,7 @@ def test_convert_accelerate(tmp_path: Path) -> None:
     ("more", "expected"),
     [
         ({"mixed_precision": "no", "use_cpu": True}, {"model.compute_dtype": "fp32", "tiers.device": "cpu"}),
+        ({"mixed_precision": False}, {"model.compute_dtype": "fp32"}),
         ({"mixed_precision": "fp8"}, {"model.compute_dtype": "bf16", "numerics.products": "fp8"}),
         ({"mixed_precision": "fp16"}, {}),
         ({"fsdp_config": {"fsdp_activation_checkpointing": True}}, {"train.activations": "recompute"}),
