@@ -63,6 +63,10 @@ def in_folder(document: str | Conversation, folder: Path) -> str | Conversation:
     return document
 
 
+TEMPLATE_SETTINGS = "chat_template_kwargs"
+"""The key under which TRL's records have variables of the chat template."""
+
+
 class Shape(Protocol):
     """The keys under which a record holds its document."""
 
@@ -118,6 +122,7 @@ class Turns:
 
     def read(self, record: dict[str, Any], place: str) -> Conversation:
         """Return the conversation of a record; see `Shape`."""
+        _check_template_settings(record, place)
         messages = self.messages(record, place)
         # Before the turns, where chat templates look for it.
         system = _system(_value(record, self.system), place)
@@ -237,6 +242,7 @@ class PromptCompletion:
 
     def read(self, record: dict[str, Any], place: str) -> Conversation:
         """Return the conversation of a record; see `Shape`."""
+        _check_template_settings(record, place)
         prompt = self._messages(record, "prompt", "user", place)
         completion = self._messages(record, "completion", ASSISTANT, place)
 
@@ -255,6 +261,15 @@ class PromptCompletion:
         if isinstance(found, list):
             return Turns(turns=key, images=self.images).messages(record, place)
         return [{"role": role, "content": _text(found, key, place)}]
+
+
+def _check_template_settings(record: dict[str, Any], place: str) -> None:
+    """Refuse a record that sets variables of the chat template, as TRL takes them: all are rendered alike here."""
+    if record.get(TEMPLATE_SETTINGS):
+        raise DataError(
+            f"{place}: {TEMPLATE_SETTINGS} of a single record is not supported. Write its values into the template "
+            "(data.chat_template), or leave the key out."
+        )
 
 
 def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Conversation:  # noqa: ANN401

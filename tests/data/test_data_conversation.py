@@ -121,6 +121,19 @@ def test_conversation_damaged_record_says_path_and_line(tmp_path: Path, chat: st
         read(tmp_path, record, chat=chat)
 
 
+@pytest.mark.parametrize(
+    ("chat", "record"),
+    [("messages", {"messages": [USER, ANSWER]}), ("prompt_completion", {"prompt": "Why?", "completion": "So."})],
+)
+def test_conversation_with_variables_of_the_template_is_refused(
+    tmp_path: Path, chat: str, record: dict[str, Any]
+) -> None:
+    with pytest.raises(DataError, match="chat_template_kwargs of a single record"):
+        read(tmp_path, {**record, "chat_template_kwargs": {"enable_thinking": False}}, chat=chat)
+    # Tables have an empty value in each row without it.
+    assert read(tmp_path, {**record, "chat_template_kwargs": None}, chat=chat)
+
+
 def test_conversation_that_does_not_fit_whole_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"instruction": "Why?", "output": "So."}] * 3))
