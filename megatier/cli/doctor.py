@@ -40,6 +40,7 @@ LOW_DISK_BYTES = 10 << 30
 EXTRAS = {
     "data": "pyarrow>=18",
     "datasets": "datasets>=5.2",
+    "images": "pillow>=11",
     "lora": "peft>=0.18",
     "trainer": "accelerate>=1.1",
     "trl": "trl>=1.16",
