@@ -138,7 +138,7 @@ def length(made: Conversion, epochs_key: str, epochs: float) -> None:
     # The default of steps is -1, which means none.
     steps = made.number("max_steps")
     if steps is not None and steps > 0:
-        made.carry("max_steps", {"train.steps": int(steps)})
+        made.carry("max_steps", {"train.steps": made.count("max_steps")})
         made.leave(epochs_key, "max_steps goes before it, as there")
         return
     made.send(epochs_key, "train.epochs", made.number(epochs_key), default=epochs)

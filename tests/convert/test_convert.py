@@ -338,3 +338,9 @@ def test_convert_finds_the_keys_by_which_numbers_may_differ(
 ) -> None:
     made = convert(written(tmp_path, content))
     assert {finding.key for finding in made.findings if finding.differs} == differing
+
+
+@pytest.mark.parametrize("content", [LLAMA_FACTORY, AXOLOTL])
+def test_convert_steps_that_are_no_whole_number_are_refused(content: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_steps.*whole number"):
+        convert(written(tmp_path, yaml.safe_load(content) | {"max_steps": 1.5}))
