@@ -55,17 +55,14 @@ class StreamedGeneration(StreamedSteps):
 
         That state is in RAM meanwhile, beside the budgets; the room for it there is kept. Inside, the model runs only
         in `held_weights()`, and `weights()` feed an engine. Whatever ends the block takes the memory back, and all
-        state is as it was. If others have the memory still, the next call of this object takes it back.
+        state is as it was. If others have the memory still, the next call of this object takes it back. Ranks open it
+        together: all of them lend, or none does.
 
         Raises:
-            StreamedModelError: a step is open, or other ranks share the state.
-            CapacityError: RAM has no room for the state; or, at the end, others have the memory still.
+            StreamedModelError: a step is open.
+            CapacityError: RAM has no room for the state, on this rank or another one; or, at the end, others have the
+                memory still.
         """
-        if self.num_ranks > 1:
-            raise StreamedModelError(
-                f"lent_memory() over {self.num_ranks} ranks: they reach into each other's GPU memory, so it is not "
-                "lent. Leave lends_memory out; held_weights() without it loads all weights once beside it."
-            )
         self._settle("Lending memory", "lent_memory()")
         # Views of the arena are found by addresses, which may be those of other bytes later.
         self._engine.model.forget({unit.name for unit in self._session.own_units})
@@ -73,12 +70,15 @@ class StreamedGeneration(StreamedSteps):
         loan = self._session.store.loan
         try:
             self._is_lending = True
-            loan.lend()
+            loan.lend(self._crew.together())
+            self._crew.lend_memory()
             yield
         finally:
             self._is_lending = False
-            self._stop_giving()
-            loan.take_back()
+            try:
+                self._stop_giving()
+            finally:
+                loan.take_back()
 
     @contextlib.contextmanager
     def held_weights(self) -> Iterator[None]:
@@ -97,6 +97,7 @@ class StreamedGeneration(StreamedSteps):
 
         if self._is_lending:
             self._stop_giving()
+            self._meet("held_weights()")
         else:
             self._settle("Holding weights", "held_weights()")
         if not self._engine.model.knows_tiles:
@@ -137,6 +138,7 @@ class StreamedGeneration(StreamedSteps):
         # All updates were over before the memory was lent, so an engine that has it may be fed there.
         if self._is_lending and not self._resident.is_loaded:
             self._stop_giving()
+            self._meet("weights()")
         else:
             super()._begin_giving()
 

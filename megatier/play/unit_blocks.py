@@ -105,6 +105,12 @@ class UnitBlocks:
         """Return the name of the block from which compute reads a unit's weights."""
         return gathered_key(unit) if self.policy.ranks > 1 else self.key(unit, Kind.WEIGHT)
 
+    def compute_bytes(self, unit: str) -> int:
+        """Return the bytes of that block: those of the whole unit's weights."""
+        if self.policy.ranks > 1:
+            return gathered_bytes(self.units[unit], self.policy)
+        return self.whole(unit, Kind.WEIGHT)[1]
+
     def kinds(self, unit: str) -> tuple[Kind, ...]:
         """Return the kinds of a unit's state: weights alone if it is frozen."""
         return self.units[unit].kinds

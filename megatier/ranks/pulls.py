@@ -70,12 +70,16 @@ def allocate(num_bytes: int) -> torch.Tensor:
         raise torch.OutOfMemoryError(str(error)) from error
 
     # torch's pool does not know of this memory, so its limit is lowered by as much.
+    change_limit(-num_bytes)
+    return memory.zero_()
+
+
+def change_limit(num_bytes: int) -> None:
+    """Let torch's pool take so many bytes more of the GPU, if it has a limit at all."""
     limit = torch.cuda.get_per_process_memory_fraction()
     if limit < 1:
         _, total_bytes = torch.cuda.mem_get_info()
-        torch.cuda.set_per_process_memory_fraction(max(0.0, limit - num_bytes / total_bytes))
-
-    return memory.zero_()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, limit + num_bytes / total_bytes)))
 
 
 def open_pulls(channel: Channel, group: ProcessGroup, memory: torch.Tensor, check: Check) -> Pulls:

@@ -25,7 +25,7 @@ from megatier.errors import ConfigError, MegatierError, PeerError, StepAbandoned
 from megatier.ranks.board import RankCarrier
 from megatier.ranks.channel import Channel, gather_into
 from megatier.ranks.peers import Peers
-from megatier.ranks.pulls import Pulls, allocate, hindrance, open_pulls
+from megatier.ranks.pulls import Pulls, allocate, change_limit, hindrance, open_pulls
 from megatier.ranks.shared_ram import open_shared_ram, unshared
 from megatier.tier import Way
 
@@ -106,7 +106,8 @@ class Ranks(Channel):
         self.drop_memory()
         reason = self._first_of(self._apart() or hindrance(self.local_rank, self.local_size))
         if reason is None:
-            memory = allocate(num_bytes)
+            with self.together():  # one that has no room must not leave the others waiting in what follows
+                memory = allocate(num_bytes)
             self.shared_bytes = num_bytes
             reason = self._pull_from(memory)
         else:
@@ -183,6 +184,15 @@ class Ranks(Channel):
     def _first_of(self, reason: str | None) -> str | None:
         """Return the first reason of all ranks; None if none has any."""
         return next(iter(self.gather_objects(reason)), None)
+
+    def lend_memory(self) -> None:
+        """Let go of the memory of the other GPUs, if this rank reads it: all ranks lend theirs, and nobody reads any.
+
+        What is gathered until `allocate_gpu_tier` is called again may lie anywhere.
+        """
+        if num_bytes := self.shared_bytes:
+            self.drop_memory()
+            change_limit(num_bytes)
 
     def drop_memory(self) -> None:
         """Let go of the memory, which nobody reads any more."""

@@ -138,5 +138,5 @@ def _log(moved: Counter[str], held_bytes: int, *, is_alone: bool) -> None:
         "generation streams: each token moves %s of weights to the GPU, and reads %s from drives. %s",
         mib(to_gpu),
         mib(sum(moved[queue] for queue in FROM_DRIVES)),
-        remedy if is_alone else "Several ranks hold no weights but those that are at home on the GPU.",
+        remedy if is_alone else "Several ranks hold none, unless they lend memory (Streamed.lends_memory).",
     )

@@ -33,7 +33,7 @@ from megatier.play.player import Player
 from megatier.session.held import HeldUse
 from megatier.session.ram_weights import RamWeights
 from megatier.session.session import Session
-from megatier.tier import Kind, Phase
+from megatier.tier import Phase
 
 PASS = "weights"
 """The name of the pass that visits all units."""
@@ -163,7 +163,7 @@ class _FromRam(_Pass):
     """What stands for it while the memory of the gpu tier is lent: each unit comes by itself, to memory of its own."""
 
     def __init__(self, session: Session) -> None:
-        """Take a session that is alone."""
+        """Take a session. Its ranks come to the same units."""
         super().__init__(session.player)
         self._in_ram = RamWeights(session)
         self._device = session.engine.options.device
@@ -174,8 +174,7 @@ class _FromRam(_Pass):
 
     def enter(self, unit: str) -> WeightUse:
         """Copy the weights of a unit."""
-        num_bytes = self._blocks.whole(unit, Kind.WEIGHT)[1]
-        weights = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        weights = torch.empty(self._blocks.compute_bytes(unit), dtype=torch.uint8, device=self._device)
         self._in_ram.copy({unit: weights})
         return HeldUse(weights)
 

@@ -1,10 +1,14 @@
 """Copies weights past the gpu tier, while its memory is lent: from homes in RAM and on NVMe, and what the loan saves.
 
+Several ranks copy the same units in the same order. Each brings its own shard of a unit, and gathers those of the
+others.
+
 Threads: that of the caller alone.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 import torch
@@ -16,42 +20,77 @@ from megatier.tier import Kind, Tier
 
 
 class RamWeights:
-    """The weights of a session that is alone and lends its memory."""
+    """The weights of a session that lends its memory."""
 
     def __init__(self, session: Session) -> None:
         """Copy nothing yet."""
         self._device = session.engine.options.device
         self._store = session.store
         self._blocks = session.blocks
+        self._crew = session.crew
+        self._ranks = session.ranks
+
+    @property
+    def shard_bytes(self) -> int:
+        """The bytes that a copy takes on the device beside its targets: those of the largest shard."""
+        if self._ranks is None:
+            return 0
+        return max(self._blocks.whole(unit, Kind.WEIGHT)[1] for unit in self._blocks.units)
 
     def copy(self, targets: Mapping[str, Tensor]) -> None:
         """Copy the weights of units to memory on the device, and wait for that.
 
         Args:
-            targets: uint8 [block] for each unit, by name.
+            targets: uint8 [compute_bytes] for each unit, by name.
 
         Raises:
             TransferError, IntegrityError: weights could not be read.
+            PeerError: another rank has failed.
         """
-        runs = []
-        for unit, target in targets.items():
-            if self._home(unit) is Tier.GPU:
-                key = self._blocks.key(unit, Kind.WEIGHT)
-                target.copy_(self._store.loan.saved(key), non_blocking=True)
-            else:
-                runs += [(unit, elements) for elements, _ in self._blocks.runs(unit)]
+        read = deque(
+            (unit, elements)
+            for unit in targets
+            if self._home(unit) is Tier.NVME
+            for elements, _ in self._blocks.runs(unit)
+        )
+        # Others may be waiting for what this rank cannot read.
+        with self._crew.talking():
+            shard = torch.empty(self.shard_bytes, dtype=torch.uint8, device=self._device)
+            for unit, target in targets.items():
+                if self._ranks is None:
+                    self._copy_unit(unit, target, read)
+                    continue
+                own = shard[: self._blocks.whole(unit, Kind.WEIGHT)[1]]
+                self._copy_unit(unit, own, read)
+                # As `Collectives` does: the trained elements of all ranks come before the frozen ones.
+                for start, stop in self._blocks.gathered_spans(unit):
+                    self._ranks.gather(target[self._ranks.size * start : self._ranks.size * stop], own[start:stop])
+            self._wait()
 
-        for number, (unit, elements) in enumerate(runs, start=1):
-            with self._blocks.open_state(unit, elements, [Kind.WEIGHT]) as state:
-                for following in runs[number : number + 1]:
-                    self._read_ahead(*following)
-                self._copy_run(targets[unit], state)
-        self._wait()
+    def _copy_unit(self, unit: str, target: Tensor, read: deque[tuple[str, tuple[int, int]]]) -> None:
+        """Copy what this rank has of a unit's weights.
 
-    def _read_ahead(self, unit: str, elements: tuple[int, int]) -> None:
-        """Start reading a run of weights from NVMe, while the one before it is copied."""
-        if self._home(unit) is not Tier.NVME:
+        Args:
+            unit: its name.
+            target: uint8 [block].
+            read: the runs that are to be read from NVMe, from this unit on. Its own are taken out.
+        """
+        if self._home(unit) is Tier.GPU:
+            key = self._blocks.key(unit, Kind.WEIGHT)
+            target.copy_(self._store.loan.saved(key), non_blocking=True)
             return
+        for elements, _ in self._blocks.runs(unit):
+            with self._blocks.open_state(unit, elements, [Kind.WEIGHT]) as state:
+                if self._home(unit) is Tier.NVME:
+                    read.popleft()
+                    self._read_ahead(read)
+                self._copy_run(target, state)
+
+    def _read_ahead(self, read: deque[tuple[str, tuple[int, int]]]) -> None:
+        """Start reading the next run of weights from NVMe, while the one before it is copied."""
+        if not read:
+            return
+        unit, elements = read[0]
         key = self._blocks.key(unit, Kind.WEIGHT)
         span = self._blocks.span(unit, Kind.WEIGHT, elements)
         self._store.prefetch(key, Tier.RAM, span, wait=True)

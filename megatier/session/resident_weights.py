@@ -20,7 +20,6 @@ import torch
 
 from megatier.engine.stage import WeightSource, WeightUse
 from megatier.errors import CapacityError
-from megatier.schedule.sizes import gathered_bytes
 from megatier.session.held import HeldUse
 from megatier.session.ram_weights import RamWeights
 from megatier.session.session import Session
@@ -39,7 +38,7 @@ class ResidentWeights:
         """Load nothing yet.
 
         Args:
-            session: the session. Each rank holds all weights, and lends no memory.
+            session: the session. Each rank holds all weights.
             limit_bytes: as for `HeldWeights`.
         """
         self._model = session.engine.model
@@ -123,14 +122,15 @@ class ResidentWeights:
 
     def _reserve(self, units: list[str]) -> None:
         """Take the memory for weights of units."""
-        needed = sum(self._num_bytes(unit) for unit in units)
+        held_bytes = sum(self._blocks.compute_bytes(unit) for unit in units)
+        needed = held_bytes + (self._in_ram.shard_bytes if self._store.loan.is_lent else 0)
         free = max(0, self._free_bytes())
         if needed > free:
             raise self._short(needed, free)
-        self.num_bytes = needed
+        self.num_bytes = held_bytes
         try:
             for unit in units:
-                held = torch.empty(self._num_bytes(unit), dtype=torch.uint8, device=self._device)
+                held = torch.empty(self._blocks.compute_bytes(unit), dtype=torch.uint8, device=self._device)
                 self._uses[unit] = HeldUse(held)
         except torch.OutOfMemoryError as error:
             raise self._short(needed, self._free_bytes()) from error
@@ -166,12 +166,6 @@ class ResidentWeights:
         """Return whether a unit's weights are at home on the GPU, and not a shard of them alone."""
         return self._crew.size == 1 and self._blocks.placement.homes[unit, Kind.WEIGHT] is Tier.GPU
 
-    def _num_bytes(self, unit: str) -> int:
-        """Return the bytes of a unit's weights, as compute gets them."""
-        if self._crew.size > 1:
-            return gathered_bytes(self._blocks.units[unit], self._blocks.policy)
-        return self._blocks.whole(unit, Kind.WEIGHT)[1]
-
     def _free_bytes(self) -> int:
         """Return the bytes of the GPU's memory that nobody has taken."""
         if self._device.type == "cuda":
@@ -184,7 +178,7 @@ class ResidentWeights:
 
     def _short(self, needed: int, free: int) -> CapacityError:
         """Make the error of weights that do not fit."""
-        can_lend = self._crew.size == 1 and not self._store.loan.is_lent
+        can_lend = not self._store.loan.is_lent
         lends = "Lend the memory of training too (Streamed.lends_memory), or use " if can_lend else ""
         remedy = "model.generate alone with lends_memory off, which streams what does not fit."
         return CapacityError("all weights on the GPU at once", needed, free, f"{lends or 'Use '}{remedy}")

@@ -106,12 +106,14 @@ class Arena:
         self.num_bytes = round_up(max(num_bytes, PAGE_BYTES))
         """The size, in whole pages."""
         self._pins = pin
+        self._device = device
+        self._allocate = allocate
         self._lock: PageLock | None = None
         self._touching: Touching | None = None
         self._mapping: mmap.mmap | None = None
         self._is_lent = False
         try:
-            self.bytes = self._device_bytes(device, allocate) if device.type == "cuda" else self._mapped_bytes()
+            self.bytes = self._device_bytes() if device.type == "cuda" else self._mapped_bytes()
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             tier = "gpu" if device.type == "cuda" else "ram"
             raise CapacityError(tier, self.num_bytes, 0, f"The system refused the memory ({error}).") from error
@@ -149,14 +151,14 @@ class Arena:
         except MegatierError as error:
             raise CapacityError("ram", self.num_bytes, 0, f"{error} Lower tiers.ram.") from error
 
-    def _device_bytes(self, device: torch.device, allocate: Allocate | None) -> torch.Tensor:
-        if allocate is not None:
-            filled = allocate(self.num_bytes)
+    def _device_bytes(self) -> torch.Tensor:
+        if self._allocate is not None:
+            filled = self._allocate(self.num_bytes)
         else:
-            filled = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+            filled = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
 
         # The queues copy on other streams, which do not wait for the one that fills.
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(self._device)
         return filled
 
     def _mapped_bytes(self) -> torch.Tensor:
@@ -195,14 +197,19 @@ class Arena:
     def lend(self) -> None:
         """Give the memory back to the device, or to the system. Its bytes are lost; views have none until it is back.
 
-        Nothing may use it. It is neither page-locked nor allocated with other ranks.
+        Nothing may use it, and it is not page-locked.
         """
         self._is_lent = True
         if self._mapping is not None:
             self._mapping.madvise(mmap.MADV_DONTNEED)
             return
-        # The storage stays, so that all views are views of the new memory once it has some again.
-        self.bytes.untyped_storage().resize_(0)
+        storage = self.bytes.untyped_storage()
+        if storage.resizable():
+            # The storage stays, so that all views are views of the new memory once it has some again.
+            storage.resize_(0)
+        else:
+            # What other GPUs could read is not torch's own. It goes with its last view, which is this one.
+            self.bytes = self.bytes.new_empty(0)
         torch.cuda.empty_cache()
 
     def take_back(self) -> None:
@@ -210,12 +217,16 @@ class Arena:
 
         Raises:
             CapacityError: others have it still.
+            MegatierError: on another rank they have.
         """
         if self._mapping is None:
             # What torch keeps for others who are through with it is not of one piece.
             torch.cuda.empty_cache()
             try:
-                self.bytes.untyped_storage().resize_(self.num_bytes)
+                if self.bytes.numel():
+                    self.bytes.untyped_storage().resize_(self.num_bytes)
+                else:
+                    self.bytes = self._device_bytes()
             except torch.OutOfMemoryError as error:
                 free, _ = torch.cuda.mem_get_info()
                 remedy = "Whoever generated has to give its memory back first; then call this model again."

@@ -8,6 +8,7 @@ Threads: that of the caller alone, which has drained the queues. Nobody leases o
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 import torch
@@ -47,20 +48,24 @@ class Loan:
         """The bytes of state that are in RAM alone, while the memory is lent."""
         return sum(num_bytes for _, _, num_bytes in self._places.values())
 
-    def lend(self) -> None:
+    def lend(self, agreed: contextlib.AbstractContextManager[object] | None = None) -> None:
         """Write the state at home on the GPU to RAM, and give the memory of the tier back to the device.
+
+        Args:
+            agreed: surrounds what may fail; ranks agree in it, so that all of them lend or none does.
 
         Raises:
             CapacityError: RAM has no room for that state. Nothing was changed.
             LeaseHeldError, DirtyBlockError: bytes of the tier are in use, or not home yet.
         """
-        self._settle()
-        with self._copies.lock, self._copies.tear.call:
-            self._copies.empty(Tier.GPU)
-        places = self._homes()
-        self._reserve(places)
-        self._settle()  # slots that were given back, which the CPU overwrites
-        self._copy(places, to_ram=True)
+        with agreed or contextlib.nullcontext():
+            self._settle()
+            with self._copies.lock, self._copies.tear.call:
+                self._copies.empty(Tier.GPU)
+            places = self._homes()
+            self._reserve(places)
+            self._settle()  # slots that were given back, which the CPU overwrites
+            self._copy(places, to_ram=True)
 
         # In this order: an interrupt in between leaves memory that is lent in name alone, and `take_back` copies into
         # it what it has anyway.

@@ -29,7 +29,8 @@ def test_all_parts_of_a_tiny_model_are_measured_and_a_part_that_fails_leaves_its
         return found
 
     monkeypatch.setattr(bench_generation, "plain", failing)
-    sizes = "--shape tiny --gpu 4MiB --ram 64MiB --texts 2 --tokens 5 --prompt 4 --few 1 --grpo --rows 2 --completion 3 --steps 1"
+    sizes = "--shape tiny --gpu 4MiB --ram 64MiB --texts 2 --tokens 5 --prompt 4 --few 1 "
+    sizes += "--grpo --rows 2 --completion 3 --steps 1"
     output = tmp_path / "generation.json"
     found = bench_generation.measure(bench_generation.options_of([*sizes.split(), "--output", str(output)]))
 

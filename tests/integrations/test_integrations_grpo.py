@@ -204,11 +204,12 @@ def test_grpo_with_a_reference_of_a_model_that_is_not_its_folder_any_more_is_ref
         trainer(STREAMED, streamed, tmp_path, beta=0.1)
 
 
-def grpo_on_ranks(path: str, folder: Path, batches: dict[str, Any]) -> Any:
+def grpo_on_ranks(path: str, folder: Path, batches: dict[str, Any], lends: bool) -> Any:
     """Figures and weights of some steps on this rank."""
     state.AcceleratorState._reset_state(reset_partial_state=True)
     tiers = replace(TIERS, gpu_limit=64 << 20)
     with megatier.stream(path, tiers=tiers, **LOOP) as streamed:
+        streamed.lends_memory = lends
         made = trainer(STREAMED, streamed, folder, steps=3, num_iterations=2, **batches)
         found = figures(made)
         return found, {name: value.numpy() for name, value in streamed.state_dict().items()}
@@ -216,9 +217,15 @@ def grpo_on_ranks(path: str, folder: Path, batches: dict[str, Any]) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batches", [{}, BATCHES])
-def test_grpo_on_ranks_gives_all_of_them_the_same_figures_and_weights(batches: dict[str, Any], tmp_path: Path) -> None:
+def test_grpo_on_ranks_that_lend_their_memory_gives_all_of_them_the_same_figures_and_weights(
+    batches: dict[str, Any], tmp_path: Path
+) -> None:
     path = saved(tmp_path)
-    (found, weights), (others, has) = POOL.run(grpo_on_ranks, 2, path, tmp_path, batches)
+    (found, weights), (others, has) = POOL.run(grpo_on_ranks, 2, path, tmp_path, batches, True)
     assert others == found
     assert [len(values) for values in found] == [3, 3, 2], "rewards are logged where texts are made"
     assert [name for name in weights if (has[name] != weights[name]).any()] == []
+    if not batches:
+        (streams, its_weights), _ = POOL.run(grpo_on_ranks, 2, path, tmp_path, batches, False)
+        assert streams == found
+        assert [name for name in weights if (its_weights[name] != weights[name]).any()] == []

@@ -123,6 +123,16 @@ def share_memory(refused: str) -> tuple[str, str, int]:
         patch.setattr(ranks, "_is_nccl", True)
         memory = ranks.allocate_gpu_tier(100, 4096, prefers=Way.KERNELS if refused == "views" else None)
         assert ranks.shared_bytes == memory.numel()
+        way = ranks.way
+
+        # Memory that is lent is nobody's, and is shared again by the way that it had.
+        limits: list[int] = []
+        patch.setattr(rank_module, "change_limit", limits.append)
+        ranks.lend_memory()
+        ranks.lend_memory()
+        assert (ranks.shared_bytes, ranks._carrier, limits) == (0, None, [100])
+        memory = ranks.allocate_gpu_tier(100, 4096, prefers=Way.KERNELS if refused == "views" else None)
+        assert (ranks.way, ranks.shared_bytes) == (way, 100)
         ranks.drop_memory()
         assert ranks.shared_bytes == 0
         patch.undo()

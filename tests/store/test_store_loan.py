@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -14,7 +15,7 @@ from megatier.errors import CapacityError, DirtyBlockError, LeaseHeldError
 from megatier.store import loan as loan_room
 from megatier.store.arena import Arena
 from megatier.store.store import TieredStore
-from megatier.tier import BlockSpec, Kind, Tier, round_up
+from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 BLOCKS: dict[str, tuple[Tier, Kind]] = {
     "a": (Tier.GPU, Kind.WEIGHT),
@@ -90,6 +91,29 @@ def test_an_arena_that_is_lent_gives_its_pages_back_and_takes_new_ones() -> None
     arena.take_back()
     arena.bytes.fill_(2)
     assert process.memory_info().rss > before - num_bytes // 2
+
+
+def test_memory_that_other_gpus_could_read_is_allocated_anew_with_the_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    num_allocated = 0
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        nonlocal num_allocated
+        num_allocated += 1
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8))  # like that memory, it cannot be resized
+
+    arena = Arena(PAGE_BYTES, torch.device("cuda"), allocate=allocate)
+    for number in (1, 2, 3):
+        arena.view(0, 8).fill_(number)
+        assert arena.bytes.numel() == PAGE_BYTES
+        arena.lend()
+        assert arena.bytes.numel() == 0, "nothing holds it any more"
+        arena.take_back()
+        assert num_allocated == number + 1
+        assert not arena.view(0, PAGE_BYTES).any()
 
 
 def test_ram_without_room_refuses_before_anything_is_changed(
