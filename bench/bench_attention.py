@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from peers.shapes import SHAPES, llama_config
+from peers.shapes import SHAPES, model_config
 from record import facts, write_row
 from torch import Tensor
 from transformers import masking_utils
@@ -46,7 +46,7 @@ def layer_of(
     shape: str, tokens: int, kernel: str, compilation: Compilation
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return a compiled layer, and the arguments that Hugging Face gives it besides the hidden states."""
-    config: Any = llama_config(SHAPES[shape], tokens)
+    config: Any = model_config(SHAPES[shape], tokens)
     config._attn_implementation = kernel
     with torch.device("cuda"):
         layer = LlamaDecoderLayer(config, 0).to(torch.bfloat16).train()

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from peers.shapes import SHAPES, llama_config
+from peers.shapes import SHAPES, model_config
 from record import facts
 from torch import Tensor
 
@@ -68,7 +68,7 @@ class RandomWeights:
 
 def open_session(options: argparse.Namespace, home: str) -> Session:
     """Open a model with a part of the 3B shape's layers, and with all state in one place."""
-    config = llama_config(SHAPES["3b"], 1024)
+    config = model_config(SHAPES["3b"], 1024)
     config.num_hidden_layers = options.layers
     config.vocab_size = 32000
     skeleton = build_skeleton(config, "sdpa")

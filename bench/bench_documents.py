@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers.shapes import SHAPES, llama_config
+from peers.shapes import SHAPES, model_config
 from record import facts, folder_of, write_row
 
 from megatier.config.data_section import DataConfig
@@ -65,7 +65,7 @@ def measure(arguments: argparse.Namespace, sequence: int, variant: str) -> dict[
     )
     make_repeatable(config)
     share_interpreter()
-    shape = llama_config(SHAPES[arguments.shape], sequence)
+    shape = model_config(SHAPES[arguments.shape], sequence)
     shape.num_hidden_layers = arguments.layers
     model = build_skeleton(shape, attention)
     seconds = []

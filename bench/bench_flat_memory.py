@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 import torch
-from peers.shapes import SHAPES, llama_config, peak_gpu_bytes
+from peers.shapes import SHAPES, model_config, peak_gpu_bytes
 from record import facts, folder_of
 from transformers import AutoModelForCausalLM
 
@@ -62,7 +62,7 @@ def used_bytes() -> dict[str, int]:
 def measure(shape: str, steps: int, tokens: int, tiers: dict[str, Any]) -> dict[str, Any]:
     """Train for so many steps, and note memory and seconds."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(llama_config(SHAPES[shape], LONGEST), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(model_config(SHAPES[shape], LONGEST), dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     found: dict[str, Any] = {"seconds": [], "losses": [], "memory": [], "caught_at": [], "compile_seconds": []}
     with megatier.stream(model, tiers=tiers, lr=1e-5) as streamed:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch._inductor.config
-from peers.shapes import SHAPES, llama_config
+from peers.shapes import SHAPES, model_config
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 from torch.utils._pytree import tree_map
@@ -44,7 +44,7 @@ VOCAB = 8192
 
 def config_of(options: argparse.Namespace) -> PretrainedConfig:
     """Return the config of a model, with experts in the place of its MLP if there are any."""
-    config = llama_config(SHAPES[options.shape], options.tokens)
+    config = model_config(SHAPES[options.shape], options.tokens)
     if not options.experts:
         return config
     sizes = {

@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from bench_checkpoint import GIB, RandomWeights
-from peers.shapes import SHAPES, llama_config
+from peers.shapes import SHAPES, model_config
 from record import facts
 
 from megatier.checkpoint.checkpoint import checkpoint_bytes
@@ -57,7 +57,7 @@ PREDICTION = (
 
 def open_session(options: argparse.Namespace, homes: str, ranks: Ranks | None) -> Session:
     """Open a model with a part of the 3B shape's layers. With two homes the weights lie in RAM."""
-    config = llama_config(SHAPES["3b"], 1024)
+    config = model_config(SHAPES["3b"], 1024)
     config.num_hidden_layers = options.layers
     config.vocab_size = 32000
     skeleton = build_skeleton(config, "sdpa")

@@ -1,5 +1,7 @@
 """Measures a whole step: forward, backward, exact clipping at 1.0, and AdamW with fp32 masters, on random tokens.
 
+Rows 38 and 39 do not clip: their updates run inside the backward.
+
 Each row of the table in docs/benchmarks.md is one of `rows.ROWS`. A step carries the update of the step before it, so
 each of several steps in sequence has exactly one. The weights are one random piece repeated, laid straight into the
 store: speed does not depend on their values, and a real initialisation takes longer than the steps. The compute-only
@@ -7,7 +9,7 @@ bound of the same shape is measured in the same run, before the model is built.
 
 python bench/bench_step.py --row 1 [--steps 6]          writes bench/results/<machine>/row1.json
 python bench/bench_step.py --row 1 --set model.attention=sdpa    the same with another kernel
-python bench/bench_step.py --row 11 --nvme DIR          rows 11 to 16, 24 to 26, 29, 31, 32 need a directory on a drive
+python bench/bench_step.py --row 11 --nvme DIR          rows with state on NVMe need a directory on a drive
 python bench/bench_step.py --row 11 --plan MACHINE.yaml forecasts the row, without a GPU; with --ranks N, on N GPUs
 
 Rows 27 to 30 train adapters, and need peft. Row 29 compares its step with what `megatier bench` measured of the drive
@@ -27,6 +29,7 @@ python bench/bench_step.py --row 32 --nvme DIR --warmup 1 --steps 3 --no-bound
 Under torchrun the ranks share the state, and each computes as many sequences as the row has:
 
 torchrun --standalone --nproc-per-node 2 bench/bench_step.py --row 1 --no-bound    writes .../row1_ranks2.json
+torchrun --standalone --nproc-per-node 4 bench/bench_step.py --row 41 --no-bound   rows 41 to 44 are for four GPUs
 """
 
 from __future__ import annotations
@@ -244,10 +247,10 @@ def _row_of(session: Session, run: Run, timed: Steps, warmup: int) -> Row:
         tflops_formula=TFLOPS_FORMULA,
         peak_ram_bytes=peak_ram_bytes(),
         peak_gpu_bytes=peak_gpu_bytes() if on_gpu else None,
-        clip=True,
+        clip=session.setup.config.train.clip is not None,
         master_dtype="fp32",
         budgets=run.what,
-        settings={"tiers": dict(run.tiers), "model": dict(run.model), "train": dict(run.train)},
+        settings={name: dict(getattr(run, name)) for name in ("tiers", "model", "train", "numerics")},
         ranks=session.placement.ranks,
         speculation=dict(session.speculation.outcomes),
         void_bytes=session.speculation.void_bytes,

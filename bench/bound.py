@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from peers.shapes import SHAPES, adapted_config, llama_config, trained_shape
+from peers.shapes import SHAPES, adapted_config, model_config, trained_shape
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -75,7 +75,7 @@ def measure(
 
     With a rank only PEFT's adapters have gradients, in bf16 as well.
     """
-    config = llama_config(SHAPES[shape], tokens)
+    config = model_config(SHAPES[shape], tokens)
     compilation = Compilation(saved_share)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from peers.shapes import SHAPES, llama_config
+from peers.shapes import SHAPES, model_config
 from torch import Tensor
 
 from megatier.layout import TensorSlice
@@ -116,7 +116,7 @@ def written_base(shape: str, sequence: int, directory: Path | None) -> Iterator[
     with TemporaryDirectory(prefix="base-", dir=directory) as parent:
         folder = Path(parent) / shape
         began = time.perf_counter()
-        model = build_skeleton(llama_config(SHAPES[shape], sequence), "sdpa")
+        model = build_skeleton(model_config(SHAPES[shape], sequence), "sdpa")
         drawn = random_piece()
         read = partial(_laid, torch.cat([drawn, drawn[:READ_ELEMENTS]]))
         export(folder, model, find_units(model), read, torch.bfloat16, SHARD_BYTES)

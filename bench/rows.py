@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from peers.shapes import SHAPES, llama_config
+from peers.shapes import SHAPES, model_config
 from transformers import PreTrainedModel
 
 from megatier.adapters.lora import add_adapters
@@ -54,6 +54,8 @@ class Run:
 FREE: dict[str, Any] = {"state": ("gpu", "ram"), "ram": 116 * GIB}
 # A host with four GPUs of 80 GB has 503 GiB, of which one GPU may take all.
 LARGE_HOST: dict[str, Any] = {"state": ("gpu", "ram"), "ram": 462 * GIB}
+# Four GPUs of that host share its RAM.
+FOUR_GPUS: dict[str, Any] = {"state": ("gpu", "ram"), "ram": 460 * GIB}
 RAM_ONLY: dict[str, Any] = {"state": ("ram",), "ram": 116 * GIB}
 
 # These budgets are so small that 1G parameters of the 8B model spill.
@@ -64,6 +66,8 @@ SPILLED: dict[str, Any] = {
     "train": {"clip": 1e9, "slices": 2},
 }
 TWICE: dict[str, Any] = {"tiers": SPILLED["tiers"] | {"generations": 2, "ram": 84 * GIB}}
+# Updates run inside the backward, so that no gradient takes room until the norm is known.
+IMMEDIATE: dict[str, Any] = {"train": {"clip": None}, "numerics": {"guard": False}}
 CLIPPED: dict[str, Any] = {"train": SPILLED["train"] | {"clip": 1e-3}}
 ON_NVME = Run(
     shape="3b24",
@@ -262,10 +266,77 @@ ROWS = {
         model={"saved_share": 0.4},
         train={"groups": 4},
     ),
+    37: Run(
+        shape="30b-a3b",
+        batch=128,
+        what="GPU 80 GB, RAM of a large host, no drive",
+        tiers=LARGE_HOST | {"gpu": 48 * GIB},
+        model={"saved_share": 0.0, "loss_chunk": 2048},
+        train={"slices": 4, "activations": "offload", "kept_attention": False},
+    ),
+    38: Run(
+        shape="117b-a5b",
+        batch=16,
+        what="GPU 80 GB, RAM of a large host, moments in fp8, updated in the backward",
+        tiers={"state": ("gpu", "ram", "nvme"), "gpu": 48 * GIB, "ram": 462 * GIB},
+        nvme=200 * GIB,
+        model={"saved_share": 0.0, "loss_chunk": 1024, "expert_parts": 16},
+        train={"moments": "fp8", "slices": 4, "activations": "recompute", "kept_attention": False} | IMMEDIATE["train"],
+        numerics=IMMEDIATE["numerics"],
+    ),
+    39: Run(
+        shape="68b",
+        batch=8,
+        what="GPU 141 GB, RAM of a large host, updated in the backward",
+        tiers={"state": ("gpu", "ram", "nvme"), "gpu": 120 * GIB, "ram": 469 * GIB},
+        nvme=208 * GIB,
+        model={"saved_share": 0.0, "loss_chunk": 1024},
+        train={"activations": "recompute", "kept_attention": False} | IMMEDIATE["train"],
+        numerics=IMMEDIATE["numerics"],
+    ),
+    40: Run(
+        shape="8b",
+        batch=1,
+        sequence=524_288,
+        what="GPU 141 GB, RAM of a large host, one sequence, attention kept in RAM",
+        tiers=LARGE_HOST | {"gpu": 18 * GIB},
+        model={"saved_share": 0.0, "loss_chunk": 2048},
+        train={"activations": "offload", "kept_attention": True, "offload_attention": True},
+    ),
+    41: Run(
+        shape="3b",
+        batch=16,
+        what="four GPUs of 80 GB",
+        tiers=FOUR_GPUS | {"gpu": 44 * 10**9},
+        model={"saved_share": 0.4},
+    ),
+    42: Run(
+        shape="8b",
+        batch=16,
+        what="four GPUs of 80 GB",
+        tiers=FOUR_GPUS | {"gpu": 44 * GIB},
+        model={"saved_share": 0.2, "loss_chunk": 2048},
+    ),
+    43: Run(
+        shape="15b",
+        batch=16,
+        what="four GPUs of 80 GB and their host's RAM",
+        tiers=FOUR_GPUS | {"gpu": 44 * GIB},
+        model={"saved_share": 0.15, "loss_chunk": 2048},
+    ),
+    44: Run(
+        shape="32b",
+        batch=32,
+        what="four GPUs of 80 GB and their host's RAM",
+        tiers=FOUR_GPUS | {"gpu": 62 * GIB},
+        model={"saved_share": 0.0, "loss_chunk": 2048},
+        train={"slices": 4, "activations": "offload", "kept_attention": False},
+    ),
 }
-"""The rows by number. 9 is the second half of row 8, 11 to 16, 25, 26, 29, 31 and 32 have state on NVMe, 19 to 24 have
-long sequences, 24 has activations on NVMe, 27 to 30 and 32 train adapters, and 33 to 36 have what one GPU of 80 GB
-does on a host with the RAM of four."""
+"""The rows by number. 9 is the second half of row 8, 11 to 16, 25, 26, 29, 31, 32, 38 and 39 have state on NVMe, 19 to
+24 and 40 have long sequences, 24 has activations on NVMe, 27 to 30 and 32 train adapters, and 33 to 38 have what one
+GPU of 80 GB does on a host with the RAM of four. 37 and 38 have experts. 41 to 44 are for four GPUs, each of which has
+the row's sequences."""
 
 
 def config_of(run: Run, deterministic: bool, directory: Path | None, base: Path | None = None) -> RunConfig:
@@ -279,8 +350,7 @@ def config_of(run: Run, deterministic: bool, directory: Path | None, base: Path 
     """
     nvme = (f"{directory}:{run.nvme}",) if run.nvme else ()
     shape = SHAPES[run.shape]
-    heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
-    sizes: dict[str, Any] = {"config": {"model_type": "llama", "hidden_size": shape.hidden, **heads}}
+    sizes: dict[str, Any] = {"config": shape.settings(run.sequence)}
     model = sizes if base is None else {"path": str(base), "lora": {"rank": run.rank}}
     return RunConfig(
         model=ModelConfig(**(model | {"loss_chunk": 4096} | dict(run.model))),
@@ -293,7 +363,7 @@ def config_of(run: Run, deterministic: bool, directory: Path | None, base: Path 
 
 def skeleton(run: Run, attention: str) -> PreTrainedModel:
     """Build the row's model without weights, with its adapters if it has some."""
-    model = build_skeleton(llama_config(SHAPES[run.shape], run.sequence), attention)
+    model = build_skeleton(model_config(SHAPES[run.shape], run.sequence), attention)
     if run.rank:
         add_adapters(model, LoraConfig(rank=run.rank), "random weights")
     return model

@@ -86,8 +86,11 @@ def test_adapters_of_a_shape_are_those_of_peft() -> None:
 
 
 def test_parameters_of_the_shapes_match_the_published_counts() -> None:
-    """3.397B and 8.030B; 2.472B with 24 layers."""
+    """3.397B and 8.030B; 2.472B with 24 layers; of experts 3.3B and 5.1B are chosen, with embedding and head."""
     assert [round(SHAPES[name].num_parameters / 1e6) for name in ("3b", "3b24", "8b")] == [3397, 2472, 8030]
+    assert (SHAPES["30b-a3b"].num_parameters, SHAPES["117b-a5b"].num_parameters) == (30_532_122_624, 116_829_156_672)
+    assert round((SHAPES["30b-a3b"].matmul_parameters + 2048 * 151936) / 1e8) == 34
+    assert round(SHAPES["117b-a5b"].matmul_parameters / 1e8) == 51
 
 
 def test_built_model_has_the_parameters_and_a_loss_of_random_tokens() -> None:
