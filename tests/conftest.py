@@ -32,7 +32,13 @@ from megatier.hardware import scratch_directory
 torch.set_num_threads(1)
 """Tiny operations are faster on one thread, and the bits of a test do not depend on how many tests run at once."""
 
-pytest.register_assert_rewrite("plain_ways", "store_contract")
+pytest.register_assert_rewrite(
+    "plain_ways",
+    "store_contract_bytes",
+    "store_contract_copies",
+    "store_contract_figures",
+    "store_contract_leases",
+)
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(scratch_directory()))
 """Parent of every tmp_path: a mount of the NVMe tier may not lie in RAM, and on many machines /tmp does."""
 

@@ -15,7 +15,6 @@ from changed_models import (
     OPTIONS,
     SMALL,
     TIERS,
-    Change,
     batch_of,
     check_same_or_refused,
     make,
@@ -23,6 +22,7 @@ from changed_models import (
     some_changes,
     streamed_steps,
 )
+from model_changes import Change
 from small_optimizers import close_optimizer
 from tiny_models import tiny_config
 from tiny_runs import plain_model
