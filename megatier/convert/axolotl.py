@@ -10,7 +10,7 @@ from typing import Any
 from megatier.config.lora import ALL_LINEAR
 from megatier.convert import common
 from megatier.convert.common import ADAPTER, EVALUATION, FIGURES, ONE_LOSS, ONE_PASS, QUANTISED, SHARED
-from megatier.convert.conversion import COUNT_FROM_2, Conversion, Rule, Table, becomes, turns_on
+from megatier.convert.conversion import Conversion, Rule, Table, becomes, turns_on
 from megatier.data.formats import RECORD_FORMATS
 from megatier.errors import ConfigError
 
@@ -76,24 +76,25 @@ def _model(made: Conversion, key: str) -> None:
 def _computing(made: Conversion, key: str) -> None:
     # `auto` is Axolotl's default, and means bf16 wherever there is bf16. `full` makes weights and moments narrow too.
     is_full = made.raw(key) == "full"
-    is_bf16 = is_full or made.flag(key) is not False or bool(made.raw("fp16"))
-    dtype = "bf16" if is_bf16 else "fp32"
+    is_off = not is_full and made.flag(key) is False
+    is_fp16 = bool(made.raw("fp16"))
+
+    # There fp16 is mixed precision as well, and bf16 is what stands for it here.
+    dtype = "fp32" if is_off and not is_fp16 else "bf16"
     made.carry(key, {"model.compute_dtype": dtype}, "masters and moments are fp32", differs=is_full)
 
-    asked = {name for name in ATTENTION if made.flag(name)}
-    given = ATTENTION[asked.pop()] if len(asked) == 1 else made.text("attn_implementation")
+    asked = [name for name in ATTENTION if made.flag(name)]
+    if len(asked) == 1:
+        given: str | None = ATTENTION[asked[0]]
+    else:
+        given = made.text("attn_implementation")
+
+    is_known = given in ATTENTION.values()
     for name in (*ATTENTION, "attn_implementation"):
-        if given in ATTENTION.values() and made.raw(name):
+        is_set = bool(made.raw(name))
+        if is_known and is_set:
             made.carry(name, {"model.attention": given})
-        made.leave(name, common.APART, differs=bool(made.raw(name)))
-
-
-def _batch(made: Conversion, key: str) -> None:
-    each = made.count(key) or 1
-    groups = made.count("gradient_accumulation_steps") or 1
-    made.carry(key, {"train.batch": each * groups}, "of one device; several have as many each", differs=True)
-    made.carry("gradient_accumulation_steps", {"train.groups": groups})
-    common.length(made, "num_epochs", epochs=1.0)
+        made.leave(name, common.APART, differs=is_set)
 
 
 def _warmup(made: Conversion, key: str) -> None:
@@ -151,9 +152,15 @@ def _shape(dataset: Mapping[str, Any]) -> dict[str, object] | None:
 
 def _is_file(dataset: Mapping[str, Any]) -> bool:
     """Return whether a dataset is files on this machine, and no name on the hub."""
+    if "data_files" in dataset:
+        return True
     path = str(dataset.get("path") or "")
-    has_suffix = not {*PurePath(path).suffixes}.isdisjoint(RECORD_FORMATS)
-    return has_suffix or path.startswith(("/", ".", "~")) or "data_files" in dataset
+    if path.startswith(("/", ".", "~")):
+        return True
+
+    # A name on the hub may have a dot as well, so only suffixes of files that can be read tell a file.
+    suffixes = PurePath(path).suffixes
+    return any(suffix in RECORD_FORMATS for suffix in suffixes)
 
 
 def _files(dataset: Mapping[str, Any]) -> list[str]:
@@ -209,15 +216,9 @@ RULES: Mapping[str, Rule] = {
     KEY: _model,
     "datasets": _data,
     "val_set_size": common.holdout,
-    "sequence_len": becomes(
-        "data.sequence_length",
-        COUNT_FROM_2,
-        512,
-        "sequences are packed, and longer documents are cut",
-        differs=True,
-    ),
+    "sequence_len": common.sequence_length(512),
     "bf16": _computing,
-    "micro_batch_size": _batch,
+    "micro_batch_size": partial(common.batches, batch=1, epochs_key="num_epochs", epochs=1.0),
     "gradient_checkpointing": _activations,
     "torch_compile": turns_on({"model.compile": True}),
     "optimizer": common.optimizer,

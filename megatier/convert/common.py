@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from megatier.config.lora import ALL_LINEAR
 from megatier.config.output_section import REPOSITORY, TRACKER_NAMES
-from megatier.convert.conversion import COUNT_FROM_0, Conversion, Rule, becomes
+from megatier.convert.conversion import COUNT_FROM_0, COUNT_FROM_2, Conversion, Rule, becomes
 from megatier.optimizers import OPTIMIZER_NAMES, in_words
 
 KEYS: Mapping[str, tuple[str, Callable[[Conversion, str], object]]] = {
@@ -89,13 +90,20 @@ def common(**defaults: object) -> dict[str, Rule]:
     return {key: becomes(setting, read, defaults.get(key)) for key, (setting, read) in KEYS.items()}
 
 
+def sequence_length(default: int) -> Rule:
+    """Return the rule of the key that says how many tokens a sequence has."""
+    remark = "sequences are packed, and longer documents are cut"
+    return becomes("data.sequence_length", COUNT_FROM_2, default, remark, differs=True)
+
+
 def if_on(table: Mapping[str, str]) -> dict[str, Rule]:
     """Return rules of keys that are left, and without which numbers may differ unless they are off or empty."""
+    return {key: partial(_leave_if_on, why=why) for key, why in table.items()}
 
-    def rule(why: str) -> Rule:
-        return lambda made, key: made.leave(key, why, differs=bool(made.raw(key)))
 
-    return {key: rule(why) for key, why in table.items()}
+def _leave_if_on(made: Conversion, key: str, why: str) -> None:
+    is_on = bool(made.raw(key))
+    made.leave(key, why, differs=is_on)
 
 
 def named(made: Conversion, key: str) -> list[str]:
@@ -133,7 +141,26 @@ def lora_of(made: Conversion, keys: Mapping[str, str], rank: int, alpha: float |
     }
 
 
-def length(made: Conversion, epochs_key: str, epochs: float) -> None:
+def batches(made: Conversion, key: str, *, batch: int, epochs_key: str, epochs: float) -> None:
+    """Convert the batch and how many steps there are.
+
+    Args:
+        made: the conversion.
+        key: the trainer's key of the sequences that a device takes at once.
+        batch: its default.
+        epochs_key: the trainer's key of the epochs.
+        epochs: its default.
+    """
+    each = made.count(key) or batch
+    groups = made.count("gradient_accumulation_steps") or 1
+
+    # The file does not say how many devices there were.
+    made.carry(key, {"train.batch": each * groups}, "of one device; several have as many each", differs=True)
+    made.carry("gradient_accumulation_steps", {"train.groups": groups})
+    _length(made, epochs_key, epochs)
+
+
+def _length(made: Conversion, epochs_key: str, epochs: float) -> None:
     """Convert how long the run is: steps go before epochs, of which the trainer has a default."""
     # The default of steps is -1, which means none.
     steps = made.number("max_steps")

@@ -7,7 +7,7 @@ from functools import partial
 
 from megatier.convert import common
 from megatier.convert.common import ADAPTER, EVALUATION, FIGURES, FIRST_VALUES, ONE_LOSS, ONE_PASS, QUANTISED
-from megatier.convert.conversion import COUNT_FROM_2, Conversion, Rule, becomes
+from megatier.convert.conversion import Conversion, Rule, becomes
 from megatier.errors import ConfigError
 
 KEYS = {"finetuning_type", "stage", "cutoff_len", "template", "model_name_or_path", "dataset_dir", "max_samples"}
@@ -87,16 +87,6 @@ def _data(made: Conversion, key: str) -> None:
     made.leave("max_samples", "data.max_samples bounds all datasets together", differs=True)
 
 
-def _steps(made: Conversion, key: str) -> None:
-    """Convert batch and length. The numbers are LLaMA-Factory's defaults."""
-    each = made.count(key) or 8
-    groups = made.count("gradient_accumulation_steps") or 1
-    made.carry(key, {"train.batch": each * groups}, "of one device; several have as many each", differs=True)
-    made.carry("gradient_accumulation_steps", {"train.groups": groups})
-
-    common.length(made, "num_train_epochs", epochs=3.0)
-
-
 def _activations(made: Conversion, key: str) -> None:
     # LLaMA-Factory computes activations again unless this key tells it not to.
     made.carry(key, {"train.activations": "keep" if made.flag(key) else "recompute"})
@@ -126,15 +116,9 @@ RULES: Mapping[str, Rule] = {
     "model_name_or_path": becomes("model.path", Conversion.text),
     "bf16": _computing,
     "dataset": _data,
-    "cutoff_len": becomes(
-        "data.sequence_length",
-        COUNT_FROM_2,
-        2048,
-        "sequences are packed, and longer documents are cut",
-        differs=True,
-    ),
+    "cutoff_len": common.sequence_length(2048),
     "val_size": common.holdout,
-    "per_device_train_batch_size": _steps,
+    "per_device_train_batch_size": partial(common.batches, batch=8, epochs_key="num_train_epochs", epochs=3.0),
     "disable_gradient_checkpointing": _activations,
     "use_muon": _optimizer,
     **common.common(
