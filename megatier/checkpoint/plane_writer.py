@@ -205,10 +205,14 @@ class PlaneWriter:
         by_rank = self._owners.received(unit.name, self._name)
         pieces = list(chain.from_iterable(by_rank))
         sizes = [piece.num_elements for piece in pieces]
-        for piece, values in zip(pieces, received.split(sizes), strict=True):
+        parts = received.split(sizes)
+        for piece, values in zip(pieces, parts, strict=True):
             array = self._arrays[piece.name]
+
+            # A piece may reach over several chunks, each with memory of its own.
             for first, target in array.rooms(piece.start, piece.num_elements):
-                target.copy_(values[first : first + target.numel()])
+                stop = first + target.numel()
+                target.copy_(values[first:stop])
 
     def _runs(self, unit: Unit, generation: Generation) -> Generator[tuple[tuple[int, int], list[Tensor]]]:
         """Yield runs of a unit's elements with their planes, valid until the next run, which is on its way."""

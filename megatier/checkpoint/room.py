@@ -130,10 +130,15 @@ class Room:
         """Return the bytes that a run still takes if it keeps so many checkpoints."""
         missing = num_kept + self.keeps_best - self._num_present
 
-        # While a checkpoint is written there is one more than are kept. The export comes when that is over.
-        on_its_way = max(1, missing + 1) * self.checkpoint_bytes if num_kept else 0
+        # The export comes when no checkpoint is on its way any more.
         at_the_end = max(0, missing) * self.checkpoint_bytes + self.export_bytes
-        return max(on_its_way, at_the_end)
+        if not num_kept:
+            return at_the_end
+
+        # While a checkpoint is written there is one more than are kept.
+        num_on_the_way = max(1, missing + 1)
+        on_the_way = num_on_the_way * self.checkpoint_bytes
+        return max(on_the_way, at_the_end)
 
     def check(self, num_kept: int) -> None:
         """Refuse a run that could not save what it is told to, or not export its model.

@@ -80,8 +80,10 @@ def linear_of_codes(input: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | 
     if sizes.numel() == 0:
         return functional.linear(input, codes.to(input.dtype), bias)
 
-    products = _multiply_codes(input.reshape(-1, input.shape[-1]), codes, scale)
-    return _with_bias(products.view(*sizes, codes.shape[0]), bias)
+    rows = input.reshape(-1, input.shape[-1])
+    products = _multiply_codes(rows, codes, scale)
+    result = products.view(*sizes, codes.shape[0])
+    return _with_bias(result, bias)
 
 
 def _with_bias(result: Tensor, bias: Tensor | None) -> Tensor:

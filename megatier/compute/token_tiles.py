@@ -395,11 +395,14 @@ def _outside_of_operators() -> Iterator[None]:
 
 def _are_rows(values: Sequence[Any]) -> bool:
     """Return whether values are tensors, each [tokens, W] or each [B, T, W], with the same tokens."""
-    if not values or not all(torch.is_tensor(x) for x in values):
+    if not values or not all(map(torch.is_tensor, values)):
         return False
     tokens = values[0].shape[:-1]
-    has_tokens = len(tokens) in (1, 2)
-    return has_tokens and all(x.shape[:-1] == tokens for x in values)
+    if len(tokens) not in (1, 2):
+        return False
+
+    # Widths may differ, but a tile takes the same tokens of each.
+    return all(x.shape[:-1] == tokens for x in values)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -308,7 +308,9 @@ def _with_images(conversation: Conversation, record: dict[str, Any], keys: Seque
     Raises:
         DataError: images and their places in the messages do not fit.
     """
-    given = next((record[key] for key in keys if record.get(key)), None)
+    # A table has all of its columns in each record, so a key that is there may hold nothing.
+    found = [record[key] for key in keys if record.get(key)]
+    given = found[0] if found else None
     messages, images = place_images(conversation.messages, given, conversation.place)
     return replace(conversation, messages=messages, images=images)
 

@@ -140,9 +140,11 @@ class ImageChats:
 
     def holdout(self, batch: int, count: int) -> Iterator[list[Group]]:
         """Yield held-out batches in order, each in so many groups; the last one perhaps smaller."""
-        numbers = range(len(self.held_out))
-        for start in range(0, len(numbers), batch):
-            yield self._groups(self.held_out.read(numbers[start : start + batch]), count)
+        num_rows = len(self.held_out)
+        for start in range(0, num_rows, batch):
+            stop = min(start + batch, num_rows)
+            rows = self.held_out.read(range(start, stop))
+            yield self._groups(rows, count)
 
     def rehearsal(self, step: int, batch: int, count: int) -> list[Group]:
         """Return groups that have an image each, as many as a step has; none if it has them, or nothing has images.
@@ -152,14 +154,17 @@ class ImageChats:
             batch: number of conversations.
             count: number of groups.
         """
-        cut = self._cut(self._rows(step, batch), count)
-        if all(any(row.images for row in rows) for rows in cut):
+        rows = self._rows(step, batch)
+        groups = self._cut(rows, count)
+        if all(map(_have_images, groups)):
             return []
-        with_images = list(itertools.islice(self._rows_with_images(), len(cut)))
+
+        num_groups = len(groups)
+        found = list(itertools.islice(self._rows_with_images(), num_groups))
 
         # If fewer conversations have images, some come again.
-        some = itertools.cycle(with_images)
-        return [self._columns([row]) for row, _ in zip(some, cut, strict=False)]
+        repeated = itertools.islice(itertools.cycle(found), num_groups)
+        return [self._columns([row]) for row in repeated]
 
     def _rows_with_images(self) -> Iterator[ImageRow]:
         """Yield the rows to train on that have images."""
@@ -297,3 +302,8 @@ def _row_of(conversation: Conversation, config: DataConfig, processor: Processor
         learnt=ranges_of(learnt),
         crc32=checksum_of(ids),
     )
+
+
+def _have_images(rows: Sequence[ImageRow]) -> bool:
+    """Return whether any of the rows has an image."""
+    return any(row.images for row in rows)

@@ -62,17 +62,25 @@ class ImageRow:
     @classmethod
     def read(cls, line: bytes) -> ImageRow:
         """Return the row of a line that `written` gave. Its file's checksum was compared before."""
-        found = json.loads(line)
-        images = tuple(ImageBytes(*image) for image in found.pop("images"))
-        learnt = tuple((start, stop) for start, stop in found.pop("learnt"))
-        return cls(images=images, learnt=learnt, **found)
+        fields = json.loads(line)
+        images = fields.pop("images")
+        learnt = fields.pop("learnt")
+        return cls(
+            images=tuple(ImageBytes(*image) for image in images),
+            learnt=tuple((start, stop) for start, stop in learnt),
+            **fields,
+        )
 
 
 def ranges_of(learnt: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
     """Return the ranges in which a mask is set."""
-    padded = np.concatenate([[False], learnt, [False]])
-    borders = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
-    return tuple(zip(borders[::2], borders[1::2], strict=True))
+    # With a token that is not learnt on either side, borders come in pairs: where a range begins, and where it ends.
+    padded = np.pad(learnt, 1)
+    changes = padded[1:] != padded[:-1]
+    borders = np.flatnonzero(changes).tolist()
+    starts = borders[::2]
+    stops = borders[1::2]
+    return tuple(zip(starts, stops, strict=True))
 
 
 @dataclass(slots=True)

@@ -209,10 +209,16 @@ def checksum_of(ids: Sequence[int] | NDArray[np.int64]) -> int:
 
 def _moved(ranges: Sequence[tuple[int, int]], replaced: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
     """Return ranges of characters where they are after the places of images were replaced by longer texts."""
-    ends = [image["span"][1] for image in replaced]
-    gained = [0, *(image["new_span"][1] - image["span"][1] for image in replaced)]
+    ends = []
+    gained = [0]
+    for image in replaced:
+        _, end = image["span"]
+        _, new_end = image["new_span"]
+        ends.append(end)
+        gained.append(int(new_end - end))
 
     def moved(character: int) -> int:
-        return character + int(gained[bisect.bisect_right(ends, character)])
+        num_before = bisect.bisect_right(ends, character)
+        return character + gained[num_before]
 
     return [(moved(start), moved(stop)) for start, stop in ranges]

@@ -327,7 +327,11 @@ class BlockFiles:
         granule = self.options.granule_bytes
         table = self._checksums_at(extent, start)
         segments, paths = self._base.segments(extent.parts, start, stop, address)
-        return self._engine.gather((address, stop - start), segments, table, granule), paths
+
+        # A part may begin at any byte of its file, so checksums are of granules of the memory, not of the file.
+        memory = (address, stop - start)
+        batch = self._engine.gather(memory, segments, table, granule)
+        return batch, paths
 
     def _checksums_at(self, extent: Extent, start: int) -> int:
         """Return the address of the checksum of the granule that starts at a byte of a block."""

@@ -296,13 +296,14 @@ def _knows_attention(setup: Setup, unit: Unit) -> bool:
 def _tile_bytes(setup: Setup, unit: Unit, tiled: frozenset[str]) -> float:
     """Return the bytes of one tile of a layer's modules that run in tiles: what they hold inside, and gradients."""
     tensors = [tensor for tensor in unit.layout.tensors if tensor.name in tiled]
-    outputs = sum(output_elements(tensor) for tensor in tensors)
+    outputs = sum(map(output_elements, tensors))
     tile_tokens = setup.config.model.tile_tokens or 0
     inside = TILE_REPEATED * outputs * tile_tokens * setup.item_bytes
 
     # Each weight has the gradient of one tile, in the compute dtype, and the sum over all tiles in fp32.
     num_elements = sum(tensor.num_elements for tensor in tensors)
-    return inside + num_elements * (4 + setup.item_bytes)
+    gradient_bytes = 4 + setup.item_bytes
+    return inside + num_elements * gradient_bytes
 
 
 # --------------------------------------------------------------- what is there beside

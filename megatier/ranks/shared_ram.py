@@ -89,7 +89,10 @@ class SharedRam:
         """See `RankCarrier`."""
         taken = received.view(self._size, -1)
         given = sent.view(self._size, -1)
-        self._move(taken, given[self._rank], list(given))
+
+        # A rank's own part is copied at once, past the buffers that the others read.
+        own = given[self._rank]
+        self._move(taken, own, list(given))
 
     def try_out(self, device: str) -> None:
         """Gather a few bytes of the GPU; see `brings_right_bytes`.

@@ -149,8 +149,11 @@ class Mlflow:
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Send the figures of a step."""
-        now = time.time_ns() // 1_000_000
-        metrics = [self._metric(name, value, now, step) for name, value in figures.items()]
+        milliseconds = time.time_ns() // 1_000_000
+        metrics = []
+        for name, value in figures.items():
+            metric = self._metric(name, value, milliseconds, step)
+            metrics.append(metric)
         self._client.log_batch(self._id, metrics=metrics)
 
     def end(self, outcome: str) -> None:

@@ -61,9 +61,13 @@ class Touching:
     def __init__(self, memory: torch.Tensor) -> None:
         """Begin with uint8 [n]."""
         # A thread touches cold memory of a virtual machine at 0.5 GB/s, so several threads do it.
-        self._workers = Workers(len(os.sched_getaffinity(0)), "megatier-arena")
-        pieces = memory.split(POPULATE_BYTES)
-        self._tasks = [self._workers.submit(partial(fill_bytes, piece, 0)) for piece in pieces]
+        num_cores = len(os.sched_getaffinity(0))
+        self._workers = Workers(num_cores, "megatier-arena")
+        self._tasks = []
+        for piece in memory.split(POPULATE_BYTES):
+            fill = partial(fill_bytes, piece, 0)
+            task = self._workers.submit(fill)
+            self._tasks.append(task)
 
     def wait(self, num_bytes: int) -> None:
         """Wait until so many bytes from the start on were touched."""

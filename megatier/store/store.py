@@ -257,7 +257,8 @@ class TieredStore(ClosedWhenDropped):
         """
         with self._copies.lock, self.tear.call:
             block, span = self._blocks.span(key, span)
-            return self._write_backs.begin(block.find(tier, span), span, wait=wait)
+            copy = block.find(tier, span)
+            return self._write_backs.begin(copy, span, wait=wait)
 
     def evict(self, key: str, tier: Tier, span: Span | None = None) -> None:
         """Drop the copy of exactly this span, if there is one.
