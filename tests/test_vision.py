@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def skip_own_loss(config: PretrainedConfig) -> None:
 
 
 def streamed(model: Path | PreTrainedModel, **options: Any) -> Streamed:
-    return megatier.stream(model, tiers=TIERS, **{"compute_dtype": "fp32", "fused_loss": False, **options})
+    return megatier.stream(model, **{"tiers": TIERS, "compute_dtype": "fp32", "fused_loss": False, **options})
 
 
 def step(model: Streamed, *batches: dict[str, Tensor]) -> list[float]:
@@ -159,12 +160,13 @@ def test_vision_in_bf16_has_nearly_the_loss_of_fp32(family: str, tmp_path: Path)
 def mixed_run(
     family: str, mount: Path, place: str, activations: Any = "keep", clip: float | None = 0.5, **options: Any
 ) -> Outcome:
-    """Five steps of two groups; all groups of the first have images, those of the others some or none."""
-    train = TrainConfig(steps=5, batch=2 * BATCH, groups=2, activations=activations, weight_decay=0.1, clip=clip)
+    """Six steps of two groups; all groups of the first have images, those of the others some or none."""
+    train = TrainConfig(steps=6, batch=2 * BATCH, groups=2, activations=activations, weight_decay=0.1, clip=clip)
     config = vision_config(family)
     with opened(config, mount, PLACES[place], train, compute_dtype="bf16", **options) as session:
         results, before = [], session.store.moved_bytes.copy()
-        for number, images in enumerate([(True, True), (False, True), (False, False), (True, False), (True, True)]):
+        kinds = [(True, True), (False, True), (False, False), (True, False), (False, False), (True, True)]
+        for number, images in enumerate(kinds):
             groups = [
                 image_batch(family, seed=2 * number + k) if has_image else text_batch(seed=2 * number + k)
                 for k, has_image in enumerate(images)
@@ -218,6 +220,32 @@ def test_step_without_images_leaves_the_vision_tower_and_its_moments_as_they_are
         assert changed(before, after) == before.keys() - of_vision(before).keys()
         step(model, image_batch("qwen2_5_vl", seed=2))
         assert changed(after, model.state_dict()) == before.keys()
+
+
+@pytest.mark.parametrize("frozen", [(), ("*vision_tower*",)])
+def test_step_without_images_does_not_load_the_tower(frozen: Sequence[str]) -> None:
+    tiers = replace(TIERS, state=("ram",))
+    with streamed(plain_model(vision_config("gemma3")), frozen=frozen, tiers=tiers) as model:
+        loaded = []
+        for batch in (image_batch("gemma3"), text_batch(), text_batch(seed=2), image_batch("gemma3", seed=2)):
+            before = model._session.store.moved_bytes.copy()
+            step(model, batch)
+            loaded.append((model._session.store.moved_bytes - before)["ram_to_gpu"])
+        seen = of_vision(model.state_dict())
+
+    # In the first step of text it is not known yet that the tower is left out. Afterwards it comes for no pass.
+    assert loaded[1] - loaded[2] >= sum(4 * tensor.numel() for tensor in seen.values())
+    assert loaded[3] > loaded[2]
+
+
+def test_evaluations_of_batches_with_and_without_images_come_in_any_order(tmp_path: Path) -> None:
+    text, image = text_batch(), image_batch("llava")
+    found = []
+    for batches in ([text, image], [image, text]):
+        train = TrainConfig(batch=BATCH)
+        with opened(vision_config("llava"), tmp_path, PLACES["ram"], train, compute_dtype="fp32") as session:
+            found += [session.engine.evaluate(batches) for _ in range(2)]
+    assert found.count(found[0]) == len(found)
 
 
 def test_block_whose_output_nobody_uses_is_not_updated_as_in_torch() -> None:

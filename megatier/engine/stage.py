@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,8 +58,13 @@ class UnitPlayer(Protocol):
     def grad_sink(self) -> GradSink:
         """Takes gradients."""
 
-    def begin(self, name: str) -> None:
-        """Start a pass, `train` or one of evaluations."""
+    def begin(self, name: str, text_groups: Collection[int] = ()) -> None:
+        """Start a pass, `train` or one of evaluations.
+
+        Args:
+            name: the name of the pass.
+            text_groups: the groups of which it is known that they have no pixels.
+        """
 
     def end(self) -> None:
         """End the pass."""

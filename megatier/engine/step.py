@@ -19,7 +19,7 @@ A loop that runs forward and backward by itself calls the parts of a step:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -30,6 +30,7 @@ from megatier.compute.compile_clock import CLOCK
 from megatier.compute.seeds import group_seed, seed_generators
 from megatier.engine.evaluation import evaluating
 from megatier.engine.head import check_calls_loss_function
+from megatier.engine.modality import evaluation_name, is_text
 from megatier.engine.stage import UnitPlayer
 from megatier.engine.trials import Trials
 from megatier.engine.unit_model import Batch, UnitModel, num_counted
@@ -143,7 +144,7 @@ class Engine:
         # Batches go up before the loads, which are long: copies run in the order in which they were enqueued.
         own = self._crew.groups_of(len(groups))
         batches = [self.model.on_device(groups[index]) for index in own]
-        self.begin_step(step, rate)
+        self.begin_step(step, rate, [number for number, batch in enumerate(batches) if is_text(batch)])
         losses = []
         for number, index in enumerate(own):
             loss = self._train_group(step, number, batches[number], divisor, shares[index])
@@ -182,15 +183,22 @@ class Engine:
             self._train_group(1, number, batch, None, 1.0)
         self.drop_step()
 
-    def begin_step(self, step: int, rate: float) -> None:
-        """Start a step, 1, 2, ..., with its learning rate, and the updates of the one before."""
+    def begin_step(self, step: int, rate: float, text_groups: Collection[int] = ()) -> None:
+        """Start a step, and the updates of the one before.
+
+        Args:
+            step: 1, 2, ...
+            rate: its learning rate.
+            text_groups: the groups of this rank of which it is known that they have no pixels. What such groups have
+                left out before is not loaded for them.
+        """
         self._step = step
         self._clocked = CLOCK.seconds
         self.model.begin_step()
 
         # Updates of the step before start in `begin`. They read the scalars that `clip` noted, not those noted here.
         self._optimizer.begin_step(step, rate)
-        self._player.begin("train")
+        self._player.begin("train", text_groups)
 
     def begin_group(self, group: int) -> None:
         """Say that the forward of a group follows, then its backward: group 0, 1, ..."""
@@ -309,7 +317,8 @@ class Engine:
                 # A gather takes all ranks. One that has no batch in the last round runs that of another, uncounted.
                 is_own = first + rank < len(counted)
                 batch, count = counted[first + rank if is_own else first]
-                with self.evaluation():
+                name = evaluation_name(*(batch for batch, _ in counted[first : first + size]))
+                with self.evaluation(name):
                     loss = on_host(self.model.loss(batch, None)).item()
                 if is_own:
                     losses.append(loss * count)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatier.engine.evaluation import evaluating
+from megatier.engine.modality import evaluation_name
 from megatier.engine.stage import UnitPlayer, learning
 from megatier.engine.unit_model import Batch, UnitModel
 from megatier.guards.documents import check_documents
@@ -49,7 +50,7 @@ class Trials:
         self._find_batched_arguments(batch)
         self._try_documents(batch)
         few = few_tokens(list(batch.values()))
-        self.try_tiles(lambda: self._model.loss(dict(zip(batch, few, strict=True)), None))
+        self.try_tiles(lambda: self._model.loss(dict(zip(batch, few, strict=True)), None), evaluation_name(batch))
 
     def _find_batched_arguments(self, batch: Batch) -> None:
         """Find out, before the first step with slices, which arguments of each module are batched."""

@@ -27,6 +27,7 @@ from transformers.utils.generic import ModelOutput
 
 from megatier.adapters.peft_methods import guard_adapters
 from megatier.engine.loss import without_logits
+from megatier.engine.modality import evaluation_name, is_text
 from megatier.errors import StreamedModelError
 from megatier.finalizer import ClosedWhenDropped
 from megatier.guards.model_methods import forward_through, guard_methods
@@ -136,20 +137,25 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
         # Not `close`, for which ranks meet. Whoever keeps the model or the optimizer keeps this too.
         self._opened.close()
 
-    @contextlib.contextmanager
-    def one_forward(self, evaluation: str = "evaluate") -> Iterator[None]:
+    def one_forward(self, evaluation: str = "evaluate") -> contextlib.AbstractContextManager[None]:
         """Run one forward inside, as a part of a step or as an evaluation. The model's own forward does so too.
 
         Args:
             evaluation: the name that all evaluations share which use the units in the same order.
         """
+        # Whatever is called in it may see pixels.
+        return self._one_forward(evaluation, is_text=False)
+
+    @contextlib.contextmanager
+    def _one_forward(self, evaluation: str, *, is_text: bool) -> Iterator[None]:
+        """Run one forward inside, of which it may be known that it sees no pixels."""
         # A trainer that opens this calls the model's forward in it, which opens it once more for the same group.
         if self._inside:
             self._check_thread()
             yield
             return
 
-        run = self._held_forward() if self._resident.is_loaded else self._run_of(evaluation)
+        run = self._held_forward() if self._resident.is_loaded else self._run_of(evaluation, is_text=is_text)
 
         # A forward that failed or was interrupted can have no backward, and its group cannot be repeated by itself.
         try:
@@ -165,11 +171,11 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
         finally:
             self._inside = 0
 
-    def _run_of(self, evaluation: str) -> contextlib.AbstractContextManager[None]:
+    def _run_of(self, evaluation: str, *, is_text: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context of one forward, as a part of a step or as an evaluation of that name."""
         self._check_open()
         if torch.is_grad_enabled():
-            return self._begin_forward()
+            return self._begin_forward(is_text=is_text)
         if self.is_in_step and self._engine.gradients.takes_aside:
             # The weights are those of the step's forwards, so it is a part of the step.
             return self._engine.aside()
@@ -213,9 +219,8 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
 
         self.try_tiles(forward, *args, **kwargs)
 
-        # With images an evaluation uses other units than without them, so each kind has an order of its own.
-        sees = sorted(name for name, value in given.items() if name.startswith("pixel_values") and value is not None)
-        with self.one_forward(" ".join(["evaluate", *sees])), naming_tokens(given, self.model):
+        one_forward = self._one_forward(evaluation_name(given), is_text=is_text(given))
+        with one_forward, naming_tokens(given, self.model):
             outputs = forward(*args, **kwargs)
             if torch.is_grad_enabled():
                 self._engine.model.check_outputs(outputs)
@@ -236,7 +241,7 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
             loss = loss.detach()
             self._step.losses.append(loss if is_sum else loss / self.accumulation_steps)
 
-    def _begin_forward(self) -> contextlib.AbstractContextManager[None]:
+    def _begin_forward(self, *, is_text: bool) -> contextlib.AbstractContextManager[None]:
         """Begin a forward with gradients, inside: a further one of the open group, or the first of a new one."""
         self._held.let_go()  # if somebody trains while a text is generated
         if self.is_in_step and self._engine.gradients.is_open:
@@ -255,7 +260,9 @@ class Streamed(ClosedWhenDropped, StreamedGeneration):
 
         # The settings that stand now count for speculative updates; `finish_step` voids those if they have changed.
         if not self.is_in_step:
-            self._engine.begin_step(self.steps + 1, self._take_settings())
+            # Of the groups that follow nothing is known yet.
+            text_groups = [0] if is_text else []
+            self._engine.begin_step(self.steps + 1, self._take_settings(), text_groups)
         self._engine.begin_group(self._step.num_groups)
         self._step.num_groups += 1
         return self._engine.model.running()

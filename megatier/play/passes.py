@@ -9,7 +9,7 @@ Threads: the thread that computes changes all of it. The watchdog looks at how f
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection, Container, Set
 from dataclasses import dataclass, field
 
 from megatier.errors import TimelineError
@@ -17,6 +17,7 @@ from megatier.schedule.order import passed_over
 from megatier.schedule.placement import Placement
 from megatier.schedule.timeline import Access, Load, Scatter, Timeline, Update, build, rest
 from megatier.store.transfer import Transfer
+from megatier.tier import Leg
 
 TRAIN = "train"
 """The pass that has a backward. Every other name is that of an evaluation."""
@@ -61,6 +62,12 @@ class Pass:
         """The loads that were submitted, by the index of the access that needs them."""
         self.left_out: set[tuple[str, int]] = set()
         """The units, with their group, that this pass did not use, though its record has them."""
+        self.text_groups: frozenset[int] = frozenset()
+        """The groups of which it is known that they have tokens alone, and no pixels."""
+        self.absent: frozenset[tuple[str, int]] = frozenset()
+        """The units, with their group, that are not loaded ahead, since groups without pixels left them out before."""
+        self.used: set[tuple[str, int]] = set()
+        """The units that compute has asked for, with their group."""
         self.sums_ahead: frozenset[int] = frozenset()
         """The accesses for whose backward the sum of the groups before comes to the GPU ahead."""
 
@@ -106,7 +113,16 @@ class Pass:
             )
 
     def expects(self, access: Access) -> bool:
-        """Return whether an access is the next one of the record. Without a record, any access is."""
+        """Return whether an access is the next one of the record. Without a record, any access is.
+
+        Raises:
+            TimelineError: its unit is not loaded, since groups like this one have left it out.
+        """
+        if self.timeline is not None and (access.unit, access.group) in self.absent:
+            raise TimelineError(
+                f"{access.unit} is used in group {access.group}, which has no pixels; groups without pixels left it "
+                "out before. Run the step again: then it is loaded for these groups too."
+            )
         done = len(self.accesses)
         return self.timeline is None or self.timeline.accesses[done : done + 1] == (access,)
 
@@ -138,8 +154,9 @@ class _Course:
     """Its order."""
     scatters: tuple[Scatter, ...]
     """The gradients that it hands over, in order, if ranks scatter them."""
-    timelines: dict[tuple[Set[str], Set[str]], Timeline] = field(default_factory=dict)
-    """Its timelines so far, the last one last, by the units that they update and those whose state is ahead."""
+    timelines: dict[tuple[Set[str], Set[str], Set[tuple[str, int]]], Timeline] = field(default_factory=dict)
+    """Its timelines so far, the last one last, by the units that they update, those whose state is ahead, and those
+    that they leave out of a group."""
 
 
 class Orders:
@@ -149,13 +166,18 @@ class Orders:
     and more memory.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, layers: Container[str] = ()) -> None:
         """Begin with no order recorded.
 
         Args:
             placement: the units' homes and slots.
+            layers: the units that are layers of the decoder, or parts of one.
         """
         self._placement = placement
+        self._layers = layers
+        self._for_pixels: set[str] = set()
+        """The units that groups without pixels have left out. Layers are not among them: one that is dropped at random
+        says nothing of the next group."""
         self._courses: dict[str, dict[str, _Course]] = {}
         """The courses of each name that are remembered, the last one last."""
         self._followed: dict[tuple[str, str], str] = {}
@@ -164,6 +186,9 @@ class Orders:
     def record(self, played: Pass) -> None:
         """Remember the order of a pass, unless it is known, and that its course came now."""
         name = played.name
+        for unit, group in played.left_out - played.used:
+            if group in played.text_groups and unit not in self._layers:
+                self._for_pixels.add(unit)
 
         # A pass may have left out what its course has at the end, so its own legs can be fewer than those of the course
         # that it was.
@@ -219,20 +244,48 @@ class Orders:
         is_remembered = followed in self._courses[name]
         return followed if is_remembered else last
 
-    def timeline(self, name: str, due: frozenset[str], ahead: frozenset[str]) -> Timeline | None:
+    def lacks(self, name: str, units: Set[str]) -> bool:
+        """Return whether the pass that is expected uses none of some of these units."""
+        course = self._courses[name][self.expected(name)]
+        return not units <= {access.unit for access in course.accesses}
+
+    def absent(self, name: str, text_groups: Collection[int]) -> frozenset[tuple[str, int]]:
+        """Return the units, each with its group, that the pass that is expected will leave out.
+
+        Args:
+            name: the name of the pass.
+            text_groups: its groups without pixels.
+        """
+        # Further forwards of a group may see other batches than its first one, of which alone the kind is known.
+        if set(self.expected(name)) - {Leg.FORWARD, Leg.BACKWARD}:
+            return frozenset()
+        return frozenset((unit, group) for unit in self._for_pixels for group in text_groups)
+
+    def forget_absent(self) -> None:
+        """Load every unit for every group again, until groups without pixels leave some of them out once more."""
+        self._for_pixels.clear()
+
+    def timeline(
+        self,
+        name: str,
+        due: frozenset[str],
+        ahead: frozenset[str],
+        absent: frozenset[tuple[str, int]] = frozenset(),
+    ) -> Timeline | None:
         """Return the timeline of the next pass, on the course that is expected; None before its order is known.
 
         Args:
             name: the name of the pass.
             due: the units that are updated in it.
             ahead: the streamed units whose state is on the GPU when it begins.
+            absent: the units, each with its group, that it leaves out.
         """
         if not self.knows(name):
             return None
 
         course = self._courses[name][self.expected(name)]
         timelines = course.timelines
-        timeline = timelines.pop((due, ahead), None)
+        timeline = timelines.pop((due, ahead, absent), None)
         if timeline is None:
             timeline = build(
                 course.accesses,
@@ -240,11 +293,12 @@ class Orders:
                 due=due,
                 ahead=ahead,
                 scatters=course.scatters,
+                absent=absent,
                 trains=name == TRAIN,
             )
 
         # As with courses: what was played last is last.
-        timelines[due, ahead] = timeline
+        timelines[due, ahead, absent] = timeline
         if len(timelines) > TIMELINES_MAX:
             oldest = next(iter(timelines))
             del timelines[oldest]
@@ -256,6 +310,9 @@ class Orders:
         Its slots are empty, and nothing is updated in what is left.
         """
         done = len(played.accesses)
+
+        # Of another course it is not known what its groups are.
+        played.absent = frozenset()
 
         # If no course is found below, the rest is recorded like a first pass, and loads come on demand.
         played.timeline = None

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from megatier.errors import TimelineError
@@ -87,7 +87,7 @@ class Player:
         by_name = {spec.name: spec for spec in units}
         self._store = store
         self._placement = placement
-        self._orders = Orders(placement)
+        self._orders = Orders(placement, {spec.name for spec in units if spec.is_layer})
         self._pass = Pass("")
         """The present pass, or the last one."""
         self._updates_due: frozenset[str] = frozenset()
@@ -178,8 +178,13 @@ class Player:
 
     # ------------------------------------------------------------------ passes
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, text_groups: Collection[int] = ()) -> None:
         """Start a pass, `train` or one of evaluations: play its timeline, or record its order the first time.
+
+        Args:
+            name: the name of the pass.
+            text_groups: the groups of which it is known that they have no pixels. What such groups have left out before
+                is not loaded for them.
 
         Raises:
             TornStateError: something was interrupted while state was changed.
@@ -194,13 +199,19 @@ class Player:
 
         # Point 2.
         self.updates.check_exchange()
-        if not self._orders.knows(name):
+        if not self._orders.knows(name) or self._orders.lacks(name, self._updates_due):
             with self.recorder.waiting(self.updates.wait_cause):
                 self.drain()
 
         # What was updated ahead of the norm, and confirmed, is not updated again.
         due = self._updates_due - self.updates.speculation.updated
-        timeline = self._orders.timeline(name, due, self.updates.ahead)
+        absent: frozenset[tuple[str, int]] = frozenset()
+
+        # Several ranks gather the weights together, and what one leaves out another may use.
+        if self._collectives is None and self._orders.knows(name):
+            self._pass.text_groups = frozenset(text_groups)
+            absent = self._pass.absent = self._orders.absent(name, text_groups)
+        timeline = self._orders.timeline(name, due, self.updates.ahead, absent)
         self._pass.timeline = timeline
         self._pass.planned = self._orders.expected(name)
 
@@ -279,6 +290,7 @@ class Player:
     def cancel(self) -> None:
         """Leave a pass half-way: loads that wait for compute are given up, updates that are due still run."""
         self.gate.abandon()
+        self._orders.forget_absent()
         if self._collectives is not None:
             self._collectives.abandon()
 

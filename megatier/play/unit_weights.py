@@ -158,6 +158,7 @@ class UnitWeights:
             self.begin_leg(Leg.BACKWARD)
         if not self._pass.expects(access):
             self.pass_over(access)
+        self._pass.used.add((unit, group))
 
         # Before the wait for the weights, so that the sum comes meanwhile.
         index = len(self._pass.accesses)
@@ -334,7 +335,8 @@ class UnitWeights:
     def pass_over(self, access: Access | None) -> None:
         """Use and leave the accesses that this pass leaves out.
 
-        They have loads and updates like any other, and later loads wait until they are over.
+        They have loads and updates like any other, unless it was known that they would be left out. Later loads wait
+        until they are over.
 
         Args:
             access: the access before which it leaves them out; None: the end of the pass.
@@ -344,6 +346,11 @@ class UnitWeights:
         """
         trained = self._blocks.placement.grad_homes.keys()
         for recorded in self._pass.leave_out(access, trained):
+            index = len(self._pass.accesses)
+            if (recorded.unit, recorded.group) in self._pass.absent and index not in self._pass.loads:
+                self._pass.accesses.append(recorded)
+                self._gate.open_to(index + 1)
+                continue
             self._take_use(recorded).leave()
 
             # Before the next one: its gather may come after the scatter of what this one leaves out.

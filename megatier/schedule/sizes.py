@@ -74,6 +74,8 @@ class UnitSpec:
     """Whether the frozen elements, if their home is NVMe, are read where they lie in the user's own files."""
     update_flops: float = 0.0
     """Floating-point operations of products of matrices in one update."""
+    is_layer: bool = False
+    """Whether it is a layer of the decoder, or a part of one."""
 
     @property
     def num_trained(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from megatier.errors import PlanError
@@ -101,7 +101,8 @@ class Timeline:
     access that needs it.
 
     1. Loads and updates stand in the order of the accesses that they serve. One that serves access k waits for accesses
-       before k, which use the slot that it fills, and for items that stand before it: a load for its unit's update.
+       before k, which use the slot that it fills, and for items that stand before it: a load for its unit's update. An
+       update that serves none stands behind them, and waits for no access.
     2. A scatter waits for its access s. It stands behind the loads that serve s and earlier accesses. It stands before
        the first load that waits for s, or that comes after such a load. So what stands before a load that serves access
        k waits for accesses before k alone.
@@ -126,6 +127,7 @@ def build(
     due: Collection[str] = (),
     ahead: Collection[str] = (),
     scatters: Sequence[Scatter] = (),
+    absent: Set[tuple[str, int]] = frozenset(),
     trains: bool = True,
 ) -> Timeline:
     """Plan one pass.
@@ -137,6 +139,7 @@ def build(
             none.
         ahead: streamed units whose state is on the GPU when the pass begins.
         scatters: the gradients that ranks scatter in the pass, as they were recorded.
+        absent: units, each with a group, that this pass leaves out. They are not loaded there. One rank alone has any.
         trains: whether another step follows, for whose updates streamed state comes to the GPU.
 
     Raises:
@@ -152,10 +155,10 @@ def build(
         if kind is Kind.WEIGHT and home is Tier.GPU and not is_shared:
             resident.add(unit)
 
-    loads = {load.access: load for load in _assign(accesses, resident, num_slots)}
-
     # What is frozen has no gradient, and no update.
     not_updated = set(due).intersection(placement.grad_homes)
+    passed = _passed(accesses, absent, not_updated.intersection(placement.streamed))
+    loads = {load.access: load for load in _assign(accesses, resident, num_slots, passed)}
     waiting_scatters = deque(scatters)
     waits_for = -1
     items: list[Item] = []
@@ -170,7 +173,7 @@ def build(
             while waiting_scatters and waiting_scatters[0].after_access <= waits_for:
                 items.append(waiting_scatters.popleft())
 
-        if unit in not_updated:
+        if unit in not_updated and index not in passed:
             # The first access alone needs the update, and all later ones come after it.
             not_updated.remove(unit)
 
@@ -196,8 +199,33 @@ def build(
 
     # The gradients of the first units, behind which no load comes.
     items += waiting_scatters
+
+    # Nothing in the pass waits for the updates of what it leaves out. Homes have the units in their order.
+    items += [Update(unit=unit) for unit, kind in placement.homes if kind is Kind.WEIGHT and unit in not_updated]
     exchanged = _with_exchanges(items, placement, ahead, comes_again=trains)
     return Timeline(tuple(accesses), exchanged)
+
+
+def _passed(accesses: Sequence[Access], absent: Set[tuple[str, int]], streamed: Set[str]) -> frozenset[int]:
+    """Return the indices of the accesses that have no load, because the pass leaves them out.
+
+    Args:
+        accesses: the recorded order.
+        absent: units that the pass leaves out, each with its group.
+        streamed: the streamed units that are updated. One that is never used has its first load all the same: AdamW
+            works in the slot that it fills.
+    """
+    used = {access.unit for access in accesses if (access.unit, access.group) not in absent}
+    without_slot = set(streamed) - used
+    passed = set[int]()
+    for index, access in enumerate(accesses):
+        if (access.unit, access.group) not in absent:
+            continue
+        if access.unit in without_slot:
+            without_slot.remove(access.unit)
+            continue
+        passed.add(index)
+    return frozenset(passed)
 
 
 def rest(accesses: Sequence[Access], done: int, placement: Placement) -> Timeline:
@@ -308,20 +336,22 @@ def _last_uses(accesses: Sequence[Access]) -> dict[tuple[str, int], int]:
     return {(access.unit, access.group): index for index, access in enumerate(accesses)}
 
 
-def _assign(accesses: Sequence[Access], resident: Container[str], num_slots: int) -> list[Load]:
+def _assign(accesses: Sequence[Access], resident: Container[str], num_slots: int, passed: Container[int]) -> list[Load]:
     """Give each access whose unit is not on the GPU already a load and a slot.
 
     Args:
         accesses: the recorded order.
         resident: units that need no slot.
         num_slots: the number of slots.
+        passed: indices of accesses that need no weights.
 
     Raises:
         PlanError: a unit must be loaded and there is no slot.
     """
     uses: dict[str, list[int]] = {}
     for index, access in enumerate(accesses):
-        uses.setdefault(access.unit, []).append(index)
+        if index not in passed:
+            uses.setdefault(access.unit, []).append(index)
 
     occupants: list[str | None] = [None] * num_slots
     last_use = [-1] * num_slots
@@ -329,7 +359,7 @@ def _assign(accesses: Sequence[Access], resident: Container[str], num_slots: int
 
     for index, access in enumerate(accesses):
         unit = access.unit
-        if unit in resident:
+        if unit in resident or index in passed:
             continue
 
         # The weights are still there from an access before.

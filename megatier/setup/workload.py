@@ -103,6 +103,7 @@ class Workload:
                 schema=u.layout.schema,
                 is_in_place=u.name in read_in_place.parts,
                 update_flops=_update_flops(u.layout, world.ranks),
+                is_layer=u.is_layer or u.experts is not None,
             )
             for u in units
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,9 @@ def test_session_steps_with_slices_learn_once(tmp_path: Path) -> None:
         passes: list[str] = []
         begin = session.player.begin
 
-        def record(name: str) -> None:
+        def record(name: str, text_groups: Collection[int] = ()) -> None:
             passes.append(name)
-            begin(name)
+            begin(name, text_groups)
 
         session.player.begin = record  # type: ignore[method-assign]
         run_steps(session, train, 3)

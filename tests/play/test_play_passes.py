@@ -70,6 +70,26 @@ def test_pass_leaves_units_out_and_notes_which() -> None:
         played.leave_out(Access("z", Phase.FORWARD, 0), UNITS)
 
 
+def test_orders_know_what_groups_without_pixels_leave_out_until_told_to_forget() -> None:
+    made = Orders(placement("abc", 2), layers={"b"})
+    made.record(played_on("FB", accesses("abccba")))
+    played = played_on("FB", accesses("abccba"))
+    played.timeline, played.planned = made.timeline("train", frozenset(), frozenset()), "FB"
+    played.text_groups = frozenset({0})
+    played.left_out |= {("a", 0), ("b", 0), ("c", 0), ("a", 1)}
+    played.used.add(("c", 0))
+    made.record(played)
+    assert made.absent("train", [0, 2]) == {("a", 0), ("a", 2)}
+    assert made.lacks("train", {"a", "z"})
+    assert not made.lacks("train", {"a", "b"})
+    made.record(played_on("FfB", accesses("abcabccba")))
+    assert made.absent("train", [0]) == frozenset(), "a further forward may see images"
+    made.record(played_on("FB", accesses("abccba")))
+    made.record(played_on("FB", accesses("abccba")))
+    made.forget_absent()
+    assert made.absent("train", [0]) == frozenset()
+
+
 def played_on(course: str, order: Sequence[Access]) -> Pass:
     played = recorded("train", order)
     played.course = course

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from from_outside import check_invariants
 from integer_runs import BROKEN, HANG_S, PLACES, STREAMED, UNITS, Run, close, fail_moves, starter, within
 from interrupts import python_locks
 from late_reads import slow_reads
-from small_timelines import planned_loads
+from small_timelines import planned_loads, planned_updates
 
 from megatier.errors import IntegrityError, TimelineError
 from megatier.play.unit_blocks import block_key
@@ -218,6 +219,48 @@ def test_units_that_a_step_leaves_out_are_not_updated_and_the_next_steps_have_th
     run.evaluate()
     run.check_state()
     assert run.store.moved_bytes - run_in_moves(run) == run.player.demanded
+
+
+@pytest.mark.parametrize(
+    ("name", "deferred", "groups", "generations"),
+    crossed(PLACES, [True, False], [1, 3], [1, 2], by=2),
+)
+def test_units_that_groups_without_pixels_leave_out_are_not_loaded_for_them(
+    start: Callable[..., Run], name: str, deferred: bool, groups: int, generations: int
+) -> None:
+    run = start(name, deferred=deferred, groups=groups, generations=generations)
+    tower = ("u0", "u1")
+    every = tuple(range(groups))
+    for text_groups in ((), every, every, (), every[:1], every[1:], (), every, every):
+        within(partial(run.train_step, left_out=tower, text_groups=text_groups))
+    timeline = run.player.timeline
+    assert timeline is not None
+
+    # The updates of the step before have run, so nothing brings the tower any more.
+    assert not {load.unit for load in planned_loads(timeline)}.intersection(tower)
+    assert not {update.unit for update in planned_updates(timeline)}.intersection(tower)
+    run.evaluate()
+    run.check_state()
+    assert run.store.moved_bytes - run_in_moves(run) == run.player.demanded
+
+
+def test_layer_that_a_group_without_pixels_leaves_out_is_loaded_for_the_next(start: Callable[..., Run]) -> None:
+    units = [replace(unit, is_layer=unit.name == "u1") for unit in UNITS]
+    run = start("ram", units)
+    for left_out in ((), ("u0", "u1"), ("u0",)):
+        within(partial(run.train_step, left_out=left_out, text_groups=[0]))
+    run.check_state()
+
+
+def test_unit_that_is_used_without_pixels_after_all_is_refused_once(start: Callable[..., Run]) -> None:
+    run = start("nvme")
+    for left_out in ((), ("u0",), ("u0",)):
+        within(partial(run.train_step, left_out=left_out, text_groups=[0]))
+    with pytest.raises(TimelineError, match="u0 is used in group 0, which has no pixels"):
+        run.train_step(text_groups=[0])
+    run.player.cancel()
+    within(partial(run.train_step, text_groups=[0]))
+    run.check_state()
 
 
 def test_unit_used_in_a_forward_but_not_in_its_backward_is_refused(start: Callable[..., Run]) -> None:

@@ -12,6 +12,7 @@ from small_timelines import accesses, placement, planned_loads, planned_updates
 
 from megatier.errors import PlanError
 from megatier.schedule.timeline import Exchange, Load, Timeline, Update, build, drain_items
+from megatier.tier import Tier
 
 
 def fewest_loads(order: str, num_slots: int) -> int:
@@ -80,6 +81,26 @@ def test_units_at_home_on_the_gpu_are_never_loaded() -> None:
     assert [(load.unit, load.access) for load in planned_loads(timeline)] == [("b", 1)]
     everything = build(accesses("abcabc"), placement("abc", 0, gpu="abc"), due="abc")
     assert not planned_loads(everything)
+
+
+def test_units_that_are_absent_are_updated_last_and_not_loaded() -> None:
+    timeline = build(accesses("abcab"), placement("abc", 2), due="abc", absent={("a", 0), ("c", 0)})
+    assert [(update.unit, update.access, update.after_access) for update in planned_updates(timeline)] == [
+        ("b", 1, -1),
+        ("a", -1, -1),
+        ("c", -1, -1),
+    ]
+    assert not planned_loads(timeline), "b comes with its update, and stays"
+    assert timeline.accesses == tuple(accesses("abcab"))
+
+
+def test_streamed_unit_that_is_absent_is_updated_by_its_first_load() -> None:
+    streamed = replace(placement("abc", 2, grads=Tier.GPU), streamed=("a",))
+    timeline = build(accesses("abcab"), streamed, due="a", absent={("a", 0)})
+    loads = [(load.unit, load.access, load.updates) for load in planned_loads(timeline)]
+    assert loads == [("a", 0, True), ("b", 1, False), ("c", 2, False)]
+    again = build(accesses("abcab"), streamed, absent={("a", 0)})
+    assert [load.unit for load in planned_loads(again)] == ["b", "c"]
 
 
 def test_load_without_a_slot_is_refused() -> None:

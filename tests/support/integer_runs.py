@@ -53,9 +53,15 @@ class Model:
         """It depends on the weights, so that stale ones show."""
         return 3 * self.planes[unit, Kind.WEIGHT].to(torch.int32) % 1000 + group
 
-    def update(self, factor: int = 1, left_out: Collection[str] = ()) -> None:
-        for unit in (unit for unit in self.units if unit.name not in left_out):
-            total = sum((self.grad(unit.name, group) for group in range(self.policy.groups)), torch.tensor(0))
+    def update(self, factor: int = 1, left_out: Collection[str] = (), where: Collection[int] | None = None) -> None:
+        """Apply the gradients of all groups, but for those of what was left out of some groups (None: of all)."""
+        for unit in self.units:
+            groups = list(range(self.policy.groups))
+            if unit.name in left_out:
+                groups = [] if where is None else [group for group in groups if group not in where]
+            if not groups:
+                continue
+            total = sum((self.grad(unit.name, group) for group in groups), torch.tensor(0))
             apply({kind: self.planes[unit.name, kind] for kind in unit.kinds}, factor * total)
 
 
@@ -127,6 +133,7 @@ class Run:
         self.blocks = self.player.blocks
         self.speculation = self.player.updates.speculation
         self.store = store
+        self.shipped: Counter[str] = Counter()
         for unit in units:
             for elements in self.blocks.chunks(unit.name):
                 with self.blocks.open_state(unit.name, elements, unit.kinds, fresh=unit.kinds) as state:
@@ -141,13 +148,21 @@ class Run:
         expected = self.model.planes[unit, Kind.WEIGHT]
         assert torch.equal(use.bytes.view(expected.dtype), expected), f"stale weights of {unit} in {phase}"
         if phase is Phase.BACKWARD:
-            self.fill_grad(unit, group)
+            self.catch_up(unit, group)
+            self.fill_grad(unit, group, self.model.grad(unit, group))
         use.leave()
         if phase is Phase.BACKWARD:
             self.player.grad_sink.ship_grad(unit, group=group)
 
-    def fill_grad(self, unit: str, group: int) -> None:
-        grad, buffer = self.model.grad(unit, group), self.player.grad_sink.take_grad(unit)
+    def catch_up(self, unit: str, group: int) -> None:
+        """Hand over zeros for the groups before this one that left the unit out, as the engine does."""
+        for missing in range(self.shipped[unit], group):
+            self.fill_grad(unit, missing, torch.zeros_like(self.model.grad(unit, missing)))
+            self.player.grad_sink.ship_grad(unit, group=missing)
+        self.shipped[unit] = group + 1
+
+    def fill_grad(self, unit: str, group: int, grad: Tensor) -> None:
+        buffer = self.player.grad_sink.take_grad(unit)
         last, sums = group == self.policy.groups - 1, self.player.grad_sink.sums_here(unit)
         if self.policy.groups > 1:
             total = grad + buffer.view(torch.int32)[: grad.numel()] if group and sums else grad
@@ -173,11 +188,23 @@ class Run:
         self.player.drain()
         return self.store.moved_bytes - before
 
-    def train_step(self, *, clipped: bool = False, skipped: bool = False, left_out: Collection[str] = ()) -> None:
-        self.player.begin("train")
-        for access in self.order():
-            if access[0] not in left_out:
-                self.use(*access)
+    def train_step(
+        self,
+        *,
+        clipped: bool = False,
+        skipped: bool = False,
+        left_out: Collection[str] = (),
+        text_groups: Collection[int] | None = None,
+    ) -> None:
+        """Run a step that leaves units out of its groups without pixels, or of all groups if none of them is known."""
+        self.player.begin("train", text_groups or ())
+        self.shipped.clear()
+        for unit, phase, group in self.order():
+            is_text = text_groups is None or group in text_groups
+            if not (unit in left_out and is_text):
+                self.use(unit, phase, group)
+        for unit in self.shipped:
+            self.catch_up(unit, self.policy.groups)
         self.player.end()
         self.player.drain_gradients()
         if skipped:
@@ -186,7 +213,7 @@ class Run:
         self.adder.factor = 2 if clipped else 1
         if self.policy.deferred:
             self.player.defer_updates(clipped=clipped)
-        self.model.update(self.adder.factor, left_out)
+        self.model.update(self.adder.factor, left_out, text_groups)
 
     def evaluate(self) -> None:
         self.player.drain()
