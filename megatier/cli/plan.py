@@ -193,7 +193,7 @@ def _planned(
 
     # The kernel depends on how long sequences are.
     loaded, _ = with_kernel(fit_positions(loaded, given, model_config), model_config, machine)
-    setup = settled(Setup.of(loaded, skeleton_of(loaded.model, model_config), machine))
+    setup = settled(Setup.of(loaded, skeleton_of(loaded.model, model_config), machine)).with_tower()
 
     # `megatier train` chooses settings only on a machine that was measured, and so does a plan of its run.
     chosen: Mapping[str, Any] = {}

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from megatier.compute.compile_clock import CLOCK
+from megatier.compute.modality import evaluation_name, is_text
 from megatier.compute.seeds import group_seed, seed_generators
 from megatier.engine.evaluation import evaluating
 from megatier.engine.head import check_calls_loss_function
-from megatier.engine.modality import evaluation_name, is_text
 from megatier.engine.stage import UnitPlayer
 from megatier.engine.trials import Trials
 from megatier.engine.unit_model import Batch, UnitModel, num_counted

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatier.compute.modality import evaluation_name
 from megatier.engine.evaluation import evaluating
-from megatier.engine.modality import evaluation_name
 from megatier.engine.stage import UnitPlayer, learning
 from megatier.engine.unit_model import Batch, UnitModel
 from megatier.guards.documents import check_documents

@@ -26,8 +26,8 @@ import torch
 from transformers.utils.generic import ModelOutput
 
 from megatier.adapters.peft_methods import guard_adapters
+from megatier.compute.modality import evaluation_name, is_text
 from megatier.engine.loss import without_logits
-from megatier.engine.modality import evaluation_name, is_text
 from megatier.errors import StreamedModelError
 from megatier.finalizer import ClosedWhenDropped
 from megatier.guards.model_methods import forward_through, guard_methods

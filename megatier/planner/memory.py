@@ -13,6 +13,7 @@ its attention, of which the larger one counts. Sizes are in these letters:
 | all | driver and libraries | 1 GB | `CONTEXT_BYTES` |
 | all | what layers save | the second table | |
 | all | offloaded inputs and attention on their way | those of 2 layers each | `INPUTS_PASSING`, `ATTENTION_PASSING` |
+| all | vision towers (`planner.tower_bytes`), and the pixels of all groups | as measured on shapes | |
 | all | mask of documents kept apart (none with flex) | 1 byte for each pair of tokens | |
 | all | copies of weights lent to the whole forward | gradient dtype | |
 | all | a quantised matrix that is decoded | compute dtype, and pieces in fp32 | `DECODED_BYTES` |
@@ -62,6 +63,7 @@ from megatier.compute.quantised_linear import DECODED_ELEMENTS
 from megatier.models.decoder import Unit
 from megatier.optim.muon import matrices_of
 from megatier.planner.layer_sizes import LayerSizes, in_tiles, is_of_layer, layer_sizes, output_elements
+from megatier.planner.tower_bytes import pixel_bytes, tower_bytes
 from megatier.schedule.slots import MATRICES_CARRIED
 from megatier.setup.attention_rule import FLEX
 from megatier.setup.setup import Setup
@@ -148,7 +150,8 @@ def activation_bytes(setup: Setup) -> ActivationBytes:
         if unit.name in sizes and has_backward:
             saving[unit.name] = _saved(setup, unit, sizes[unit.name])
             num_attentions += _saves_attention_beside(setup, unit)
-    saved = sum(saving.values()) * boundary_bytes + _attention_bytes(setup) * num_attentions
+    tower = tower_bytes(setup)
+    saved = sum(saving.values()) * boundary_bytes + _attention_bytes(setup) * num_attentions + tower.saved
 
     # One layer at a time computes again what it did not save, so the largest one decides.
     in_units = 0.0
@@ -173,6 +176,7 @@ def activation_bytes(setup: Setup) -> ActivationBytes:
     in_units += (setup.item_bytes * mask) / slices
     in_units += 2 * boundary_bytes if slices > 1 else 0
     beside = mask + _passing_bytes(setup, boundary_bytes) + _weight_bytes(setup)
+    beside += pixel_bytes(setup).get(Tier.GPU, 0)
 
     # The head's sum stays until the backward of an embedding that is tied to it, which comes last.
     logits, head_sum = _loss_bytes(setup)
@@ -180,7 +184,8 @@ def activation_bytes(setup: Setup) -> ActivationBytes:
     return ActivationBytes(
         saved=saved,
         at_loss=saved + logits + head_sum + BOUNDARIES_AT_LOSS * boundary_bytes + beside,
-        in_backward=saved + in_units + (head_sum if is_tied else 0) + beside,
+        # When the tower's turn comes, what the layers saved is gone.
+        in_backward=max(saved + in_units, tower.saved + tower.in_unit) + (head_sum if is_tied else 0) + beside,
     )
 
 

@@ -19,6 +19,7 @@ from megatier.planner.changes import Change, changes_that_help, hidden_at
 from megatier.planner.compile_time import compile_seconds
 from megatier.planner.memory import ActivationBytes, mask_bytes
 from megatier.planner.shortage import with_ways
+from megatier.planner.tower_bytes import TowerBytes, pixel_bytes, tower_bytes
 from megatier.planner.trial import Trial, with_parts
 from megatier.schedule.moves import Moves, by_queue
 from megatier.schedule.placement import Placement, all_short, place
@@ -70,6 +71,14 @@ class Plan:
     """Bytes of gradients that a step writes to NVMe and reads again, because RAM is too short for them."""
     activations: ActivationBytes
     """Estimated GPU memory in addition to the budget."""
+    tower_bytes: TowerBytes
+    """Bytes of it that vision towers take."""
+    pixel_bytes: Mapping[Tier, int]
+    """Bytes of pixels outside of all budgets, by tier; those on the GPU are a part of `activations`."""
+    images: float
+    """Images of a step, on the mean."""
+    images_missing: str
+    """Why nothing is known of images; empty: it is, or the run reads none."""
     mask_bytes: int
     """Bytes of it that are the mask which keeps documents apart."""
     forecast: Forecast
@@ -142,6 +151,9 @@ class Plan:
             "in_place_bytes": self.in_place_bytes,
             "spilled_gradient_bytes": self.spilled_gradient_bytes,
             "activation_bytes": dataclasses.asdict(self.activations) | {"peak": self.activations.peak},
+            "tower_bytes": dataclasses.asdict(self.tower_bytes),
+            "pixel_bytes": {str(tier): size for tier, size in self.pixel_bytes.items()},
+            "images_per_step": self.images,
             "mask_bytes": self.mask_bytes,
             "homes": {f"{unit} {kind}": str(tier) for (unit, kind), tier in self.placement.homes.items()},
             "streamed": list(self.placement.streamed),
@@ -229,6 +241,10 @@ def make_plan(setup: Setup) -> Plan:
         in_place_bytes=_in_place_bytes(work, placement),
         spilled_gradient_bytes=_spilled_gradient_bytes(work, placement),
         activations=trial.activations,
+        tower_bytes=tower_bytes(setup),
+        pixel_bytes=pixel_bytes(setup),
+        images=setup.tower.mean_images * config.train.batch,
+        images_missing=setup.tower.missing,
         mask_bytes=mask_bytes(setup),
         forecast=made,
         seconds_range=trial.seconds_range(placement, made),

@@ -24,6 +24,7 @@ from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.planner.layer_sizes import in_tiles, is_of_layer
 from megatier.planner.memory import keeps_attention
+from megatier.planner.tower_bytes import tower_flops
 from megatier.schedule.rates import Rates
 from megatier.setup.attention_rule import BACKWARD, FLEX, efficiency
 from megatier.setup.setup import Setup
@@ -56,6 +57,8 @@ def unit_seconds(setup: Setup, head: str, rates: Rates) -> ComputeSeconds:
             forward, backward = compute.of_layer(unit)
         elif head in unit.module_names:
             forward, backward = compute.of_head(unit)
+        elif tower_flops(setup, unit):
+            forward, backward = compute.of_tower(unit)
         else:
             # Embeddings look up rows, and norms have no matrix.
             continue
@@ -113,6 +116,16 @@ class _UnitSeconds:
         # The modules of a unit share its FLOPs.
         num_uses = len(unit.module_names)
         return (forward + attention[Phase.FORWARD]) / num_uses, backward / num_uses
+
+    def of_tower(self, unit: Unit) -> tuple[float, float]:
+        """Return the seconds of forward and backward of a unit of a vision tower."""
+        forward = tower_flops(self._setup, unit) / self._flops_per_s
+        repeated, _ = self._repeated_shares(unit)
+
+        # A frozen one hands the gradient of its input on. If nothing before it is trained, no backward comes to it.
+        products = 2 if unit.layout.num_trained else 1
+        num_uses = len(unit.module_names)
+        return forward / num_uses, forward * (products + repeated) / num_uses
 
     def of_head(self, unit: Unit) -> tuple[float, float]:
         """Return the seconds of forward and backward of the head, with the loss."""

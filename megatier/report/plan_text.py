@@ -91,6 +91,7 @@ def sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
     yield from _compiling(plan)
     peak = mib(round(plan.activations.peak))
     yield f"In addition to tiers.gpu the GPU holds about {peak} of activations, loss and libraries."
+    yield from _images(plan)
     if plan.mask_bytes:
         yield (
             f"Of that {mib(plan.mask_bytes)} and more are the mask that keeps documents apart, and what it masks is "
@@ -123,6 +124,20 @@ def sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
     if steps is not None:
         seconds = format_seconds(plan.forecast.seconds * steps)
         yield f"The {steps:,} steps of the run take {seconds}, in addition to its start, compiling and its saves."
+
+
+def _images(plan: Plan) -> Iterator[str]:
+    """Yield sentences about what images take."""
+    if plan.images_missing:
+        yield f"Images are not counted: {plan.images_missing}"
+    if not plan.pixel_bytes:
+        return
+    tower = mib(plan.tower_bytes.saved)
+    pixels, ahead = (mib(plan.pixel_bytes[tier]) for tier in (Tier.GPU, Tier.RAM))
+    yield (
+        f"Of that {tower} are what vision towers save, and {pixels} pixels. RAM holds {ahead} of pixels outside of "
+        f"tiers.ram. A step has {plan.images:,.3g} images, if all conversations are like the first ones."
+    )
 
 
 def _compiling(plan: Plan) -> Iterator[str]:

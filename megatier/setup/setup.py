@@ -7,19 +7,21 @@ the parts that it is made of, once for a run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from transformers import PreTrainedModel
 
 from megatier.config.schema import RunConfig
-from megatier.errors import PlanError, UnsupportedModelError
+from megatier.data.image_sample import sample_images
+from megatier.errors import DataError, PlanError, UnsupportedModelError
 from megatier.models.decoder import Unit
 from megatier.models.expert_units import cut_units, max_expert_parts
 from megatier.ranks.ranks import Ranks, check_groups
 from megatier.schedule.sizes import Budgets
 from megatier.schedule.slots import GPU_SLOTS
 from megatier.setup.machine import Machine, compiles
+from megatier.setup.tower import Tower
 from megatier.setup.workload import COMPUTE_DTYPES, Workload
 
 OF_SKELETON = ("path", "config", "frozen", "lora", "attention")
@@ -42,6 +44,8 @@ class Setup:
     """All units of the model, without their schemas."""
     work: Workload
     """How large everything is."""
+    tower: Tower = field(default_factory=Tower)
+    """What images take, once `with_tower` has looked."""
 
     @classmethod
     def of(cls, config: RunConfig, model: PreTrainedModel, machine: Machine) -> Self:
@@ -107,6 +111,22 @@ class Setup:
             units=units,
             work=Workload.of(config, self.model, units, self.machine.world),
         )
+
+    def with_tower(self) -> Self:
+        """Return the same run with what its images take, for plans. This reads the first conversations of its files.
+
+        A plan needs neither the data nor its processor. So if they are missing, the tower says why nothing is known.
+        """
+        config = self.config
+        if not config.data.images:
+            return self
+        try:
+            sample = sample_images(config)
+            dtype = COMPUTE_DTYPES[config.model.compute_dtype]
+            tower = Tower() if sample is None else Tower.of(self.model, self.units, sample, dtype)
+        except (DataError, UnsupportedModelError) as error:
+            tower = Tower(missing=str(error))
+        return replace(self, tower=tower)
 
     def _budgets_with(self, config: RunConfig) -> Budgets:
         """Return the budgets with those that another config sets."""

@@ -108,6 +108,7 @@ def plan_choices(setup: Setup, given: frozenset[str], console: Console) -> tuple
             say(console, f"`{command}` would measure this machine and let the planner choose what is not given")
         return config, None
 
+    setup = setup.with_tower()
     try:
         choice = search(setup, given)
     except PlanError as error:

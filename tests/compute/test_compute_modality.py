@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_vision import VISION_FAMILIES, image_batch, text_batch
 
-from megatier.engine.modality import evaluation_name, is_text
+from megatier.compute.modality import evaluation_name, is_text
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
+from torch import Tensor
 
 PIXELS = "pixel_values"
 """Begins the names of all that transformers' models take as pixels, of images and of videos."""
+
+
+def is_pixels(name: str, tensor: Tensor) -> bool:
+    """Return whether an argument of a model's forward is what a tower could take: numbers that are not whole."""
+    return name.startswith(PIXELS) or tensor.is_floating_point() or tensor.is_complex()
 
 
 def is_text(batch: Mapping[str, object]) -> bool:
@@ -17,14 +22,22 @@ def is_text(batch: Mapping[str, object]) -> bool:
         batch: the arguments of a model's forward, by name.
     """
     for name, value in batch.items():
-        # What a tower takes is a tensor of numbers that are not whole, or something with tensors in it.
-        if torch.is_tensor(value):
-            is_plain = not (value.is_floating_point() or value.is_complex() or name.startswith(PIXELS))
-        else:
-            is_plain = value is None or isinstance(value, bool | int | float | str)
-        if not is_plain:
+        # Anything but a tensor and a plain value may have tensors in it.
+        if isinstance(value, Tensor):
+            if is_pixels(name, value):
+                return False
+        elif not (value is None or isinstance(value, bool | int | float | str)):
             return False
     return True
+
+
+def num_images(batch: Mapping[str, Tensor]) -> int:
+    """Return the number of images, and of pieces of images, that a processor has put into a batch."""
+    # Of models whose images have any number of patches, a row of the grid describes an image.
+    if "image_grid_thw" in batch:
+        return len(batch["image_grid_thw"])
+    pixels = batch.get(PIXELS)
+    return 0 if pixels is None else len(pixels)
 
 
 def evaluation_name(*batches: Mapping[str, object]) -> str:

@@ -1,0 +1,82 @@
+"""Estimates the memory that images take in a step: pixels, and what vision towers save until their backward.
+
+The tower was measured on shapes, with the conversation that has most pixels among the first ones (`setup.tower`). Each
+row of a group counts as that one, so a plan has room for a group of the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatier.data.image_chats import STEPS_AHEAD
+from megatier.models.decoder import Unit
+from megatier.planner.layer_sizes import is_of_layer
+from megatier.setup.setup import Setup
+from megatier.setup.tower import union
+from megatier.setup.workload import without_input_gradient
+from megatier.tier import Tier
+
+GRADIENTS = 2
+"""Gradients of the largest input in the backward of a unit of the tower: those of its output and of its input."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerBytes:
+    """Bytes of a group on the GPU, but for pixels."""
+
+    saved: int = 0
+    """What the units outside of layers save from the forward to their backward."""
+    in_unit: int = 0
+    """The most that the backward of one of them makes besides."""
+
+
+def tower_bytes(setup: Setup) -> TowerBytes:
+    """Return the bytes that images take of activations; none if the run reads no images, or nothing is known of them.
+
+    A unit that keeps its graph saves what autograd does, and any other its inputs, from which it computes the rest
+    again. Compiled ones save less.
+    """
+    tower = setup.tower
+    lower = without_input_gradient(setup.work.units)
+    saved = [tower.beside]
+    in_unit = 0
+    for unit in setup.work.units:
+        found = tower.units.get(unit.name)
+        if found is None or not _has_backward(unit, lower):
+            continue
+        keeps = setup.work.activations[unit.name].keeps_graph
+        saved.append(found.saved if keeps else found.inputs)
+        again = 0 if keeps else union([found.saved])
+        made = again + GRADIENTS * max(found.inputs.values(), default=0)
+        weights = setup.item_bytes * unit.layout.num_trained
+        in_unit = max(in_unit, setup.work.rows * made + weights)
+    return TowerBytes(saved=setup.work.rows * union(saved), in_unit=in_unit)
+
+
+def pixel_bytes(setup: Setup) -> dict[Tier, int]:
+    """Return the bytes of pixels that are outside of all budgets, by tier; none without images.
+
+    All groups of a rank go to its GPU before the step. RAM has those of the step, and of the steps that are made ahead.
+    """
+    group = setup.work.rows * setup.tower.pixel_bytes
+    if not group:
+        return {}
+    steps = STEPS_AHEAD + 1
+    return {
+        Tier.GPU: group * setup.work.policy.groups,
+        Tier.RAM: round(steps * setup.config.train.batch * setup.tower.pixel_bytes * setup.tower.mean_share),
+    }
+
+
+def tower_flops(setup: Setup, unit: Unit) -> float:
+    """Return the FLOPs of products in which a group's images go through a unit that is no layer."""
+    found = setup.tower.units.get(unit.name)
+    if found is None or is_of_layer(unit):
+        return 0.0
+    return found.flops * setup.work.rows * setup.tower.mean_share
+
+
+def _has_backward(unit: Unit, lower: Collection[str]) -> bool:
+    """Return whether a unit is trained, or lies behind one that is."""
+    return unit.layout.num_trained > 0 or unit.name not in lower

@@ -1,0 +1,98 @@
+"""Memory and time of images in plans: pixels, vision towers, and what is said where nothing is known of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from image_runs import COUNTS, run_command
+from tiny_processors import families
+
+from megatier.cli import main
+
+pytest.importorskip("PIL")
+
+MACHINE = Path(__file__).parents[2] / "examples" / "machines" / "h200.yaml"
+BAD = (1, 1)
+KEEP = {"train.activations": "keep", "model.compile": False}
+
+
+def planned(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    settings: Mapping[str, Any] | None = None,
+    family: str = "gemma3",
+    counts: Sequence[int] = COUNTS,
+) -> dict[str, Any]:
+    """The plan of a run on conversations with so many images."""
+    folder.mkdir(exist_ok=True)
+    (folder / "run.yaml").write_text("{}")
+    words = run_command(folder, family, settings or KEEP, counts)[1:]
+    capsys.readouterr()
+    assert main(["plan", str(folder / "run.yaml"), *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("family", families())
+def test_plan_counts_pixels_tower_and_images(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_images = planned(tmp_path / "images", capsys, family=family)
+    without = planned(tmp_path / "text", capsys, family=family, counts=(0,) * 6)
+    tower = with_images["tower_bytes"]["saved"]
+    pixels = with_images["pixel_bytes"]["gpu"]
+    assert min(tower, pixels, with_images["pixel_bytes"]["ram"]) > 0
+    assert without["tower_bytes"] == {"saved": 0, "in_unit": 0}
+    assert without["pixel_bytes"] == {}
+
+    # Six conversations have seven images.
+    assert with_images["images_per_step"] == pytest.approx(2 * 7 / 6)
+    more = {
+        name: with_images["activation_bytes"][name] - without["activation_bytes"][name]
+        for name in ("saved", "at_loss", "in_backward")
+    }
+    assert more["saved"] == pytest.approx(tower)
+    assert more["at_loss"] == more["in_backward"] == pytest.approx(tower + pixels)
+    assert with_images["seconds"] > without["seconds"]
+
+
+def test_plan_of_a_tower_that_computes_again_saves_its_inputs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = planned(tmp_path, capsys)["tower_bytes"]
+    again = planned(tmp_path, capsys, {**KEEP, "train.activations": "recompute"})["tower_bytes"]
+    assert again["saved"] < kept["saved"] / 3
+    assert again["in_unit"] > kept["in_unit"]
+
+
+def test_plan_of_a_frozen_tower_saves_nothing_below_its_projector(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = planned(tmp_path, capsys)
+    frozen = planned(tmp_path, capsys, {**KEEP, "model.frozen": "*vision_tower*"})
+    assert 0 < frozen["tower_bytes"]["saved"] < whole["tower_bytes"]["saved"] / 4
+    assert frozen["seconds"] < whole["seconds"]
+
+
+def test_plan_says_why_nothing_is_known_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(tmp_path, capsys)
+    words = run_command(tmp_path, "gemma3", KEEP)[1:]
+    words = ["--data.files=/nowhere/chats.jsonl" if word.startswith("--data.files") else word for word in words]
+    assert main(["plan", str(tmp_path / "run.yaml"), "--machine", str(MACHINE), *words]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Images are not counted: data.files: /nowhere/chats.jsonl matches no file or folder" in said
+    words = run_command(tmp_path, "gemma3", KEEP, BAD)[1:]
+    for path in (tmp_path / "data").glob("*.png"):
+        path.write_bytes(b"a cat")
+    assert main(["plan", str(tmp_path / "run.yaml"), *words]) == 0
+    assert "an image cannot be decoded" in " ".join(capsys.readouterr().out.split())
+
+
+def test_plan_tells_what_images_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(tmp_path, capsys)
+    assert main(["plan", str(tmp_path / "run.yaml"), *run_command(tmp_path, "gemma3", KEEP)[1:]]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "are what vision towers save" in said
+    assert "A step has 2.33 images" in said
