@@ -54,7 +54,8 @@ def opened(
     **more: Any,
 ) -> Streamed:
     """A tiny model whose weights have room on the GPU if training lends its memory."""
-    limits = {"gpu_limit": 4 << 20, **BUDGETS[place]} | more
+    # On a GPU the driver alone takes more than such a limit.
+    limits = {"gpu_limit": None if device == "cuda" else 4 << 20, **BUDGETS[place]} | more
     tiers = replace(TIERS, device=device, nvme=(f"{mount}:16MiB",), **limits)
     model = plain_model(exactness_config("tied")).eval()
     options = {**OPTIONS, "compute_dtype": dtype, "accumulation_steps": groups, "frozen": frozen}

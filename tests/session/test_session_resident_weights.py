@@ -12,20 +12,33 @@ import pytest
 import torch
 from crossed import some
 from streamed_loops import VOCAB, on_device, same, streamed_on, train_config
-from test_session_held import ALL, NONE, SOME, AtToken, check_nothing_is_held, generate, step
+from test_session_held import ALL, NONE, SOME, AtToken, check_nothing_is_held, generate, memory_of_the_arena, step
 from tiny_runs import random_groups
 
 from megatier.config.lora import LoraConfig
 from megatier.errors import CapacityError, StreamedModelError
 from megatier.integrations.streamed import Streamed
+from megatier.session.held import HeldWeights
+from megatier.session.resident_weights import ResidentWeights
 from megatier.session.session import Session
+from megatier.tier import Tier
 
 STREAMS, BESIDE, LENT = "streams", "beside", "lent"
 """The weights stream, are held beside the memory of training, or in it."""
 
 
+def free_beside_the_arena(resident: ResidentWeights) -> int:
+    """What is free of the arena and the room beside it, as a CPU counts it."""
+    usage = resident._store.usage(Tier.GPU)
+    arena = sum(usage.values()) - usage["budget"]
+    return (resident._limit_bytes or arena) - (0 if resident._store.loan.is_lent else arena)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def where(request: pytest.FixtureRequest) -> dict[str, Any]:
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of `streamed_on` for a CPU and for a GPU, whose memory is counted as a CPU's."""
+    monkeypatch.setattr(HeldWeights, "_memory", memory_of_the_arena)
+    monkeypatch.setattr(ResidentWeights, "_free_bytes", free_beside_the_arena)
     return {"device": request.param, "compile": False, "fused_loss": False}
 
 
