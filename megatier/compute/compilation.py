@@ -33,7 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from megatier.compute.attention_kernels import FLEX, allowed_kernels, is_attention
 from megatier.compute.compile_clock import CLOCK
-from megatier.compute.fp8 import find_quantized_weights
+from megatier.compute.fp8 import find_quantized_weights, find_scales
 from megatier.compute.open_shapes import Rule, install, open_up, planning, tensors_in
 
 P = ParamSpec("P")
@@ -154,19 +154,21 @@ class Marking(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Mark its nodes. The compiler then cuts the graph so that the backward does not repeat them.
 
-        FP8 weights are marked as what the backward makes again.
+        Scales of FP8 inputs are marked as well, and FP8 weights as what the backward makes again.
         """
         for node in graph.nodes:
             is_marked = node.target is FLEX or (not self.flex_alone and is_attention(node.target))
             if is_marked:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for node in find_scales(graph):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         # Otherwise the compiler would save them for the backward, as they are half as large as what they are made of.
         for node in find_quantized_weights(graph):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
     def uuid(self) -> str:
         """Return the name under which torch stores what it has compiled so."""
-        return f"megatier attention {self.flex_alone}"
+        return f"megatier attention {self.flex_alone}, scales"
 
 
 class Compiled(Generic[P, R]):

@@ -177,13 +177,16 @@ _multiply_codes: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compiler.all
 
 def quantize_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize a matrix or a stack to FP8. Return it with its fp32 scales, one for each row."""
-    scale = amax_to_scale(tensor.abs().amax(-1, keepdim=True))
+    # The largest number has to be fp32. A compiler takes it from numbers that it has not rounded yet; were it bf16, the
+    # kernel that quantizes would know it before it is rounded, and the one that applies the scale after that. The two
+    # scales would differ by a factor of 2 where rounding passes from one power of two to the next.
+    scale = amax_to_scale(tensor.float().abs().amax(-1, keepdim=True))
     return quantize(tensor, scale), scale
 
 
 def amax_to_scale(amax: Tensor) -> Tensor:
-    """Return the least powers of two, in fp32, by which the largest numbers fit into FP8, or twice these."""
-    bounded = (amax.float() * (2 / torch.finfo(FP8_DTYPE).max)).clamp(min=SCALE_MIN)
+    """Return the least powers of two by which the largest numbers, in fp32, fit into FP8, or twice these."""
+    bounded = (amax * (2 / torch.finfo(FP8_DTYPE).max)).clamp(min=SCALE_MIN)
     # Without its mantissa a number is a power of two.
     return (bounded.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
 
@@ -287,6 +290,40 @@ def find_quantized_weights(graph: Graph) -> list[Node]:
         if _is_fp8(node) and only[node] and not any(map(_is_fp8, node.all_input_nodes)):
             found.append(node)
     return found
+
+
+def find_scales(graph: Graph) -> list[Node]:
+    """Return the nodes of a graph of forward and backward that give the largest numbers of rows of its inputs.
+
+    The forward has to save them. If the backward took them again, from an input that was rounded meanwhile, they might
+    not be those by which the saved FP8 numbers were quantized.
+    """
+    forward = set[Node]()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and node.name.startswith("tangents")
+        if not is_tangent and forward.issuperset(node.all_input_nodes):
+            forward.add(node)
+
+    # From the product that becomes FP8 numbers back along what has one number a row, which is their scale.
+    found = []
+    seen: set[Node] = set()
+    waiting = [source for node in forward if _is_fp8(node) for source in node.all_input_nodes]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source in seen or not _has_one_column(source):
+                continue
+            seen.add(source)
+            if source.target is torch.ops.aten.amax.default:
+                found.append(source)
+            else:
+                waiting.append(source)
+    return found
+
+
+def _has_one_column(node: Node) -> bool:
+    """Return whether a node of a graph gives one number for each row of something."""
+    value = node.meta.get("val")
+    return torch.is_tensor(value) and value.dim() > 1 and value.shape[-1] == 1
 
 
 def _is_fp8(node: Node) -> bool:

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.compilers import nop
+from torch._functorch.partitioners import default_partition
+from torch.fx import GraphModule
 from torch.nn.functional import cosine_similarity, linear
 
 from megatier.compute import fp8
@@ -163,6 +167,56 @@ def test_fp8_layer_under_autocast_takes_inputs_of_another_dtype_and_refuses_them
 def test_fp8_layer_with_sizes_that_are_no_multiples_of_sixteen_is_not_meant(inputs: int, outputs: int) -> None:
     assert fits_fp8(nn.Linear(32, 48, device="meta"))
     assert not fits_fp8(nn.Linear(inputs, outputs, device="meta"))
+
+
+def test_fp8_scales_of_inputs_and_weights_are_found_in_a_graph_as_fp32_numbers() -> None:
+    layer, found = layer_of(32, 48), list[Tensor]()
+
+    def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        found.extend(node.meta["val"] for node in fp8.find_scales(graph.graph))
+        return default_partition(graph, *args, **kwargs)
+
+    def run(rows: Tensor, weight: Tensor) -> Tensor:
+        given = {"weight": weight}
+        result: Tensor = torch.func.functional_call(layer, given, nn.functional.rms_norm(rows, (32,)))
+        return result
+
+    traced = aot_function(run, fw_compiler=nop, partition_fn=partition)
+    traced(rows_of(64, 32).requires_grad_(), layer.weight).sum().backward()
+    # None is that of the gradient, which the backward takes.
+    assert {(x.dtype, tuple(x.shape)) for x in found} == {(torch.float32, (64, 1)), (torch.float32, (48, 1))}
+
+
+@pytest.mark.gpu
+def test_fp8_compiled_layer_on_cuda_is_as_near_to_fp32_as_an_uncompiled_one() -> None:
+    torch.manual_seed(0)
+    width, tokens = 768, 4096
+    first, last = (layer_of(width, width).cuda() for _ in range(2))
+    weight = torch.randn(width, dtype=torch.bfloat16, device="cuda")
+    rows, slope = (torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+
+    # Rounded to bf16, many of these rows' largest numbers pass from one power of two to the next.
+    rows[:, 0] = (1.75 * 2 - 2**-9) / weight[0] * rows[:, 1:].float().square().mean(1).sqrt()
+
+    def run(rows: Tensor) -> Tensor:
+        normed = nn.functional.rms_norm(rows, (width,), weight)
+        result: Tensor = last(nn.functional.silu(first(normed)))
+        return result
+
+    def errors(function: Callable[[Tensor], Tensor]) -> list[float]:
+        leaf = rows.detach().requires_grad_()
+        result = function(leaf)
+        grads = torch.autograd.grad(result, [leaf, first.weight, last.weight], slope)
+        pairs = zip((result.detach(), *grads), exact, strict=True)
+        return [float((x.float() - y).norm() / y.norm()) for x, y in pairs]
+
+    leaves = [x.detach().float().requires_grad_() for x in (rows, first.weight, last.weight)]
+    normed = nn.functional.rms_norm(leaves[0], (width,), weight.float())
+    result = linear(nn.functional.silu(linear(normed, leaves[1])), leaves[2])
+    exact = (result.detach(), *torch.autograd.grad(result, leaves, slope.float()))
+    uncompiled = errors(run)
+    for share in (1.0, 0.5):
+        assert all(x < 1.1 * y for x, y in zip(errors(Compilation(share)(run, "a layer")), uncompiled, strict=True))
 
 
 @pytest.mark.usefixtures("traced")
