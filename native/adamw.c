@@ -44,18 +44,64 @@ static inline float lion_one(float x, float *exp_avg, float grad, float decay, c
     return x * decay - s->step_size * (float)((mean > 0.0f) - (mean < 0.0f));
 }
 
-/* Ask for the lines of the block that is AHEAD_ELEMENTS after `start`, of the plane before and of the one after; past
- * their ends that does no harm. Five planes at once are too many for the processor's own prefetching: 8 % faster on 16
- * cores. */
+/* Ask for the lines of the block that is AHEAD_ELEMENTS after `start`, of the plane that is read; past its end that does
+ * no harm. Five planes at once are too many for the processor's own prefetching: 8 % faster on 16 cores. */
 static inline __attribute__((always_inline)) void fetch_ahead(const void *before, const void *after, size_t start,
                                                               size_t element_bytes)
 {
     for (size_t at = 0; at < BLOCK_ELEMENTS * element_bytes; at += LINE_BYTES) {
-        uintptr_t offset_bytes = (start + AHEAD_ELEMENTS) * element_bytes + at;
-        __builtin_prefetch((const void *)((uintptr_t)after + offset_bytes), 1);
-        if (before != after)
-            __builtin_prefetch((const void *)((uintptr_t)before + offset_bytes), 0);
+        uintptr_t line = (uintptr_t)before + (start + AHEAD_ELEMENTS) * element_bytes + at;
+        if (before == after)
+            __builtin_prefetch((const void *)line, 1);
+        else
+            __builtin_prefetch((const void *)line, 0);
     }
+}
+
+/* A block of each plane, on its way to another place than it was read from. */
+struct spare {
+    _Alignas(LINE_BYTES) unsigned char weight[BLOCK_ELEMENTS * sizeof(float)];
+    _Alignas(LINE_BYTES) unsigned char remainder[BLOCK_ELEMENTS * sizeof(int16_t)];
+    _Alignas(LINE_BYTES) unsigned char exp_avg[BLOCK_ELEMENTS * sizeof(float)];
+    _Alignas(LINE_BYTES) unsigned char exp_avg_sq[BLOCK_ELEMENTS * sizeof(float)];
+};
+
+/* Where a block of a plane is written: into the spare one, if it goes to another place in whole lines. Else a processor
+ * would fetch each line from memory before it overwrites it. */
+static inline void *written_at(const void *before, void *after, size_t num_bytes, unsigned char *spare)
+{
+#ifdef __SSE2__
+    if (before != after && ((uintptr_t)after | num_bytes) % LINE_BYTES == 0)
+        return spare;
+#else
+    (void)before, (void)num_bytes, (void)spare;
+#endif
+    return after;
+}
+
+/* Write a block to its place past the caches, if it is in the spare one. */
+static inline void stream_out(void *after, const void *written, size_t num_bytes)
+{
+#ifdef __SSE2__
+    if (written == after)
+        return;
+    for (size_t at = 0; at < num_bytes; at += sizeof(__m128i)) {
+        __m128i bytes = _mm_load_si128((const __m128i *)((const char *)written + at));
+        _mm_stream_si128((__m128i *)((char *)after + at), bytes);
+    }
+#else
+    (void)after, (void)written, (void)num_bytes;
+#endif
+}
+
+static struct adamw_planes planes_at(const struct adamw_planes *planes, size_t start, size_t moment_bytes)
+{
+    return (struct adamw_planes){
+        .weight = (char *)planes->weight + start * (planes->remainder ? sizeof(uint16_t) : sizeof(float)),
+        .remainder = planes->remainder ? planes->remainder + start : NULL,
+        .exp_avg = (char *)planes->exp_avg + start * moment_bytes,
+        .exp_avg_sq = planes->exp_avg_sq ? (char *)planes->exp_avg_sq + start * moment_bytes : NULL,
+    };
 }
 
 /* The 32 random bits of an element: the lower half for m, the upper half for v. */
@@ -156,35 +202,56 @@ ISA_BODY update_planes(const struct adamw_work *work, size_t n, float decay, str
                        size_t moment_bytes, bool lion)
 {
     /* Copied, so that no store into a plane could change them for all that the compiler knows. */
-    const struct adamw_planes old = work->before, new = work->after;
+    const struct adamw_planes before = work->before, after = work->after;
     const struct adamw_rounding rounding = work->rounding;
-    const void *grad = work->grad;
     size_t weight_bytes = split ? sizeof(uint16_t) : sizeof(float);
+    struct spare spare;
     for (size_t start = 0; start < n; start += BLOCK_ELEMENTS) {
-        size_t stop = n - start < BLOCK_ELEMENTS ? n : start + BLOCK_ELEMENTS;
-        fetch_ahead(old.weight, new.weight, start, weight_bytes);
+        size_t count = n - start < BLOCK_ELEMENTS ? n - start : BLOCK_ELEMENTS;
+        fetch_ahead(before.weight, after.weight, start, weight_bytes);
         if (split)
-            fetch_ahead(old.remainder, new.remainder, start, sizeof(int16_t));
-        fetch_ahead(old.exp_avg, new.exp_avg, start, moment_bytes);
+            fetch_ahead(before.remainder, after.remainder, start, sizeof(int16_t));
+        fetch_ahead(before.exp_avg, after.exp_avg, start, moment_bytes);
         if (!lion)
-            fetch_ahead(old.exp_avg_sq, new.exp_avg_sq, start, moment_bytes);
-        fetch_ahead(grad, grad, start, weight_bytes);
+            fetch_ahead(before.exp_avg_sq, after.exp_avg_sq, start, moment_bytes);
+        fetch_ahead(work->grad, work->grad, start, weight_bytes);
+
+        const struct adamw_planes old = planes_at(&before, start, moment_bytes);
+        const struct adamw_planes home = planes_at(&after, start, moment_bytes);
+        const struct adamw_planes new = {
+            .weight = written_at(old.weight, home.weight, count * weight_bytes, spare.weight),
+            .remainder = written_at(old.remainder, home.remainder, count * sizeof(int16_t), spare.remainder),
+            .exp_avg = written_at(old.exp_avg, home.exp_avg, count * moment_bytes, spare.exp_avg),
+            .exp_avg_sq = written_at(old.exp_avg_sq, home.exp_avg_sq, count * moment_bytes, spare.exp_avg_sq),
+        };
+        const void *grad = (const char *)work->grad + start * weight_bytes;
+        uint32_t first = rounding.first + (uint32_t)start;
         ISA_INDEPENDENT
-        for (size_t i = start; i < stop; i++) {
+        for (size_t i = 0; i < count; i++) {
             float m, v = 0.0f;
             load_moments(&old, i, moment_bytes, &m, lion ? NULL : &v);
             float x = split ? join_one(((const uint16_t *)old.weight)[i], old.remainder[i])
                             : ((const float *)old.weight)[i];
             float g = number_at(grad, i, split);
             x = lion ? lion_one(x, &m, g, decay, &scalars) : update_one(x, &m, &v, g, decay, &scalars);
-            uint32_t random = moment_bytes < 4 ? random_bits(rounding.first + (uint32_t)i, &rounding) : 0;
+            uint32_t random = moment_bytes < 4 ? random_bits(first + (uint32_t)i, &rounding) : 0;
             store_moments(&new, i, moment_bytes, m, lion ? NULL : &v, random);
             if (split)
                 split_one(x, (uint16_t *)new.weight + i, new.remainder + i);
             else
                 ((float *)new.weight)[i] = one_nan(x);
         }
+
+        stream_out(home.weight, new.weight, count * weight_bytes);
+        if (split)
+            stream_out(home.remainder, new.remainder, count * sizeof(int16_t));
+        stream_out(home.exp_avg, new.exp_avg, count * moment_bytes);
+        if (!lion)
+            stream_out(home.exp_avg_sq, new.exp_avg_sq, count * moment_bytes);
     }
+#ifdef __SSE2__
+    _mm_sfence(); /* before another thread is told that the planes are there */
+#endif
 }
 
 #define UPDATE(name, split, moment_bytes, lion)                                                                    \
@@ -216,16 +283,6 @@ static bool adamw_run(const void *record, struct failure *failure)
     size_t which = request->work.after.exp_avg_sq ? request->work.rounding.moment_bytes / 2 : 3;
     updates[split][which](&request->work, request->num_elements, request->decay, request->scalars);
     return true;
-}
-
-static struct adamw_planes planes_at(const struct adamw_planes *planes, size_t start, size_t moment_bytes)
-{
-    return (struct adamw_planes){
-        .weight = (char *)planes->weight + start * (planes->remainder ? sizeof(uint16_t) : sizeof(float)),
-        .remainder = planes->remainder ? planes->remainder + start : NULL,
-        .exp_avg = (char *)planes->exp_avg + start * moment_bytes,
-        .exp_avg_sq = planes->exp_avg_sq ? (char *)planes->exp_avg_sq + start * moment_bytes : NULL,
-    };
 }
 
 static struct adamw_work work_at(const struct adamw_work *work, size_t start)

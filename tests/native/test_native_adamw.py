@@ -158,6 +158,29 @@ def test_update_from_other_planes_equals_one_in_place_and_leaves_them_as_they_we
     assert old.same_bits(untouched)
 
 
+@every_level
+@split_or_whole
+@pytest.mark.parametrize(("offset", "border"), [(0, 1024), (0, 1000), (1, 1024)], ids=["lines", "cut", "shifted"])
+def test_update_into_planes_past_the_caches_equals_one_in_place(
+    pool: _native.ThreadPool, isa: str, split: bool, offset: int, border: int
+) -> None:
+    """Whole lines of 64 bytes go past the caches; what is cut or shifted does not."""
+    _native.set_isa(isa)
+    expected, old, new = (awkward_state(5000, split) for _ in range(3))
+    beyond = {}
+    for name in ("weight", "remainder", "exp_avg", "exp_avg_sq"):
+        plane = getattr(new, name)
+        room = np.full(plane.nbytes + 256, 0xFF, np.uint8)
+        start = -room.ctypes.data % 64 + offset * plane.itemsize
+        setattr(new, name, room[start : start + plane.nbytes].view(plane.dtype))
+        beyond[name] = room[:start], room[start + plane.nbytes :]
+    segments = [(0, border, DECAY), (border, 5000, 1.0)]
+    expected.update(pool, segments, scalars_of(3))
+    new.update(pool, segments, scalars_of(3), old.planes[:4])
+    assert new.same_bits(expected)
+    assert all((part == 0xFF).all() for parts in beyond.values() for part in parts)
+
+
 @split_or_whole
 def test_padding_of_zeros_stays_zero(pool: _native.ThreadPool, split: bool) -> None:
     zeros = np.zeros(2048, np.float32)
