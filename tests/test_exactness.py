@@ -128,15 +128,23 @@ def test_exactness_moments_in_bf16_are_rounded_by_the_seed_of_the_run(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("model", "groups", "moments"), [("untied", 3, "fp32"), ("tied", 1, "fp32"), ("untied", 1, "bf16")]
+    ("model", "groups", "moments", "place"),
+    [
+        ("untied", 3, "fp32", "nvme_twice"),
+        ("tied", 1, "fp32", "nvme_twice"),
+        ("untied", 1, "bf16", "nvme_twice"),
+        ("untied", 1, "fp32", "ram_twice"),
+        ("tied", 3, "fp8", "ram_twice"),
+    ],
 )
 def test_exactness_updates_before_the_norm_is_known_give_the_same_bits(
-    tmp_path: Path, model: str, groups: int, moments: str
+    tmp_path: Path, model: str, groups: int, moments: str, place: str
 ) -> None:
     """One of the steps is clipped: its updates are void."""
-    run = Run(model=model, groups=groups, moments=moments, clip=1e9, place="nvme_twice")
+    run = Run(model=model, groups=groups, moments=moments, clip=1e9, place=place)
     run = replace(run, clip=0.999 * max(run(tmp_path).norms))
-    with opened(exactness_config(model), tmp_path, PLACES["nvme_twice"], run.train) as session:
+    with opened(exactness_config(model), tmp_path, PLACES[place], run.train) as session:
+        assert session.placement.speculative
         found = outcome(session, run_steps(session, run.train))
         assert session.speculation.outcomes["void"] == 1
         assert session.speculation.outcomes["confirmed"]

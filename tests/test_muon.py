@@ -30,7 +30,13 @@ from megatier.models.dtypes import matrices_of_layers
 from megatier.tier import Kind
 
 EVERYWHERE = [(place, ("keep", "recompute", "offload")[n % 3]) for n, place in enumerate(PLACES)]
-SOME = [("gpu", "offload"), ("ram_streamed", "keep"), ("nvme", "recompute"), ("nvme_twice", "keep")]
+SOME = [
+    ("gpu", "offload"),
+    ("ram_streamed", "keep"),
+    ("nvme", "recompute"),
+    ("nvme_twice", "keep"),
+    ("ram_twice", "offload"),
+]
 RUNS = {
     "all places": (Short(model="untied"), [*SOME, ("gpu_ram_nvme", "keep"), ("nvme_grads", "offload")]),
     "groups, slices": (Short(model="tied", groups=3, slices=2), [*SOME[1::2], ("nvme_grads", "keep")]),

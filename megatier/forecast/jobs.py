@@ -281,8 +281,9 @@ class StepJobs(JobList):
 
         # No drive moves any of it, so there is nothing to overlap piece by piece.
         gradient = self._grads.get(unit)
-        updated = self._apply(lane, spec, 1, self._last_end, gradient)
-        self._updates[unit] = updated
+        is_speculative = unit in self._placement.speculative
+        updated = self._apply(lane, spec, 1, self._last_end, gradient, elsewhere=is_speculative)
+        self._updates_of(unit)[unit] = updated
 
     def _update_spilled(self, spec: UnitSpec, fed: Load | None) -> None:
         """Run AdamW on a unit with bytes on NVMe, piece by piece: read, update, feed, write."""
@@ -313,9 +314,11 @@ class StepJobs(JobList):
             frozen = moves.load_frozen(unit)
             self._arrivals[unit] = self._chain(frozen, unit, updated)
 
-        # The next step counts what this backward updates.
-        updates = self._speculated if is_speculative else self._updates
-        updates[unit] = updated
+        self._updates_of(unit)[unit] = updated
+
+    def _updates_of(self, unit: str) -> ByUnit:
+        """Return the jobs among which a unit's update counts: the next step counts what this backward updates."""
+        return self._speculated if unit in self._placement.speculative else self._updates
 
     def _update_streamed(self, spec: UnitSpec, arrival: int) -> int:
         """Run AdamW on the GPU, when weights, gradient and state are there; returns the job that takes weights home."""

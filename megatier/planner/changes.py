@@ -119,7 +119,8 @@ def _variants(trial: Trial, placement: Placement, train: TrainConfig) -> list[_V
     ]
 
     policy = trial.work.policy
-    if placement.spilled and policy.deferred and not policy.speculates:
+    on_cpu = any(placement.update_queue(unit) != "update_gpu" for unit in placement.grad_homes)
+    if on_cpu and policy.deferred and not policy.speculates:
         # A generation that holds, one to write into, and one that a savepoint may keep.
         count = 2 + policy.savepoints
         work = replace(trial.work, policy=replace(policy, generations=count))

@@ -1,7 +1,7 @@
 """Tells which generation of a unit's state holds, which one a savepoint keeps, and which one is read.
 
-A unit that spills may have several places for its state on NVMe, and two for what it has in RAM. One generation holds.
-One may be kept as a savepoint. One may take an update that may yet be void.
+A unit that spills may have several places for its state on NVMe, and two for what it has in RAM. So may a unit that is
+in RAM whole. One generation holds. One may be kept as a savepoint. One may take an update that may yet be void.
 
 The queue `checkpoint` reads state while passes go on. An update comes behind the reader of the generation that it
 overwrites.

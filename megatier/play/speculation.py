@@ -1,18 +1,18 @@
 """Updates inside the backward, as if nothing had to be clipped.
 
-With clipping, updates wait for the norm, and drives would be idle through the backward. So units that spill may have a
-spare generation of state. As soon as such a unit's gradient is final, the queue `update_nvme` reads the generation that
-holds, updates it with a clip coefficient of 1 and writes the spare one. When the norm is known and nothing is clipped,
-the update is confirmed: the spare generation holds from then on. Else it is void: the next pass updates the unit like
-all others, from the old generation, with its gradient, which still waits. The bits are the same either way. A wrong
-guess costs bytes.
+With clipping, updates wait for the norm, and drives and the CPU would be idle through the backward. So units that
+spill, and units in RAM, may have a spare generation of state. As soon as such a unit's gradient is final, its queue
+(`update_nvme` or `update`) reads the generation that holds, updates it with a clip coefficient of 1 and writes the
+spare one. When the norm is known and nothing is clipped, the update is confirmed: the spare generation holds from then
+on. Else it is void: the next pass updates the unit like all others, from the old generation, with its gradient, which
+still waits. The bits are the same either way. A wrong guess costs bytes.
 
 Why a void attempt does no harm: it reads the generation that holds, which no other update touches before the queue is
 through with this one, and it writes a generation that nobody reads. If the queue is at a chunk when the attempt becomes
 void, it finishes that chunk. The unit's next update comes behind it in the same queue.
 
 Threads: `begin`, `submit`, `decide` and `abandon` come from the thread that computes (autograd's, in a backward). The
-queue's side runs on the queue's thread.
+side of the queues runs on their threads. Chunks that are read ahead are known to `update_nvme` alone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SpeculativeChunk(UpdateChunk):
 
 
 class Speculation:
-    """The speculative updates of a run, on the queue of all updates of units that spill."""
+    """The speculative updates of a run, on the queues of all other updates on the CPU."""
 
     def __init__(
         self,
@@ -73,7 +73,8 @@ class Speculation:
         carrier: MatrixCarrier,
         recorder: Recorder,
         demand: Demand,
-        queue: Queue,
+        in_ram: Queue,
+        on_nvme: Queue,
     ) -> None:
         """Nothing is tried before `begin`.
 
@@ -83,14 +84,16 @@ class Speculation:
             carrier: takes matrices to where it is done.
             recorder: notes updates.
             demand: counts the bytes that move.
-            queue: runs them, and all other updates of units that spill.
+            in_ram: runs those of units in RAM, and all their other updates.
+            on_nvme: runs those of units that spill, and all their other updates.
         """
         self._blocks = blocks
         self._optimizer = optimizer
         self._carrier = carrier
         self._recorder = recorder
         self._demand = demand
-        self._queue = queue
+        self._in_ram = in_ram
+        self._on_nvme = on_nvme
         self._store = blocks.store
         self._units = frozenset(blocks.placement.speculative)
 
@@ -159,17 +162,21 @@ class Speculation:
             SpeculativeChunk(unit=unit, elements=elements, old=old, new=new, attempt=attempt)
             for elements in self._blocks.chunks(unit)
         ]
-        work = partial(self._update, attempt, len(chunks))
-
         # A checkpoint may still read the generation that is written now.
         follows = generations.readers(unit, new)
 
         with self._store.tear.change:
             attempt.units[unit] = new
+            if not self._blocks.is_cut(unit):
+                (whole,) = chunks
+                in_ram = partial(self._update_in_ram, whole)
+                self._transfers[unit] = self._in_ram.submit(unit, 0, in_ram, requires, follows)
+                return
 
             # Chunks come before the update that takes them from the front: the queue finds all of them there.
             self._planned.extend(chunks)
-            self._transfers[unit] = self._queue.submit(unit, 0, work, requires, follows)
+            work = partial(self._update, attempt, len(chunks))
+            self._transfers[unit] = self._on_nvme.submit(unit, 0, work, requires, follows)
 
     def decide(self, *, clipped: bool) -> None:
         """Confirm the updates of the pass when the norm is known, or make them void.
@@ -230,7 +237,12 @@ class Speculation:
         """Leave out what has not begun."""
         self._is_closed = True
 
-    # ------------------------------------------------------------------ the queue's side
+    # ------------------------------------------------------------------ the side of the queues
+
+    def _update_in_ram(self, whole: SpeculativeChunk) -> None:
+        """Run AdamW on a unit in RAM as a whole, from one of its places into the other."""
+        if not (whole.attempt.is_void or self._is_closed):
+            self._update_chunk(whole)
 
     def _update(self, attempt: Attempt, num_chunks: int) -> None:
         """Run AdamW on a unit, chunk by chunk, from one generation into the other."""

@@ -50,7 +50,7 @@ class UpdateChunk:
 
 
 def update_chunk(blocks: UnitBlocks, recorder: Recorder, apply: Apply, chunk: UpdateChunk, *, feeds: bool) -> None:
-    """Update a chunk and start its way home.
+    """Update a chunk and start its way home, on the unit's own queue.
 
     Args:
         blocks: the run's blocks.
@@ -63,12 +63,13 @@ def update_chunk(blocks: UnitBlocks, recorder: Recorder, apply: Apply, chunk: Up
         blocks.grads.open(chunk.unit, chunk.elements) as grad,
         blocks.open_update(chunk.unit, chunk.elements, chunk.old, chunk.new) as state,
     ):
-        recorder.busy["update_nvme"] = "update"
+        lane = blocks.placement.update_queue(chunk.unit)
+        recorder.busy[lane] = "update"
         start_ns = time.perf_counter_ns()
         work = apply(chunk.unit, chunk.elements, state.planes, grad, state.before)
         if work is not None:
             work.wait()
-        recorder.work("update_nvme", chunk.unit, start_ns, time.perf_counter_ns())
+        recorder.work(lane, chunk.unit, start_ns, time.perf_counter_ns())
 
         state.write_back()
 

@@ -94,7 +94,7 @@ class Updates:
 
         self._carrier = MatrixCarrier(self._store, optimizer)
         self._spilled = SpilledUpdates(blocks, optimizer, self._carrier, gate, recorder, self._on_nvme, self._check)
-        self.speculation = Speculation(blocks, optimizer, self._carrier, recorder, demand, self._on_nvme)
+        self.speculation = Speculation(blocks, optimizer, self._carrier, recorder, demand, self._in_ram, self._on_nvme)
         """The updates that run before the norm is known."""
 
     # ------------------------------------------------------------------ the player's side

@@ -6,7 +6,8 @@ starts at once. Of what is left, RAM takes as much as it can (`schedule.ram`); s
 be updated there. The rest lies on NVMe.
 
 Units that spill may have several generations of state, each with a place of its own on NVMe. One of them may be kept as
-a savepoint, and a speculative update writes to one that does not hold.
+a savepoint, and a speculative update writes to one that does not hold. Of units in RAM those have a second place there
+for which it has room.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Placement:
     generations: int = 1
     """Places on NVMe for the state of each unit that spills."""
     speculative: tuple[str, ...] = ()
-    """Units that may be updated before the norm is known: those that spill, or none."""
+    """Units that may be updated before the norm is known, in forward order: those that spill, and those in RAM that
+    have a second place there; or none."""
     state_bytes: Mapping[Tier, int] = field(default_factory=dict)
     """Bytes of one generation of the state in each tier."""
     other_bytes: Mapping[Tier, int] = field(default_factory=dict)
@@ -136,11 +138,18 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     other = _gradient_and_slot_bytes(units, shipped, slots, ram, policy)
     further = _further_bytes(spilled, homes, generations, policy)
     other.update(further)
+    doubled: list[UnitSpec] = []
+    if policy.speculates:
+        waiting = [spec for spec in shipped if spec.name in ram.waiting]
+        free = budgets.ram - one_generation[Tier.RAM] - other[Tier.RAM]
+        doubled = _choose_doubled(waiting, homes, free)
+        other[Tier.RAM] += sum(map(state_bytes, doubled))
     needed = one_generation[Tier.NVME] + other[Tier.NVME]
     spills_activations = bool(ram.spilled_activations)
     _check_nvme(needed, generations, budgets, policy, spills_activations=spills_activations)
 
     on_nvme = tuple(spec.name for spec in spilled)
+    speculative = {spec.name for spec in (*spilled, *doubled)} if policy.speculates else set()
     sums_on_gpu = ram.spills_grads or policy.ranks > 1
     return Placement(
         homes=homes,
@@ -153,7 +162,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         streamed=streamed_names,
         spilled=on_nvme,
         generations=generations,
-        speculative=on_nvme if policy.speculates else (),
+        speculative=tuple(spec.name for spec in units if spec.name in speculative),
         state_bytes=dict(one_generation),
         other_bytes=dict(other),
     )
@@ -274,6 +283,27 @@ def _further_bytes(spilled: Sequence[UnitSpec], homes: Homes, generations: int, 
     # A savepoint alone needs no place in RAM: what lies there is copied to its folder.
     further[Tier.RAM] = one_generation[Tier.RAM] if policy.speculates else 0
     return further
+
+
+def _choose_doubled(waiting: Sequence[UnitSpec], homes: Homes, free: int) -> list[UnitSpec]:
+    """Choose the units in RAM that have a second place there, so that their updates need not wait for the norm.
+
+    The first units in forward order come first, since the next forward needs them first. A unit with frozen weights has
+    none: they would take room twice, and an update of the rest is short.
+
+    Args:
+        waiting: trained units whose gradients wait in RAM.
+        homes: the homes of all state outside of the GPU.
+        free: bytes of RAM that nothing else takes.
+    """
+    chosen = []
+    for spec in waiting:
+        is_in_ram = all(homes[spec.name, kind] is Tier.RAM for kind in spec.kinds)
+        size = state_bytes(spec)
+        if is_in_ram and not spec.frozen_elements and size <= free:
+            chosen.append(spec)
+            free -= size
+    return chosen
 
 
 def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy, *, spills_activations: bool) -> None:

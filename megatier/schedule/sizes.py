@@ -114,7 +114,8 @@ class Policy:
     """Share of the parameters outside the GPU whose state passes through it to be updated there, 0 to 1. In the
     immediate mode none are streamed."""
     generations: int = 1
-    """Places on NVMe for the state of a unit that spills. In the immediate mode there is one."""
+    """Places on NVMe for the state of a unit that spills; above 1, units in RAM may have two. In the immediate mode
+    there is one."""
     savepoints: bool = False
     """Whether one of the generations may be kept, so that updates must do without it."""
     gpu_direct: bool = False

@@ -108,7 +108,8 @@ def describe(console: Console, config: RunConfig, session: Session, text: Text, 
         say(console, f"{len(placement.streamed)} units stream their state through the GPU to be updated there")
     if placement.spilled:
         say(console, _safety(config, placement, plan.num_kept))
-    for words in (*session.setup.work.products.described(), *_base_on_nvme(session), *remarks(config)):
+    generations = _in_ram_twice(placement)
+    for words in (*generations, *session.setup.work.products.described(), *_base_on_nvme(session), *remarks(config)):
         say(console, words)
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
         what = "sums of groups" if placement.sums_on_gpu else "gradients"
@@ -193,6 +194,13 @@ def opening(
         "flops_per_s": None if expected is None else expected.flops_per_s,
         "changes": changes,
     }
+
+
+def _in_ram_twice(placement: Placement) -> Iterator[str]:
+    """Yield how many units in RAM have a second place there, if any may have one, as a sentence."""
+    if placement.generations > 1:
+        count = len(set(placement.speculative) - set(placement.spilled))
+        yield f"{count} units in RAM have a second place there and are updated in the backward"
 
 
 def _base_on_nvme(session: Session) -> Iterator[str]:

@@ -245,11 +245,12 @@ TIERS: list[dict[str, Any]] = [
     {"tiers.state": "gpu,ram,nvme", "tiers.gpu": "640KiB"},
     {"tiers.state": "nvme", "tiers.gpu": "512KiB", "tiers.generations": 2, "train.clip": 1e9},
     {"tiers.state": "ram", "tiers.gpu": "16MiB", "tiers.streamed_share": 0.7},
+    {"tiers.state": "ram", "tiers.gpu": "512KiB", "tiers.generations": 2, "train.clip": 1e9},
     {"tiers.state": "nvme", "tiers.gpu": "512KiB", "train.clip": "null", "numerics.guard": False},
 ]
 
 
-@pytest.mark.parametrize("tiers", some(TIERS, by=4), ids=str)
+@pytest.mark.parametrize("tiers", some(TIERS, by=5), ids=str)
 def test_train_with_a_checkpoint_of_every_step_has_the_bits_of_a_run_with_none(
     tiers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +44,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
             ("nvme", None, 1, 0),
             ("mixed", True, 1, 180 << 10),
             ("mixed", None, 3, 300 << 10),
+            ("ram", False, 1, 0),
+            ("ram", None, 3, 0),
+            ("ram", True, 1, 400 << 10),  # a second place for some
+            ("ram", False, 3, 600 << 10),
         ],
         by=2,
     ),
@@ -254,9 +259,42 @@ def test_two_generations_of_a_weight_in_ram_are_in_ram() -> None:
     assert used <= 280 << 10
 
 
-def test_one_generation_is_enough_without_spilling() -> None:
+def test_second_generation_in_ram_is_that_of_the_first_units_for_which_it_has_room() -> None:
+    """As many as fit, without a drive: the gradients, and the state of all, come first."""
     policy = Policy(state=(Tier.RAM,), generations=2)
-    assert place(UNITS, Budgets(1 << 20, 4 << 20, 0), policy).speculative == ()
+    once = place(UNITS, Budgets(1 << 20, 4 << 20, 0), replace(policy, generations=1))
+    least = once.state_bytes[Tier.RAM] + once.other_bytes[Tier.RAM]
+    sizes = [12 * unit.num_elements for unit in UNITS]
+    for count in range(len(UNITS) + 1):
+        budget = least + sum(sizes[:count])
+        placement = place(UNITS, Budgets(1 << 20, budget, 0), policy)
+        assert placement.speculative == tuple(unit.name for unit in UNITS[:count])
+        assert placement.state_bytes[Tier.RAM] + placement.other_bytes[Tier.RAM] == budget
+        assert placement.homes == once.homes
+
+
+def test_second_generation_in_ram_is_none_of_units_with_frozen_weights_or_that_stream() -> None:
+    policy = Policy(state=(Tier.RAM,), generations=2)
+    half = [replace(unit, frozen_elements=unit.num_elements // 2) for unit in UNITS]
+    assert place(half, Budgets(1 << 20, 4 << 20, 0), policy).speculative == ()
+    streamed = place(UNITS, Budgets(1 << 20, 4 << 20, 0), replace(policy, streamed_share=1.0))
+    assert streamed.streamed
+    assert not set(streamed.streamed) & set(streamed.speculative)
+
+
+def test_speculation_in_ram_moves_nothing_and_updates_in_the_backward_alone(start: Callable[..., Run]) -> None:
+    run = start("ram")
+    names = [unit.name for unit in UNITS]
+    run.train_step()
+    run.train_step()
+    assert run.player.timeline is not None
+    assert planned_updates(run.player.timeline) == []
+    run.train_step(clipped=True)
+    run.player.drain()
+    assert run.adder.updated == 3 * names[::-1] + names
+    assert run.speculation.void_bytes == 0
+    assert not run.store.moved_bytes["nvme_to_ram"]
+    run.check_state()
 
 
 def test_blocks_of_two_generations_have_names_of_their_own(start: Callable[..., Run]) -> None:

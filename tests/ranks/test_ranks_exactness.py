@@ -39,6 +39,7 @@ PLACES = {
 """A shard has 65,536 elements at least, so these have more room than those of one process."""
 ALL_PLACES = PLACES | {
     "gpu, ram, streamed": Place(tiers=("gpu", "ram"), gpu=2 * MIB + 900 * KIB, streamed=1.0),
+    "ram twice": Place(tiers=("ram",), ram=4 * MIB, generations=2),
     "gpu, activations on nvme": Place(tiers=("gpu",), gpu=64 * MIB, activations=0),
 }
 """Of two ranks, the one that streams has two units at home on the GPU and streams one."""
@@ -174,9 +175,11 @@ def test_two_ranks_whose_activations_spill_have_the_bits_of_one_process(tmp_path
         assert outcome.moved["ram_to_nvme"] == outcome.moved["nvme_to_ram"] > 0
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_two_ranks_that_update_in_the_backward_have_the_bits_of_one_process(clip: float | None, tmp_path: Path) -> None:
-    check(RankRun(clip=clip), "nvme twice", 2, tmp_path)
+@pytest.mark.parametrize(("clip", "place"), [(None, "nvme twice"), (0.5, "nvme twice"), (0.5, "ram twice")])
+def test_two_ranks_that_update_in_the_backward_have_the_bits_of_one_process(
+    clip: float | None, place: str, tmp_path: Path
+) -> None:
+    check(RankRun(clip=clip), place, 2, tmp_path)
 
 
 @pytest.mark.parametrize("place", [pytest.param("ram", marks=pytest.mark.slow), "nvme"])

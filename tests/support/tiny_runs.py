@@ -122,6 +122,7 @@ PLACES = {
     "ram_nvme": Place(tiers=("ram", "nvme"), ram=32 * KIB),
     "gpu_ram_nvme": Place(tiers=("gpu", "ram", "nvme"), gpu=100 * KIB, ram=32 * KIB),
     "nvme_twice": Place(tiers=("nvme",), generations=2),
+    "ram_twice": Place(tiers=("ram",), ram=256 * KIB, generations=2),
     "nvme_grads": Place(tiers=("nvme",), spills_grads=True),
     "nvme_grads_some": Place(tiers=("nvme",), ram=64 * KIB, spills_grads=True),
 }
@@ -233,7 +234,8 @@ def _least(specs: tuple[UnitSpec, ...], policy: Policy, nvme: int, place: Place)
         try:
             if not _is_short_of_ram(placement.place(specs, budgets, policy), place):
                 size = max(round_up(unit.activation_bytes) for unit in specs)
-                return replace(budgets, ram=budgets.ram + size * (place.activations or 0))
+                more = 0 if "nvme" in place.tiers else place.ram
+                return replace(budgets, ram=budgets.ram + size * (place.activations or 0) + more)
             budgets = replace(budgets, ram=budgets.ram + 16 * KIB)
         except PlanError as short:
             if short.what.startswith("GPU"):

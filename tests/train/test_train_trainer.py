@@ -165,6 +165,16 @@ def test_train_run_with_two_generations_says_what_became_of_its_guesses(
     assert [record["speculation"] for record in metrics(tmp_path) if "loss" in record] == ["kept"] * 3
 
 
+def test_train_with_generations_in_ram_says_how_many_units_have_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**PLACES["ram"], "tiers.generations": 2, "train.clip": 1e3}
+    assert main(command(tmp_path, settings)) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"[1-9]\d* units in RAM have a second place there and are updated in the backward", output)
+    assert "confirmed in 3 steps, void in 0 that clipped or were left out" in output
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
