@@ -141,6 +141,7 @@ def read_blocks(session: Session, folder: Path, manifest: Manifest | None) -> No
             with session.store.lease(block.key, block.home, (start, stop), fresh=True) as lease:
                 lease.bytes.copy_(values)
             session.store.mark_dirty(block.key, block.home, (start, stop))
+            session.filling.num_runs += 1
 
     # The store compares what it reads from NVMe with these from now on.
     for extent in extents:

@@ -243,14 +243,13 @@ class BlockFiles:
         """Write zeros over everything that is new. The head of this file says why.
 
         Args:
-            progress: is called with the bytes that were asked for since the last call.
+            progress: is called with the bytes that were asked for since the last call, and when each piece is there.
 
         Raises:
             TransferError: the device failed.
         """
         if self.options.reuses:
             return
-
         # O_DIRECT takes page-aligned memory alone, which numpy does not promise: hence one page more than is written.
         zeros = np.zeros(REQUEST_BYTES + PAGE_BYTES, dtype=np.uint8)
         address = zeros.ctypes.data + -zeros.ctypes.data % PAGE_BYTES
@@ -270,6 +269,7 @@ class BlockFiles:
 
             for file_batch in batches:
                 file_batch.wait()
+                progress(0)
         except BaseException:
             self._engine.close()  # it waits for all requests, which read the zeros
             raise

@@ -48,6 +48,8 @@ class Filling:
         # Each thread keeps a buffer for a run while it fills: no unit lies in fp32 as a whole, and memory that comes
         # anew from the system takes longer than drawing.
         self._kept = threading.local()
+        self.num_runs = 0
+        """Runs that were filled so far, by any thread, so that a watchdog sees that something moves on."""
         self._is_left = False
         """Whether the waiting thread has left, by an error or an interrupt. So the others end at the next run."""
 
@@ -223,6 +225,7 @@ class Filling:
             else:
                 narrow(planes[0], values, views[0])
             state.write_back()
+        self.num_runs += 1
 
     def _share(self, unit: Unit, kinds: Sequence[Kind], *, base: bool) -> None:
         """Give every generation the frozen weights that were filled, since updates write none."""

@@ -200,7 +200,7 @@ class Session:
         opened.callback(self.player.close)
         opened.enter_context(CLOCK.pausing(partial(self.player.waiting, COMPILER)))
         self.blocks = self.player.blocks
-        self._filling = Filling(self.blocks)
+        self.filling = Filling(self.blocks)
         self.reader = self.player.reader
         self.speculation = self.player.updates.speculation
 
@@ -229,12 +229,12 @@ class Session:
         # An error or interrupt in here leaves units of two models, which nobody may train or export: the state is torn.
         with self.player.loading():
             if isinstance(source, PartReader):
-                self._filling.fill_masters(self.whole_units, self.own_units, source, self.num_cores, progress)
+                self.filling.fill_masters(self.whole_units, self.own_units, source, self.num_cores, progress)
                 return
             for whole, unit in zip(self.whole_units, self.own_units, strict=True):
                 shard = None if self.ranks is None else unit.layout
                 pieces = source.read(whole, shard)
-                self._filling.fill(unit, unit.layout.schema.master_kinds, pieces, base=True)
+                self.filling.fill(unit, unit.layout.schema.master_kinds, pieces, base=True)
                 progress(unit)
 
     @property
@@ -253,7 +253,7 @@ class Session:
         """
         # Some planes would be new and others old after an interrupt in here.
         with self.store.tear.change:
-            self._filling.fill_arrays(self.own_units, sources, threads, progress)
+            self.filling.fill_arrays(self.own_units, sources, threads, progress)
 
     def read_master(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a unit's fp32 masters, flat, on the CPU. Call `player.drain` first.

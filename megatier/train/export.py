@@ -36,7 +36,15 @@ from megatier.config.lora import ADAPTER_FILE
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.data.processor import load_processor
 from megatier.data.tokenizer import load_tokenizer
-from megatier.errors import CheckpointError, ConfigError, DamagedCheckpointError, ExportError, MegatierError, mib
+from megatier.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    ExportError,
+    MegatierError,
+    StallError,
+    mib,
+)
 from megatier.foreign import one_version, shown
 from megatier.models.decoder import Unit, find_units
 from megatier.models.export import Tokens
@@ -48,6 +56,7 @@ from megatier.setup.workload import COMPUTE_DTYPES
 from megatier.train.origin import UNKNOWN, check_origin, differences, exported, origin_of
 from megatier.train.outlet import say
 from megatier.train.saves import Saves
+from megatier.train.watchdog import Tally
 
 SHARD_BYTES = 4 << 30
 """Bytes of a file of weights at most."""
@@ -288,14 +297,18 @@ def export_end(
 
     # What fails from here on is noted and not raised at once, because the state has to be saved first.
     error: Exception | None = None
-    try:
-        with crew.together():
-            session.player.drain()
-        saves.check_directory()
-    except (MegatierError, OSError) as found:
-        error = found
-    else:
-        error = _write_end(console, session, best, folder, tokenizer, dtype)
+    done = Tally()
+    with saves.watching(done):
+        try:
+            with crew.together():
+                session.player.drain()
+            saves.check_directory()
+        except StallError:
+            raise
+        except (MegatierError, OSError) as found:
+            error = found
+        else:
+            error = _write_end(console, session, best, folder, tokenizer, dtype, done)
 
     # The first rank has written, and all of them save what it could not write.
     if (reason := crew.from_first(lambda: None if error is None else str(error))) is not None:
@@ -310,6 +323,7 @@ def _write_end(
     folder: Path,
     tokenizer: Tokens,
     dtype: str,
+    done: Tally,
 ) -> Exception | None:
     """Write the model of a session or of its best checkpoint, on the first rank; return what stopped it there.
 
@@ -322,7 +336,11 @@ def _write_end(
             with ExitStack() as stack:
                 if best is not None:
                     read = stack.enter_context(open_masters(best, session.whole_units))
-                write_model(console, folder, session.model, session.whole_units, read, tokenizer, dtype)
+                counted = done.counting(read)
+                write_model(console, folder, session.model, session.whole_units, counted, tokenizer, dtype)
+        except StallError:
+            # A drive that never answers takes no checkpoint either.
+            raise
         except (MegatierError, OSError) as error:
             return error
         except Exception as error:  # noqa: BLE001 - the tokenizers library raises Exception itself; the state comes first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatier.report.metrics import format_seconds
 from megatier.session.session import Session
 from megatier.train.save_plan import SavePlan
 from megatier.train.shared import SharedText
-from megatier.train.watchdog import Watchdog
+from megatier.train.watchdog import Tally, Watchdog
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a drive that has no room, which goes away when somebody makes some."""
@@ -340,6 +341,10 @@ class Saves:
             say(f"`megatier resume {self._config.output.directory}` goes on from {saved}")
 
     # ------------------------------------------------------------------ the end
+
+    def watching(self, done: Tally) -> AbstractContextManager[None]:
+        """Watch an export, whose pieces are counted, for as long as this is entered."""
+        return self._watchdog.watch(self._session.player, lambda: done.count)
 
     def keep_end(self, step: int, say: Say) -> Path | None:
         """Save the end of a run whose export failed, as a checkpoint or else, if the run makes any, as a savepoint.

@@ -75,7 +75,7 @@ from megatier.train.saves import Record, Saves
 from megatier.train.shared import SharedDirectory, SharedText, Text, console_of, run_before_restart, setup_of
 from megatier.train.start import Start
 from megatier.train.upload import check_login, upload
-from megatier.train.watchdog import Watchdog
+from megatier.train.watchdog import Tally, Watchdog
 
 
 def train(
@@ -140,14 +140,15 @@ def train(
         if not resumes and directory.own is not None:
             write_numbers(directory.path / NUMBERS_FILE, config, origin)
 
-        session, text = _open_session(stack, setup, tokens, directory, start, ranks, console)
+        session, text = _open_session(stack, setup, tokens, directory, start, ranks, console, watchdog)
         counts_epochs = config.train.epochs is not None
         config = replace(config, train=text.with_steps(config.train, console))
         plan = SavePlan.of(config.output, session, forecast, is_done=start.is_done(config.train))
         if directory.own is not None:
             describe(console, config, session, text.own, plan)
 
-        start.fill(session, reader, console)
+        with watchdog.watch(session.player, lambda: session.filling.num_runs):
+            start.fill(session, reader, console)
 
         # The files of a run that is resumed change only now, when nothing refuses it any more. Those of a run in epochs
         # have its steps, which are known now.
@@ -263,6 +264,7 @@ def _open_session(
     start: Start,
     ranks: Ranks | None,
     console: Console,
+    watchdog: Watchdog,
 ) -> tuple[Session, SharedText]:
     """Open session and text, and allocate all memory and files, and tell how far that is.
 
@@ -297,7 +299,9 @@ def _open_session(
         remove_leftovers(directory.path / CHECKPOINT_FOLDER)
     describe_reserved(console, session)
     with WorkBar(console, "NVMe filled", None, lambda size: mib(round(size))) as work:
-        session.seal(work.advance)
+        filled = Tally()
+        with watchdog.watch(session.player, lambda: filled.begun):
+            session.seal(filled.counting(work.advance))
     return session, SharedText(ranks, text)
 
 

@@ -1,12 +1,13 @@
 """Watches a run: one in which nothing moves on says why, and stops with an error instead of hanging.
 
 The watchdog looks, from a thread of its own, at what every queue and the gate are at while a pass is on, or while
-training waits for a checkpoint. When all of that was the same for too long, it writes the state of every queue and
-thread to stderr and to a file, and raises StallError in the training thread. A thread that hangs inside the kernel or
-CUDA cannot be woken, and keeps the run from closing. The process ends without it then.
+training waits for a checkpoint. While new files are filled, weights come, or a model is exported, it also looks at how
+many pieces are done. When all of that was the same for too long, it writes the state of every queue and thread to
+stderr and to a file, and raises StallError in the training thread. A thread that hangs inside the kernel or CUDA cannot
+be woken, and keeps the run from closing. The process ends without it then.
 
-It acts late rather than wrongly. Loading, export and everything else between passes may take as long as it likes, and
-so may a process that was stopped. It cannot see a thread that never lets go of the interpreter.
+It acts late rather than wrongly. Everything else between passes may take as long as it likes, and so may a process that
+was stopped. It cannot see a thread that never lets go of the interpreter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import ParamSpec, Self, TypeVar
 
 from megatier import _native
 from megatier.errors import StallError
@@ -45,6 +46,15 @@ EXIT_ERROR = 2
 SHOWN_MAX = 8
 """Moves in flight, or waited for, that a line of the report names."""
 QUEUES_TITLE = "queues (a copy on a CUDA stream counts as in flight until its queue looks again):"
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _nothing() -> int:
+    """Return the pieces of work that no queue counts, where there are none."""
+    return 0
 
 
 class Patience:
@@ -86,8 +96,34 @@ class Patience:
         return self.quiet_s >= max(self._least_s, MULTIPLE * usual_s)
 
 
+class Tally:
+    """Counts the pieces of some work in any thread. One count that is lost among many does no harm."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.count = 0
+
+    def counting(self, work: Callable[P, R]) -> Callable[P, R]:
+        """Return work of which each call counts when it is over."""
+
+        def counted(*args: P.args, **kwargs: P.kwargs) -> R:
+            result = work(*args, **kwargs)
+            self.count += 1
+            return result
+
+        return counted
+
+    @property
+    def begun(self) -> int | None:
+        """The count; None before the first piece."""
+        return self.count or None
+
+
 class Watchdog:
-    """Watches passes. Use it as a context around all that has to close after a stall, in the thread that trains."""
+    """Watches passes, and what moves bytes before and after them.
+
+    Use it as a context around all that has to close after a stall, in the thread that trains.
+    """
 
     def __init__(self, path: Path, least_s: float, expected_s: float) -> None:
         """Prepare; nothing is watched before it is entered.
@@ -103,6 +139,7 @@ class Watchdog:
         # The time between looks is 0 if the watchdog never acts. Then no thread is started and no signal is caught.
         self._look_s = min(LOOK_S_MAX, least_s / LOOKS_MIN)
         self._player: Player | None = None
+        self._done: Callable[[], int | None] = _nothing
         self._error: StallError | None = None
         self._lock = threading.Lock()
         """Held while a pass begins or ends, and from the decision that one hangs until its thread was told."""
@@ -128,14 +165,19 @@ class Watchdog:
                 signal.signal(SIGNAL, self._handler)
 
     @contextmanager
-    def watch(self, player: Player) -> Iterator[None]:
-        """Watch a pass, in which something has to move on until this ends.
+    def watch(self, player: Player, done: Callable[[], int | None] = _nothing) -> Iterator[None]:
+        """Watch a pass, or other work, in which something has to move on until this ends.
+
+        Args:
+            player: the run's player.
+            done: tells how many pieces of work are done that no queue counts; None: nothing has to move on yet.
 
         Raises:
             StallError: nothing did.
         """
         with self._lock:
             self._player = player
+            self._done = done
         try:
             yield
         finally:
@@ -154,12 +196,12 @@ class Watchdog:
         # Counted in looks, not by a clock: a process that was stopped had no chance to move on.
         while not self._closed.wait(self._look_s):
             with self._lock:
-                if self._player is None:
-                    self._patience.ends(None, self._look_s)
+                player = self._player
+                done = None if player is None else self._done()
+                seen = None if player is None or done is None else (done, progress(player))
+                if not self._patience.ends(seen, self._look_s) or player is None:
                     continue
-                if not self._patience.ends(progress(self._player), self._look_s):
-                    continue
-                self._stop(self._player)
+                self._stop(player)
 
             # The run closes now if its threads can end. If it has not closed in time, one of them hangs for good.
             if not self._closed.wait(GRACE_S):

@@ -1,4 +1,4 @@
-"""One run of `megatier train` in which something hangs after the second step, as the command would run it.
+"""One run of `megatier train` in which something hangs after the second step, or before or after all of them.
 
 Usage: stall.py SCENARIO DIRECTORY STALL_TIMEOUT. A drive hangs by the shim, which has to be preloaded.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import pytest
@@ -19,14 +20,21 @@ from torch import Tensor
 
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.cli import main
+from megatier.layout import Layout
+from megatier.models.decoder import Unit
+from megatier.models.initialiser import Initialiser
+from megatier.models.weights import ReadPart
 from megatier.optim.optimizer import RunOptimizer
 from megatier.play.player import Player
 from megatier.report.metrics import MetricsLog
+from megatier.session.filling import Filling
+from megatier.session.pieces import Piece
 from megatier.store.arena import SlotPool
 from megatier.store.tier_queues import TierQueues
 from megatier.train import watchdog
 
 never = threading.Event()
+STEPS = 6
 
 
 def drive(player: Player) -> None:
@@ -68,9 +76,47 @@ def slow(player: Player) -> None:
     threading.Timer(14.0, patch.undo).start()  # what comes after the steps would read for a minute
 
 
+def written(player: Player) -> None:
+    """Writes of block files do not end."""
+    os.environ.update(FAULT_OP="write", FAULT_KIND="hang", FAULT_PATH="/blocks")
+
+
+def weights(player: Player) -> None:
+    """First weights are not read to their end."""
+    real = Initialiser.part_reader
+
+    def part_reader(self: Initialiser, unit: Unit) -> ReadPart:
+        read = real(self, unit)
+
+        def hang(run: Layout) -> Iterator[Piece]:
+            if unit.name == "lm_head":
+                never.wait()
+            return read(run)
+
+        return hang
+
+    Initialiser.part_reader = part_reader  # type: ignore[method-assign]
+
+
+def slow_weights(player: Player) -> None:
+    """Nothing hangs; first weights take longer than the timeout, each run of them a second and more."""
+    real, one = Filling._write, threading.Lock()
+
+    def write(self: Filling, *words: Any) -> None:
+        with one:
+            never.wait(2.0)
+        real(self, *words)
+
+    Filling._write = write  # type: ignore[assignment, method-assign]
+
+
 SCENARIOS: dict[str, Callable[[Player], None]] = {
     fault.__name__: fault for fault in (drive, queue, slot, compute, checkpoint, slow)
 }
+BEFORE: dict[str, Callable[[Player], None]] = {"fill": written, "load": weights, "slow_load": slow_weights}
+"""Scenarios that begin when the player is there, before its files are filled."""
+AFTER = {"export": drive}
+"""Scenarios that begin after the last step."""
 
 
 def run(name: str, folder: Path, timeout: str) -> int:
@@ -80,15 +126,25 @@ def run(name: str, folder: Path, timeout: str) -> int:
     def init(self: Player, *words: object) -> None:
         opened(self, *words)  # type: ignore[arg-type]
         players.append(self)
+        if name in BEFORE:
+            BEFORE[name](self)
 
     def write(self: MetricsLog, record: Mapping[str, object]) -> None:
         written(self, record)
-        if record["step"] == 2:
+        if record["step"] == 2 and name in SCENARIOS:
             SCENARIOS[name](players[0])
+        if record["step"] == STEPS and name in AFTER:
+            AFTER[name](players[0])
 
     Player.__init__, MetricsLog.write = init, write  # type: ignore[assignment, method-assign]
     watchdog.GRACE_S = 10.0
-    settings = {"tiers.state": "nvme", "tiers.nvme": f"{folder}:32MiB", "tiers.gpu": "512KiB", "train.steps": 6}
+    # In RAM no queue moves while weights come: their own count has to say that they do.
+    settings = {
+        "tiers.state": "ram" if name == "slow_load" else "nvme",
+        "tiers.nvme": f"{folder}:32MiB",
+        "tiers.gpu": "512KiB",
+        "train.steps": STEPS,
+    }
     every = 2 if name == "checkpoint" else 0
     return main(command(folder, {**settings, "train.stall_timeout": timeout, "output.checkpoint_every": every}))
 

@@ -193,7 +193,7 @@ def test_restore_that_fails_half_way_tears_the_state_and_mends_none(
         step(streamed, 2)
         streamed._session.store.tear.is_torn = was_torn
         # Threads fill, and this one ends what they have filled of each unit.
-        share, left = streamed._session._filling._share, iter((1, 1, 0))
+        share, left = streamed._session.filling._share, iter((1, 1, 0))
 
         def interrupt(*arguments: Any, **options: Any) -> None:
             share(*arguments, **options)
@@ -201,7 +201,7 @@ def test_restore_that_fails_half_way_tears_the_state_and_mends_none(
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(streamed._session._filling, "_share", interrupt)
+            patch.setattr(streamed._session.filling, "_share", interrupt)
             streamed.restore(tmp_path / "saved")
         with pytest.raises(TornStateError):
             streamed.state_dict()

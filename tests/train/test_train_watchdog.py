@@ -23,7 +23,17 @@ from megatier.play.gate import Gate
 from megatier.schedule.timeline import Access
 from megatier.store.queue import Queue
 from megatier.tier import Phase
-from megatier.train.watchdog import MULTIPLE, QUEUES_TITLE, SHOWN_MAX, SIGNAL, Patience, Watchdog, progress, report
+from megatier.train.watchdog import (
+    MULTIPLE,
+    QUEUES_TITLE,
+    SHOWN_MAX,
+    SIGNAL,
+    Patience,
+    Tally,
+    Watchdog,
+    progress,
+    report,
+)
 
 STALL_TIMEOUT_S = 10
 
@@ -195,6 +205,22 @@ def test_watch_between_passes_waits_for_ever(scene: Scene, tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+def test_watch_of_pieces_begins_with_the_first_and_goes_on_while_others_follow(scene: Scene, tmp_path: Path) -> None:
+    done = Tally()
+    piece = done.counting(lambda: None)
+    with (
+        pytest.raises(StallError),
+        Watchdog(tmp_path / "stall.txt", 0.2, 0.0) as watchdog,
+        watchdog.watch(scene.player, lambda: done.begun),
+    ):
+        assert not threading.Event().wait(0.5)
+        for _ in range(50):
+            piece()
+            assert not threading.Event().wait(0.01)
+        assert not list(tmp_path.iterdir())
+        threading.Event().wait()
+
+
 def test_watchdog_that_is_off_leaves_threads_and_signals_alone(scene: Scene, tmp_path: Path) -> None:
     found = threading.active_count(), signal.getsignal(SIGNAL)
     with Watchdog(tmp_path / "stall.txt", 0.0, 0.0) as watchdog, watchdog.watch(scene.player):
@@ -220,7 +246,7 @@ class Ended:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> dict[str, Ended]:
     """Every scenario, in a process each, all at once."""
-    names = ("drive", "queue", "slot", "compute", "checkpoint", "slow")
+    names = ("drive", "queue", "slot", "compute", "checkpoint", "slow", "fill", "load", "export", "slow_load")
     folders = {name: tmp_path_factory.mktemp(name) for name in names}
     found = {}
     with contextlib.ExitStack() as started:
@@ -271,6 +297,31 @@ def test_run_whose_lane_hangs_leaves_its_block_files_and_says_so(name: str, runs
 def test_run_whose_queues_can_end_is_closed(runs: dict[str, Ended]) -> None:
     assert "block files" not in runs["compute"].errors
     assert not list(leftovers(runs["compute"].folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("fill", r" in fill"),
+        ("load", "thread megatier-fill"),
+        ("export", "    in flight: nvme_to_ram model.embed_tokens/"),
+    ],
+)
+def test_run_that_hangs_before_its_first_step_or_after_its_last_one_says_where(
+    name: str, found: str, runs: dict[str, Ended]
+) -> None:
+    ended = runs[name]
+    assert ended.code == 2, ended.errors
+    assert ended.errors.startswith(ended.report)
+    assert "megatier: error: no transfer, update or use of weights moved on for" in ended.errors
+    assert found in ended.report
+    assert not (ended.folder / "run" / "model").exists()
+
+
+def test_run_whose_first_weights_are_merely_slow_goes_on(runs: dict[str, Ended]) -> None:
+    ended = runs["slow_load"]
+    assert (ended.code, ended.errors) == (0, "")
+    assert not (ended.folder / "run" / "stall.txt").exists()
 
 
 def test_run_that_is_merely_slow_goes_on(runs: dict[str, Ended]) -> None:
