@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 from bench_trl import word_of
-from peers.shapes import SHAPES, fill, llama_config, peak_gpu_bytes, peak_ram_bytes
+from peers.shapes import SHAPES, fill, model_config, peak_gpu_bytes, peak_ram_bytes
 from record import facts, folder_of, write_row
 
 import megatier
@@ -84,7 +84,7 @@ def make_model(shape: str) -> Any:  # noqa: ANN401 - of transformers
     """Return a model in RAM with laid weights in bf16."""
     from transformers import AutoModelForCausalLM
 
-    config = llama_config(SHAPES[shape], 4096)
+    config = model_config(SHAPES[shape], 4096)
     config.use_cache = True
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
