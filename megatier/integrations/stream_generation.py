@@ -23,6 +23,7 @@ from transformers import GenerationMixin
 from megatier.errors import StreamedModelError, mib
 from megatier.integrations.stream_steps import StreamedSteps
 from megatier.patch import patched
+from megatier.schedule.lent_room import LentRoom
 from megatier.session.resident_weights import ResidentWeights
 from megatier.session.session import Session
 
@@ -80,6 +81,19 @@ class StreamedGeneration(StreamedSteps):
             finally:
                 loan.take_back()
 
+    def lent_room(self) -> LentRoom:
+        """Return what text in lent memory will have of this GPU, and what lending takes of RAM. Nothing is moved.
+
+        Call it between two steps, as before a run: a text then fails no more for want of memory for weights.
+
+        Raises:
+            StreamedModelError: a step is open, or memory is lent.
+            CapacityError: all weights at once do not fit the GPU, or RAM has no room for the state at home there.
+        """
+        self._check_between_steps("Counting lent memory")
+        self._session.store.loan.check_ram()
+        return self._resident.lent_room()
+
     @contextlib.contextmanager
     def held_weights(self) -> Iterator[None]:
         """Hold all weights on the GPU inside, in the compute dtype. They are loaded once, and no forward moves any.
@@ -120,7 +134,14 @@ class StreamedGeneration(StreamedSteps):
             where = f"in memory that training lends. Its state there, {state}, lies in RAM meanwhile"
         else:
             where = "beside the memory of training"
-        LOG.info("generation: all weights are held on the GPU, so a token moves none: %s %s.", held, where)
+        left = mib(self._resident.left_bytes)
+        LOG.info(
+            "generation: all weights are held on the GPU, so a token moves none: %s %s. For keys and values, and for "
+            "the forward itself, %s are left.",
+            held,
+            where,
+            left,
+        )
 
     def _check_open(self) -> None:
         """Refuse what needs the tiers while text is generated; see `StreamedSteps._check_open`."""

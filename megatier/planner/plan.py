@@ -17,10 +17,11 @@ from megatier.errors import PlanError
 from megatier.forecast.forecast import QUEUES_OF_DISK, Forecast
 from megatier.planner.changes import Change, changes_that_help, hidden_at
 from megatier.planner.compile_time import compile_seconds
-from megatier.planner.memory import ActivationBytes, mask_bytes
+from megatier.planner.memory import CONTEXT_BYTES, ActivationBytes, mask_bytes
 from megatier.planner.shortage import with_ways
 from megatier.planner.tower_bytes import TowerBytes, pixel_bytes, tower_bytes
 from megatier.planner.trial import Trial, with_parts
+from megatier.schedule.lent_room import LentRoom, lent_room
 from megatier.schedule.moves import Moves, by_queue
 from megatier.schedule.placement import Placement, all_short, place
 from megatier.schedule.rates import DriveRates, World
@@ -81,6 +82,8 @@ class Plan:
     """Why nothing is known of images; empty: it is, or the run reads none."""
     mask_bytes: int
     """Bytes of it that are the mask which keeps documents apart."""
+    lent_room: LentRoom | None
+    """What text that a loop generates has of the GPU if training lends its memory; None: the GPU's is not known."""
     forecast: Forecast
     """The simulated step."""
     seconds_range: tuple[float, float]
@@ -155,6 +158,7 @@ class Plan:
             "pixel_bytes": {str(tier): size for tier, size in self.pixel_bytes.items()},
             "images_per_step": self.images,
             "mask_bytes": self.mask_bytes,
+            "lent_room": None if self.lent_room is None else dataclasses.asdict(self.lent_room),
             "homes": {f"{unit} {kind}": str(tier) for (unit, kind), tier in self.placement.homes.items()},
             "streamed": list(self.placement.streamed),
             "busy_seconds": {lane: seconds for lane, seconds in made.busy_seconds.items() if seconds},
@@ -246,6 +250,7 @@ def make_plan(setup: Setup) -> Plan:
         images=setup.tower.mean_images * config.train.batch,
         images_missing=setup.tower.missing,
         mask_bytes=mask_bytes(setup),
+        lent_room=_lent_room(trial, placement),
         forecast=made,
         seconds_range=trial.seconds_range(placement, made),
         compute_seconds=trial.compute_seconds,
@@ -259,6 +264,14 @@ def make_plan(setup: Setup) -> Plan:
         hidden_at=hidden_at(trial, placement, tokens),
         changes=changes_that_help(trial, placement, config.train, tokens, made.seconds),
     )
+
+
+def _lent_room(trial: Trial, placement: Placement) -> LentRoom | None:
+    """Count what text has of the GPU in lent memory."""
+    if trial.gpu_bytes is None:
+        return None
+    gpu_bytes = max(0, round(trial.gpu_bytes) - CONTEXT_BYTES)
+    return lent_room(trial.work.specs, placement, trial.work.policy, gpu_bytes)
 
 
 def _state_bytes(work: Workload, placement: Placement) -> dict[tuple[Tier, Kind], int]:

@@ -98,6 +98,7 @@ def sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
             "computed too. model.attention flex_attention has a mask by blocks, and skips those that are masked."
         )
 
+    yield from _lent(plan)
     if plan.in_place_bytes:
         yield (
             f"{mib(plan.in_place_bytes)} of the base are read from the model's own files. They take no room in "
@@ -137,6 +138,23 @@ def _images(plan: Plan) -> Iterator[str]:
     yield (
         f"Of that {tower} are what vision towers save, and {pixels} pixels. RAM holds {ahead} of pixels outside of "
         f"tiers.ram. A step has {plan.images:,.3g} images, if all conversations are like the first ones."
+    )
+
+
+def _lent(plan: Plan) -> Iterator[str]:
+    """Yield a sentence about text that a loop, such as TRL's GRPO, generates in lent memory; none if not known."""
+    room = plan.lent_room
+    if room is None:
+        return
+    weights = mib(room.weight_bytes)
+    if room.left_bytes < 0:
+        missing = mib(-room.left_bytes)
+        yield f"The GPU cannot hold all weights ({weights}) for text that a loop generates: {missing} are missing."
+        return
+    meanwhile = f", and {mib(room.state_bytes)} of state lie in RAM meanwhile" if room.state_bytes else ""
+    yield (
+        f"Text that a loop generates in lent memory has {mib(room.left_bytes)} of the GPU for keys and values, beside "
+        f"{weights} of weights{meanwhile}."
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatier.play.unit_blocks import StateRun
+from megatier.schedule.lent_room import shard_bytes
 from megatier.session.session import Session
 from megatier.tier import Kind, Tier
 
@@ -32,10 +33,8 @@ class RamWeights:
 
     @property
     def shard_bytes(self) -> int:
-        """The bytes that a copy takes on the device beside its targets: those of the largest shard."""
-        if self._ranks is None:
-            return 0
-        return max(self._blocks.whole(unit, Kind.WEIGHT)[1] for unit in self._blocks.units)
+        """The bytes that a copy takes on the device beside its targets."""
+        return shard_bytes(self._blocks.units.values(), self._blocks.policy)
 
     def copy(self, targets: Mapping[str, Tensor]) -> None:
         """Copy the weights of units to memory on the device, and wait for that.

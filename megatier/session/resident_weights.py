@@ -20,6 +20,7 @@ import torch
 
 from megatier.engine.stage import WeightSource, WeightUse
 from megatier.errors import CapacityError
+from megatier.schedule.lent_room import LentRoom, lent_room
 from megatier.session.held import HeldUse
 from megatier.session.ram_weights import RamWeights
 from megatier.session.session import Session
@@ -56,11 +57,26 @@ class ResidentWeights:
         """What each unit's modules compute with."""
         self.num_bytes = 0
         """The bytes of weights that were copied the last time, beside those at home on the GPU."""
+        self.left_bytes = 0
+        """The bytes of the GPU that were left then, for keys and values and for the forward itself."""
 
     @property
     def is_loaded(self) -> bool:
         """Whether all weights are there."""
         return self._stage.is_resident
+
+    def lent_room(self) -> LentRoom:
+        """Return what there would be if memory was lent now. Nothing is moved.
+
+        Raises:
+            CapacityError: the weights would not fit.
+        """
+        gpu_bytes = self._free_bytes() + self._arena_bytes
+        blocks = self._blocks
+        room = lent_room(blocks.units.values(), blocks.placement, blocks.policy, gpu_bytes)
+        if room.left_bytes < 0:
+            raise self._short(gpu_bytes - room.left_bytes, gpu_bytes, is_lent=True)
+        return room
 
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:
@@ -123,17 +139,19 @@ class ResidentWeights:
     def _reserve(self, units: list[str]) -> None:
         """Take the memory for weights of units."""
         held_bytes = sum(self._blocks.compute_bytes(unit) for unit in units)
-        needed = held_bytes + (self._in_ram.shard_bytes if self._store.loan.is_lent else 0)
+        is_lent = self._store.loan.is_lent
+        needed = held_bytes + (self._in_ram.shard_bytes if is_lent else 0)
         free = max(0, self._free_bytes())
         if needed > free:
-            raise self._short(needed, free)
+            raise self._short(needed, free, is_lent=is_lent)
         self.num_bytes = held_bytes
+        self.left_bytes = free - needed
         try:
             for unit in units:
                 held = torch.empty(self._blocks.compute_bytes(unit), dtype=torch.uint8, device=self._device)
                 self._uses[unit] = HeldUse(held)
         except torch.OutOfMemoryError as error:
-            raise self._short(needed, self._free_bytes()) from error
+            raise self._short(needed, self._free_bytes(), is_lent=is_lent) from error
 
     def _fill_by_pass(self, units: list[str]) -> None:
         """Copy weights of units as a forward uses them: they come ahead of use, from all tiers and ranks."""
@@ -172,16 +190,19 @@ class ResidentWeights:
             torch.cuda.empty_cache()
             return free_gpu_bytes(self._limit_bytes)[1]
         # RAM stands for it, of which the arena takes a part.
-        usage = self._store.usage(Tier.GPU)
-        arena = sum(usage.values()) - usage["budget"]
-        return (self._limit_bytes or arena) - (0 if self._store.loan.is_lent else arena)
+        return (self._limit_bytes or self._arena_bytes) - (0 if self._store.loan.is_lent else self._arena_bytes)
 
-    def _short(self, needed: int, free: int) -> CapacityError:
+    @property
+    def _arena_bytes(self) -> int:
+        """The bytes of the gpu tier, which are lent."""
+        usage = self._store.usage(Tier.GPU)
+        return sum(usage.values()) - usage["budget"]
+
+    def _short(self, needed: int, free: int, *, is_lent: bool) -> CapacityError:
         """Make the error of weights that do not fit."""
-        can_lend = not self._store.loan.is_lent
-        lends = "Lend the memory of training too (Streamed.lends_memory), or use " if can_lend else ""
+        lends = "Use " if is_lent else "Lend the memory of training too (Streamed.lends_memory), or use "
         remedy = "model.generate alone with lends_memory off, which streams what does not fit."
-        return CapacityError("all weights on the GPU at once", needed, free, f"{lends or 'Use '}{remedy}")
+        return CapacityError("all weights on the GPU at once", needed, free, f"{lends}{remedy}")
 
     def _wait(self) -> None:
         """Wait for the device, on whichever streams it works."""

@@ -73,6 +73,23 @@ class Loan:
         self.is_lent = True
         self._reservation.lend(Tier.GPU)
 
+    def check_ram(self) -> None:
+        """Refuse to lend if RAM has no room for the state at home on the GPU, as it is now.
+
+        Raises:
+            CapacityError: it has none.
+        """
+        needed = sum(round_up(num_bytes) for _, _, num_bytes in self._homes().values())
+        # Asked before: the kernel gives out more than there is, and ends a process that then uses it.
+        free = ram_available_bytes()
+        if self._ram is None and needed > free:
+            raise CapacityError(
+                "the GPU's state in RAM while its memory is lent",
+                needed,
+                free,
+                "Lower tiers.gpu or tiers.ram, or generate without lending memory.",
+            )
+
     def take_back(self) -> None:
         """Take the memory again, with the state that was at home there. If it is not lent, this does nothing.
 
@@ -118,16 +135,7 @@ class Loan:
         needed = sum(round_up(num_bytes) for _, _, num_bytes in places.values())
         if self._ram is not None or not needed:
             return
-
-        # Asked before: the kernel gives out more than there is, and ends a process that then uses it.
-        free = ram_available_bytes()
-        if needed > free:
-            raise CapacityError(
-                "the GPU's state in RAM while its memory is lent",
-                needed,
-                free,
-                "Lower tiers.gpu or tiers.ram, or generate without lending memory.",
-            )
+        self.check_ram()
         self._ram = Arena(needed, torch.device("cpu"), pin=self._queues.clock is not None)
 
     def _copy(self, places: dict[str, Place], *, to_ram: bool) -> None:

@@ -13,7 +13,9 @@ from rich.console import Console
 from megatier import hardware
 from megatier.cli import main
 from megatier.config import file as config_file
+from megatier.errors import mib
 from megatier.measure.probe import cache_rates
+from megatier.planner.memory import CONTEXT_BYTES
 from megatier.schedule.rates import ASSUMED, OF_RANKS, DriveRates, Rates, as_dict, read_rates
 from megatier.setup.machine import Machine
 from megatier.train.shared import setup_of
@@ -49,15 +51,27 @@ def test_plan_prints_bytes_times_and_changes(capsys: pytest.CaptureFixture[str])
     assert "exp_avg_sq" in out
 
 
-def test_plan_of_the_example_of_100b_fits_its_host(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_the_example_of_100b_fits_its_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It has been run there with so many bytes, in 72 to 79 s a step."""
     machine = str(ROOT / "examples/machines/h100-64-cores.yaml")
-    assert main(["plan", str(ROOT / "examples/llama-100b.yaml"), "--machine", machine, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    output = tmp_path / "plan.json"
+    assert main(["plan", str(ROOT / "examples/llama-100b.yaml"), "--machine", machine, "--output", str(output)]) == 0
+    found = json.loads(output.read_text())
     assert found["num_parameters"] == found["num_trained"] == 100_648_443_904
     assert 65 < found["seconds"] < 80
     assert found["moved_bytes"]["nvme_to_ram"] < 60 << 30
+    assert found["lent_room"]["weight_bytes"] >= 2 * found["num_parameters"]
+    missing = mib(-found["lent_room"]["left_bytes"])
+    assert f"for text that a loop generates: {missing} are missing." in " ".join(capsys.readouterr().out.split())
     assert found["export_bytes"] == 0
+
+
+def test_plan_says_what_text_has_of_the_gpu_in_lent_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--output", str(tmp_path / "plan.json")) == 0
+    room = json.loads((tmp_path / "plan.json").read_text())["lent_room"]
+    assert room["weight_bytes"] + room["left_bytes"] == 150_700_000_000 - CONTEXT_BYTES
+    sizes = f"{mib(room['left_bytes'])} of the GPU for keys and values, beside {mib(room['weight_bytes'])} of weights"
+    assert f"Text that a loop generates in lent memory has {sizes}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_plan_writes_json_and_a_picture(tmp_path: Path) -> None:

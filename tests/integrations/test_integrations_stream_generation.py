@@ -26,6 +26,7 @@ from megatier.integrations.streamed import Streamed
 from megatier.session.ram_weights import RamWeights
 from megatier.store import loan
 from megatier.store.arena import Arena
+from megatier.tier import round_up
 
 batching: Any = pytest.importorskip("transformers.generation.continuous_batching")
 if not hasattr(transformers.generation, "ContinuousBatchingConfig"):
@@ -123,8 +124,37 @@ def test_texts_of_a_batch_load_the_weights_once_and_the_log_says_so_once(
         batch(streamed.model)
         batch(streamed.model)
     beside, lent = [message for message in caplog.messages if message.startswith("generation: all weights are held")]
-    assert beside.endswith(f"so a token moves none: {mib(away)} beside the memory of training.")
+    assert f"so a token moves none: {mib(away)} beside the memory of training. For keys and values, and" in beside
     assert "in memory that training lends. Its state there, " in lent
+
+
+def check_room(streamed: Streamed) -> None:
+    """What was told before is what there is."""
+    room = streamed.lent_room()
+    with streamed.lent_memory(), streamed.held_weights():
+        held, loaned = streamed._resident, streamed._session.store.loan
+        assert (room.weight_bytes, room.left_bytes) == (held.num_bytes, held.left_bytes)
+        assert room.state_bytes == sum(round_up(num_bytes) for _, _, num_bytes in loaned._places.values())
+        with pytest.raises(StreamedModelError, match="Leave the block for everything else"):
+            streamed.lent_room()
+
+
+@pytest.mark.parametrize("place", list(BUDGETS))
+def test_room_in_lent_memory_is_told_before_it_is_lent_and_refused_by_name(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, place) as streamed:
+        check_room(streamed)
+        step(streamed, 1)
+        check_room(streamed)
+        weights = streamed.lent_room().weight_bytes
+        monkeypatch.setattr(streamed._resident, "_limit_bytes", weights - 1000)
+        needed = f"needs {mib(weights)}, .*Use model.generate alone"
+        with pytest.raises(CapacityError, match=f"all weights on the GPU at once: {needed}"):
+            streamed.lent_room()
+        monkeypatch.setattr(loan, "ram_available_bytes", lambda: -1)
+        with opened(tmp_path, "gpu") as other, pytest.raises(CapacityError, match="state in RAM while its memory"):
+            other.lent_room()
 
 
 @pytest.mark.parametrize("place", list(BUDGETS))
@@ -268,6 +298,7 @@ def shared_run(mount: Path, place: str, device: str, lends: bool) -> dict[str, A
     found: dict[str, Any] = {"losses": [], "texts": []}
     with opened(mount, "gpu", device=device, groups=2 // ranks, frozen="*.mlp.*", **OF_RANKS[place]) as streamed:
         streamed.lends_memory = lends
+        check_room(streamed)
         for number in (1, 2):
             for group in range(streamed.rank, 2, ranks):
                 found["losses"].append(backward(streamed, 10 * number + group))
