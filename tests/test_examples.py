@@ -80,7 +80,7 @@ def test_activation_cache_reads_each_entry_once_and_the_last_one_from_ram(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["accelerate_loop.py", "trl_sft.py", "trl_dpo.py"])
+@pytest.mark.parametrize("name", ["accelerate_loop.py", "trl_sft.py", "trl_dpo.py", "recipes/grpo.py"])
 def test_example_without_its_arguments_says_so_before_its_imports(name: str) -> None:
     code = f"import runpy, sys; sys.argv[1:] = ['model']; runpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')"
     ended = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False)

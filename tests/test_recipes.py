@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from recipe_models import CONFIGS, PARAMETERS
+from tiny_models import tiny_config
+from tiny_runs import plain_model
+from transformers import AutoModelForCausalLM
 
 from megatier.cli import main
 from megatier.config import file as config_file
+from megatier.data.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "examples/recipes").glob("*.yaml"))
 HEAD = re.compile(
-    r"# (?P<model>.+), (?P<trained>LoRA|full training): a card of (?P<card>\d+) GB, (?P<ram>\d+) GB of RAM, "
+    r"# (?P<model>.+), (?P<trained>LoRA|GRPO|full training): a card of (?P<card>\d+) GB, (?P<ram>\d+) GB of RAM, "
     r"(?P<drive>\d+) GB of room on a drive\.\n"
     r"# Planned: (?P<seconds>\d+) s a step of (?P<tokens>[\d,]+) tokens, with state on (?P<state>[\w, ]+)\."
 )
 TIERS = {"gpu": "GPU", "ram": "RAM", "nvme": "NVMe"}
+CACHE_SHARE = 0.8
+"""The most of what is left beside the weights that keys and values of completions may take."""
 FOR_THE_SYSTEM = 0.9
 """Most of a host's RAM that a recipe may ask for: the system, libraries and texts take the rest."""
 
@@ -47,7 +56,11 @@ def test_recipe_is_planned_as_it_says_and_fits_its_machine(path: Path, tmp_path:
     assert (said["trained"] == "LoRA") == bool(adapters)
 
     assert run.tiers.ram is not None
-    assert run.tiers.ram <= FOR_THE_SYSTEM * int(said["ram"]) * 1e9
+    is_grpo = said["trained"] == "GRPO"
+    loaned = plan["lent_room"]["state_bytes"] if is_grpo else 0
+    assert run.tiers.ram + loaned <= FOR_THE_SYSTEM * int(said["ram"]) * 1e9
+    if is_grpo:
+        assert _cache_bytes(hub) * plan["tokens_per_step"] <= CACHE_SHARE * plan["lent_room"]["left_bytes"]
     export = 0 if adapters else 2 * plan["num_parameters"]
     assert plan["budget_bytes"]["nvme"] + 3 * plan["checkpoint_bytes"] + export <= int(said["drive"]) * 1e9
 
@@ -68,7 +81,37 @@ def test_index_of_recipes_has_a_row_for_each_with_its_figures() -> None:
         step = f"{said['seconds']} s | {said['tokens']} | {said['state']}"
         made.append(f"| [{said['model']}]({path.name}) | {trained} | {sizes} | {step} |")
     assert sorted(rows) == sorted(made)
-    assert len(rows) == 13
+    assert len(rows) == 15
+
+
+@pytest.mark.filterwarnings("default")  # of TRL and datasets
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+def test_grpo_by_a_recipe_trains_in_lent_memory_and_writes_a_model(tmp_path: Path) -> None:
+    recipe = ROOT / "examples/recipes/qwen2.5-7b-grpo-48gb.yaml"
+    plain_model(tiny_config("llama", vocab_size=320)).save_pretrained(tmp_path / "model")
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"say {each}"}) for each in range(9)))
+    (tmp_path / "reward.py").write_text(
+        "def reward(completions, **_):\n    return [len(set(text)) for text in completions]"
+    )
+    sizes = {"train.batch": 16, "train.groups": 2, "train.steps": 2, "data.sequence_length": 16}
+    tiers = {"tiers.gpu": "1MiB", "tiers.ram": "16MiB", "tiers.gpu_limit": "16MiB"}
+    files = {"model.path": tmp_path / "model", "data.files": tmp_path / "prompts.jsonl", "output.directory": tmp_path}
+    words = [f"--{name}={value}" for name, value in {**sizes, **tiers, **files}.items()]
+    main_of = runpy.run_path(str(recipe.parent / "grpo.py"), run_name="example")["main"]
+    rewards = main_of(recipe, str(tmp_path / "reward.py"), words)
+    assert len(rewards) == 2
+    AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+
+
+def _cache_bytes(hub: str) -> int:
+    """Return the bytes of keys and values of a token in bf16."""
+    config: Any = CONFIGS[hub]
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size: int = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head
+    return size
 
 
 def _bytes_in(plan: dict[str, dict[str, int]], tier: str) -> int:

@@ -10,6 +10,7 @@ from transformers import (
     MistralConfig,
     Olmo2Config,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -58,6 +59,23 @@ def qwen3(*sizes: int, tied: bool = False) -> PreTrainedConfig:
         max_position_embeddings=40960,
         rope_parameters=rope(1000000.0),
         tie_word_embeddings=tied,
+        bos_token_id=151643,
+        eos_token_id=151645,
+    )
+
+
+def qwen2_7b() -> PreTrainedConfig:
+    return Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        rope_parameters=rope(1000000.0),
+        tie_word_embeddings=False,
         bos_token_id=151643,
         eos_token_id=151645,
     )
@@ -137,6 +155,7 @@ CONFIGS = {
     "meta-llama/Llama-3.1-8B": llama(32, 32, 4096, 14336, factor=8.0),
     "meta-llama/Llama-3.1-8B-Instruct": llama(32, 32, 4096, 14336, factor=8.0),
     "meta-llama/Llama-3.3-70B-Instruct": llama(80, 64, 8192, 28672, factor=8.0),
+    "Qwen/Qwen2.5-7B-Instruct": qwen2_7b(),
     "Qwen/Qwen3-4B": qwen3(36, 32, 2560, 9728, tied=True),
     "Qwen/Qwen3-14B": qwen3(40, 40, 5120, 17408),
     "Qwen/Qwen3-32B": qwen3(64, 64, 5120, 25600),
@@ -152,6 +171,7 @@ PARAMETERS = {
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-14B": 14_768_307_200,
     "Qwen/Qwen3-32B": 32_762_123_264,
