@@ -97,6 +97,8 @@ class ThreadPool:
         overlap. rounding: None where moments are fp32. Where they are rounded stochastically, to bf16 or to 8 bits, the
         bytes of one, the key of 64 bits, and the number in its unit of the planes' first element.
         """
+    def submit_copy(self, target: int, source: int, num_bytes: int, request_bytes: int) -> Batch:
+        """Copy bytes that do not overlap, in requests of at most request_bytes, which all threads take."""
     def close(self) -> None:
         """Finish what was submitted, then join the threads."""
 

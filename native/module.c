@@ -5,6 +5,7 @@
 #include "adamw.h"
 #include "block_io.h"
 #include "checksum.h"
+#include "copy.h"
 #include "isa.h"
 #include "reduce.h"
 #include "thread_pool.h"
@@ -417,6 +418,20 @@ static PyObject *pool_object_submit_adamw(PyObject *self, PyObject *args, PyObje
     return object;
 }
 
+static PyObject *pool_object_submit_copy(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    size_t target, source, num_bytes, request_bytes;
+    static char *names[] = {"target", "source", "num_bytes", "request_bytes", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&O&:submit_copy", names, to_size, &target, to_size, &source,
+                                     to_size, &num_bytes, to_size, &request_bytes))
+        return NULL;
+    if (!num_bytes || !request_bytes) {
+        value_error("num_bytes and request_bytes must be positive");
+        return NULL;
+    }
+    return pool_object_submit(self, copy_batch((void *)target, (const void *)source, num_bytes, request_bytes));
+}
+
 static PyObject *pool_object_close(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -446,6 +461,9 @@ static PyMethodDef pool_methods[] = {
     {"submit_adamw", (PyCFunction)(void (*)(void))pool_object_submit_adamw, METH_VARARGS | METH_KEYWORDS,
      "submit_adamw($self, planes, split, segments, scalars, before=..., rounding=None)\n--\n\n"
      "AdamW over planes (weight, remainder, exp_avg, exp_avg_sq, grad); Lion if exp_avg_sq is 0."},
+    {"submit_copy", (PyCFunction)(void (*)(void))pool_object_submit_copy, METH_VARARGS | METH_KEYWORDS,
+     "submit_copy($self, target, source, num_bytes, request_bytes)\n--\n\n"
+     "Copy bytes that do not overlap, in requests of at most request_bytes."},
     {"close", pool_object_close, METH_NOARGS,
      "close($self)\n--\n\nFinish what was submitted, then join the threads."},
     {NULL, NULL, 0, NULL},
