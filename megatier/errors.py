@@ -63,6 +63,10 @@ class CapacityError(MegatierError):
         super().__init__(f"{full}: needs {mib(needed_bytes)}, {mib(free_bytes)} free. {remedy}")
 
 
+class PageLockError(CapacityError):
+    """The CUDA driver page-locks no more RAM."""
+
+
 class GpuMemoryError(MegatierError, MemoryError):
     """A step took more GPU memory than there is, though the plan had let it through."""
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from contextlib import ExitStack
 
 import torch
 
 from megatier.errors import MegatierError
+from megatier.tier import cut_at_addresses
 
 LOCKED_BYTES = 64 << 30
 """The most bytes that are page-locked by one call: the driver refuses 512 GiB and more, whatever is free."""
+
+LOCK_STEP_BYTES = 32 << 20
+"""The bytes that are page-locked by one call if the driver does not take a whole memory. Copies end where addresses are
+multiples of it."""
+SPARE_PIECES = 2
+"""Pieces that are given back once the driver has refused one: torch page-locks a few bytes too, for inputs."""
 
 
 class PageLock:
@@ -23,19 +31,63 @@ class PageLock:
             MegatierError: CUDA refused.
         """
         self._locked: list[int] = []
-        cudart = torch.cuda.cudart()
         with ExitStack() as undone:
             undone.callback(self.close)
             for start, stop in pieces:
-                first = address + start
-                code = cudart.cudaHostRegister(first, stop - start, 0)
-                if code != cudart.cudaError.success:
-                    reason = cudart.cudaGetErrorString(code)
-                    raise MegatierError(f"CUDA refused to page-lock memory ({reason}).")
-                self._locked.append(first)
+                self._add(address + start, stop - start)
             undone.pop_all()
+
+    def add_end(self, address: int, num_bytes: int) -> int:
+        """Page-lock as much of the end of a memory as the driver takes, by pieces of LOCK_STEP_BYTES.
+
+        Args:
+            address: of the memory.
+            num_bytes: its size, in whole pages.
+
+        Returns:
+            The offset from which on it is page-locked: 0 if the driver takes all, its size if nothing.
+        """
+        added: list[int] = []
+        for start, stop in reversed(list(cut_at_addresses(address, num_bytes, LOCK_STEP_BYTES))):
+            try:
+                self._add(address + start, stop - start)
+            except MegatierError:
+                return self._give_back(added, stop)
+            added.append(stop)
+        return 0
+
+    def _give_back(self, ends: list[int], start: int) -> int:
+        """Unlock the last pieces, which have these ends; return where the first of the others starts."""
+        for end in ends[-SPARE_PIECES:][::-1]:
+            self._unlock_last()
+            start = end
+        return start
+
+    def _add(self, first: int, num_bytes: int) -> None:
+        """Page-lock one piece.
+
+        Raises:
+            MegatierError: CUDA refused.
+        """
+        cudart = torch.cuda.cudart()
+        code = cudart.cudaHostRegister(first, num_bytes, 0)
+        if code != cudart.cudaError.success:
+            _forget_error()
+            reason = cudart.cudaGetErrorString(code)
+            raise MegatierError(f"CUDA refused to page-lock memory ({reason}).")
+        self._locked.append(first)
 
     def close(self) -> None:
         """Give the memory back. Closing twice is safe."""
         while self._locked:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._locked.pop()))
+            self._unlock_last()
+
+    def _unlock_last(self) -> None:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._locked.pop()))
+
+
+def _forget_error() -> None:
+    """Take back the error that the driver keeps, which torch would raise as that of the next kernel."""
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, dtype=torch.uint8, device="cuda")

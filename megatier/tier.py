@@ -94,6 +94,11 @@ class Activations(StrEnum):
 QUEUES = ("nvme_to_ram", "nvme_to_gpu", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme", "state_to_gpu", "state_to_ram")
 """The names of the queues. Between RAM and the GPU, state that compute does not wait for has two of its own."""
 
+COPY_QUEUES = ("ram_to_gpu", "gpu_to_ram", "state_to_gpu", "state_to_ram")
+"""The queues that copy between RAM and the GPU."""
+RING_BYTES = 192 << 20
+"""The page-locked pieces of all of them, through which bytes of RAM pass that is not page-locked."""
+
 
 class Way(StrEnum):
     """The way on which weights and gradients move between ranks."""

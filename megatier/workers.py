@@ -45,6 +45,14 @@ class Task(Generic[Result]):
             raise self._error
         return self._result
 
+    def wait(self) -> None:
+        """Block until the work is done, however it went."""
+        self._ended.wait()
+
+    def done(self) -> bool:
+        """Return whether `wait` would not block."""
+        return self._ended.is_set()
+
     def _run(self, worker: str) -> None:
         """Do the work; this runs in a worker."""
         assert self._work is not None

@@ -16,6 +16,7 @@ from plain_adamw import PlainAdamW
 from small_timelines import planned_loads, planned_updates
 from tiny_runs import (
     BATCH,
+    KIB,
     MODELS,
     PLACES,
     ModelWeights,
@@ -91,6 +92,24 @@ def test_exactness_bf16_products_in_fp32_give_the_same_bits_on_any_tier(tmp_path
     expected = run(tmp_path)
     assert replace(run, place="gpu_ram_nvme", activations="recompute")(tmp_path) == expected
     assert replace(run, place="nvme", activations="offload")(tmp_path) == expected
+
+
+THROUGH_RINGS = {
+    Short(model="untied", groups=3, slices=2): 1,
+    Short(model="tied", clip=None): 96 * KIB,
+    Short(model="moe", dtype="fp32"): 1,
+}
+"""Runs, and the bytes of RAM that are page-locked: no more than the rings, or some slots too."""
+
+
+@pytest.mark.parametrize("run", THROUGH_RINGS, ids=lambda run: f"{run.model}-{run.dtype}")
+def test_exactness_ram_that_is_not_page_locked_gives_the_same_bits_in_all_places(run: Run, tmp_path: Path) -> None:
+    expected = run(tmp_path)
+    locked = THROUGH_RINGS[run]
+    for place, activations in zip([*ONCE, "nvme_twice", "nvme_grads"], itertools.cycle(reversed(ACTIVATIONS))):
+        if place != "gpu":
+            through = replace(run, place=place, activations=activations, locked=locked)
+            assert through(tmp_path) == expected, (place, activations)
 
 
 NARROW = {

@@ -62,10 +62,11 @@ class Buffers:
             self._places[kind] = num_bytes, size
             num_bytes += 2 * size
 
-        # Pinned, because copies from the GPU come here.
+        # Pinned, because copies from the GPU come here, unless they pass through rings.
         passes = any(home is not Tier.RAM for home in session.placement.homes.values())
-        is_cuda = session.store.device.type == "cuda"
-        self._arena = Arena(num_bytes, torch.device("cpu"), pin=is_cuda) if passes else None
+        store = session.store
+        pins = store.device.type == "cuda" and store.staging is None
+        self._arena = Arena(num_bytes, torch.device("cpu"), pin=pins) if passes else None
 
     def of(self, kind: Kind, number: int) -> Tensor:
         """Return the place of a run of a kind, uint8. The run after the next one has the same place."""

@@ -199,7 +199,7 @@ def check_units(tiers: Mapping[str, Any], overrides: Sequence[str] = ()) -> None
     for name, text in settings_of(overrides):
         found[name.removeprefix("tiers.")] = text
 
-    for key in ("gpu", "gpu_limit", "ram"):
+    for key in ("gpu", "gpu_limit", "ram", "locked"):
         require_unit(f"tiers.{key}", found.get(key))
     # On the command line mounts are one text, and in a file may be a list.
     mounts = found.get("nvme") or ()

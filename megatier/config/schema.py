@@ -108,8 +108,7 @@ class TiersConfig(Section):
     NAME = "tiers"
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device that computes. auto: cuda if there is a GPU, else cpu. On the CPU an arena in RAM stands for GPU
-    memory."""
+    """Device that computes. auto: cuda if there is a GPU, else cpu, where an arena in RAM stands for GPU memory."""
     gpu: ByteCount | None = None
     """GPU memory for weights, gradients and state, such as 40GiB. Activations come on top. None: chosen for this
     machine."""
@@ -117,6 +116,9 @@ class TiersConfig(Section):
     """GPU memory that the whole process may take: tiers.gpu, activations and libraries. None: all there is."""
     ram: ByteCount | None = None
     """RAM budget, such as 96GiB. With a GPU it is pinned. None: chosen for this machine."""
+    locked: ByteCount | None = None
+    """RAM that may be pinned, such as 512MiB. Slots come first; the rest passes through rings of up to 192MiB besides
+    tiers.ram, which are slower. This never changes a number. None: as much as CUDA takes."""
     nvme: tuple[str, ...] = ()
     """Mounts on drives, each as DIR or DIR:SIZE, such as /mnt/a:500GiB. Empty: there is no NVMe tier."""
     state: tuple[str, ...] = ("gpu", "ram", "nvme")
@@ -151,14 +153,13 @@ class TiersConfig(Section):
         """Check each value."""
         self.read()
 
-        for name in ("gpu", "gpu_limit", "ram"):
+        for name in ("gpu", "gpu_limit", "ram", "locked"):
             num_bytes = getattr(self, name)
             self.need(name, num_bytes is None or num_bytes >= 1, "at least 1 byte")
 
         # `mounts` parses each one, so a wrong size is refused here.
         directories = [mount.directory for mount in self.mounts]
-        is_each_once = len(set(directories)) == len(directories)
-        self.need("nvme", is_each_once, "without repeats")
+        self.need("nvme", len(set(directories)) == len(directories), "without repeats")
 
         # Else the text was parted within a name, and the rest of it is a folder where the process runs.
         kinds = {directory.expanduser().is_absolute() for directory in directories}
@@ -171,8 +172,7 @@ class TiersConfig(Section):
         self.need("state", is_known_once, "one or more of gpu, ram, nvme, each once")
 
         # 12 bytes of state for each of 2,048 elements, a page of bf16, to whose multiples units are padded.
-        has_a_page = self.chunk is None or self.chunk >= 24576
-        self.need("chunk", has_a_page, "at least 24KiB")
+        self.need("chunk", self.chunk is None or self.chunk >= 24576, "at least 24KiB")
         self.need("streamed_share", 0 <= self.streamed_share <= 1, "from 0 to 1")
         self.need("generations", self.generations in (1, 2, 3), "1, 2 or 3")
 

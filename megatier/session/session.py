@@ -336,8 +336,17 @@ def _open_store(
         else:
             ranks.share_ram(buffer)
     device = str(machine.device)
+    locked = setup.config.tiers.locked
     store = TieredStore.open(
-        gpu=own.gpu, ram=own.ram, nvme=nvme, device=device, run_id=run_id, options=options, allocate=allocate
+        gpu=own.gpu,
+        ram=own.ram,
+        nvme=nvme,
+        device=device,
+        run_id=run_id,
+        options=options,
+        allocate=allocate,
+        # The driver's limit is one for all processes of a host.
+        locked=None if locked is None else locked // local_size,
     )
     opened.enter_context(store)
     budgets = replace(own, nvme=store.usage(Tier.NVME)["budget"])

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megatier.address import fill_bytes
-from megatier.errors import CapacityError, MegatierError
+from megatier.errors import CapacityError, MegatierError, PageLockError
 from megatier.page_lock import LOCKED_BYTES, PageLock
 from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, cut_at_addresses, round_up
@@ -130,18 +130,30 @@ class Arena:
         """Wait until every page was touched, and page-lock the memory if that was asked for. Nobody uses it before.
 
         Raises:
-            CapacityError: the driver refused the memory.
+            PageLockError: the driver refused. All pages were touched, and `lock_end` may be tried.
         """
         if self._touching is None:
             return
+        refused: PageLockError | None = None
         with closing(self._touching) as touching:
             if self._pins:
-                self._pin(touching)
+                refused = self._pin(touching)
             touching.wait(self.num_bytes)
         self._touching = None
+        if refused is not None:
+            raise refused
 
-    def _pin(self, touching: Touching) -> None:
-        """Page-lock the memory, in pieces that end at multiples of their size: `TierQueues` relies on that."""
+    def lock_end(self, first: int) -> int:
+        """Page-lock the bytes from an offset on, or as much of the end as the driver takes; see `PageLock.add_end`."""
+        self._lock = PageLock(self.address, ())
+        return self._lock.add_end(self.address + first, self.num_bytes - first) + first
+
+    def _pin(self, touching: Touching) -> PageLockError | None:
+        """Page-lock the memory, in pieces that end at multiples of their size: `TierQueues` relies on that.
+
+        Returns:
+            The error, if the driver refused.
+        """
         pieces = cut_at_addresses(self.address, self.num_bytes, LOCKED_BYTES)
 
         # Each as soon as it was touched, while the threads go on with the next one.
@@ -153,7 +165,8 @@ class Arena:
         try:
             self._lock = PageLock(self.address, touched())
         except MegatierError as error:
-            raise CapacityError("ram", self.num_bytes, 0, f"{error} Lower tiers.ram.") from error
+            return PageLockError("ram", self.num_bytes, 0, str(error))
+        return None
 
     def _device_bytes(self) -> torch.Tensor:
         if self._allocate is not None:
@@ -190,7 +203,7 @@ class Arena:
 
     @property
     def pinned(self) -> bool:
-        """Whether the memory is page-locked, so that copies from and to a CUDA device run asynchronously."""
+        """Whether memory is page-locked, so that copies from and to a CUDA device run asynchronously."""
         return self._lock is not None
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:

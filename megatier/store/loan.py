@@ -136,7 +136,7 @@ class Loan:
         if self._ram is not None or not needed:
             return
         self.check_ram()
-        self._ram = Arena(needed, torch.device("cpu"), pin=self._queues.clock is not None)
+        self._ram = Arena(needed, torch.device("cpu"), pin=self._queues.pins)
 
     def _copy(self, places: dict[str, Place], *, to_ram: bool) -> None:
         """Copy state between its homes and RAM, and wait for that."""

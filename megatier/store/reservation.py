@@ -12,8 +12,10 @@ from contextlib import ExitStack
 
 import torch
 
-from megatier.errors import CapacityError, ClosedError
+from megatier.errors import CapacityError, ClosedError, PageLockError
 from megatier.store.arena import Allocate, Arena, SlotPool
+from megatier.store.staging import Staging
+from megatier.store.stream_clock import StreamClock
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 _PoolKey = tuple[Tier, Kind | None]
@@ -23,13 +25,17 @@ _PoolKey = tuple[Tier, Kind | None]
 class Reservation:
     """The budgets, homes, slots and arenas of one store."""
 
-    def __init__(self, budgets: Mapping[Tier, int], allocate: Allocate | None = None) -> None:
+    def __init__(
+        self, budgets: Mapping[Tier, int], allocate: Allocate | None = None, locked_bytes: int | None = None
+    ) -> None:
         """Take the budgets.
 
         Args:
             budgets: bytes per tier. Those on NVMe are only counted here; `BlockFiles` reserves them.
             allocate: gives the memory of the gpu tier on a CUDA device; None: torch does.
+            locked_bytes: the most RAM to page-lock; None: as much as the driver takes.
         """
+        self._locked_bytes = locked_bytes
         self._budgets = dict(budgets)
         self._allocate = allocate
         self._homes: Counter[tuple[Tier, Kind]] = Counter()
@@ -83,22 +89,55 @@ class Reservation:
         num_slots = min(len(passing), room // largest)
         self._wanted[tier, None] = largest, num_slots
 
-    def allocate(self, device: torch.device) -> None:
+    def allocate(self, device: torch.device, clock: StreamClock | None) -> Staging | None:
         """Cut the slots and allocate the arenas.
+
+        Args:
+            device: that of the gpu tier.
+            clock: its clock, if it is a CUDA device.
+
+        Returns:
+            What takes bytes between the GPU and RAM that is not page-locked; None: all of RAM is.
 
         Raises:
             CapacityError: the system has less memory than the budgets say.
         """
+        staging = None
         with ExitStack() as undone:
             undone.callback(self.close)
 
             # RAM first: threads touch its pages while the GPU's memory is allocated.
             for tier in (Tier.RAM, Tier.GPU):
                 self._begin(tier, device)
+            is_refused = False
             for arena in self._arenas.values():
-                arena.finish()
+                try:
+                    arena.finish()
+                except PageLockError:
+                    is_refused = True
 
+            ram = self._arenas.get(Tier.RAM)
+            if ram is not None and (is_refused or self._is_short_of_locks(ram.num_bytes)):
+                staging = Staging(self._locked_bytes, clock)
+                undone.callback(staging.close)
+                self._lock_end(ram, staging)
             undone.pop_all()
+        return staging
+
+    def _is_short_of_locks(self, num_bytes: int) -> bool:
+        """Return whether an arena of this size in RAM has more than may be page-locked."""
+        return self._locked_bytes is not None and self._locked_bytes < num_bytes
+
+    def _lock_end(self, ram: Arena, staging: Staging) -> None:
+        """Page-lock what the rings leave of the limit: the slots, which lie at the end, and then homes before them."""
+        first = 0
+        if self._locked_bytes is not None:
+            left = max(0, self._locked_bytes - staging.num_bytes)
+            first = max(0, ram.num_bytes - left // PAGE_BYTES * PAGE_BYTES)
+        if staging.pins:
+            first = ram.lock_end(first)
+        staging.locked = ram.address + first, ram.address + ram.num_bytes
+        staging.unlocked_bytes = first
 
     def _begin(self, tier: Tier, device: torch.device) -> None:
         """Cut the slots of a tier, and begin its arena."""
@@ -114,7 +153,7 @@ class Reservation:
             self._arenas[tier] = Arena(
                 end,
                 device if tier is Tier.GPU else torch.device("cpu"),
-                pin=device.type == "cuda" and tier is Tier.RAM,
+                pin=device.type == "cuda" and tier is Tier.RAM and not self._is_short_of_locks(end),
                 allocate=self._allocate,
                 finishes=False,
             )

@@ -17,9 +17,9 @@ This file is the face of the store. Below it, `blocks` knows the blocks, `copies
 `fills` and `write_backs` start moves up and home, `lease` counts leases, `outside` moves bytes to and from memory of
 others, and `loan` lends that of the gpu tier.
 
-Threads: every method may be called from any thread. Who touches the bytes under a lease, and in which order, is up to
-the callers. One lock guards all bookkeeping. A thread that waits for a slot or a move lets go of it first, and the
-threads of the store's queues never take it. So a thread that holds it waits for nobody who may want it.
+Threads: any thread may call any method. Who touches leased bytes, and in which order, is up to the callers. One lock
+guards all bookkeeping. A thread lets go of it before it waits for a slot or a move, and the threads of the queues never
+take it. So a thread that holds it waits for nobody who may want it.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from megatier.store.loan import Loan
 from megatier.store.outside import Outside
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Span
+from megatier.store.staging import Staging
 from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Transfer
 from megatier.store.write_backs import WriteBacks
@@ -54,16 +55,14 @@ from megatier.tier import BlockSpec, Kind, Tier
 class TieredStore(ClosedWhenDropped):
     """Named blocks of bytes over GPU memory, pinned RAM and NVMe; see `megatier.store.store`."""
 
-    def __init__(
-        self, budgets: dict[Tier, int], files: BlockFiles | None, device: torch.device, allocate: Allocate | None = None
-    ) -> None:
-        """Take bytes per tier, the files on NVMe, and the device of the gpu tier. `open` is easier to call."""
+    def __init__(self, reservation: Reservation, files: BlockFiles | None, device: torch.device) -> None:
+        """Take the budgets, the files on NVMe, and the device of the gpu tier. `open` is easier to call."""
         self.device = device
         """The device of the gpu tier."""
         self.files = files
         """The block files on NVMe; None without mounts."""
         self._reader = GpuReader(files, device) if files is not None and files.options.gpu_direct else None
-        self._reservation = Reservation(budgets, allocate)
+        self._reservation = reservation
         self._queues = TierQueues(device)
         self._blocks = Blocks(self._reservation, files)
         self.extents = self._blocks.extents
@@ -79,6 +78,8 @@ class TieredStore(ClosedWhenDropped):
         self.tear = self._copies.tear
         """Tells whether a change of the copies broke off. Its regions lie inside the lock, except that of `lease`."""
         self._is_sealed = False
+        self.staging: Staging | None = None
+        """Takes bytes of RAM that is not page-locked through rings, once the store is sealed; None: all of RAM is."""
         self.clock = self._queues.clock
         """Maps device times to the host's; None without a CUDA device."""
         self.queues = tuple(self._queues.queues.values())
@@ -96,6 +97,7 @@ class TieredStore(ClosedWhenDropped):
         run_id: str | None = None,
         options: IoOptions | None = None,
         allocate: Allocate | None = None,
+        locked: int | None = None,
     ) -> TieredStore:
         """Open a store with byte budgets.
 
@@ -107,6 +109,7 @@ class TieredStore(ClosedWhenDropped):
             run_id: names the directory on each mount. It is random if not given.
             options: how block files are accessed.
             allocate: gives the memory of the gpu tier on a CUDA device; None: torch does.
+            locked: the most bytes to page-lock; None: as many as CUDA takes. Other RAM goes through rings (`staging`).
 
         Raises:
             ConfigError: a size or a mount is not usable.
@@ -117,7 +120,7 @@ class TieredStore(ClosedWhenDropped):
         files = BlockFiles(mounts, run_id or secrets.token_hex(6), options or IoOptions()) if mounts else None
         try:
             budgets[Tier.NVME] = files.capacity_bytes if files is not None else 0
-            return cls(budgets, files, torch.device(device), allocate)
+            return cls(Reservation(budgets, allocate, locked), files, torch.device(device))
         except BaseException:
             if files is not None:
                 files.close()
@@ -172,8 +175,7 @@ class TieredStore(ClosedWhenDropped):
             specs = [block.spec for block in self._blocks.by_key.values()]
             for tier in (Tier.GPU, Tier.RAM):
                 self._reservation.reserve_default_slots(tier, [s.num_bytes for s in specs if s.home is not tier])
-            self._reservation.allocate(self.device)
-
+            self.staging = self._queues.staging = self._reservation.allocate(self.device, self.clock)
             if self.files is not None:
                 self.files.fill(progress)
             if self._reader is not None:
@@ -295,8 +297,7 @@ class TieredStore(ClosedWhenDropped):
     def reset(self) -> None:
         """Wait for all moves after something broke off, and forget all leases, slots and dirty bytes.
 
-        The caller overwrites all blocks after that. Leases from before end without effect. Other threads may be waiting
-        for slots and for nothing else; they fail.
+        The caller overwrites all blocks then. Leases from before end without effect. Threads that wait for slots fail.
         """
         # The state is torn before the wake, so that a thread that waits for a slot fails, and takes none.
         self.tear.is_torn = True
@@ -323,7 +324,6 @@ class TieredStore(ClosedWhenDropped):
         # Moves may take long, so this waits without the lock, and then asks the copies anew which bytes are home.
         for transfer in write_backs:
             transfer.wait()
-
         with self._copies.lock, self.tear.call:
             for copy in list(block.copies):
                 copy.settle()
@@ -393,9 +393,8 @@ class TieredStore(ClosedWhenDropped):
             return
         # What was submitted starts first. The files wait for what was started, whose threads touch the memory.
         self._queues.close()
-        if self._reader is not None:
-            self._reader.close()
-        if self.files is not None:
-            self.files.close()
+        for opened in (self._reader, self.files):
+            if opened is not None:
+                opened.close()
         self.loan.close()
         self._reservation.close()

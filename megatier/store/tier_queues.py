@@ -14,10 +14,12 @@ import torch
 
 from megatier import _native
 from megatier.address import address_of
+from megatier.page_lock import LOCK_STEP_BYTES
 from megatier.store.queue import Queue
+from megatier.store.staging import Staging
 from megatier.store.stream_clock import StreamClock
-from megatier.store.transfer import Completion, Transfer, compute_point
-from megatier.tier import QUEUES, Kind, cut_at_addresses
+from megatier.store.transfer import FAILURES, Completion, Transfer, compute_point
+from megatier.tier import COPY_QUEUES, QUEUES, Kind, cut_at_addresses
 
 LOG_TRANSFERS_MAX = 1 << 17
 """The most transfers that are kept for a trace. If nobody takes them, the oldest are dropped."""
@@ -57,12 +59,20 @@ class TierQueues:
         for name in QUEUES:
             # Queues that copy to or from the GPU have a stream of their own. The two between RAM and NVMe have none:
             # native threads move their bytes, and no stream can hold those back.
-            has_stream = "gpu" in name or "state" in name
+            has_stream = name == "nvme_to_gpu" or name in COPY_QUEUES
             self.queues[name] = Queue(name, self.clock if has_stream else None)
 
+        self.staging: Staging | None = None
+        """Takes bytes of RAM that is not page-locked through rings; None: all of RAM is. It is set before any copy, and
+        closed with the queues."""
         self._log: deque[Transfer] = deque(maxlen=LOG_TRANSFERS_MAX)
         self._pieces: dict[str, torch.cuda.Event] = {}
         """The last piece of each queue. That queue's thread alone reads and sets it."""
+
+    @property
+    def pins(self) -> bool:
+        """Whether RAM that is copied from and to has to be page-locked: there is a GPU, and no ring to pass through."""
+        return self.clock is not None and self.staging is None
 
     def submit(
         self,
@@ -94,7 +104,7 @@ class TierQueues:
         queue: str = "ram_to_gpu",
     ) -> Transfer:
         """Copy uint8 [n] in RAM to uint8 [n] on the GPU."""
-        work = partial(self.copy, queue, target, source)
+        work = partial(self.copy, queue, target, source, requires)
         return self.submit(queue, key, source.numel(), work, requires, follows)
 
     # HOP 4/6: gradient in a GPU slot -> RAM slot
@@ -109,7 +119,7 @@ class TierQueues:
         queue: str = "gpu_to_ram",
     ) -> Transfer:
         """Copy uint8 [n] on the GPU to uint8 [n] in RAM."""
-        work = partial(self.copy, queue, target, source)
+        work = partial(self.copy, queue, target, source, follows)
         return self.submit(queue, key, source.numel(), work, requires, follows)
 
     def carry(self, key: str, target: torch.Tensor, source: torch.Tensor, *, to_gpu: bool) -> Transfer:
@@ -138,18 +148,50 @@ class TierQueues:
         """Finish every move that was submitted, and stop the threads."""
         for queue in self.queues.values():
             queue.close()
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None
 
-    def copy(self, queue: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy uint8 [n] on a queue. The thread of that queue calls this."""
-        self._copy(queue, target, source)
+    def copy(
+        self, queue: str, target: torch.Tensor, source: torch.Tensor, users: Sequence[Transfer] = ()
+    ) -> Completion | None:
+        """Copy uint8 [n] on a queue. The thread of that queue calls this.
+
+        Args:
+            queue: its name.
+            target: where the bytes go.
+            source: where they are.
+            users: the transfers before this one that use the memory in RAM.
+        """
+        completion = self._copy(queue, target, source, users)
 
         # Torch's allocator must not give the memory to others before the copy is over.
         for tensor in (target, source):
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream())
+        return completion
 
-    def _copy(self, queue: str, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy(
+        self, queue: str, target: torch.Tensor, source: torch.Tensor, users: Sequence[Transfer] = ()
+    ) -> Completion | None:
         """Copy uint8 [n] on a queue, and tell torch's allocator nothing."""
+        staging = self.staging
+        goes_up = queue.endswith("to_gpu")
+        in_ram = source if goes_up else target
+        if staging is not None and not staging.is_locked(in_ram):
+            ring = staging.rings[queue]
+            if not goes_up:
+                return ring.down(target, source, users)
+            ring.up(target, source, users)
+            return None
+
+        if staging is not None:
+            _wait_for_landings(users, raises=goes_up)
+        self._copy_at_once(queue, target, source, in_ram)
+        return None
+
+    def _copy_at_once(self, queue: str, target: torch.Tensor, source: torch.Tensor, in_ram: torch.Tensor) -> None:
+        """Copy uint8 [n] without a ring."""
         if self.clock is None:
             num_bytes = source.numel()
             to_address = address_of(target, torch.uint8, num_bytes)
@@ -159,10 +201,23 @@ class TierQueues:
 
         # The piece before is over on the device before the next one is enqueued, so that the queues of one direction
         # take turns (`COPY_BYTES_MAX`). It may belong to the copy before, since the piece is noted for the queue.
-        in_ram = source if target.is_cuda else target
-        for start, stop in cut_at_addresses(in_ram.data_ptr(), in_ram.numel(), COPY_BYTES_MAX):
+        most = COPY_BYTES_MAX if self.staging is None else LOCK_STEP_BYTES
+        for start, stop in cut_at_addresses(in_ram.data_ptr(), in_ram.numel(), most):
             before = self._pieces.get(queue)
             if before is not None:
                 before.synchronize()
             target[start:stop].copy_(source[start:stop], non_blocking=True)
             self._pieces[queue] = torch.cuda.current_stream().record_event()
+
+
+def _wait_for_landings(transfers: Sequence[Transfer], *, raises: bool) -> None:
+    """Block until copies through rings have landed in memory that is copied next without one.
+
+    Such memory lies at the end of what is not page-locked.
+    """
+    for transfer in transfers:
+        try:
+            transfer.wait_for_landing()
+        except FAILURES:
+            if raises or not transfer.failed():
+                raise

@@ -22,6 +22,7 @@ from typing import Protocol
 from megatier import _native
 from megatier.errors import MegatierError
 from megatier.owner import Owner
+from megatier.store.landing import Landing
 from megatier.store.stream_clock import StreamClock, StreamSpan
 from megatier.tier import Tier
 
@@ -106,13 +107,24 @@ class Transfer:
         """Make the next work of the current thread come after this move.
 
         If the move is a copy on a CUDA stream, the current stream waits for it and the host goes on. For any other move
-        this is `wait`.
+        this is `wait`. A copy to RAM through a ring may still be landing there when the stream goes on: who reads its
+        bytes in RAM calls `wait_for_landing` too.
         """
         self._wait_for_start()
-        if isinstance(self._completion, StreamSpan):
+        if isinstance(self._completion, StreamSpan | Landing):
             self._completion.wait_on_stream()
         else:
             self.wait()
+
+    def wait_for_landing(self) -> None:
+        """Block until a copy through a ring is in RAM, or has failed. For any other move this only waits for its start.
+
+        Raises:
+            MegatierError, OSError, RuntimeError: the move failed.
+        """
+        self._wait_for_start()
+        if isinstance(self._completion, Landing):
+            self._completion.wait()
 
     def wait_before_use(self, tier: Tier, *, raises: bool = True) -> None:
         """Call `wait_on_stream` if the bytes are touched on the gpu next, and `wait` if the host touches them.

@@ -96,7 +96,7 @@ def describe(console: Console, config: RunConfig, session: Session, text: Text, 
     # What the run has chosen by itself is said with its reason.
     count, why = session.io_threads
     threads = f", {count} I/O threads each way ({why})" if session.store.files is not None else ""
-    say(console, f"{_model(session, config)}; {nvme_path(session.store)}{threads}")
+    say(console, f"{_model(session, config)}; {nvme_path(session.store)}{threads}{_ram_path(session.store)}")
     describe_text(console, config, text)
     if config.tiers.gpu_limit is not None and session.engine.options.device.type != "cuda":
         say(console, "tiers.gpu_limit is ignored, because this run has no GPU.")
@@ -139,6 +139,14 @@ def nvme_path(store: TieredStore) -> str:
     """Return how bytes really go to and from NVMe."""
     access = {None: "no NVMe tier", True: "NVMe by O_DIRECT", False: "NVMe by buffered access (O_DIRECT was refused)"}
     return access[store.is_direct] + (f", to the GPU by {store.gpu_path}" if store.gpu_path is not None else "")
+
+
+def _ram_path(store: TieredStore) -> str:
+    """Return how bytes go between RAM and the GPU, if not all of RAM is page-locked."""
+    if store.staging is None:
+        return ""
+    unlocked = mib(store.staging.unlocked_bytes)
+    return f"; {unlocked} of RAM are not page-locked, and pass through rings, which is slower"
 
 
 def tier_states(session: Session) -> list[TierState]:

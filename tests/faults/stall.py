@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from megatier.session.filling import Filling
 from megatier.session.pieces import Piece
 from megatier.store.arena import SlotPool
 from megatier.store.tier_queues import TierQueues
+from megatier.store.transfer import Completion, Transfer
 from megatier.train import watchdog
 
 never = threading.Event()
@@ -46,10 +47,12 @@ def queue(player: Player) -> None:
     """Copies of weights to the GPU do not end."""
     real = TierQueues.copy
 
-    def copy(self: TierQueues, queue: str, target: Tensor, source: Tensor) -> None:
+    def copy(
+        self: TierQueues, queue: str, target: Tensor, source: Tensor, users: Sequence[Transfer] = ()
+    ) -> Completion | None:
         if queue == "ram_to_gpu":
             never.wait()
-        real(self, queue, target, source)
+        return real(self, queue, target, source, users)
 
     TierQueues.copy = copy  # type: ignore[method-assign]
 

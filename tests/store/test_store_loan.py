@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from megatier.errors import CapacityError, DirtyBlockError, LeaseHeldError
 from megatier.store import loan as loan_room
 from megatier.store.arena import Arena
 from megatier.store.store import TieredStore
+from megatier.store.transfer import Completion, Transfer
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 BLOCKS: dict[str, tuple[Tier, Kind]] = {
@@ -170,11 +171,13 @@ def test_an_interrupt_while_state_moves_loses_no_byte(
     copy = store._queues.copy
     calls = []
 
-    def interrupted(queue: str, target: torch.Tensor, source: torch.Tensor) -> None:
+    def interrupted(
+        queue: str, target: torch.Tensor, source: torch.Tensor, users: Sequence[Transfer] = ()
+    ) -> Completion | None:
         calls.append(queue)
         if len(calls) == (2 if to_ram else 4):
             raise SystemExit
-        copy(queue, target, source)
+        return copy(queue, target, source, users)
 
     monkeypatch.setattr(store._queues, "copy", interrupted)
     with pytest.raises(Exception, match="SystemExit"):

@@ -76,6 +76,20 @@ class TestNvmeByAnotherEngine(OutsideRam, StoreContract):
     engine = PlainEngine
 
 
+class TestRamThroughRings(StoreContract):
+    """Nothing is page-locked but the pieces of the rings, of a page each."""
+
+    home = Tier.RAM
+    locked = 1
+
+
+class TestNvmeThroughRings(OutsideRam, StoreContract):
+    """The last slot is page-locked, and a part of the one before."""
+
+    home = Tier.NVME
+    locked = 64 << 10
+
+
 @pytest.mark.gpu
 class TestRamCuda(StoreContract):
     home = Tier.RAM

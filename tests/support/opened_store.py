@@ -23,6 +23,7 @@ class OpenedStore:
     gpu_direct = False
     engine: Callable[[int], IoEngine] = NativeEngine
     device = "cpu"
+    locked: int | None = None
 
     def open(self, directory: Path, *, gpu_slots: int = 2, ram_slots: int = 3) -> TieredStore:
         """Four blocks at home in the tier under test, and one scratch block; few slots elsewhere."""
@@ -44,6 +45,7 @@ class OpenedStore:
             device=self.device,
             run_id="test",
             options=options,
+            locked=self.locked,
         )
         for key in KEYS:
             store.register(BlockSpec(key, NUM_BYTES, self.home))

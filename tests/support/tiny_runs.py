@@ -155,6 +155,7 @@ def opened(
     device: str = "cpu",
     tokens: int = TOKENS,
     gpu_direct: bool = False,
+    locked: int | None = None,
     numerics: NumericsConfig = UNGUARDED,
     frozen: Sequence[str] = (),
     lora: LoraConfig | None = None,
@@ -174,6 +175,7 @@ def opened(
         device: that computes.
         tokens: per sequence.
         gpu_direct: NVMe is read to the GPU past RAM.
+        locked: bytes of RAM that may be page-locked; other RAM passes through rings.
         numerics: the guard; without it and without clipping, updates run inside the backward.
         frozen: parameters that are not trained.
         lora: adapters that are trained instead of the model.
@@ -193,6 +195,7 @@ def opened(
         streamed_share=place.streamed,
         generations=place.generations,
         gpu_direct=gpu_direct,
+        locked=locked,
     )
     if skeleton is None:
         skeleton = build_skeleton(config, model.attention)
@@ -329,6 +332,7 @@ class Run:
     optimizer: str = "adamw"
     expert_parts: int = 1
     gpu_direct: bool = False
+    locked: int | None = None
     guard: bool = False
     """Without it and without clipping, updates run inside the backward."""
     steps: int = 5
@@ -371,12 +375,14 @@ class Run:
             "tile_tokens": self.tile_tokens,
             "expert_parts": self.expert_parts,
             "gpu_direct": self.gpu_direct,
+            "locked": self.locked,
             "fp32_products": self.fp32_products,
             "seed": self.seed,
         }
         with opened(config, mount, place, self.train, device=self.device, numerics=self.numerics, **options) as session:
             held = {tier for tier, size in session.placement.state_bytes.items() if size}
             assert held == {Tier(name) for name in place.tiers}, f"{self.place} lies on {held}"
+            assert (self.locked is None) == (session.store.staging is None)
             assert bool(session.placement.streamed) == bool(place.streamed and (self.clip or self.guard))
             return outcome(session, run_steps(session, self.train, self.steps))
 

@@ -1,0 +1,110 @@
+"""Staging: what takes bytes between the GPU and RAM that the driver does not page-lock.
+
+It has one ring for each queue that copies (`ring`), the memory of all rings, and native threads that copy in RAM.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from megatier import _native
+from megatier.address import address_of
+from megatier.errors import PageLockError
+from megatier.hardware import cores_usable
+from megatier.store.arena import Arena
+from megatier.store.ring import Ring
+from megatier.store.stream_clock import StreamClock
+from megatier.tier import COPY_QUEUES, PAGE_BYTES, RING_BYTES
+
+NUM_PIECES = 3
+"""The pieces of a ring: one is filled, one is emptied, and one waits."""
+PIECE_BYTES = RING_BYTES // len(COPY_QUEUES) // NUM_PIECES
+"""The bytes of a piece, 16 MiB: a link takes 0.3 ms for them, so that starting a copy costs little."""
+PIECE_BYTES_MIN = 64 << 10
+"""The least bytes of a piece that are tried if the driver refuses more."""
+COPY_REQUEST_BYTES = 1 << 20
+"""The bytes that a native thread copies at once."""
+COPY_THREADS_MAX = 8
+"""Native threads that together copy as fast as a link does. AdamW has its own."""
+REMEDY = "Raise the limit: `ulimit -l unlimited`, `docker run --ulimit memlock=-1`, or more memory in .wslconfig."
+"""The remedy if the driver page-locks too little."""
+
+
+class Staging:
+    """The rings of all queues that copy."""
+
+    def __init__(self, most_bytes: int | None, clock: StreamClock | None) -> None:
+        """Allocate and page-lock the pieces, and start the threads.
+
+        Args:
+            most_bytes: page-locked RAM of the store, of which the pieces take half at most; None: as the driver takes.
+            clock: the clock of the CUDA device; None: there is none, and nothing is page-locked.
+
+        Raises:
+            PageLockError: the driver page-locks not even the smallest pieces.
+        """
+        num_pieces = NUM_PIECES * len(COPY_QUEUES)
+        self._arena = _allocate(most_bytes, num_pieces, pin=clock is not None)
+        self.num_bytes = self._arena.num_bytes
+        """The bytes of all pieces."""
+        self.pins = clock is not None
+        """Whether RAM is really page-locked: without a CUDA device it is only treated as if it were."""
+        self.locked = 0, 0
+        """The first address of other RAM that is page-locked, and the first one behind it."""
+        self.unlocked_bytes = 0
+        """The bytes of other RAM that is not page-locked."""
+
+        cores = cores_usable()
+        num_threads = max(1, min(COPY_THREADS_MAX, cores // 2))
+        with ExitStack() as undone:
+            undone.callback(self._arena.close)
+            self._pool = _native.ThreadPool(num_threads, 2 * PIECE_BYTES // COPY_REQUEST_BYTES * len(COPY_QUEUES))
+            self.rings: dict[str, Ring] = {}
+            """The ring of each queue."""
+            pieces = self._arena.bytes.chunk(num_pieces)
+            for number, queue in enumerate(COPY_QUEUES):
+                own = pieces[number * NUM_PIECES : (number + 1) * NUM_PIECES]
+                self.rings[queue] = Ring(queue, own, self._copy, clock)
+            undone.pop_all()
+
+    def is_locked(self, in_ram: torch.Tensor) -> bool:
+        """Return whether all of uint8 [n] in RAM is page-locked, so that it needs no ring."""
+        first, end = self.locked
+        start = address_of(in_ram, torch.uint8, in_ram.numel())
+        return first <= start and start + in_ram.numel() <= end
+
+    def close(self) -> None:
+        """Finish what is under way, end the threads and give the pieces back."""
+        for ring in self.rings.values():
+            ring.close()
+        self._pool.close()
+        self._arena.close()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy uint8 [n] within RAM, by all threads."""
+        num_bytes = source.numel()
+        to_address = address_of(target, torch.uint8, num_bytes)
+        from_address = address_of(source, torch.uint8, num_bytes)
+        self._pool.submit_copy(to_address, from_address, num_bytes, COPY_REQUEST_BYTES).wait()
+
+
+def _allocate(most_bytes: int | None, num_pieces: int, *, pin: bool) -> Arena:
+    """Return memory for so many pieces, as large as the driver takes.
+
+    Raises:
+        PageLockError: it takes not even the smallest.
+    """
+    piece_bytes = PIECE_BYTES
+    if most_bytes is not None:
+        share = most_bytes // 2 // num_pieces // PAGE_BYTES * PAGE_BYTES
+        piece_bytes = max(PAGE_BYTES, min(piece_bytes, share))
+    while True:
+        try:
+            return Arena(num_pieces * piece_bytes, torch.device("cpu"), pin=pin)
+        except PageLockError as error:
+            if piece_bytes <= PIECE_BYTES_MIN:
+                remedy = f"{error.remedy} {REMEDY}"
+                raise PageLockError("page-locked RAM", num_pieces * piece_bytes, 0, remedy) from error
+            piece_bytes //= 2
