@@ -9,6 +9,7 @@ bound of the same shape is measured in the same run, before the model is built.
 
 python bench/bench_step.py --row 1 [--steps 6]          writes bench/results/<machine>/row1.json
 python bench/bench_step.py --row 1 --set model.attention=sdpa    the same with another kernel
+python bench/bench_step.py --row 7 --set tiers.locked=536870912  with 512 MiB of page-locked RAM, the rest through rings
 python bench/bench_step.py --row 11 --nvme DIR          rows with state on NVMe need a directory on a drive
 python bench/bench_step.py --row 11 --plan MACHINE.yaml forecasts the row, without a GPU; with --ranks N, on N GPUs
 
@@ -271,10 +272,14 @@ def _row_of(session: Session, run: Run, timed: Steps, warmup: int) -> Row:
 def _placement(session: Session) -> dict[str, Any]:
     """Return the bytes in each tier, and those that are page-locked."""
     placement = session.placement
+    in_ram = sum(v for k, v in session.store.usage(Tier.RAM).items() if k != "budget")
+    staging = session.store.staging
+    unlocked = 0 if staging is None else staging.unlocked_bytes
     return {
         "state_bytes": {str(tier): placement.state_bytes.get(tier, 0) for tier in Tier},
         "other_bytes": {str(tier): placement.other_bytes.get(tier, 0) for tier in Tier},
-        "pinned_bytes": sum(v for k, v in session.store.usage(Tier.RAM).items() if k != "budget"),
+        "pinned_bytes": in_ram - unlocked,
+        "unlocked_bytes": unlocked,
         "streamed_units": len(placement.streamed),
         "weight_slots": placement.num_slots(Tier.GPU, Kind.WEIGHT),
     }
