@@ -17,12 +17,15 @@ from megatier.schedule.placement import Placement
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.timeline import Access, Timeline, build, scatters_of
-from megatier.tier import Way
+from megatier.tier import Tier, Way
 
 NUM_STEPS = 3
 """Steps that are simulated in a row."""
 QUEUES_OF_DISK = ("nvme_to_ram", "nvme_to_gpu", "ram_to_nvme")
 """The queues that share the drives."""
+RING_TRAFFIC = 3
+"""Bytes of memory traffic for each byte that passes through a ring: the host reads and writes it, then the GPU reads or
+writes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +76,7 @@ class Forecast:
         return max(needs, key=lambda lane: needs[lane])
 
 
-def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[str, Lane]:
+def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False, locked: float = 1.0) -> dict[str, Lane]:
     """Return the lanes of a machine, with the drives and the host's memory that they share.
 
     One of several ranks has the rates of `Rates.of_rank`. While bytes come from other ranks, its compute is slower: the
@@ -83,6 +86,9 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[
     Drives that read 14 bytes and write 12 at the same time do 26 bytes in 26 / mixed seconds. Alone, the two would take
     14 / read and 12 / write. So each direction uses the share disk = (26 / mixed) / (14 / read + 12 / write) of the
     drives at its full rate, and both together get the mixed rate.
+
+    Of the bytes that are copied between RAM and a GPU the share `locked` lies in page-locked RAM. All others pass
+    through a ring, whose threads the two directions share.
     """
     # Without drives nothing moves on these lanes, and any rate will do.
     drives = rates.drives
@@ -120,6 +126,17 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[
             links = {"to_gpu": rate / to_gpu, "to_ram": rate * sent / to_ram}
             shared[name] = lane(rate, 1 + sent, **processors, **links)
 
+    # Seconds of a byte are added up: one part of the bytes goes at the rate of the link, the other at that of the ring.
+    def copies(link: str, full: float, ring: float | None) -> Lane:
+        through_ring = min(full, ring or memory / RING_TRAFFIC)
+        staged_s = (1 - locked) / through_ring
+        rate = 1 / (locked / full + staged_s)
+        traffic = locked + (1 - locked) * RING_TRAFFIC
+        return lane(rate, traffic, ring=rate * staged_s, **{link: rate / full})
+
+    up = copies("to_gpu", to_gpu, rates.ring_to_gpu_bytes_per_s)
+    down = copies("to_ram", to_ram, rates.ring_to_ram_bytes_per_s)
+
     # AdamW on the GPU is bound by its memory, and takes few processors from compute.
     products = {"processors": 1.0} if multiplies else {}
     return {
@@ -128,10 +145,10 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False) -> dict[
         "nvme_to_ram": lane(read, 2, disk=disk),
         "nvme_to_gpu": lane(read, 2, disk=disk, to_gpu=min(1.0, read / to_gpu)),
         "ram_to_nvme": lane(write, 2, disk=disk),
-        "ram_to_gpu": lane(to_gpu, 1, to_gpu=1.0),
-        "state_to_gpu": lane(to_gpu, 1, to_gpu=1.0),
-        "gpu_to_ram": lane(to_ram, 1, to_ram=1.0),
-        "state_to_ram": lane(to_ram, 1, to_ram=1.0),
+        "ram_to_gpu": up,
+        "state_to_gpu": up,
+        "gpu_to_ram": down,
+        "state_to_ram": down,
         "update": lane(rates.update_parameters_per_s, UPDATE_BYTES),
         "update_nvme": lane(rates.update_parameters_per_s, UPDATE_BYTES),
         "update_gpu": Lane(rates.gpu_update_parameters_per_s, products),
@@ -269,5 +286,6 @@ def _simulation(
 
     # Products of matrices in updates on the GPU share the processors with compute.
     multiplies = any(spec.update_flops for spec in units)
-    lanes = lanes_of(rates, policy.ranks, multiplies=multiplies)
+    ram_bytes = placement.state_bytes.get(Tier.RAM, 0) + placement.other_bytes.get(Tier.RAM, 0)
+    lanes = lanes_of(rates, policy.ranks, multiplies=multiplies, locked=rates.locked_share(ram_bytes))
     return steps, first, later, lanes

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatier.config.values import parse_bytes, read_yaml
 from megatier.errors import ConfigError
-from megatier.tier import Way
+from megatier.tier import RING_BYTES, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,24 @@ class Rates:
     """What moved them when they were measured; None: not known. Through shared RAM they take part of the links between
     a GPU and RAM, and of RAM itself."""
 
+    locked_bytes: float | None = None
+    """RAM that can be page-locked; None: no limit is known."""
+    ring_to_gpu_bytes_per_s: float | None = None
+    """Rate of copies through a ring from RAM that is not page-locked; None: not known."""
+    ring_to_ram_bytes_per_s: float | None = None
+    """Rate of copies through a ring to RAM that is not page-locked; None: not known."""
+
+    def locked_share(self, ram_bytes: int) -> float:
+        """Return how much of so many bytes of RAM is page-locked, once the rings have their part."""
+        if self.locked_bytes is None or ram_bytes <= self.locked_bytes:
+            return 1.0
+        return max(0.0, self.locked_bytes - RING_BYTES) / ram_bytes
+
+    def with_locked(self, locked_bytes: int | None) -> Rates:
+        """Return the machine with a limit of page-locked RAM that a user has set; None: there is none."""
+        limits = [limit for limit in (self.locked_bytes, locked_bytes) if limit is not None]
+        return dataclasses.replace(self, locked_bytes=min(limits, default=None))
+
     def assumed(self, world: World) -> tuple[str, ...]:
         """Return the names of the rates that ranks need and that `of_rank` assumes because they are not known."""
         if world.ranks == 1:
@@ -163,6 +181,7 @@ class Rates:
             to_ram_bytes_per_s=min(self.to_ram_bytes_per_s, memory),
             update_parameters_per_s=self.update_parameters_per_s / local,
             memory_bytes_per_s=memory,
+            locked_bytes=None if self.locked_bytes is None else self.locked_bytes / local,
             gather_bytes_per_s=gather,
             scatter_bytes_per_s=scatter,
             network_bytes_per_s=network,
@@ -225,6 +244,9 @@ OPTIONAL = {
     "fp8_flops_per_s",
     "gpu_bytes",
     "compute_capability",
+    "locked_bytes",
+    "ring_to_gpu_bytes_per_s",
+    "ring_to_ram_bytes_per_s",
     "io_threads",
     "first_write_bytes_per_s",
     *WAVERING,

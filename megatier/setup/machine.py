@@ -85,7 +85,7 @@ class Machine:
             has_bf16=cpu_has_bf16(),
             budgets=Budgets(gpu, ram, sum(sizes)),
             mounts=tuple(map(MountBudget, directories, sizes)),
-            rates=rates,
+            rates=rates.with_locked(tiers.locked),
             assumed=assumed,
             world=ALONE if ranks is None else World(ranks.size, ranks.size // ranks.local_size),
         )
@@ -108,7 +108,7 @@ class Machine:
             has_bf16=True,
             budgets=budgets,
             mounts=tiers.mounts,
-            rates=rates,
+            rates=rates.with_locked(tiers.locked),
             world=world,
         )
 

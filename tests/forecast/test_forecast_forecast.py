@@ -335,6 +335,35 @@ def test_forecast_of_ranks_works_on_collectives_in_their_order(name: str) -> Non
     assert received == 6 * policy.groups * (policy.ranks - 1) * 2 * MIB
 
 
+def test_lanes_of_ram_that_is_not_page_locked_take_the_rate_of_rings_and_share_their_threads() -> None:
+    rates = replace(FAST, to_gpu_bytes_per_s=60e9, to_ram_bytes_per_s=50e9, memory_bytes_per_s=120e9)
+    assert lanes_of(rates)["ram_to_gpu"].rate == pytest.approx(60e9)
+    assert lanes_of(rates)["ram_to_gpu"].uses["ring"] == 0
+
+    # A byte costs three of memory traffic, as long as nobody has measured rings.
+    assert lanes_of(rates, locked=0.0)["ram_to_gpu"].rate == pytest.approx(40e9)
+    measured = replace(rates, ring_to_gpu_bytes_per_s=30e9, ring_to_ram_bytes_per_s=20e9)
+    lanes = lanes_of(measured, locked=0.0)
+    assert lanes["state_to_gpu"].rate == pytest.approx(30e9)
+    assert lanes["gpu_to_ram"].rate == lanes["state_to_ram"].rate == pytest.approx(20e9)
+    assert lanes["ram_to_gpu"].uses == pytest.approx({"memory": 0.75, "ring": 1.0, "to_gpu": 0.5})
+
+    # A third of the bytes takes the link at once: 1/3 at 60 GB/s and 2/3 at 30 GB/s.
+    lane = lanes_of(measured, locked=1 / 3)["ram_to_gpu"]
+    assert lane.rate == pytest.approx(36e9)
+    assert lane.uses["ring"] == pytest.approx(0.8)
+
+
+def test_forecast_of_ram_beyond_the_limit_of_page_locked_ram_is_slower() -> None:
+    rates = replace(FAST, to_gpu_bytes_per_s=1e9, to_ram_bytes_per_s=1e9, ring_to_gpu_bytes_per_s=0.25e9)
+    free, placement, _ = of("ram", rates)
+    ram_bytes = placement.state_bytes[Tier.RAM] + placement.other_bytes.get(Tier.RAM, 0)
+    assert of("ram", rates.with_locked(ram_bytes))[0].seconds == free.seconds
+    assert of("ram", rates.with_locked(1))[0].alone_seconds["ram_to_gpu"] == pytest.approx(
+        4 * free.alone_seconds["ram_to_gpu"]
+    )
+
+
 def test_forecast_spans_lie_in_the_step_and_fill_its_lanes() -> None:
     made, _, _ = of("streamed", replace(FAST, to_gpu_bytes_per_s=1e9, to_ram_bytes_per_s=1e9))
     compute = [span for span in made.spans if span.lane == "compute"]

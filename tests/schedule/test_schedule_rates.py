@@ -10,7 +10,7 @@ import pytest
 
 from megatier.errors import ConfigError
 from megatier.schedule.rates import ALONE, ASSUMED, DriveRates, Rates, World, as_dict, read_rates
-from megatier.tier import Way
+from megatier.tier import RING_BYTES, Way
 
 RATES = Rates(
     drives=(
@@ -164,6 +164,16 @@ def test_rates_of_links_that_are_not_known_are_assumed_by_name() -> None:
     assert RATES.assumed(World(4, 2)) == tuple(ASSUMED)
     assert LINKED.assumed(World(4, 2)) == ()
     assert RATES.of_rank(World(2)).gather_bytes_per_s == ASSUMED["gather_bytes_per_s"]
+
+
+def test_rates_with_a_limit_of_page_locked_ram_tell_the_share_that_rings_leave() -> None:
+    assert RATES.locked_share(1 << 40) == 1
+    limited = RATES.with_locked(RING_BYTES + (1 << 30))
+    assert limited.locked_share(RING_BYTES) == 1
+    assert limited.locked_share(4 << 30) == 0.25
+    assert limited.with_locked(1 << 20).locked_share(4 << 30) == 0
+    assert limited.with_locked(None) == limited.with_locked(1 << 50) == limited
+    assert limited.of_rank(World(2, 1)).locked_bytes == (RING_BYTES + (1 << 30)) / 2
 
 
 @pytest.mark.parametrize(
