@@ -20,6 +20,9 @@ multiples of it."""
 SPARE_PIECES = 2
 """Pieces that are given back once the driver has refused one: torch page-locks a few bytes too, for inputs."""
 
+REMEDY = "Raise the limit: `ulimit -l unlimited`, `docker run --ulimit memlock=-1`, or more memory in .wslconfig."
+"""The remedy if the driver page-locks little."""
+
 
 class PageLock:
     """Memory that is page-locked in pieces, until `close`. No copy between RAM and the GPU may cross their ends."""

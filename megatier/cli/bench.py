@@ -81,6 +81,12 @@ def _measured(
     """Measure what one process can, and print it."""
     from megatier.measure.drive_probe import check_mount, probe_drive
     from megatier.measure.link_probe import probe_links
+    from megatier.measure.lock_probe import locked_limit
+
+    locked = None
+    if device == "cuda":
+        with console.status("page-locking RAM"):
+            locked = locked_limit()
 
     # All mounts are checked before the first one is measured, which takes minutes.
     for mount in mounts:
@@ -89,13 +95,17 @@ def _measured(
     for mount in mounts:
         with console.status(escape(f"filling and measuring {mount.directory} ({mib(mount.num_bytes or 0)})")):
             drive = probe_drive(
-                mount, seconds=options.seconds, sustained_bytes=sustained, threads=max(threads), pin=device == "cuda"
+                mount,
+                seconds=options.seconds,
+                sustained_bytes=sustained,
+                threads=max(threads),
+                pin=device == "cuda" and locked is None,
             )
         _print_drive(console, drive)
         drives.append(drive)
 
     with console.status("measuring copies, AdamW and products"):
-        links = probe_links(device, threads, seconds=options.seconds)
+        links = probe_links(device, threads, seconds=options.seconds, locked_bytes=locked)
     _print_links(console, links)
     return drives, links
 
@@ -292,6 +302,8 @@ def _print_links(console: Console, links: LinkFigures) -> None:
     table.add_row(f"{dtype} product", f"{links.matmul_flops_per_s / 1e9:,.0f} GFLOP/s", "")
     if links.fp8_matmul_flops_per_s is not None:
         table.add_row("fp8 product", f"{links.fp8_matmul_flops_per_s / 1e9:,.0f} GFLOP/s", "")
+    if links.locked_bytes is not None:
+        table.add_row("RAM that can be page-locked", mib(links.locked_bytes), "")
     _print(console, table, links.notes, links.flags)
 
 

@@ -139,7 +139,7 @@ def checks(mounts: Sequence[MountBudget]) -> Iterator[Check]:
 
     yield from _gds(bool(gpus), mounts)
     yield _ram()
-    yield _memlock()
+    yield _page_lock() if gpus else _memlock()
     yield _huge_pages()
     for mount in mounts:
         yield from _drive(mount)
@@ -306,13 +306,22 @@ def _ram() -> Check:
     return _warn("RAM", found, "Set tiers.ram to less, and give tiers.nvme a mount for the rest.")
 
 
-def _memlock() -> Check:
+def _page_lock() -> Check:
+    """Page-lock RAM until the CUDA driver refuses, since no figure of the system tells where it does."""
+    # Here, since a GPU was found, so that torch is there and can be loaded.
+    from megatier.measure.lock_probe import locked_limit
+    from megatier.page_lock import REMEDY
 
-    # Told for those who look for it, and never warned of: it does not bind CUDA, which pins the RAM of a run.
-    limit = hardware.memlock_limit_bytes()
+    limit = locked_limit()
     if limit is None:
-        return _ok("memlock", "no limit")
-    return _ok("memlock", f"{mib(limit)}; CUDA pins RAM regardless of it")
+        return _ok("page-locked RAM", "no limit met")
+    return _warn("page-locked RAM", mib(limit), f"The rest of tiers.ram goes through rings, which is slower. {REMEDY}")
+
+
+def _memlock() -> Check:
+    # Told for those who look for it, and never warned of: without a GPU nothing is page-locked.
+    limit = hardware.memlock_limit_bytes()
+    return _ok("memlock", "no limit" if limit is None else f"{mib(limit)}; only a GPU asks for page-locked RAM")
 
 
 def _huge_pages() -> Check:

@@ -7,6 +7,7 @@ about a figure.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -97,6 +98,10 @@ class LinkFigures:
     """The FLOP/s of one large product, in bf16 on cuda and in fp32 on the CPU."""
     flops_per_s: float
     """The FLOP/s that a layer's forward and backward reach."""
+    rings: CopyFigures | None = None
+    """Copies from and to RAM that is not page-locked, through rings, of the first GPU; None: not measured."""
+    locked_bytes: int | None = None
+    """RAM that can be page-locked; None: no limit was found."""
     fp8_matmul_flops_per_s: float | None = None
     """The FLOP/s of one large product in FP8; None: the GPU has none, or this is a CPU."""
     fp8_flops_per_s: float | None = None
@@ -114,6 +119,9 @@ class LinkFigures:
             name = copies.device if self.device == "cuda" else "native copy"
             yield f"{name}: RAM to GPU", copies.to_gpu_bytes_per_s, copies.to_gpu_both_bytes_per_s
             yield f"{name}: GPU to RAM", copies.to_ram_bytes_per_s, copies.to_ram_both_bytes_per_s
+        if self.rings is not None:
+            yield "through a ring, to GPU", self.rings.to_gpu_bytes_per_s, self.rings.to_gpu_both_bytes_per_s
+            yield "through a ring, to RAM", self.rings.to_ram_bytes_per_s, self.rings.to_ram_both_bytes_per_s
 
 
 def probe_links(
@@ -121,6 +129,7 @@ def probe_links(
     threads: Sequence[int],
     *,
     seconds: float,
+    locked_bytes: int | None = None,
     copy_bytes: int = COPY_BYTES,
     update_elements: int = UPDATE_ELEMENTS,
     matmul_size: int | None = None,
@@ -131,7 +140,9 @@ def probe_links(
         device: "cuda" or "cpu".
         threads: the numbers of threads to run AdamW on the CPU with.
         seconds: the time of each measurement.
-        copy_bytes: the bytes on each side for each direction. They are fewer if RAM is short.
+        locked_bytes: RAM that can be page-locked; None: no limit was found.
+        copy_bytes: the bytes on each side for each direction. They are fewer if RAM, or what can be page-locked, is
+            short.
         update_elements: the parameters to update. They are fewer if RAM is short.
         matmul_size: the rows and columns of the product; None: as fits the device.
 
@@ -141,6 +152,9 @@ def probe_links(
     # Copies have two regions in RAM, one for each direction, and both kinds of traffic run at once.
     most = ram_available_bytes() // RAM_PARTS
     copy_bytes = min(copy_bytes, most // 2)
+    rings_bytes = copy_bytes
+    if locked_bytes is not None:
+        copy_bytes = min(copy_bytes, locked_bytes // 4)
     update_elements = min(update_elements, most // STATE_BYTES_PER_PARAMETER)
 
     # A plan counts with the first GPU, but copies are measured for every one.
@@ -153,9 +167,10 @@ def probe_links(
     host = torch.device("cpu")
     has_gpu = device == "cuda"
     others = tuple(_probe_copies(other, copy_bytes, seconds) for other in devices[1:])
+    rings = _probe_copies(devices[0], rings_bytes, seconds, through_rings=True)
     with (
         CopyTraffic(devices[0], copy_bytes) as copies,
-        UpdateTraffic(host, update_elements, pin=has_gpu) as update,
+        UpdateTraffic(host, update_elements, pin=has_gpu and locked_bytes is None) as update,
     ):
         first = _copy_figures(devices[0], copies, seconds)
         updates = tuple(_update_figures(update, copies, count, seconds) for count in sorted(set(threads)))
@@ -167,6 +182,8 @@ def probe_links(
     figures = LinkFigures(
         device=device,
         copies=(first, *others),
+        rings=rings,
+        locked_bytes=locked_bytes,
         updates=updates,
         # Without a GPU the CPU updates everything, with the most threads that were tried.
         gpu_update_parameters_per_s=gpu_update or updates[-1].parameters_per_s,
@@ -179,8 +196,9 @@ def probe_links(
     return replace(figures, flags=link_flags(figures))
 
 
-def _probe_copies(device: torch.device, num_bytes: int, seconds: float) -> CopyFigures:
-    with torch.cuda.device(device), CopyTraffic(device, num_bytes) as copies:
+def _probe_copies(device: torch.device, num_bytes: int, seconds: float, *, through_rings: bool = False) -> CopyFigures:
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with current, CopyTraffic(device, num_bytes, through_rings=through_rings) as copies:
         return _copy_figures(device, copies, seconds)
 
 

@@ -20,6 +20,7 @@ from megatier.compute.fp8 import FP8_DTYPE, FP8_FROM
 from megatier.optim.adamw import adamw_threads
 from megatier.state import ADAMW_BF16
 from megatier.store.arena import Arena
+from megatier.store.staging import Staging
 from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, round_up
@@ -70,8 +71,8 @@ def alone(work: Work, seconds: float) -> float:
 class CopyTraffic:
     """Copies in both directions on the queues of the store, between arenas like those of the store."""
 
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """Allocate num_bytes on both sides for each direction.
+    def __init__(self, device: torch.device, num_bytes: int, *, through_rings: bool = False) -> None:
+        """Allocate num_bytes on both sides for each direction. Through rings, those in RAM are not page-locked.
 
         Raises:
             CapacityError: there is less memory.
@@ -79,10 +80,13 @@ class CopyTraffic:
         # Pieces begin at pages, like slots, so that copies have the alignment of those of a run.
         self._piece = max(PAGE_BYTES, num_bytes // COPY_PIECES // PAGE_BYTES * PAGE_BYTES)
         self._way_bytes = COPY_PIECES * self._piece
-        self._host = Arena(2 * self._way_bytes, torch.device("cpu"), pin=device.type == "cuda")
+        pins = device.type == "cuda" and not through_rings
+        self._host = Arena(2 * self._way_bytes, torch.device("cpu"), pin=pins)
         try:
             self._device = Arena(2 * self._way_bytes, device)
             self._queues = TierQueues(device)
+            if through_rings:
+                self._queues.staging = Staging(None, self._queues.clock)
         except BaseException:
             self._host.close()
             raise

@@ -64,6 +64,9 @@ def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
         gpu_update_parameters_per_s=links.gpu_update_parameters_per_s,
         flops_per_s=links.flops_per_s,
         fp8_flops_per_s=links.fp8_flops_per_s,
+        locked_bytes=links.locked_bytes,
+        ring_to_gpu_bytes_per_s=None if links.rings is None else links.rings.to_gpu_bytes_per_s,
+        ring_to_ram_bytes_per_s=None if links.rings is None else links.rings.to_ram_bytes_per_s,
         gpu_bytes=float(gpus[0].total_bytes) if gpus else None,
         compute_capability=gpus[0].compute_capability if gpus else None,
     )

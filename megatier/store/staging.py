@@ -13,6 +13,7 @@ from megatier import _native
 from megatier.address import address_of
 from megatier.errors import PageLockError
 from megatier.hardware import cores_usable
+from megatier.page_lock import REMEDY
 from megatier.store.arena import Arena
 from megatier.store.ring import Ring
 from megatier.store.stream_clock import StreamClock
@@ -28,8 +29,6 @@ COPY_REQUEST_BYTES = 1 << 20
 """The bytes that a native thread copies at once."""
 COPY_THREADS_MAX = 8
 """Native threads that together copy as fast as a link does. AdamW has its own."""
-REMEDY = "Raise the limit: `ulimit -l unlimited`, `docker run --ulimit memlock=-1`, or more memory in .wslconfig."
-"""The remedy if the driver page-locks too little."""
 
 
 class Staging:

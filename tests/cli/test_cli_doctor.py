@@ -130,6 +130,19 @@ def test_doctor_memlock_limit_is_told(limit: int | None, monkeypatch: pytest.Mon
     assert found(tmp_path)["memlock"].found.startswith("no limit" if limit is None else "64.0 KiB")
 
 
+@pytest.mark.parametrize("limit", [None, 448 << 20])
+def test_doctor_limit_of_page_locked_ram_is_told_with_its_remedy(
+    limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatier.measure.lock_probe.locked_limit", lambda: limit)
+    check = doctor._page_lock()
+    if limit is None:
+        assert (check.state, check.found) == ("ok", "no limit met")
+    else:
+        assert (check.state, check.found) == ("warn", "448.0 MiB")
+        assert all(word in check.remedy for word in ("rings", "ulimit -l", "--ulimit memlock=-1", ".wslconfig"))
+
+
 def test_doctor_cgroup_limit_and_huge_pages_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hardware, "ram_available_bytes", lambda: 1 << 30)
     monkeypatch.setattr(hardware, "ram_limit_bytes", lambda: 4 << 30)
@@ -146,6 +159,7 @@ def test_doctor_cgroup_limit_and_huge_pages_are_told(monkeypatch: pytest.MonkeyP
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of its own uuid."""
     monkeypatch.setattr(hardware, "gpus", lambda: (hardware.Gpu("card", 2 << 30, 1 << 30, "here"),))
+    monkeypatch.setattr("megatier.measure.lock_probe.locked_limit", lambda: None)
 
 
 @pytest.fixture

@@ -22,12 +22,36 @@ def test_probe_links_on_the_cpu_measures_all() -> None:
     )
     assert [update.threads for update in links.updates] == [1, 2]
     rows = [dataclasses.astuple(copies)[1:] for copies in links.copies]
+    assert links.rings is not None
+    rows.append(dataclasses.astuple(links.rings)[1:])
     rows += [dataclasses.astuple(update) for update in links.updates]
     assert all(number > 0 for row in rows for number in row)
     assert links.gpu_update_parameters_per_s == links.updates[-1].parameters_per_s
     assert links.flops_per_s == links.matmul_flops_per_s > 0
     assert "no GPU: the native memory copy stands for the link" in links.notes[0]
     assert not links.flags
+
+
+def test_probe_links_copies_no_more_than_can_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[tuple[int, bool]] = []
+    init = CopyTraffic.__init__
+
+    def noted(self: CopyTraffic, device: torch.device, num_bytes: int, *, through_rings: bool = False) -> None:
+        sizes.append((num_bytes, through_rings))
+        init(self, device, num_bytes, through_rings=through_rings)
+
+    monkeypatch.setattr(CopyTraffic, "__init__", noted)
+    links = link_probe.probe_links(
+        "cpu",
+        [1],
+        seconds=SECONDS,
+        locked_bytes=1 << 20,
+        copy_bytes=1 << 20,
+        update_elements=1 << 16,
+        matmul_size=64,
+    )
+    assert sizes == [(1 << 20, True), (1 << 18, False)]
+    assert links.locked_bytes == 1 << 20
 
 
 @pytest.mark.gpu
