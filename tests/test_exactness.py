@@ -278,6 +278,21 @@ def test_exactness_on_cuda_any_tier_and_activation_policy_gives_the_same_bits(mo
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("locked", [1, 256 * KIB, 128 << 20])
+def test_exactness_on_cuda_ram_that_is_not_page_locked_gives_the_same_bits(locked: int, tmp_path: Path) -> None:
+    """Pieces of a page, pieces beside a part of RAM that is page-locked, and all of RAM page-locked."""
+    settings = list(zip(("ram", "ram_streamed", "nvme", "gpu_ram_nvme", "nvme_grads"), itertools.cycle(ACTIVATIONS)))
+    runs = [
+        Run(model=model, clip=clip, groups=groups, place=place, activations=activations, device="cuda", compile=False)
+        for model, clip, groups in (("untied", 0.5, 1), ("tied", None, 3), ("moe", 0.5, 3))
+        for place, activations in settings
+    ]
+    expected = run_in_fresh_process(runs, tmp_path)
+    found = run_in_fresh_process([replace(run, locked=locked) for run in runs], tmp_path)
+    assert found == expected
+
+
+@pytest.mark.gpu
 def test_exactness_on_cuda_rounded_moments_have_the_same_bits_on_any_tier(tmp_path: Path) -> None:
     """Updates in RAM and on NVMe run on the CPU, others on the GPU."""
     runs = [replace(run, device="cuda", compile=False) for run in NARROW]

@@ -97,6 +97,16 @@ class TestRamCuda(StoreContract):
 
 
 @pytest.mark.gpu
+class TestRamThroughRingsCuda(TestRamThroughRings):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestNvmeThroughRingsCuda(TestNvmeThroughRings):
+    device = "cuda"
+
+
+@pytest.mark.gpu
 class TestGpuCuda(OutsideRam, StoreContract):
     home = Tier.GPU
     device = "cuda"

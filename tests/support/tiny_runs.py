@@ -382,7 +382,7 @@ class Run:
         with opened(config, mount, place, self.train, device=self.device, numerics=self.numerics, **options) as session:
             held = {tier for tier, size in session.placement.state_bytes.items() if size}
             assert held == {Tier(name) for name in place.tiers}, f"{self.place} lies on {held}"
-            assert (self.locked is None) == (session.store.staging is None)
+            assert self.locked is not None or session.store.staging is None
             assert bool(session.placement.streamed) == bool(place.streamed and (self.clip or self.guard))
             return outcome(session, run_steps(session, self.train, self.steps))
 
