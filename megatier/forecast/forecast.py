@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatier.forecast.jobs import UPDATE_BYTES, ComputeSeconds, StepJobs
 from megatier.forecast.rank_jobs import LANES, RankJobs
 from megatier.forecast.simulate import Lane, least_seconds, simulate
 from megatier.schedule.placement import Placement
 from megatier.schedule.rates import Rates
-from megatier.schedule.sizes import Policy, UnitSpec
+from megatier.schedule.sizes import Policy, UnitSpec, block_bytes
 from megatier.schedule.timeline import Access, Timeline, build, scatters_of
-from megatier.tier import Tier, Way
+from megatier.tier import Kind, Tier, Way
 
 NUM_STEPS = 3
 """Steps that are simulated in a row."""
@@ -76,7 +77,9 @@ class Forecast:
         return max(needs, key=lambda lane: needs[lane])
 
 
-def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False, locked: float = 1.0) -> dict[str, Lane]:
+def lanes_of(
+    rates: Rates, ranks: int = 1, *, multiplies: bool = False, locked: tuple[float, float] = (1.0, 1.0)
+) -> dict[str, Lane]:
     """Return the lanes of a machine, with the drives and the host's memory that they share.
 
     One of several ranks has the rates of `Rates.of_rank`. While bytes come from other ranks, its compute is slower: the
@@ -87,8 +90,8 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False, locked: 
     14 / read and 12 / write. So each direction uses the share disk = (26 / mixed) / (14 / read + 12 / write) of the
     drives at its full rate, and both together get the mixed rate.
 
-    Of the bytes that are copied between RAM and a GPU the share `locked` lies in page-locked RAM. All others pass
-    through a ring, whose threads the two directions share.
+    Of the bytes that are copied between RAM and a GPU a share lies in page-locked RAM: `locked` has that of bytes which
+    compute waits for, and that of other state. All others pass through rings, which share their threads.
     """
     # Without drives nothing moves on these lanes, and any rate will do.
     drives = rates.drives
@@ -127,15 +130,16 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False, locked: 
             shared[name] = lane(rate, 1 + sent, **processors, **links)
 
     # Seconds of a byte are added up: one part of the bytes goes at the rate of the link, the other at that of the ring.
-    def copies(link: str, full: float, ring: float | None) -> Lane:
+    def copies(link: str, full: float, ring: float | None, share: float) -> Lane:
         through_ring = min(full, ring or memory / RING_TRAFFIC)
-        staged_s = (1 - locked) / through_ring
-        rate = 1 / (locked / full + staged_s)
-        traffic = locked + (1 - locked) * RING_TRAFFIC
+        staged_s = (1 - share) / through_ring
+        rate = 1 / (share / full + staged_s)
+        traffic = share + (1 - share) * RING_TRAFFIC
         return lane(rate, traffic, ring=rate * staged_s, **{link: rate / full})
 
-    up = copies("to_gpu", to_gpu, rates.ring_to_gpu_bytes_per_s)
-    down = copies("to_ram", to_ram, rates.ring_to_ram_bytes_per_s)
+    up = partial(copies, "to_gpu", to_gpu, rates.ring_to_gpu_bytes_per_s)
+    down = partial(copies, "to_ram", to_ram, rates.ring_to_ram_bytes_per_s)
+    awaited, other = locked
 
     # AdamW on the GPU is bound by its memory, and takes few processors from compute.
     products = {"processors": 1.0} if multiplies else {}
@@ -145,10 +149,10 @@ def lanes_of(rates: Rates, ranks: int = 1, *, multiplies: bool = False, locked: 
         "nvme_to_ram": lane(read, 2, disk=disk),
         "nvme_to_gpu": lane(read, 2, disk=disk, to_gpu=min(1.0, read / to_gpu)),
         "ram_to_nvme": lane(write, 2, disk=disk),
-        "ram_to_gpu": up,
-        "state_to_gpu": up,
-        "gpu_to_ram": down,
-        "state_to_ram": down,
+        "ram_to_gpu": up(awaited),
+        "state_to_gpu": up(other),
+        "gpu_to_ram": down(awaited),
+        "state_to_ram": down(other),
         "update": lane(rates.update_parameters_per_s, UPDATE_BYTES),
         "update_nvme": lane(rates.update_parameters_per_s, UPDATE_BYTES),
         "update_gpu": Lane(rates.gpu_update_parameters_per_s, products),
@@ -286,6 +290,13 @@ def _simulation(
 
     # Products of matrices in updates on the GPU share the processors with compute.
     multiplies = any(spec.update_flops for spec in units)
-    ram_bytes = placement.state_bytes.get(Tier.RAM, 0) + placement.other_bytes.get(Tier.RAM, 0)
-    lanes = lanes_of(rates, policy.ranks, multiplies=multiplies, locked=rates.locked_share(ram_bytes))
+    lanes = lanes_of(rates, policy.ranks, multiplies=multiplies, locked=_locked_shares(units, placement, rates))
     return steps, first, later, lanes
+
+
+def _locked_shares(units: Sequence[UnitSpec], placement: Placement, rates: Rates) -> tuple[float, float]:
+    """Return how much of RAM is page-locked: of weights, gradients, activations and slots, and of other state."""
+    weights = [spec for spec in units if placement.homes[spec.name, Kind.WEIGHT] is Tier.RAM]
+    weight_bytes = sum(block_bytes(spec, Kind.WEIGHT) for spec in weights)
+    other_state = placement.state_bytes.get(Tier.RAM, 0) - weight_bytes
+    return rates.locked_shares(weight_bytes + placement.other_bytes.get(Tier.RAM, 0), other_state)

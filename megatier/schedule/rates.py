@@ -123,11 +123,16 @@ class Rates:
     ring_to_ram_bytes_per_s: float | None = None
     """Rate of copies through a ring to RAM that is not page-locked; None: not known."""
 
-    def locked_share(self, ram_bytes: int) -> float:
-        """Return how much of so many bytes of RAM is page-locked, once the rings have their part."""
-        if self.locked_bytes is None or ram_bytes <= self.locked_bytes:
-            return 1.0
-        return max(0.0, self.locked_bytes - RING_BYTES) / ram_bytes
+    def locked_shares(self, awaited_bytes: int, other_bytes: int) -> tuple[float, float]:
+        """Return how much is page-locked of RAM that compute waits for, and of all other RAM.
+
+        Rings have their part first, and then what compute waits for.
+        """
+        if self.locked_bytes is None or awaited_bytes + other_bytes <= self.locked_bytes:
+            return 1.0, 1.0
+        left = max(0.0, self.locked_bytes - RING_BYTES)
+        awaited = min(left, awaited_bytes)
+        return awaited / max(1, awaited_bytes), min(1.0, (left - awaited) / max(1, other_bytes))
 
     def with_locked(self, locked_bytes: int | None) -> Rates:
         """Return the machine with a limit of page-locked RAM that a user has set; None: there is none."""

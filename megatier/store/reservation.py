@@ -16,6 +16,7 @@ from megatier.errors import CapacityError, ClosedError, PageLockError
 from megatier.store.arena import Allocate, Arena, SlotPool
 from megatier.store.staging import Staging
 from megatier.store.stream_clock import StreamClock
+from megatier.store.tier_queues import AWAITED
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 _PoolKey = tuple[Tier, Kind | None]
@@ -40,13 +41,15 @@ class Reservation:
         self._allocate = allocate
         self._homes: Counter[tuple[Tier, Kind]] = Counter()
         """The bytes at home in each tier, by kind."""
+        self._awaited_bytes = 0
+        """The bytes at home in RAM of kinds that compute waits for."""
         self._wanted: dict[_PoolKey, tuple[int, int]] = {}
         """The size and the number of the slots that were asked for."""
         self._pools: dict[_PoolKey, SlotPool] = {}
         self._arenas: dict[Tier, Arena] = {}
 
     def reserve_home(self, spec: BlockSpec, tier: Tier) -> int:
-        """Set the home of a block aside; return its offset in the tier's arena.
+        """Set the home of a block aside; return its offset in the tier's arena, for `view`.
 
         Raises:
             CapacityError: the budget is used up.
@@ -58,7 +61,15 @@ class Reservation:
         # because nothing is put in front of them later.
         offset = self._home_bytes(tier)
         self._homes[tier, spec.kind] += size
-        return offset
+        if tier is not Tier.RAM:
+            return offset
+
+        # In RAM, those that compute waits for lie behind all others, so that they are page-locked before them. How far
+        # behind is not known yet, so they are counted from their end.
+        if spec.kind not in AWAITED:
+            return offset - self._awaited_bytes
+        self._awaited_bytes += size
+        return -self._awaited_bytes
 
     def reserve_slots(self, tier: Tier, kind: Kind | None, slot_bytes: int, num_slots: int) -> None:
         """Set slots aside. Those of kind None serve all kinds that have no slots of their own.
@@ -129,7 +140,7 @@ class Reservation:
         return self._locked_bytes is not None and self._locked_bytes < num_bytes
 
     def _lock_end(self, ram: Arena, staging: Staging) -> None:
-        """Page-lock what the rings leave of the limit: the slots, which lie at the end, and then homes before them."""
+        """Page-lock what the rings leave of the limit: the slots, which lie at the end, and then homes."""
         first = 0
         if self._locked_bytes is not None:
             left = max(0, self._locked_bytes - staging.num_bytes)
@@ -189,7 +200,7 @@ class Reservation:
         return self.pool(tier, spec, 1).slot_bytes
 
     def view(self, tier: Tier, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return uint8 [num_bytes] at an offset in a tier's arena.
+        """Return uint8 [num_bytes] at an offset in a tier's arena; below 0, it counts from the end of all homes.
 
         Raises:
             ClosedError: the arenas were dropped.
@@ -197,7 +208,8 @@ class Reservation:
         arena = self._arenas.get(tier)
         if arena is None:
             raise ClosedError("the store is closed, and its memory is given back. Open another one.")
-        return arena.view(offset, num_bytes)
+        start = offset if offset >= 0 else self._home_bytes(tier) + offset
+        return arena.view(start, num_bytes)
 
     def lend(self, tier: Tier) -> None:
         """Give the memory of a tier back to the device; see `Arena.lend`."""

@@ -341,17 +341,18 @@ def test_lanes_of_ram_that_is_not_page_locked_take_the_rate_of_rings_and_share_t
     assert lanes_of(rates)["ram_to_gpu"].uses["ring"] == 0
 
     # A byte costs three of memory traffic, as long as nobody has measured rings.
-    assert lanes_of(rates, locked=0.0)["ram_to_gpu"].rate == pytest.approx(40e9)
+    assert lanes_of(rates, locked=(0.0, 0.0))["ram_to_gpu"].rate == pytest.approx(40e9)
     measured = replace(rates, ring_to_gpu_bytes_per_s=30e9, ring_to_ram_bytes_per_s=20e9)
-    lanes = lanes_of(measured, locked=0.0)
+    lanes = lanes_of(measured, locked=(0.0, 0.0))
     assert lanes["state_to_gpu"].rate == pytest.approx(30e9)
     assert lanes["gpu_to_ram"].rate == lanes["state_to_ram"].rate == pytest.approx(20e9)
     assert lanes["ram_to_gpu"].uses == pytest.approx({"memory": 0.75, "ring": 1.0, "to_gpu": 0.5})
 
     # A third of the bytes takes the link at once: 1/3 at 60 GB/s and 2/3 at 30 GB/s.
-    lane = lanes_of(measured, locked=1 / 3)["ram_to_gpu"]
+    lane = lanes_of(measured, locked=(1 / 3, 0.0))["ram_to_gpu"]
     assert lane.rate == pytest.approx(36e9)
     assert lane.uses["ring"] == pytest.approx(0.8)
+    assert lanes_of(measured, locked=(1 / 3, 0.0))["state_to_gpu"].rate == pytest.approx(30e9)
 
 
 def test_forecast_of_ram_beyond_the_limit_of_page_locked_ram_is_slower() -> None:

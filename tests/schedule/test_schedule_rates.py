@@ -166,14 +166,17 @@ def test_rates_of_links_that_are_not_known_are_assumed_by_name() -> None:
     assert RATES.of_rank(World(2)).gather_bytes_per_s == ASSUMED["gather_bytes_per_s"]
 
 
-def test_rates_with_a_limit_of_page_locked_ram_tell_the_share_that_rings_leave() -> None:
-    assert RATES.locked_share(1 << 40) == 1
-    limited = RATES.with_locked(RING_BYTES + (1 << 30))
-    assert limited.locked_share(RING_BYTES) == 1
-    assert limited.locked_share(4 << 30) == 0.25
-    assert limited.with_locked(1 << 20).locked_share(4 << 30) == 0
+def test_rates_with_a_limit_of_page_locked_ram_tell_the_shares_that_rings_leave() -> None:
+    gib = 1 << 30
+    assert RATES.locked_shares(gib, 1 << 40) == (1, 1)
+    limited = RATES.with_locked(RING_BYTES + gib)
+    assert limited.locked_shares(RING_BYTES, gib) == (1, 1)
+    assert limited.locked_shares(4 * gib, gib) == (0.25, 0)
+    assert limited.locked_shares(gib // 2, 2 * gib) == (1, 0.25)
+    assert limited.locked_shares(0, 4 * gib) == (0, 0.25)
+    assert limited.with_locked(1 << 20).locked_shares(gib, gib) == (0, 0)
     assert limited.with_locked(None) == limited.with_locked(1 << 50) == limited
-    assert limited.of_rank(World(2, 1)).locked_bytes == (RING_BYTES + (1 << 30)) / 2
+    assert limited.of_rank(World(2, 1)).locked_bytes == (RING_BYTES + gib) / 2
 
 
 @pytest.mark.parametrize(

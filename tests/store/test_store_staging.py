@@ -88,6 +88,26 @@ def test_driver_with_a_limit_locks_rings_then_slots_then_homes(
     assert not driver.locked
 
 
+def test_homes_that_compute_waits_for_are_locked_before_other_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are registered in turns, as the blocks of units are."""
+    driver = SmallDriver(1 << 30, 1 << 30)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    size = 4 * MIB
+    kinds = [Kind.WEIGHT, Kind.EXP_AVG, Kind.GRAD, Kind.REMAINDER, Kind.ACTIVATION]
+    reservation = Reservation({Tier.RAM: 1 << 30}, None, PIECES * MIB + 7 * size)
+    specs = [BlockSpec(f"{kind}{unit}", size, Tier.RAM, kind) for unit in range(2) for kind in kinds]
+    offsets = [reservation.reserve_home(spec, Tier.RAM) for spec in specs]
+    reservation.reserve_slots(Tier.RAM, Kind.GRAD, size, 1)
+    staging = reservation.allocate(torch.device("cuda"), CLOCK)
+    assert staging is not None
+    views = [reservation.view(Tier.RAM, offset, size) for offset in offsets]
+    assert len({view.data_ptr() for view in views}) == len(specs)
+    for spec, view in zip(specs, views, strict=True):
+        assert staging.is_locked(view) == (spec.kind not in (Kind.EXP_AVG, Kind.REMAINDER)), spec.key
+    staging.close()
+    reservation.close()
+
+
 def test_limit_of_the_user_holds_where_the_driver_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SmallDriver(1 << 30, 1 << 30)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
