@@ -27,11 +27,19 @@ BLOCKS: dict[str, tuple[Tier, Kind]] = {
 GRADIENT = "gradient"
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+ON_GPU = [pytest.param(("cuda", locked), marks=pytest.mark.gpu) for locked in (None, 1)]
+
+
+@pytest.fixture(params=[("cpu", None), ("cpu", 1), *ON_GPU], ids=["cpu", "cpu-rings", "cuda", "cuda-rings"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredStore]:
-    """Blocks with numbers of their own in all tiers, and slots through which those of RAM and NVMe pass."""
+    """Blocks with numbers of their own in all tiers, and slots through which those of RAM and NVMe pass.
+
+    In RAM they are page-locked, or pass through rings.
+    """
     size = round_up(NUM_BYTES)
-    with TieredStore.open(gpu=6 * size, ram=4 * size, nvme=f"{tmp_path}:8MiB", device=request.param) as opened:
+    device, locked = request.param
+    mount = f"{tmp_path}:8MiB"
+    with TieredStore.open(gpu=6 * size, ram=4 * size, nvme=mount, device=device, locked=locked) as opened:
         for key, (home, kind) in BLOCKS.items():
             opened.register(BlockSpec(key, NUM_BYTES, home, kind))
         opened.register(BlockSpec(GRADIENT, NUM_BYTES, Tier.GPU, Kind.GRAD))
