@@ -132,7 +132,7 @@ def sum_exactly(address: int, num_elements: int) -> float:
     """Sum of fp64 numbers, rounded once, as math.fsum; the plain sum where one, or a sum on the way, is not finite."""
 
 def isa_levels() -> list[str]:
-    """Levels this CPU can run, best first, among "avx512", "avx2", "portable"."""
+    """Levels this CPU can run, best first, among "avx512", "avx2", "crc32" (Arm), "portable"."""
 
 def set_isa(level: str) -> None:
     """Use this level from now on (all give the same bits; for tests and benches). ValueError when not supported."""

@@ -50,36 +50,44 @@ static uint32_t words_portable(uint32_t crc, const unsigned char *bytes, size_t 
     return crc;
 }
 
+/* An instruction that adds eight bytes to a CRC32C. */
 #if defined(__x86_64__)
-/* Every level above portable implies SSE4.2. */
-static __attribute__((target("sse4.2"))) void lanes_sse42(uint32_t lanes[LANES], const unsigned char *bytes,
-                                                          size_t num_words)
+#define TARGET_CRC __attribute__((target("sse4.2")))
+#define word_crc _mm_crc32_u64
+#elif defined(__aarch64__)
+#include <arm_acle.h>
+#define TARGET_CRC __attribute__((target("+crc")))
+#define word_crc(crc, word) __crc32cd((uint32_t)(crc), word)
+#endif
+
+#if defined(TARGET_CRC)
+static TARGET_CRC void lanes_crc(uint32_t lanes[LANES], const unsigned char *bytes, size_t num_words)
 {
     uint64_t a = lanes[0], b = lanes[1], c = lanes[2], d = lanes[3], word[LANES];
     for (size_t i = 0; i < num_words; i += LANES) {
         __builtin_prefetch(bytes + 8 * i + PREFETCH_BYTES);
         memcpy(word, bytes + 8 * i, sizeof word);
-        a = _mm_crc32_u64(a, word[0]);
-        b = _mm_crc32_u64(b, word[1]);
-        c = _mm_crc32_u64(c, word[2]);
-        d = _mm_crc32_u64(d, word[3]);
+        a = word_crc(a, word[0]);
+        b = word_crc(b, word[1]);
+        c = word_crc(c, word[2]);
+        d = word_crc(d, word[3]);
     }
     lanes[0] = (uint32_t)a, lanes[1] = (uint32_t)b, lanes[2] = (uint32_t)c, lanes[3] = (uint32_t)d;
 }
 
-static __attribute__((target("sse4.2"))) uint32_t words_sse42(uint32_t crc, const unsigned char *bytes, size_t num_words)
+static TARGET_CRC uint32_t words_crc(uint32_t crc, const unsigned char *bytes, size_t num_words)
 {
     uint64_t found = crc, word;
     for (size_t i = 0; i < num_words; i++) {
         __builtin_prefetch(bytes + 8 * i + PREFETCH_BYTES);
         memcpy(&word, bytes + 8 * i, sizeof word);
-        found = _mm_crc32_u64(found, word);
+        found = word_crc(found, word);
     }
     return (uint32_t)found;
 }
 #else
-#define lanes_sse42 lanes_portable
-#define words_sse42 words_portable
+#define lanes_crc lanes_portable
+#define words_crc words_portable
 #endif
 
 static uint32_t bytes_portable(uint32_t crc, const unsigned char *bytes, size_t num_bytes)
@@ -94,7 +102,7 @@ uint32_t checksum(const void *address, size_t num_bytes)
     const unsigned char *bytes = address;
     size_t tail_bytes = num_bytes % (8 * LANES), num_words = (num_bytes - tail_bytes) / 8;
     uint32_t lanes[LANES] = {~0u, ~0u, ~0u, ~0u};
-    ISA_CHOOSE(lanes_portable, lanes_sse42, lanes_sse42)(lanes, bytes, num_words);
+    (isa_level == ISA_PORTABLE ? lanes_portable : lanes_crc)(lanes, bytes, num_words);
 
     unsigned char end[sizeof lanes + 8 * LANES + 8];
     uint64_t length = num_bytes;
@@ -110,6 +118,6 @@ uint32_t crc32c(const void *address, size_t num_bytes)
 {
     const unsigned char *bytes = address;
     size_t num_words = num_bytes / 8;
-    uint32_t crc = ISA_CHOOSE(words_portable, words_sse42, words_sse42)(~0u, bytes, num_words);
+    uint32_t crc = (isa_level == ISA_PORTABLE ? words_portable : words_crc)(~0u, bytes, num_words);
     return ~bytes_portable(crc, bytes + 8 * num_words, num_bytes % 8);
 }

@@ -8,7 +8,15 @@
 #error "megatier stores planes and checksums in little-endian order"
 #endif
 
+/* NEON belongs to the portable level of aarch64: every such processor has it, and compilers vectorise the bodies with it.
+ * Every level above portable has an instruction for CRC32C. */
+#if defined(__x86_64__)
 enum isa_level { ISA_PORTABLE, ISA_AVX2, ISA_AVX512 };
+#elif defined(__aarch64__)
+enum isa_level { ISA_PORTABLE, ISA_CRC32 };
+#else
+enum isa_level { ISA_PORTABLE };
+#endif
 
 /* The level in use; defined and chosen in module.c. */
 extern _Atomic int isa_level;
@@ -19,8 +27,6 @@ extern _Atomic int isa_level;
 #include <immintrin.h>
 #define ISA_TARGET_AVX2 __attribute__((target("avx2")))
 #define ISA_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
-#define ISA_CHOOSE(portable, avx2, avx512) \
-    (isa_level == ISA_AVX512 ? (avx512) : isa_level == ISA_AVX2 ? (avx2) : (portable))
 static inline unsigned float_state_ieee(void)
 {
     unsigned saved = _mm_getcsr();
@@ -28,25 +34,20 @@ static inline unsigned float_state_ieee(void)
     return saved;
 }
 static inline void float_state_restore(unsigned saved) { _mm_setcsr(saved); }
-#else
-#define ISA_TARGET_AVX2
-#define ISA_TARGET_AVX512
-#define ISA_CHOOSE(portable, avx2, avx512) ((void)(avx2), (void)(avx512), (portable))
-#if defined(__aarch64__)
-static inline unsigned float_state_ieee(void)
+#elif defined(__aarch64__)
+static inline unsigned long float_state_ieee(void)
 {
     unsigned long saved;
-    __asm__ volatile("mrs %0, fpcr\n\tmsr fpcr, xzr" : "=&r"(saved));
-    return (unsigned)saved;
+    __asm__ volatile("mrs %0, fpcr\n\tmsr fpcr, xzr" : "=&r"(saved) : : "memory");
+    return saved;
 }
-static inline void float_state_restore(unsigned saved)
+static inline void float_state_restore(unsigned long saved)
 {
-    __asm__ volatile("msr fpcr, %0" : : "r"((unsigned long)saved));
+    __asm__ volatile("msr fpcr, %0" : : "r"(saved) : "memory");
 }
 #else
-static inline unsigned float_state_ieee(void) { return 0; }
-static inline void float_state_restore(unsigned saved) { (void)saved; }
-#endif
+static inline unsigned long float_state_ieee(void) { return 0; }
+static inline void float_state_restore(unsigned long saved) { (void)saved; }
 #endif
 
 /* Before a loop whose pointers are equal or do not overlap, so that it vectorises without checks of which. */
@@ -59,7 +60,8 @@ static inline void float_state_restore(unsigned saved) { (void)saved; }
 #define ISA_BODY static inline __attribute__((always_inline)) void
 
 /* Define function NAME, its parameters and arguments in parentheses, from the always-inlined NAME_body.
- * The levels are separate functions called by pointer, so that no arithmetic moves across the state changes. */
+ * The levels are functions of their own, so that no arithmetic moves across the state changes. */
+#if defined(__x86_64__)
 #define ISA_DISPATCH(name, parameters, arguments)                                                               \
     static __attribute__((noinline)) void name##_portable parameters { name##_body arguments; }                 \
     static __attribute__((noinline)) ISA_TARGET_AVX2 void name##_avx2 parameters { name##_body arguments; }     \
@@ -67,8 +69,20 @@ static inline void float_state_restore(unsigned saved) { (void)saved; }
     void name parameters                                                                                        \
     {                                                                                                           \
         unsigned saved = float_state_ieee();                                                                    \
-        ISA_CHOOSE(name##_portable, name##_avx2, name##_avx512) arguments;                                      \
+        (isa_level == ISA_AVX512 ? name##_avx512                                                                \
+         : isa_level == ISA_AVX2 ? name##_avx2                                                                  \
+                                 : name##_portable) arguments;                                                  \
         float_state_restore(saved);                                                                             \
     }
+#else
+#define ISA_DISPATCH(name, parameters, arguments)                                                               \
+    static __attribute__((noinline)) void name##_portable parameters { name##_body arguments; }                 \
+    void name parameters                                                                                        \
+    {                                                                                                           \
+        unsigned long saved = float_state_ieee();                                                               \
+        name##_portable arguments;                                                                              \
+        float_state_restore(saved);                                                                             \
+    }
+#endif
 
 #endif

@@ -11,6 +11,11 @@
 #include "thread_pool.h"
 
 #include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
 
 _Atomic int isa_level;
 
@@ -649,8 +654,12 @@ static PyObject *module_sum_exactly(PyObject *module, PyObject *args, PyObject *
 
 static const char *const isa_names[] = {
     [ISA_PORTABLE] = "portable",
+#if defined(__x86_64__)
     [ISA_AVX2] = "avx2",
     [ISA_AVX512] = "avx512",
+#elif defined(__aarch64__)
+    [ISA_CRC32] = "crc32",
+#endif
 };
 
 static enum isa_level isa_best(void)
@@ -661,6 +670,9 @@ static enum isa_level isa_best(void)
         return ISA_AVX512;
     if (__builtin_cpu_supports("avx2"))
         return ISA_AVX2;
+#elif defined(__aarch64__)
+    if (getauxval(AT_HWCAP) & HWCAP_CRC32)
+        return ISA_CRC32;
 #endif
     return ISA_PORTABLE;
 }
