@@ -57,11 +57,13 @@ class Start:
         """Find the point from which the run in a directory trains on.
 
         Raises:
-            CheckpointError, SavepointError: what was saved last is damaged.
+            CheckpointError, SavepointError: what was saved last is damaged, or not there.
         """
         checkpoint = last_checkpoint(directory / CHECKPOINT_FOLDER)
         savepoint = Savepoint.last(directory)
         state = None
+        if checkpoint is None and savepoint is None:
+            _check_never_saved(directory)
 
         # There is one only if it is newer than the last checkpoint (`Savepoint.last`).
         if savepoint is not None:
@@ -206,3 +208,21 @@ class Start:
             session.engine.model.take_tiles(self.state.tiles)
         seconds = time.perf_counter() - began
         say(console, f"{what} in place ({format_seconds(seconds)})")
+
+
+def _check_never_saved(directory: Path) -> None:
+    """Refuse to begin a run again whose checkpoints have an empty folder: perhaps their drive is not mounted.
+
+    Raises:
+        CheckpointError: the run has records of a checkpoint.
+    """
+    # Whoever removes the folder itself wants the run to begin again. A link may lead to the drive.
+    folder = directory / CHECKPOINT_FOLDER
+    if not (folder.is_symlink() or folder.is_dir()):
+        return
+    saved = read_what_there_is(directory / METRICS_FILE).checkpoints
+    if saved:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint, but {METRICS_FILE} says that one was written after step {saved[-1].step}. "
+            "Mount its drive, or bring it back. To begin the run again, remove that folder."
+        )
