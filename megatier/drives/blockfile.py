@@ -203,8 +203,7 @@ class BlockFiles:
         for first in range(start, stop, granule):
             granule_address = address + first - start
             num_bytes = min(granule, stop - first)
-            checksum = _native.checksum(granule_address, num_bytes)
-            extent.checksums[first // granule] = checksum
+            extent.checksums[first // granule] = _native.checksum(granule_address, num_bytes)
 
     def allocate(self) -> None:
         """Create the files at full size, or open those that were kept. This is quick, and `fill` writes them later.
@@ -290,10 +289,7 @@ class BlockFiles:
         return self._open(mount)
 
     def opened(self, mount: int) -> Path:
-        """Return a path to the open file of a mount, for libraries that take no descriptor.
-
-        The name of the file may lead to another one by now; this path does not.
-        """
+        """Return a path to a mount's open file, wherever its name leads by now, for what takes no descriptor."""
         return Path(f"/proc/self/fd/{self._files[mount]}")
 
     # HOP 1/6: NVMe extent -> RAM slot
