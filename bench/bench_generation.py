@@ -3,7 +3,7 @@
 A model with random weights in bf16, which are laid and not drawn. Its state in training takes 8 bytes a parameter, on
 the GPU and in RAM. One process measures, one part after the other:
 
-- `plain WAY`: texts of the whole model on the GPU, with nothing of training there.
+- `plain WAY`: texts of the whole model on the GPU, with nothing of training there, and by the same kernels.
 - `sync`: lending memory, and loading all weights into it, beside the rate of the link alone.
 - `lent WAY`: the same texts of a streamed model, in memory that is lent, with all that comes before and after, and the
   texts alone.
@@ -41,6 +41,7 @@ from peers.shapes import SHAPES, fill, model_config, peak_gpu_bytes, peak_ram_by
 from record import facts, folder_of, write_row
 
 import megatier
+from megatier.compute.attention_kernels import without_cudnn
 from megatier.integrations.streamed import Streamed
 from megatier.measure.link_traffic import CopyTraffic, alone
 
@@ -157,8 +158,10 @@ def rates(options: argparse.Namespace, seconds: float) -> dict[str, float]:
 def plain(model: Any, way: str, options: argparse.Namespace) -> dict[str, Any]:  # noqa: ANN401
     """Measure a model that lies on the device as a whole."""
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    generate(model, way, options, WARM_TOKENS)
-    seconds, texts = timed(lambda: generate(model, way, options, options.tokens))
+    # With the kernels of a streamed model: cuDNN's attention would make a plan for the length of each token's text.
+    with without_cudnn():
+        generate(model, way, options, WARM_TOKENS)
+        seconds, texts = timed(lambda: generate(model, way, options, options.tokens))
     return rates(options, seconds) | {"texts": texts}
 
 
