@@ -98,11 +98,12 @@ THROUGH_RINGS = {
     Short(model="untied", groups=3, slices=2): 1,
     Short(model="tied", clip=None): 96 * KIB,
     Short(model="moe", dtype="fp32"): 1,
+    Short(model="untied", optimizer="muon"): 1,
 }
 """Runs, and the bytes of RAM that are page-locked: no more than the rings, or some slots too."""
 
 
-@pytest.mark.parametrize("run", THROUGH_RINGS, ids=lambda run: f"{run.model}-{run.dtype}")
+@pytest.mark.parametrize("run", THROUGH_RINGS, ids=lambda run: f"{run.model}-{run.dtype}-{run.optimizer}")
 def test_exactness_ram_that_is_not_page_locked_gives_the_same_bits_in_all_places(run: Run, tmp_path: Path) -> None:
     expected = run(tmp_path)
     locked = THROUGH_RINGS[run]
