@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from image_runs import LATE, LENGTH, RATE, STEPS, order, run_command
+from image_runs import COUNTS, LATE, LENGTH, RATE, STEPS, order, run_command
 from plain_adamw import PlainAdamW
 from safetensors.torch import load_file
 from small_commands import after_step, metrics, outcome
@@ -21,6 +21,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatier.cli import main
 from megatier.data.packing import shuffled
+from megatier.report.report_page import build
 
 pytest.importorskip("PIL")
 
@@ -147,6 +148,20 @@ def test_image_that_is_damaged_later_ends_the_run_at_its_step_which_goes_on_when
     assert "library of images pillow was" in capsys.readouterr().err
     assert main(["resume", str(tmp_path / "run"), "--tiers.state=nvme"]) == 0
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_metrics_and_page_tell_how_many_images_were_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"train.steps": 1, "output.checkpoint_every": 1, "output.export": False}
+    assert main(run_command(tmp_path, "gemma3", settings)) == 0
+    assert "images/s" in capsys.readouterr().out
+    assert main(["resume", str(tmp_path / "run"), "--train.steps=3", "--accept-changes"]) == 0
+    steps = [record for record in metrics(tmp_path) if "loss" in record]
+
+    # Three steps of two see all six conversations.
+    assert [step["images_seen"] for step in steps][-1] == sum(step["images"] for step in steps) == sum(COUNTS)
+    assert steps[0]["images_per_s"] == pytest.approx(steps[0]["images"] / steps[0]["seconds"])
+    page = build(tmp_path / "run")
+    assert "images seen" in page
 
 
 def test_exports_of_run_and_checkpoint_have_the_files_of_the_processor(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from megatier.config.data_section import BYTE_TOKENIZER, DATASET_INFO, PYTHON_ST
 from megatier.config.schema import SECTIONS, ModelConfig
 from megatier.config.section import field_docs
 from megatier.config.values import parse_list, parse_mount
+from megatier.data.formats import RECORD_FORMATS
+from megatier.data.image_file import FORMATS
 from megatier.data.sources import check_sources
-from megatier.data.text import guess_shape
+from megatier.data.text import guess_shape, has_images
 from megatier.drives.mounts import budget_bytes
 from megatier.errors import ConfigError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object
@@ -33,6 +35,8 @@ HEAD = """\
 # on a machine that was measured, `train` chooses them.
 """
 DEFAULT_LENGTH = 1024
+LENGTH_WITH_IMAGES = 4096
+"""Tokens of a sequence where conversations have images, which often take 256 to 2,048 tokens each."""
 RATE = 1e-5
 """Learning rate for a model that is trained on, and not from scratch."""
 ADAPTER_RATE = 1e-4
@@ -61,10 +65,12 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank instead of the model")
     options = parser.parse_args(argv)
 
+    data = _data(options.data)
+    usual = LENGTH_WITH_IMAGES if data.get("data.images") else DEFAULT_LENGTH
     settings = {
         "model.path": options.model,
-        **_data(options.data),
-        "data.sequence_length": _length(options.model),
+        **data,
+        "data.sequence_length": _length(options.model, usual),
         **_tiers(options.nvme),
         "train.epochs": 1.0,
         "train.batch": 8,
@@ -122,28 +128,46 @@ def _data(given: str) -> dict[str, Any]:
     # Only the shape of the records is looked at, so the tokenizer of the model need not be there.
     files = list(parse_list(given))
     config = DataConfig(files=tuple(files), tokenizer=BYTE_TOKENIZER)
+
+    # A folder of images has the conversations beside them, and no text.
+    if _holds_images(files):
+        config = replace(config, suffixes=tuple(suffix for suffix in config.suffixes if suffix in RECORD_FORMATS))
     chat, field = guess_shape(config)
     found: dict[str, Any] = {"data.files": files}
-    check_sources(replace(config, chat=chat, text_field=field), print)
+    config = replace(config, chat=chat, text_field=field)
+    check_sources(config, print)
     if chat is not None:
         found["data.chat"] = chat
+        if has_images(replace(config, images=True, tokenizer=None)):
+            found["data.images"] = True
     elif field != "text":
         found["data.text_field"] = field
     return found
 
 
-def _length(model: str) -> int:
-    """Return the tokens in a sequence: `DEFAULT_LENGTH`, or fewer if a local model was made for fewer positions.
+def _holds_images(files: Iterable[str]) -> bool:
+    """Return whether one of these is a folder of images."""
+    suffixes = {f".{name.lower()}" for name in (*FORMATS, "JPG")}
+    return any(path.suffix.lower() in suffixes for file in files for path in Path(file).expanduser().glob("*"))
+
+
+def _length(model: str, usual: int) -> int:
+    """Return the tokens in a sequence: as many as usual, or fewer if a local model was made for fewer positions.
 
     Raises:
         ConfigError: there is no such model.
     """
     folder = find_local(model)
     if folder is None:
-        return DEFAULT_LENGTH
+        return usual
     # Read as JSON and not by transformers, which takes seconds to load.
     found = read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, ConfigError)
-    length = DEFAULT_LENGTH
+    length = usual
+
+    # A model with images says it of the part that reads texts.
+    text = found.get("text_config")
+    if isinstance(text, dict):
+        found = {**found, **text}
     # GPT-2 and its like have the second name.
     for name in ("max_position_embeddings", "n_positions"):
         count = found.get(name)

@@ -5,6 +5,8 @@ A text file is one document; files of records hold one in each record.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ from megatier.data.conversation import CHAT_KEYS, Conversation, in_folder
 from megatier.data.records import BadRecords
 from megatier.data.sources import Source, find_sources, shape_of, shaped
 from megatier.errors import DataError
+
+LOOKED_AT = 100
+"""Conversations in which `has_images` looks for images."""
 
 
 def documents(
@@ -122,6 +127,20 @@ def _cut(document: str | Conversation, left: int) -> tuple[str | Conversation, i
     if document.num_bytes > left:
         return "", 0
     return document, left - document.num_bytes
+
+
+def has_images(config: DataConfig) -> bool:
+    """Return whether one of the first conversations has images.
+
+    Args:
+        config: files of conversations, with `images`.
+    """
+    first = itertools.islice(documents(config, bad=BadRecords(skips=True)), LOOKED_AT)
+
+    # What cannot be read is for the run to say.
+    with contextlib.suppress(DataError):
+        return any(isinstance(document, Conversation) and document.images for document in first)
+    return False
 
 
 def guess_shape(config: DataConfig) -> tuple[Chat | None, str]:

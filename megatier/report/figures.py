@@ -58,6 +58,8 @@ class StepReport(RankWork):
     """The global norm before clipping, which may be any number; None if it was not computed."""
     tokens: float
     """Tokens of this step without those that fill rows."""
+    images: float | None = None
+    """Images of this step; None: the run reads none."""
     seconds: float
     """Seconds from its batch to its result, without those of the compiler."""
     compile_seconds: float = 0.0

@@ -91,6 +91,10 @@ def figures(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
         yield "held-out loss", *_heldout(run.history.heldout)
     num_tokens = sum(step.tokens for step in run.steps)
     yield "tokens seen", format_count(num_tokens), f"{format_count(last.tokens)} in the last step"
+    if images := [step.images for step in run.steady if step.images is not None]:
+        seen = sum(step.images or 0 for step in run.steps)
+        rate = sum(images) / sum(step.seconds for step in run.steady)
+        yield "images seen", format_count(seen), f"{rate:,.1f} a second, on the mean"
     if opening is not None:
         yield use_of_compute(opening, speed)
 

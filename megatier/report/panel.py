@@ -106,6 +106,8 @@ def panel(
     course = sparkline(losses.points)
     _row(grid, "loss", Text(course), words)
     _row(grid, "tokens/s", Text(tokens_a_second(report)), f"{report.seconds:.3f} s/step")
+    if report.images is not None:
+        _row(grid, "images/s", Text(images_a_second(report)), f"{report.images:,.0f} in the step")
 
     stalled = report.stalled_seconds
     share = format_share(stalled, report.seconds)
@@ -132,6 +134,13 @@ def tokens_a_second(report: StepReport) -> str:
     if report.seconds <= 0:
         return "-"
     return f"{report.tokens / report.seconds:,.0f}"
+
+
+def images_a_second(report: StepReport) -> str:
+    """Return the images a second of a step in words; "-" if its clock did not move, or the run reads none."""
+    if report.images is None or report.seconds <= 0:
+        return "-"
+    return f"{report.images / report.seconds:,.1f}"
 
 
 def _lane_row(grid: Table, lane: str, report: StepReport) -> None:

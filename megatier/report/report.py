@@ -19,7 +19,7 @@ from rich.table import Table
 from megatier.errors import mib
 from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierState
 from megatier.report.metrics import format_seconds, format_share
-from megatier.report.panel import WIDTH, Course, panel, tokens_a_second
+from megatier.report.panel import WIDTH, Course, images_a_second, panel, tokens_a_second
 
 SMOOTHING = 0.9
 """Weight of the past in seconds per step, from which the time left follows."""
@@ -249,6 +249,8 @@ def _figures(report: StepReport, num_steps: int, seconds_left: float) -> Iterato
         yield "norm", f"{report.grad_norm:.3f}"
 
     yield "tokens/s", tokens_a_second(report)
+    if report.images is not None:
+        yield "images/s", images_a_second(report)
     if report.attainment is not None:
         yield "attainment", f"{report.attainment:.0%} ({report.bound_by})"
     yield "ETA", format_seconds(seconds_left)

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatier.config.data_section import BYTE_TOKENIZER
 from megatier.config.schema import RunConfig
 from megatier.data.sources import Say, check_sources
+from megatier.data.tokenizer import PROCESSOR_FILES
 from megatier.drives.mounts import budget_bytes
 from megatier.errors import DataError
 from megatier.foreign import shown
@@ -42,7 +43,9 @@ def check_paths(config: RunConfig, say: Say = lambda _: None, *, reads_text: boo
 
 
 def check_tokenizer(config: RunConfig) -> None:
-    """Refuse a local folder in which there is no tokenizer. What lies on the hub is looked at when it is loaded.
+    """Refuse a local folder in which there is no tokenizer, or no processor if images are read.
+
+    What lies on the hub is looked at when it is loaded.
 
     Raises:
         DataError: names the folder.
@@ -54,4 +57,11 @@ def check_tokenizer(config: RunConfig) -> None:
         raise DataError(
             f"no tokenizer at {shown(name)}: the folder has no tokenizer.json and no other file of one. Give "
             "data.tokenizer a folder, a hub id or bytes."
+        )
+    if config.data.images and not any(
+        (folder / file).is_file() for file in (*PROCESSOR_FILES, "processor_config.json")
+    ):
+        raise DataError(
+            f"no processor of images at {shown(name)}: the folder has no {PROCESSOR_FILES[0]}. data.images needs the "
+            "folder or hub id of a model with images, in model.path or data.tokenizer."
         )

@@ -106,6 +106,7 @@ class Loop:
         train = self._config.train
         before = read_what_there_is(Path(self._config.output.directory) / METRICS_FILE)
         self._reports.tokens_seen = round(sum(step.tokens for step in before.steps))
+        self._reports.images_seen = round(sum(step.images or 0 for step in before.steps))
         first = self.last_step + 1
         stops = False
         with Progress(self._console, train.steps) as progress, StopRequest(progress.note) as stop:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
+from megatier.compute.modality import num_images
 from megatier.data.packing import num_real_tokens
 from megatier.engine.step import StepResult
 from megatier.errors import mib
@@ -79,12 +80,15 @@ class StepReports:
         Args:
             session: its whole state is filled.
         """
+        self._reads_images = session.setup.config.data.images
         self._session = session
         self._crew = session.crew
         self._device = session.engine.options.device
         self._hosts = self._crew.gather_objects(platform.node())
         self.tokens_seen = 0
         """Tokens of all steps so far, those of earlier processes included."""
+        self.images_seen = 0
+        """Images of all steps so far, likewise."""
         self._compile_seconds = 0.0
         """Seconds in which steps of this process waited for the compiler."""
 
@@ -126,6 +130,7 @@ class StepReports:
             learning_rate=rate,
             grad_norm=result.grad_norm,
             tokens=sum(map(num_real_tokens, groups)),
+            images=sum(map(num_images, groups)) if self._reads_images else None,
             seconds=times.seconds,
             compile_seconds=spent.compile_seconds,
             compute_seconds=spent.compute_seconds,
@@ -139,7 +144,8 @@ class StepReports:
             slowest_busy_seconds=slowest_busy,
         )
         self.tokens_seen += round(report.tokens)
-        # After the count of tokens, which is one of the figures.
+        self.images_seen += round(report.images or 0)
+        # After the counts, which are among the figures.
         figures = self._figures(report, result)
         return report, {**figures, **memory_by_name, "other_ranks": others}
 
@@ -238,6 +244,10 @@ class StepReports:
         figures = asdict(report)
         # The opening record has `bound_by`, and the slowest rank's lanes are among those of the other ranks.
         del figures["bound_by"], figures["slowest_busy_seconds"]
+        if report.images is None:
+            del figures["images"]
+        else:
+            figures |= {"images_seen": self.images_seen, "images_per_s": report.images / report.seconds}
         return {
             **figures,
             "clip_coefficient": result.clip_coefficient,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from small_setups import ROUND
+from tiny_processors import chats, model_folder
 
 from megatier.cli import main
 from megatier.config.file import load, load_given
@@ -57,6 +58,23 @@ def test_init_writes_a_config_for_the_shape_of_the_data_that_loads(
     lines = [line for line in Path("run.yaml").read_text().splitlines() if line.startswith("  ")]
     assert all("  # " in line and len(line) <= 120 for line in lines)
     assert len(lines) == len(load_given(Path("run.yaml"))[1])
+
+
+@pytest.mark.parametrize("first", ["messages", "text"])
+def test_init_for_a_folder_of_images_reads_them(first: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("PIL")
+    model_folder("gemma3", folder / "vision")
+    chats(folder / "pictures", (0, 1) if first == "text" else (1, 0))
+    (folder / "pictures" / "README.md").write_text("pictures of noise")
+    assert main(["init", "vision", "pictures", "--output", "run.yaml"]) == 0
+    made = load(Path("run.yaml"))
+    assert (made.data.files, made.data.chat, made.data.images) == (("pictures",), "messages", True)
+    assert made.data.tokenizer is None
+    assert made.data.sequence_length == 128, "the tiny model was made for no more"
+
+    # A text model has no processor, and says so at once.
+    assert main(["init", "model", "pictures", "--output", "other.yaml"]) == 2
+    assert "no processor of images at model" in capsys.readouterr().err
 
 
 def test_init_with_lora_trains_adapters_at_a_rate_of_theirs(folder: Path) -> None:

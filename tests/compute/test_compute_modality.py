@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_vision import VISION_FAMILIES, image_batch, text_batch
 
-from megatier.compute.modality import evaluation_name, is_text
+from megatier.compute.modality import evaluation_name, is_text, num_images
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
@@ -21,6 +21,12 @@ def test_batch_with_what_may_hold_pixels_is_no_text() -> None:
     assert not is_text({**text, "pixel_values": torch.zeros(1, dtype=torch.uint8)})
     assert not is_text({**text, "images": [torch.zeros(1)]})
     assert not is_text({**text, "inputs_embeds": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_images_of_a_batch_are_counted(family: str) -> None:
+    assert num_images(image_batch(family)) == 2
+    assert num_images(text_batch()) == 0
 
 
 def test_evaluations_have_a_name_for_each_kind_of_pixels() -> None:

@@ -54,6 +54,11 @@ def test_panel_has_a_row_for_every_figure_and_lane_in_a_fixed_order() -> None:
     assert rows[4][-3:] == ["busy", "25.0", "%"]
 
 
+def test_panel_of_a_run_with_images_has_their_rate() -> None:
+    rows = drawn(replace(report(STALLS), images=3.0, seconds=0.5), 100)
+    assert rows[3] == ["images/s", "6.0", "3", "in", "the", "step"]
+
+
 def test_panel_of_a_run_that_ends_early_says_why() -> None:
     target = io.StringIO()
     Console(file=target, width=100).print(panel(report(STALLS), 20, 0, Course(), why_over="no loss was lower"))
