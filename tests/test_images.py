@@ -20,11 +20,17 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatier.cli import main
+from megatier.config.file import load_saved
+from megatier.data.image_chats import ImageChats
+from megatier.data.image_packs import positions_of
 from megatier.data.packing import shuffled
+from megatier.data.processor import load_processor
 from megatier.report.report_page import build
 
 pytest.importorskip("PIL")
 
+MORE = ("--train.steps=4", "--accept-changes", "--output.export=true")
+PACKED: dict[str, Any] = {"data.max_patches": 256, "data.sequence_length": 128}
 PLACES: dict[str, dict[str, Any]] = {
     "gpu": {"tiers.state": "gpu", "tiers.gpu": "16MiB"},
     "ram": {"tiers.state": "ram"},
@@ -67,14 +73,25 @@ def plain_batches(folder: Path, batch: int = 2) -> Iterator[dict[str, Tensor]]:
         yield {**made, "labels": labels}
 
 
-def check_equals_a_plain_loop(folder: Path, frozen: str = "") -> None:
+def packed_batches(folder: Path) -> Iterator[dict[str, Tensor]]:
+    """The batches of a run whose conversations share sequences, of one group each."""
+    config = load_saved(folder / "run" / "config.yaml")
+    positions = positions_of(AutoModelForImageTextToText.from_pretrained(folder / "model"))
+    with ImageChats(config.data, load_processor(config), folder / "run" / "data", positions=positions) as text:
+        assert text.num_sequences < len(COUNTS)
+        for step in range(STEPS):
+            (batch,) = text.groups(step, config.train.batch, 1)
+            yield batch
+
+
+def check_equals_a_plain_loop(folder: Path, frozen: str = "", batches: Any = plain_batches) -> None:
     """Compare losses and weights of the run in a folder with those of a plain loop."""
     plain: Any = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
     plain.train()
     for name, parameter in plain.named_parameters():
         parameter.requires_grad = not frozen or frozen not in name
     adamw, losses = PlainAdamW(plain, clip=1.0), []
-    for step, batch in enumerate(plain_batches(folder), start=1):
+    for step, batch in enumerate(batches(folder), start=1):
         loss = plain(**batch, use_cache=False).loss
         loss.backward()
         losses.append(loss.item())
@@ -118,6 +135,35 @@ def test_run_with_images_has_the_same_bits_wherever_its_state_lies(groups: int, 
         assert main(run_command(tmp_path, "gemma3", settings, LATE)) == 0
         found.append(outcome(tmp_path / name))
     assert found.count(found[0]) == len(PLACES)
+
+
+@pytest.mark.parametrize("family", [family for family in families() if family not in ("gemma3", "qwen3_5")])
+def test_conversations_that_share_sequences_equal_a_plain_loop(family: Any, tmp_path: Path) -> None:
+    assert main(run_command(tmp_path, family, {**PACKED, "train.batch": 1})) == 0
+    check_equals_a_plain_loop(tmp_path, batches=packed_batches)
+
+
+def test_run_of_packed_conversations_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    settings = {**PACKED, "train.steps": 4, "output.checkpoint_every": 2, "tiers.state": "ram"}
+    words = run_command(tmp_path, "llava", settings)
+    assert main([*words, f"--output.directory={tmp_path / 'whole'}"]) == 0
+    assert main([*words, "--train.steps=2", "--output.export=false"]) == 0
+    assert main(["resume", str(tmp_path / "run"), "--tiers.state=nvme", *MORE]) == 0
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("family", "patches", "said"),
+    [
+        ("gemma3", 9, "sees the whole of an image at once"),
+        ("llava", 2, "its images have 3 patches, and data.max_patches is 2"),
+    ],
+)
+def test_conversations_that_cannot_share_sequences_are_refused(
+    family: str, patches: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(run_command(tmp_path, family, {"data.max_patches": patches})) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_image_that_is_damaged_later_ends_the_run_at_its_step_which_goes_on_when_it_is_back(

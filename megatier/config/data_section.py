@@ -62,9 +62,12 @@ class DataConfig(Section):
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template. None: the tokenizer's own."""
     images: bool = False
-    """Read the images of conversations, of which the model's own processor makes pixels and tokens. Each conversation
-    is a sequence of its own then, and is padded. This needs the extra megatier[images]. False: a conversation with
-    images is refused."""
+    """Read the images of conversations, of which the model's own processor makes pixels and tokens. This needs the
+    extra megatier[images]. False: a conversation with images is refused."""
+    max_patches: int | None = None
+    """Most patches of the images of a sequence, at least 1. With a number conversations with images share sequences,
+    apart from each other; a processor that makes all images equally large has so many images instead. None: each
+    conversation is a sequence of its own, padded."""
     cross_documents: bool | None = None
     """Whether documents that share a sequence see each other. False: attention and positions start anew at each
     document, which costs memory and time (docs/data.md). None: true for texts, false for conversations."""
@@ -116,6 +119,7 @@ class DataConfig(Section):
         """Check each value."""
         self.read()
         self._check_source()
+        self.need("max_patches", self.max_patches is None or self.images, "null without data.images")
         if self.images:
             self._check_images()
 
@@ -159,8 +163,9 @@ class DataConfig(Section):
         self.need("images", self.is_chat, "false without data.chat: images are parts of conversations")
         self.need("streaming", not self.streaming, f"false {for_images}")
         self.need("tokenizer", self.tokenizer != BYTE_TOKENIZER, f"a folder or hub id of a processor {for_images}")
-        bound = f"null {for_images}: each conversation has a sequence of its own"
+        bound = f"null {for_images}: no conversation sees another"
         self.need("cross_documents", self.cross_documents is None, bound)
+        self.need("max_patches", self.max_patches is None or self.max_patches >= 1, "at least 1, or null")
 
     def _check_holdout(self, split: str) -> None:
         """Refuse to evaluate on what is trained on."""
@@ -186,9 +191,9 @@ class DataConfig(Section):
     @property
     def is_apart(self) -> bool:
         """Whether attention stops at the borders of documents that share a sequence."""
-        # With images, no two of them do.
+        # With images they share one only if patches are bounded.
         if self.images:
-            return False
+            return self.max_patches is not None
         if self.cross_documents is not None:
             return not self.cross_documents
 

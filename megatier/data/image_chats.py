@@ -22,6 +22,7 @@ import torch
 from megatier.config.data_section import DataConfig
 from megatier.data.conversation import Conversation
 from megatier.data.image_file import ImageBytes, decode_all, digest_of
+from megatier.data.image_packs import Pack, Positions, check_patches, joined, packed, without_first
 from megatier.data.image_rows import ByteWriter, ImageRow, RowRange, RowWriter, ranges_of, raw_images
 from megatier.data.packing import settings_of, shuffled, sorted_out
 from megatier.data.processor import Processor, checksum_of, labels_of
@@ -57,6 +58,7 @@ class ImageChats:
         processor: Processor,
         directory: Path,
         progress: Callable[[int], None] = lambda _: None,
+        positions: Positions | None = None,
     ) -> None:
         """Read the conversations into rows in a directory, or take those that are there.
 
@@ -65,6 +67,7 @@ class ImageChats:
             processor: makes pixels and tokens.
             directory: where the files lie.
             progress: is called with the number of tokens that came since the last call.
+            positions: gives the positions of a conversation's tokens, if several share a sequence.
 
         Raises:
             DataError: a record or an image is bad and not to be left out, there is nothing to train on, or no room for
@@ -72,6 +75,7 @@ class ImageChats:
         """
         self._processor = processor
         self._directory = directory
+        self._positions = positions
         self.sequence_length = config.sequence_length
         self.seed = config.seed
         self.bad = BadRecords(skips=config.skip_bad)
@@ -154,31 +158,31 @@ class ImageChats:
             batch: number of conversations.
             count: number of groups.
         """
-        rows = self._rows(step, batch)
-        groups = self._cut(rows, count)
-        if all(map(_have_images, groups)):
+        packs = self._rows(step, batch)
+        groups = self._cut(packs, count)
+        if all(any(map(_has_images, group)) for group in groups):
             return []
 
         num_groups = len(groups)
-        found = list(itertools.islice(self._rows_with_images(), num_groups))
+        found = list(itertools.islice(self._packs_with_images(), num_groups))
 
         # If fewer conversations have images, some come again.
         repeated = itertools.islice(itertools.cycle(found), num_groups)
-        return [self._columns([row]) for row in repeated]
+        return [self._columns([pack]) for pack in repeated]
 
-    def _rows_with_images(self) -> Iterator[ImageRow]:
-        """Yield the rows to train on that have images."""
+    def _packs_with_images(self) -> Iterator[Pack]:
+        """Yield the sequences to train on that have images."""
         for number in range(len(self.train)):
-            (row,) = self.train.read([number])
-            if row.images:
-                yield row
+            (pack,) = self.train.read([number])
+            if _has_images(pack):
+                yield pack
 
     def _make(self, step: int, batch: int, count: int) -> list[Group]:
         """Return the groups of a step; this runs in the thread."""
         return self._groups(self._rows(step, batch), count)
 
-    def _rows(self, step: int, batch: int) -> list[ImageRow]:
-        """Return the rows of a step."""
+    def _rows(self, step: int, batch: int) -> list[Pack]:
+        """Return the conversations of a step, sequence by sequence."""
         numbers = []
         for position in range(step * batch, (step + 1) * batch):
             # Each epoch has a permutation of its own, and a batch may reach into the next one.
@@ -186,23 +190,35 @@ class ImageChats:
             numbers.append(shuffled(place, self.num_sequences, (self.seed, epoch)))
         return self.train.read(numbers)
 
-    def _groups(self, rows: Sequence[ImageRow], count: int) -> list[Group]:
+    def _groups(self, rows: Sequence[Pack], count: int) -> list[Group]:
         """Return what the model takes of rows, in so many groups."""
         return [self._columns(some) for some in self._cut(rows, count)]
 
-    def _cut(self, rows: Sequence[ImageRow], count: int) -> list[Sequence[ImageRow]]:
+    def _cut(self, rows: Sequence[Pack], count: int) -> list[Sequence[Pack]]:
         """Return rows in so many groups, as `packer.groups_of` cuts them."""
         size = -(-len(rows) // count)
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
-    def _columns(self, rows: Sequence[ImageRow]) -> Group:
-        """Return what the model takes of the rows of a group."""
+    def _columns(self, packs: Sequence[Pack]) -> Group:
+        """Return what the model takes of the sequences of a group."""
+        if self._positions is None:
+            return self._padded([row for pack in packs for row in pack], self.sequence_length)
+
+        # One by one, so that each has the pixels and positions that it has alone.
+        made = [[self._padded([row], row.num_tokens) for row in pack] for pack in packs]
+        apart = [[{**columns, "labels": without_first(columns["labels"])} for columns in pack] for pack in made]
+        pad_token = self._processor.tokenizer.pad_token_id
+        assert isinstance(pad_token, int), "a processor without one is refused"
+        return joined(apart, self.sequence_length, pad_token, self._positions)
+
+    def _padded(self, rows: Sequence[ImageRow], length: int) -> Group:
+        """Return what the model takes of conversations, each in a row of so many tokens."""
         images = []
         for row in rows:
             raws = [image.read(self._directory, row.place) for image in row.images]
             images.append(decode_all(raws, row.place))
         place = " and ".join(row.place for row in rows)
-        columns = self._processor.columns([row.text for row in rows], images, self.sequence_length, place)
+        columns = self._processor.columns([row.text for row in rows], images, length, place)
 
         ids = columns["input_ids"]
         for row, own in zip(rows, ids, strict=True):
@@ -252,6 +268,7 @@ def _write(
         create_file(partial_paths[2]) as images,
     ):
         writers = RowWriter(train), RowWriter(held_out)
+        waiting: tuple[list[ImageRow], list[ImageRow]] = [], []
         kept = ByteWriter(images, FILES[2])
         for is_for_evaluation, document in sorted_out(config, bad):
             if not isinstance(document, Conversation):
@@ -264,8 +281,12 @@ def _write(
             except DataError as error:
                 bad.leave_out(error)
                 continue
-            writers[is_for_evaluation].write(row)
             progress(row.num_tokens)
+            waiting[is_for_evaluation].append(row)
+            if config.max_patches is None or len(waiting[is_for_evaluation]) == config.window_rows:
+                _lay(waiting[is_for_evaluation], config, writers[is_for_evaluation])
+        for rows, writer in zip(waiting, writers, strict=True):
+            _lay(rows, config, writer)
 
         for file in (train, held_out, images):
             file.flush()
@@ -273,6 +294,21 @@ def _write(
     for path, name in zip(partial_paths, FILES, strict=True):
         path.rename(directory / name)
     return [*(writer.content for writer in writers), kept.content]
+
+
+def _lay(rows: list[ImageRow], config: DataConfig, writer: RowWriter) -> None:
+    """Write the conversations that wait, alone or packed, and let go of them."""
+    packs: list[Pack] = [(row,) for row in rows]
+    if config.max_patches is not None:
+        packs = packed(rows, config.sequence_length, config.max_patches)
+    for pack in packs:
+        writer.write(pack)
+    rows.clear()
+
+
+def _has_images(pack: Pack) -> bool:
+    """Return whether a conversation of a sequence has images."""
+    return any(row.images for row in pack)
 
 
 def _row_of(conversation: Conversation, config: DataConfig, processor: Processor, kept: ByteWriter) -> ImageRow:
@@ -283,12 +319,15 @@ def _row_of(conversation: Conversation, config: DataConfig, processor: Processor
     """
     place = conversation.place
     raws = list(raw_images(conversation))
-    text, ids, learnt = processor.tokenise(conversation, decode_all([raw for _, raw in raws], place))
+    text, ids, learnt, num_patches = processor.tokenise(conversation, decode_all([raw for _, raw in raws], place))
     if len(ids) > config.sequence_length:
         raise DataError(
             f"{place}: the conversation has {len(ids):,} tokens with its images, and data.sequence_length is "
             f"{config.sequence_length:,}. Raise it, let the processor make smaller images, or leave the record out."
         )
+
+    if config.max_patches is not None:
+        check_patches(num_patches, config.max_patches, place)
 
     # Only now, when nothing refuses it any more.
     images = []
@@ -301,9 +340,5 @@ def _row_of(conversation: Conversation, config: DataConfig, processor: Processor
         num_tokens=len(ids),
         learnt=ranges_of(learnt),
         crc32=checksum_of(ids),
+        num_patches=num_patches,
     )
-
-
-def _have_images(rows: Sequence[ImageRow]) -> bool:
-    """Return whether any of the rows has an image."""
-    return any(row.images for row in rows)

@@ -1,7 +1,8 @@
 """Files of rows: one conversation with its images each, as text, and where the bytes of its images lie.
 
-A line is the JSON of a row. Images that lie in files of the user's stay there. Those that came as bytes, in a table or
-in the text of a record, lie as they came in one file beside the rows. No pixel is stored.
+A line is the JSON of the rows that share a sequence, which are several only with `data.max_patches`. Images that lie in
+files of the user's stay there. Those that came as bytes, in a table or in the text of a record, lie as they came in one
+file beside the rows. No pixel is stored.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,28 +42,30 @@ class ImageRow:
     """Ranges of the tokens that are learnt: the first one, and the one after the last."""
     crc32: int
     """CRC32 of its token ids."""
+    num_patches: int = 0
+    """Patches of its images; of images that the processor makes equally large, their number."""
 
     @property
     def num_learnt(self) -> int:
         """Tokens whose labels count. The first one has nothing before it from which it could be told."""
         return sum(stop - max(start, 1) for start, stop in self.learnt)
 
-    def written(self) -> bytes:
-        """Return the line of the row."""
-        line = {
+    def noted(self) -> dict[str, Any]:
+        """Return what a line has of the row."""
+        return {
             "place": self.place,
             "text": self.text,
             "images": [astuple(image) for image in self.images],
             "num_tokens": self.num_tokens,
             "learnt": self.learnt,
             "crc32": self.crc32,
+            "num_patches": self.num_patches,
         }
-        return json.dumps(line).encode() + b"\n"
 
     @classmethod
-    def read(cls, line: bytes) -> ImageRow:
-        """Return the row of a line that `written` gave. Its file's checksum was compared before."""
-        fields = json.loads(line)
+    def of(cls, noted: dict[str, Any]) -> ImageRow:
+        """Return the row that `noted` gave. Its file's checksum was compared before."""
+        fields = dict(noted)
         images = fields.pop("images")
         learnt = fields.pop("learnt")
         return cls(
@@ -91,16 +94,17 @@ class RowWriter:
     num_bytes: int = 0
     crc32: int = 0
     num_rows: int = 0
+    """Conversations."""
     num_learnt: int = 0
 
-    def write(self, row: ImageRow) -> None:
-        """Append a row."""
-        line = row.written()
+    def write(self, pack: Sequence[ImageRow]) -> None:
+        """Append conversations that share a sequence."""
+        line = json.dumps([row.noted() for row in pack]).encode() + b"\n"
         self.file.write(line)
         self.num_bytes += len(line)
         self.crc32 = zlib.crc32(line, self.crc32)
-        self.num_rows += 1
-        self.num_learnt += row.num_learnt
+        self.num_rows += len(pack)
+        self.num_learnt += sum(row.num_learnt for row in pack)
 
     @property
     def content(self) -> Content:
@@ -181,19 +185,19 @@ class RowRange:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def read(self, numbers: Sequence[int]) -> list[ImageRow]:
-        """Return the rows of these numbers.
+    def read(self, numbers: Sequence[int]) -> list[tuple[ImageRow, ...]]:
+        """Return the conversations of the sequences of these numbers.
 
         Raises:
             DataError: the file was cut short or removed from outside.
         """
-        rows = []
+        packs = []
         with self._reading() as file:
             for number in numbers:
                 start, stop = self._starts[number : number + 2].tolist()
                 file.seek(start)
-                rows.append(ImageRow.read(file.read(stop - start)))
-        return rows
+                packs.append(tuple(map(ImageRow.of, json.loads(file.read(stop - start)))))
+        return packs
 
     @contextmanager
     def _reading(self) -> Iterator[IO[bytes]]:

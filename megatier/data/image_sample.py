@@ -30,6 +30,8 @@ class ImageSample:
     """What the model takes of the conversation with most pixels, one row without padding, but for labels."""
     pixel_bytes: int
     """Bytes of its pixels."""
+    mean_tokens: float = 0.0
+    """Tokens of a conversation, on the mean."""
     mean_pixel_bytes: float
     """Bytes of pixels of a conversation, on the mean."""
     mean_images: float
@@ -52,6 +54,7 @@ def sample_images(config: RunConfig) -> ImageSample | None:
     processor = load_processor(config)
     sizes = list[int]()
     num_images = 0
+    num_tokens = 0
     largest: Mapping[str, Tensor] = {}
     bad = BadRecords(skips=True)
     bad_record: DataError | None = None
@@ -60,7 +63,7 @@ def sample_images(config: RunConfig) -> ImageSample | None:
             continue
         try:
             images = decode_all([raw for _, raw in raw_images(document)], document.place)
-            text, ids, _ = processor.tokenise(document, images)
+            text, ids, _, _ = processor.tokenise(document, images)
             columns = processor.columns([text], [images], len(ids), document.place)
         except DataError as error:
             bad_record = error
@@ -70,6 +73,7 @@ def sample_images(config: RunConfig) -> ImageSample | None:
             largest = columns
         sizes.append(size)
         num_images += len(images)
+        num_tokens += len(ids)
     if not sizes and bad_record is not None:
         raise bad_record
     if not any(sizes):
@@ -79,6 +83,7 @@ def sample_images(config: RunConfig) -> ImageSample | None:
         pixel_bytes=max(sizes),
         mean_pixel_bytes=sum(sizes) / len(sizes),
         mean_images=num_images / len(sizes),
+        mean_tokens=num_tokens / len(sizes),
     )
 
 

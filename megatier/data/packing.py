@@ -237,8 +237,13 @@ def num_real_tokens(batch: Mapping[str, torch.Tensor]) -> int:
     if "position_ids" not in batch:
         return count
 
+    # Of images that are counted in several directions, the first positions are those of tokens.
+    positions = batch["position_ids"]
+    if positions.dim() == 3:
+        positions = positions[0]
+
     # A token is fill if a document begins with it and another one with the next token, or the row ends.
-    begins = torch.nn.functional.pad(batch["position_ids"], (0, 1)) == 0
+    begins = torch.nn.functional.pad(positions, (0, 1)) == 0
     is_fill = begins[:, :-1] & begins[:, 1:]
     num_fill = int(is_fill.sum())
     return count - num_fill
@@ -251,7 +256,7 @@ def settings_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     settings["template"] = tokenizer.chat_template
 
     # Versions that had no such settings left nothing out either, had no such bound, and read no images.
-    for name in ("skip_bad", "max_samples", "images"):
+    for name in ("skip_bad", "max_samples", "images", "max_patches"):
         if not settings[name]:
             del settings[name]
 

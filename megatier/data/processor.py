@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
+from megatier.compute.modality import PIXELS
 from megatier.config.schema import RunConfig
 from megatier.data.conversation import Conversation
 from megatier.data.packer import IGNORED
@@ -71,8 +72,8 @@ class Processor:
 
     def tokenise(
         self, conversation: Conversation, images: Sequence[Any]
-    ) -> tuple[str, NDArray[np.int64], NDArray[np.bool_]]:
-        """Return a conversation as text, its token ids, and whether each of them is learnt.
+    ) -> tuple[str, NDArray[np.int64], NDArray[np.bool_], int]:
+        """Return a conversation as text, its token ids, whether each of them is learnt, and the number of its patches.
 
         Args:
             conversation: the conversation.
@@ -104,7 +105,7 @@ class Processor:
         learnt = covered(spans, _moved(ranges, replaced)) & ~of_images
         if not learnt.any():
             raise DataError(f"{conversation.place}: {UNLEARNT}")
-        return text, ids, learnt
+        return text, ids, learnt, len(found.get(PIXELS, ()))
 
     def columns(
         self, texts: Sequence[str], images: Sequence[Sequence[Any]], length: int, place: str

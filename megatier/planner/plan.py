@@ -19,7 +19,7 @@ from megatier.planner.changes import Change, changes_that_help, hidden_at
 from megatier.planner.compile_time import compile_seconds
 from megatier.planner.memory import CONTEXT_BYTES, ActivationBytes, mask_bytes
 from megatier.planner.shortage import with_ways
-from megatier.planner.tower_bytes import TowerBytes, pixel_bytes, tower_bytes
+from megatier.planner.tower_bytes import TowerBytes, num_conversations, pixel_bytes, tower_bytes
 from megatier.planner.trial import Trial, with_parts
 from megatier.schedule.lent_room import LentRoom, lent_room
 from megatier.schedule.moves import Moves, by_queue
@@ -247,7 +247,7 @@ def make_plan(setup: Setup) -> Plan:
         activations=trial.activations,
         tower_bytes=tower_bytes(setup),
         pixel_bytes=pixel_bytes(setup),
-        images=setup.tower.mean_images * config.train.batch,
+        images=setup.tower.mean_images * num_conversations(setup),
         images_missing=setup.tower.missing,
         mask_bytes=mask_bytes(setup),
         lent_room=_lent_room(trial, placement),

@@ -1,7 +1,8 @@
 """Estimates the memory that images take in a step: pixels, and what vision towers save until their backward.
 
 The tower was measured on shapes, with the conversation that has most pixels among the first ones (`setup.tower`). Each
-row of a group counts as that one, so a plan has room for a group of the largest.
+row of a group counts as that one, so a plan has room for a group of the largest. Where conversations share sequences, a
+row has as many patches as it may have.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def tower_bytes(setup: Setup) -> TowerBytes:
         again = 0 if keeps else union([found.saved])
         made = again + GRADIENTS * max(found.inputs.values(), default=0)
         weights = setup.item_bytes * unit.layout.num_trained
-        in_unit = max(in_unit, setup.work.rows * made + weights)
-    return TowerBytes(saved=setup.work.rows * union(saved), in_unit=in_unit)
+        in_unit = max(in_unit, round(_largest_rows(setup) * made) + weights)
+    return TowerBytes(saved=round(_largest_rows(setup) * union(saved)), in_unit=in_unit)
 
 
 def pixel_bytes(setup: Setup) -> dict[Tier, int]:
@@ -59,13 +60,13 @@ def pixel_bytes(setup: Setup) -> dict[Tier, int]:
 
     All groups of a rank go to its GPU before the step. RAM has those of the step, and of the steps that are made ahead.
     """
-    group = setup.work.rows * setup.tower.pixel_bytes
+    group = round(_largest_rows(setup) * setup.tower.pixel_bytes)
     if not group:
         return {}
     steps = STEPS_AHEAD + 1
     return {
         Tier.GPU: group * setup.work.policy.groups,
-        Tier.RAM: round(steps * setup.config.train.batch * setup.tower.pixel_bytes * setup.tower.mean_share),
+        Tier.RAM: round(steps * num_conversations(setup) * setup.tower.pixel_bytes * setup.tower.mean_share),
     }
 
 
@@ -74,7 +75,29 @@ def tower_flops(setup: Setup, unit: Unit) -> float:
     found = setup.tower.units.get(unit.name)
     if found is None or is_of_layer(unit):
         return 0.0
-    return found.flops * setup.work.rows * setup.tower.mean_share
+    of_step = found.flops * num_conversations(setup) * setup.tower.mean_share
+    return of_step / setup.config.train.groups
+
+
+def num_conversations(setup: Setup) -> float:
+    """Return the conversations of a step, on the mean."""
+    data, tower = setup.config.data, setup.tower
+    rows = setup.config.train.batch
+    if data.max_patches is None or not tower.mean_tokens:
+        return rows
+
+    # A sequence is full of tokens, or of patches.
+    by_tokens = data.sequence_length / tower.mean_tokens
+    by_patches = data.max_patches / (tower.num_patches * tower.mean_share)
+    return rows * max(1.0, min(by_tokens, by_patches))
+
+
+def _largest_rows(setup: Setup) -> float:
+    """Return the rows of a group, in conversations as large as the one that was measured."""
+    data, tower = setup.config.data, setup.tower
+    if data.max_patches is None or not tower.num_patches:
+        return setup.work.rows
+    return setup.work.rows * max(1.0, data.max_patches / tower.num_patches)
 
 
 def _has_backward(unit: Unit, lower: Collection[str]) -> bool:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
+from megatier.compute.modality import PIXELS
 from megatier.data.image_sample import ImageSample
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
@@ -54,6 +55,10 @@ class Tower:
     """What autograd saves between the units."""
     pixel_bytes: int = 0
     """Bytes of pixels, as they come to the GPU."""
+    num_patches: int = 0
+    """Patches of this one."""
+    mean_tokens: float = 0.0
+    """Tokens of a conversation, on the mean."""
     mean_share: float = 0.0
     """Pixels of a conversation, on the mean, over those of this one."""
     mean_images: float = 0.0
@@ -80,6 +85,8 @@ class Tower:
             units=trace.units,
             beside=trace.beside,
             pixel_bytes=sample.pixel_bytes,
+            num_patches=len(sample.columns.get(PIXELS, ())),
+            mean_tokens=sample.mean_tokens,
             mean_share=sample.mean_pixel_bytes / sample.pixel_bytes,
             mean_images=sample.mean_images,
         )

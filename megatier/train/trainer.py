@@ -36,6 +36,7 @@ from megatier.checkpoint.savepoint import drop_savepoint, remove_savepoints
 from megatier.config import file as config_file
 from megatier.config.schema import RunConfig
 from megatier.data.image_chats import ImageChats
+from megatier.data.image_packs import positions_of
 from megatier.data.packing import PackedText
 from megatier.data.processor import Processor, load_processor
 from megatier.data.stream import TextStream
@@ -242,6 +243,8 @@ def _check_model(model: PreTrainedModel, num_tokens: int, config: RunConfig) -> 
     """
     data = config.data
     if data.is_apart:
+        if data.images:
+            positions_of(model)
         check_stops_at_borders(model)
 
     # The last evaluation comes when the run is over, which is too late to find that the model cannot be evaluated.
@@ -294,7 +297,7 @@ def _open_session(
     # them.
     text = None
     if directory.own is not None:
-        text = _open_text(stack, config, tokens, directory.path / DATA_FOLDER, start, console)
+        text = _open_text(stack, config, setup.model, tokens, directory.path / DATA_FOLDER, start, console)
         _check_held_out(config, text)
         remove_leftovers(directory.path / CHECKPOINT_FOLDER)
     describe_reserved(console, session)
@@ -308,6 +311,7 @@ def _open_session(
 def _open_text(
     stack: ExitStack,
     config: RunConfig,
+    model: PreTrainedModel,
     tokens: PreTrainedTokenizerBase | Processor,
     folder: Path,
     start: Start,
@@ -328,7 +332,8 @@ def _open_text(
     with WorkBar(console, "text", None, lambda count: f"{format_count(count)} tokens") as work:
         text: PackedText | ImageChats
         if isinstance(tokens, Processor):
-            text = stack.enter_context(ImageChats(config.data, tokens, folder, work.advance))
+            positions = positions_of(model) if config.data.max_patches is not None else None
+            text = stack.enter_context(ImageChats(config.data, tokens, folder, work.advance, positions))
         else:
             text = PackedText.build(config.data, tokens, folder, work.advance)
     if state is not None and not start.accepts_changes:

@@ -197,7 +197,7 @@ def test_rows_that_are_there_are_taken_and_damaged_ones_made_again(made: Process
 def test_image_that_changes_is_refused_when_its_turn_comes_and_not_before(made: Processor, tmp_path: Path) -> None:
     path = chats(tmp_path / "data", (1,) * 6)
     with opened(made, tmp_path, path) as found:
-        (row,) = found._rows(4, 1)
+        ((row,),) = found._rows(4, 1)
     name = Path(row.images[0].path)
     name.write_bytes(name.read_bytes()[:-9])
     with opened(made, tmp_path, path) as found:

@@ -41,7 +41,7 @@ def test_learnt_tokens_stand_where_the_processor_moved_them(folder: Path, tmp_pa
     own = load(folder)
     asked = conversation({"type": "text", "text": "a "}, {"type": "image"}, {"type": "text", "text": " b"})
     images = decode_all([picture(tmp_path / "a.png").read_bytes()], "a")
-    text, ids, learnt = own.tokenise(asked, images)
+    text, ids, learnt, _ = own.tokenise(asked, images)
     assert own.tokenizer.decode(ids[learnt]) == "yes<|end|>"
     columns = own.columns([text], [images], 64, "a")
     assert columns["input_ids"][0, : len(ids)].tolist() == ids.tolist()
@@ -55,7 +55,8 @@ def test_template_of_the_settings_replaces_that_of_the_processor(folder: Path, t
         "{% generation %}{{ m.content[0].text }}!{% endgeneration %}{% else %}?{% endif %}{% endfor %}"
     )
     own = load(folder, chat_template=str(path))
-    _, ids, learnt = own.tokenise(conversation({"type": "text", "text": "a"}), [])
+    _, ids, learnt, num_patches = own.tokenise(conversation({"type": "text", "text": "a"}), [])
+    assert num_patches == 0
     assert (own.tokenizer.decode(ids), own.tokenizer.decode(ids[learnt])) == ("?yes!", "yes!")
     own.save_pretrained(tmp_path / "saved")
     assert load(tmp_path / "saved").own.chat_template == path.read_text()

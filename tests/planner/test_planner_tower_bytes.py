@@ -90,6 +90,18 @@ def test_plan_says_why_nothing_is_known_of_images(tmp_path: Path, capsys: pytest
     assert "an image cannot be decoded" in " ".join(capsys.readouterr().out.split())
 
 
+def test_plan_of_packed_conversations_has_room_for_all_patches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = planned(tmp_path, capsys, family="llava")
+    packed = planned(tmp_path, capsys, {**KEEP, "data.max_patches": 12}, family="llava")
+
+    # The conversation with most images has three, and four of it share a sequence.
+    assert packed["tower_bytes"]["saved"] == 4 * alone["tower_bytes"]["saved"]
+    assert packed["pixel_bytes"]["gpu"] == 4 * alone["pixel_bytes"]["gpu"]
+    assert packed["images_per_step"] > 2 * alone["images_per_step"]
+
+
 def test_plan_tells_what_images_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned(tmp_path, capsys)
     assert main(["plan", str(tmp_path / "run.yaml"), *run_command(tmp_path, "gemma3", KEEP)[1:]]) == 0

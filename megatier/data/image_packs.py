@@ -1,0 +1,159 @@
+"""Lays conversations with images side by side into sequences: whole ones, each with positions of its own.
+
+A sequence has a fixed number of tokens, and patches up to a bound, so that the memory of a step is bounded too. Which
+conversations share one is decided once, as they are read. Positions are the model's own: those that it counts itself
+for images in a conversation that is alone, such as M-RoPE.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatier.data.image_rows import ImageRow
+from megatier.errors import DataError, UnsupportedModelError
+
+Pack = tuple[ImageRow, ...]
+"""Conversations that share a sequence."""
+Columns = Mapping[str, Tensor]
+"""What a model takes of one conversation: its tokens as one row without padding, and its pixels."""
+Positions = Callable[[Columns], Tensor]
+"""Gives the positions of a conversation's tokens: int64 [1, tokens], or [4, 1, tokens] if images are counted in three
+directions. The first of these four are the numbers of the tokens."""
+
+
+def packed(rows: Sequence[ImageRow], num_tokens: int, max_patches: int) -> list[Pack]:
+    """Return which conversations share a sequence: the longest first, each in the fullest one that has room for it.
+
+    Sequences come in the order of their first conversations.
+
+    Args:
+        rows: conversations, none of them larger than a sequence.
+        num_tokens: tokens of a sequence.
+        max_patches: the most patches of one.
+    """
+    packs: list[list[int]] = []
+    room: list[tuple[int, int]] = []
+    for place in sorted(range(len(rows)), key=lambda place: -rows[place].num_tokens):
+        row = rows[place]
+        fits = [
+            number
+            for number, (tokens, patches) in enumerate(room)
+            if row.num_tokens <= tokens and row.num_patches <= patches
+        ]
+        if fits:
+            number = min(fits, key=lambda number: room[number])
+        else:
+            number = len(packs)
+            packs.append([])
+            room.append((num_tokens, max_patches))
+        tokens, patches = room[number]
+        room[number] = tokens - row.num_tokens, patches - row.num_patches
+        packs[number].append(place)
+    return [tuple(rows[place] for place in sorted(pack)) for pack in sorted(packs, key=min)]
+
+
+def positions_of(model: PreTrainedModel) -> Positions:
+    """Return what gives the positions of a model's tokens in a conversation that is alone.
+
+    Raises:
+        UnsupportedModelError: attention of this model looks forward in images, so its masks are not known to stop where
+            a conversation does.
+    """
+    # A model that counts images in several directions has this method, and takes four rows of positions.
+    counts: Callable[..., Any] | None = None
+    for module in model.modules():
+        counts = counts or getattr(module, "get_rope_index", None)
+    if counts is None:
+        if "token_type_ids" in inspect.signature(model.forward).parameters:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} sees the whole of an image at once, so conversations with images cannot share "
+                "its sequences. Set data.max_patches to null."
+            )
+        return lambda columns: _numbers(columns)[None]
+
+    wanted = inspect.signature(counts).parameters
+
+    def count(columns: Columns) -> Tensor:
+        given = {name: column for name, column in columns.items() if name in wanted}
+        of_images = counts(**given)[0]
+        return torch.cat([_numbers(columns).expand(1, 1, -1), of_images])
+
+    return count
+
+
+def _numbers(columns: Columns) -> Tensor:
+    """Return the numbers of a conversation's tokens: int64 [tokens]."""
+    ids = columns["input_ids"]
+    return torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device)
+
+
+def joined(
+    packs: Sequence[Sequence[Columns]], num_tokens: int, pad_token: int, positions: Positions
+) -> dict[str, Tensor]:
+    """Return what the model takes of some sequences, each of several conversations.
+
+    Args:
+        packs: the columns of each conversation, its labels among them, without padding.
+        num_tokens: tokens of a sequence. The rest of one is fill, of which each token is a document of its own.
+        pad_token: the token of the fill.
+        positions: gives the positions of a conversation.
+    """
+    rows = [_sequence(pack, num_tokens, pad_token, positions) for pack in packs]
+    names = dict.fromkeys(name for row in rows for name in row)
+    found = {}
+    for name in names:
+        parts = [row[name] for row in rows if name in row]
+        found[name] = torch.cat(parts, dim=1 if parts[0].dim() == 3 and name == "position_ids" else 0)
+    return found
+
+
+def _sequence(pack: Sequence[Columns], num_tokens: int, pad_token: int, positions: Positions) -> dict[str, Tensor]:
+    """Return the columns of one sequence: a row of each for tokens, and pixels one after the other."""
+    fill = {"input_ids": pad_token, "labels": -100}
+    by_token = [{**_of_tokens(columns), "position_ids": positions(columns)} for columns in pack]
+    found: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for columns in by_token for name in columns):
+        parts = []
+        for columns in by_token:
+            # A processor may describe tokens only where there is an image.
+            parts.append(columns.get(name, torch.zeros_like(columns["input_ids"])))
+        joined_part = torch.cat(parts, dim=-1)
+        left = num_tokens - joined_part.shape[-1]
+        found[name] = torch.nn.functional.pad(joined_part, (0, left), value=fill.get(name, 0))
+
+    for name in dict.fromkeys(name for columns in pack for name in columns):
+        if name not in found and name != "attention_mask":
+            found[name] = torch.cat([columns[name] for columns in pack if name in columns])
+    return found
+
+
+def _of_tokens(columns: Columns) -> dict[str, Tensor]:
+    """Return the columns that have a number for each token. The mask is told by positions."""
+    shape = columns["input_ids"].shape
+    return {name: column for name, column in columns.items() if column.shape == shape and name != "attention_mask"}
+
+
+def without_first(labels: Tensor) -> Tensor:
+    """Return labels of a conversation whose first token is not told from the conversation before."""
+    labels = labels.clone()
+    labels[:, 0] = -100
+    return labels
+
+
+def check_patches(num_patches: int, max_patches: int, place: str) -> None:
+    """Refuse a conversation that has more patches than a sequence may have.
+
+    Raises:
+        DataError: it has.
+    """
+    if num_patches > max_patches:
+        raise DataError(
+            f"{place}: its images have {num_patches:,} patches, and data.max_patches is {max_patches:,}. Raise "
+            "it, let the processor make smaller images, or leave the record out."
+        )
