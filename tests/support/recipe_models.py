@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import (
     Gemma2Config,
+    Gemma3Config,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -13,6 +14,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
 )
 
 Rope = dict[str, str | float | int]
@@ -150,6 +152,57 @@ def qwen3_30b_a3b() -> PreTrainedConfig:
     )
 
 
+def qwen3_vl_8b() -> PreTrainedConfig:
+    return Qwen3VLConfig(
+        text_config={
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rope_parameters": {**rope(5000000.0), "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+        },
+        vision_config={
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "out_hidden_size": 4096,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
+        tie_word_embeddings=False,
+    )
+
+
+def gemma3_4b() -> PreTrainedConfig:
+    return Gemma3Config(
+        text_config={
+            "vocab_size": 262208,
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 1024,
+        },
+        vision_config={
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "image_size": 896,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+        mm_tokens_per_image=256,
+    )
+
+
 CONFIGS = {
     "meta-llama/Llama-3.2-1B": llama(16, 32, 2048, 8192, factor=32.0, tie_word_embeddings=True, head_dim=64),
     "meta-llama/Llama-3.1-8B": llama(32, 32, 4096, 14336, factor=8.0),
@@ -163,6 +216,8 @@ CONFIGS = {
     "mistralai/Mistral-7B-Instruct-v0.3": mistral_7b(),
     "allenai/OLMo-2-1124-13B-Instruct": olmo2_13b(),
     "google/gemma-2-9b": gemma2_9b(),
+    "google/gemma-3-4b-it": gemma3_4b(),
+    "Qwen/Qwen3-VL-8B-Instruct": qwen3_vl_8b(),
 }
 """By the model's name on the hub."""
 
@@ -179,5 +234,7 @@ PARAMETERS = {
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "allenai/OLMo-2-1124-13B-Instruct": 13_716_198_400,
     "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-3-4b-it": 4_300_079_472,
+    "Qwen/Qwen3-VL-8B-Instruct": 8_767_123_696,
 }
 """How many each of them has, as its page on the hub says."""
