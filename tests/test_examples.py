@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tiny_models import tiny_config
+from tiny_processors import chats, model_folder
 from tiny_runs import plain_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
@@ -75,12 +76,28 @@ def test_pictures_are_what_the_example_of_images_trains_on(tmp_path: Path, monke
     AutoProcessor.from_pretrained("runs/images/model")
 
 
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
+def test_trainer_with_images_learns_and_writes_model_and_processor(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("PIL")
+    model = model_folder(family, tmp_path / "model")
+    path = chats(tmp_path / "data", (1, 2, 1, 0, 1, 1, 0, 2))
+    out = str(tmp_path / "out")
+    losses = example("trainer_images.py")(str(model), str(path), out, learning_rate=1e-2, max_steps=4)
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    AutoModelForImageTextToText.from_pretrained(out)
+    AutoProcessor.from_pretrained(out)
+
+
 def test_activation_cache_reads_each_entry_once_and_the_last_one_from_ram(tmp_path: Path) -> None:
     assert example("activation_cache.py")(str(tmp_path)) == (64 << 20, 0)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["accelerate_loop.py", "trl_sft.py", "trl_dpo.py", "recipes/grpo.py"])
+@pytest.mark.parametrize(
+    "name", ["accelerate_loop.py", "trainer_images.py", "trl_sft.py", "trl_dpo.py", "recipes/grpo.py"]
+)
 def test_example_without_its_arguments_says_so_before_its_imports(name: str) -> None:
     code = f"import runpy, sys; sys.argv[1:] = ['model']; runpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')"
     ended = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False)
