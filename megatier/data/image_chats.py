@@ -34,6 +34,8 @@ from megatier.workers import Task, Workers
 
 FILES = "train.rows", "holdout.rows", "images.bytes"
 """Names of the files: rows to train on, rows held out, and images that came as bytes."""
+ROW_FORMAT = 2
+"""Files of rows in another format are made again. In the first one a line was no list."""
 STEPS_AHEAD = 2
 """Steps whose pixels are made before they are asked for."""
 
@@ -205,8 +207,13 @@ class ImageChats:
             return self._padded([row for pack in packs for row in pack], self.sequence_length)
 
         # One by one, so that each has the pixels and positions that it has alone.
-        made = [[self._padded([row], row.num_tokens) for row in pack] for pack in packs]
-        apart = [[{**columns, "labels": without_first(columns["labels"])} for columns in pack] for pack in made]
+        apart = []
+        for pack in packs:
+            alone = [self._padded([row], row.num_tokens) for row in pack]
+            for columns in alone:
+                columns["labels"] = without_first(columns["labels"])
+            apart.append(alone)
+
         pad_token = self._processor.tokenizer.pad_token_id
         assert isinstance(pad_token, int), "a processor without one is refused"
         return joined(apart, self.sequence_length, pad_token, self._positions)
@@ -238,7 +245,9 @@ def _contents(
     progress: Callable[[int], None],
 ) -> tuple[list[Content], str | None]:
     """Return what the files hold, which are made unless they are there; and the file that was damaged, if one was."""
-    settings = json.dumps([settings_of(config, processor.tokenizer), processor.made_by, repr(processor.own)])
+    settings = json.dumps(
+        [settings_of(config, processor.tokenizer), processor.made_by, repr(processor.own), ROW_FORMAT]
+    )
     try:
         contents, damaged = read_contents(directory, settings, FILES)
         if contents is None:

@@ -81,8 +81,11 @@ def positions_of(model: PreTrainedModel) -> Positions:
 
     def count(columns: Columns) -> Tensor:
         given = {name: column for name, column in columns.items() if name in wanted}
-        of_images = counts(**given)[0]
-        return torch.cat([_numbers(columns).expand(1, 1, -1), of_images])
+        of_images, _ = counts(**given)
+
+        # [1, 1, tokens] before [3, 1, tokens].
+        of_tokens = _numbers(columns)
+        return torch.cat([of_tokens.expand(1, 1, -1), of_images])
 
     return count
 

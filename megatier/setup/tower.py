@@ -201,8 +201,10 @@ class _FusedAttention(TorchFunctionMode):
         query, key, value = args[:3]
 
         # One product with the keys, and one with the values.
-        pairs = query.shape[:-1].numel() * key.shape[-2]
-        self._trace.count(2 * pairs * (query.shape[-1] + value.shape[-1]))
+        num_queries = query.shape[:-1].numel()
+        num_pairs = num_queries * key.shape[-2]
+        widths = query.shape[-1] + value.shape[-1]
+        self._trace.count(2 * num_pairs * widths)
         return _AttentionShapes.apply(query, key, value)  # type: ignore[no-untyped-call]
 
 
@@ -214,7 +216,10 @@ class _AttentionShapes(torch.autograd.Function):
         """Return an output of the right shape."""
         # Kernels write it token by token, so that heads lie side by side.
         *batch, heads, tokens, _ = query.shape
-        output = query.new_empty((*batch, tokens, heads, value.shape[-1]), device="meta").transpose(-3, -2)
+        width = value.shape[-1]
+        by_token = query.new_empty((*batch, tokens, heads, width), device="meta")
+        output = by_token.transpose(-3, -2)
+
         log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.float32, device="meta")
         ctx.save_for_backward(query, key, value, output, log_sum_exp)
         return output
