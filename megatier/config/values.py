@@ -8,12 +8,16 @@ import math
 import numbers
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.resolver import Resolver
 
 from megatier.errors import ConfigError
 from megatier.foreign import read_input, shown
@@ -108,16 +112,38 @@ def require_unit(name: str, written: object) -> None:
         )
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads numbers as people and JSON write them.
+class _Values(Composer, SafeConstructor, Resolver):
+    """Makes nodes and values of events, and reads numbers as people and JSON write them.
 
     By YAML 1.1 alone 2e-5 is text, 12:30:00 is 45000 in base 60, 010 is 8, and 2026-01-01 is a date.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  as in its base
         first: [rule for rule in rules if rule[0].rpartition(":")[2] not in ("int", "float", "timestamp")]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        for first, rules in Resolver.yaml_implicit_resolvers.items()
     }
+
+    def __init__(self, events: Iterable[yaml.Event]) -> None:
+        """Take the events of a whole document."""
+        Composer.__init__(self)
+        SafeConstructor.__init__(self)
+        Resolver.__init__(self)
+        self._events = deque(events)
+
+    # The next three are what `Composer` asks a parser for. The parser is by far the slowest part of PyYAML, so a text
+    # is parsed once, although its events are looked at before nodes are made of them.
+
+    def check_event(self, *choices: type[yaml.Event]) -> bool:
+        """Return whether the next event is one of these."""
+        return isinstance(self._events[0], choices)
+
+    def peek_event(self) -> yaml.Event:
+        """Return the next event."""
+        return self._events[0]
+
+    def get_event(self) -> yaml.Event:
+        """Return the next event, and go on to the one after it."""
+        return self._events.popleft()
 
 
 POINT = r"(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?"
@@ -128,7 +154,7 @@ NUMBERS = {
 """How numbers look."""
 for _kind, _looks in NUMBERS.items():
     # PyYAML tries a rule only on values that begin with one of these characters.
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_looks), list("-+.0123456789"))
+    _Values.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_looks), list("-+.0123456789"))
 
 
 def parse_yaml(text: str) -> Any:  # noqa: ANN401  YAML holds anything
@@ -140,9 +166,12 @@ def parse_yaml(text: str) -> Any:  # noqa: ANN401  YAML holds anything
     """
     try:
         # Each pass refuses what would cost the next one time or memory without bounds.
-        _check_written(text)
-        _check_unfolded(yaml.compose(text, yaml.SafeLoader))
-        return yaml.load(text, _Loader)
+        values = _Values(_events(text))
+        root = values.get_single_node()
+        if root is None:
+            return None
+        _check_unfolded(root)
+        return values.construct_document(root)
     except YAML_ERRORS as error:
         raise ConfigError(f"no valid YAML: {shown(' '.join(str(error).split()))}") from error
 
@@ -175,27 +204,30 @@ def read_text_of(path: Path) -> str:
         raise ConfigError(f"{path} is no valid YAML: {error.reason} at byte {error.start}.") from error
 
 
-def _check_written(text: str) -> None:
-    """Refuse too many or too deep values, before nodes are made of them.
+def _events(text: str) -> list[yaml.Event]:
+    """Return the parser's events, and refuse too many or too deep values, before nodes are made of them.
 
     Making nodes takes longer, and recurses. The parser itself is slow if lists are deep.
     """
+    events = []
     depth = 0
     for count, event in enumerate(yaml.parse(text, yaml.SafeLoader)):
+        events.append(event)
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         if count > YAML_EVENTS_MAX or depth > YAML_DEPTH_MAX:
             raise ConfigError(TOO_MUCH)
+    return events
 
 
-def _check_unfolded(root: yaml.Node | None) -> None:
+def _check_unfolded(root: yaml.Node) -> None:
     """Refuse too much with aliases unfolded, before values are made of the nodes.
 
     Ten lines of aliases and merges can stand for more than RAM holds.
     """
-    waiting = [(root, 0)]
+    waiting: list[tuple[yaml.Node, int]] = [(root, 0)]
     count = 0
     num_characters = 0
 
