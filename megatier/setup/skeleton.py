@@ -207,13 +207,13 @@ def _complaint(error: BaseException) -> str:
 def _hint(settings: Mapping[str, Any]) -> str:
     """Return a question that names the nearest model type, if there is none of the name given."""
     given = settings.get("model_type")
-    compared = str(given)[:NAME_CHARACTERS_MAX]
 
     # Where the name itself is one of transformers, something else of the config was refused.
-    nearest = get_close_matches(compared, CONFIG_MAPPING, n=1)
-    if not nearest or nearest[0] == given:
+    if isinstance(given, str) and given in CONFIG_MAPPING:
         return ""
-    return f"Did you mean {nearest[0]}?"
+    compared = str(given)[:NAME_CHARACTERS_MAX]
+    nearest = get_close_matches(compared, CONFIG_MAPPING, n=1)
+    return f"Did you mean {nearest[0]}?" if nearest else ""
 
 
 def _check_keys(settings: Mapping[str, Any]) -> None:
@@ -223,9 +223,10 @@ def _check_keys(settings: Mapping[str, Any]) -> None:
     """
     # A key that resembles no known one is taken, since configs hold settings that only other programs read.
     known = AutoConfig.for_model(settings["model_type"])
-    for key in settings:
+    unknown = [key for key in settings if not hasattr(known, key)]
+    for key in unknown:
         near = get_close_matches(key[:NAME_CHARACTERS_MAX], known.to_dict(), n=1, cutoff=0.85)
-        if not hasattr(known, key) and near:
+        if near:
             raise UnsupportedModelError(
                 f"model.config: {settings['model_type']} has no setting {key}. Did you mean {near[0]}?"
             )
