@@ -194,6 +194,18 @@ def sync_file_system() -> Iterator[Callable[[int, Path], None]]:
         yield real
 
 
+@pytest.fixture(autouse=True, scope="session")
+def sync_file() -> Iterator[None]:
+    """Nor does anything wait for a file, unless it is in a process of its own. A file that is not open is an error."""
+
+    def look(file: int) -> None:
+        os.fstat(file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", look)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """After a test of the store, the drives or the schedule no thread and no open file is left."""
