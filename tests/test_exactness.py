@@ -28,9 +28,11 @@ from tiny_runs import (
     plain_model,
     random_groups,
     read_parameters,
+    run_in_fork,
     run_in_fresh_process,
     run_steps,
 )
+from warm_python import WarmPython
 
 from megatier.config.schema import TrainConfig
 from megatier.schedule.moves import Moves, by_queue
@@ -257,11 +259,13 @@ def test_exactness_another_dropout_seed_gives_other_losses(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("models", [("untied", "moe"), pytest.param(tuple(MODELS), marks=pytest.mark.slow)])
-def test_exactness_a_fresh_process_gives_the_same_bits(models: Sequence[str], tmp_path: Path) -> None:
+def test_exactness_another_process_gives_the_same_bits(
+    models: Sequence[str], tmp_path: Path, python: WarmPython
+) -> None:
     runs = [Short(model=model, groups=3, place="gpu_ram_nvme", activations="recompute") for model in models]
     runs.append(replace(runs[0], optimizer="muon"))
     here = [replace(run, place="nvme", activations="offload")(tmp_path) for run in runs]
-    assert run_in_fresh_process(runs, tmp_path) == here
+    assert run_in_fork(runs, tmp_path, python) == here
 
 
 @pytest.mark.gpu

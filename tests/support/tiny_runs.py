@@ -20,6 +20,7 @@ from small_setups import sections
 from tiny_models import tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from warm_python import WarmPython
 
 from megatier.adapters.lora import add_adapters
 from megatier.config.lora import LoraConfig
@@ -409,11 +410,26 @@ def run_in_fresh_process(runs: Sequence[Run], mount: Path, compiled: Path | None
         mount: directory for block files.
         compiled: directory for compiled code; the user's own where not given.
     """
-    command = [sys.executable, __file__, str(mount), *(json.dumps(asdict(run)) for run in runs)]
+    command = [sys.executable, *_program(runs, mount)]
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if compiled is not None:
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=540)
+    return _outcomes(done)
+
+
+def run_in_fork(runs: Sequence[Run], mount: Path, python: WarmPython) -> list[Outcome]:
+    """The same runs in a fork of another interpreter, on the CPU: its hashes and its addresses are others too."""
+    return _outcomes(python.run(_program(runs, mount)))
+
+
+def _program(runs: Sequence[Run], mount: Path) -> list[str]:
+    """This file, with the words that `main` takes."""
+    return [__file__, str(mount), *(json.dumps(asdict(run)) for run in runs)]
+
+
+def _outcomes(done: subprocess.CompletedProcess[str]) -> list[Outcome]:
+    """What `main` wrote."""
     assert done.returncode == 0, done.stderr
     return [Outcome(*(tuple(part) for part in parts)) for parts in json.loads(done.stdout.splitlines()[-1])]
 
