@@ -23,6 +23,7 @@ sys.path.extend(str(room) for room in sorted(Path(__file__).parent.iterdir()) if
 import pytest
 import torch
 from from_outside import FAULTS, open_files, threads
+from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from warm_python import WarmPython
 
@@ -102,6 +103,23 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def quick_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of FP8 numbers on a CPU by those of fp32 ones: torch's own take 35 ns for each pair of numbers."""
+    real = torch._scaled_mm
+
+    def multiply(left: Tensor, right: Tensor, scale: Tensor, other_scale: Tensor, **options: Any) -> Tensor:
+        if left.is_cuda:
+            return real(left, right, scale, other_scale, **options)
+        assert left.dtype == right.dtype == torch.float8_e4m3fn
+        assert left.is_contiguous()
+        assert right.t().is_contiguous()
+        product = left.float() @ right.float() * (scale * other_scale)
+        return product.to(options["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
 
 
 @pytest.fixture(params=["graphs", pytest.param("kernels", marks=pytest.mark.slow)])

@@ -61,6 +61,7 @@ RUNS = {
 }
 
 
+@pytest.mark.usefixtures("quick_products")
 @pytest.mark.filterwarnings("ignore:.*runs whole")
 @pytest.mark.parametrize(
     ("run", "settings"),
@@ -114,6 +115,7 @@ def test_fp8_products_on_cuda_have_the_same_bits_on_any_tier_under_any_policy(
         assert run_in_fresh_process([run], tmp_path) == [again]
 
 
+@pytest.mark.usefixtures("quick_products")
 @pytest.mark.parametrize(
     ("model", "lora", "count"),
     [
@@ -216,6 +218,7 @@ def test_fp8_products_of_a_streamed_loop_are_those_that_its_argument_names(tmp_p
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
 
 
+@pytest.mark.usefixtures("quick_products")
 def test_fp8_frozen_parts_have_the_same_bits_on_any_tier(tmp_path: Path) -> None:
     options: dict[str, Any] = {"numerics": FP8.numerics, "frozen": ("model.layers.0.self_attn", "model.layers.1.mlp")}
     found = []
@@ -242,6 +245,7 @@ def test_fp8_step_with_a_weight_that_is_not_finite_is_left_out_as_in_bf16(bad: f
     assert found[0] == found[1]
 
 
+@pytest.mark.usefixtures("quick_products")
 def test_fp8_run_goes_on_bit_by_bit_from_a_savepoint_and_refuses_other_products(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,9 +74,16 @@ def test_verify_with_another_optimizer_finds_every_placement_equal(
     assert report.count("equal") == len(verify.PLACEMENTS)
 
 
-def test_verify_with_products_in_fp8_finds_every_placement_equal_and_other_numbers(tmp_path: Path) -> None:
+def test_verify_with_products_in_fp8_finds_every_placement_equal_and_other_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A CPU multiplies FP8 numbers one by one, so the model is smaller, and so are the budgets of what is on all tiers.
+    monkeypatch.setattr(verify, "MODEL", {**verify.MODEL, "hidden_size": 64, "intermediate_size": 96})
+    on_all = (("gpu", "ram", "nvme"), 3 << 18, 3 << 19, 0.0, 1)
+    monkeypatch.setattr(verify, "PLACEMENTS", {**verify.PLACEMENTS, "gpu, ram and nvme": on_all})
     reports = [report_of(tmp_path, is_quick=True, products=products) for products in ("fp8", "bf16")]
     assert [report.count("equal") for _, report in reports] == [len(verify.PLACEMENTS)] * 2
+    assert [report.count("│ 0.0 MB") for _, report in reports] == [3, 3], "what is on NVMe moves"
     digests = [set(re.findall(r"[0-9a-f]{8}", report)) for _, report in reports]
     assert len(digests[0]) == len(digests[1]) == 1
     assert digests[0] != digests[1]
