@@ -32,6 +32,7 @@ from tiny_runs import (
     random_groups,
     run_steps,
 )
+from warm_python import WarmPython
 
 from megatier.config.schema import TrainConfig
 from megatier.errors import BlockNotFoundError, ConfigError, IntegrityError, TransferError
@@ -280,8 +281,10 @@ def test_files_of_activations_are_removed_when_the_run_ends(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel gives no peak of its own")
-def test_one_sequence_with_activations_of_ten_times_the_ram_trains_in_bounded_memory(tmp_path: Path) -> None:
-    found = watch(["nvme", "recompute"], tmp_path)
+def test_one_sequence_with_activations_of_ten_times_the_ram_trains_in_bounded_memory(
+    tmp_path: Path, python: WarmPython
+) -> None:
+    found = watch(["nvme", "recompute"], tmp_path, python)
     assert found["nvme"]["ram"] <= ACTIVATION_BYTES / 10
     assert found["nvme"]["homes"] == ["nvme"] * (LAYERS - 3) + ["ram"] * 3
 

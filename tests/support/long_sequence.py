@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
-import os
-import subprocess
 import sys
 from dataclasses import astuple
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from tiny_models import tiny_config
 from tiny_runs import MIB, Place, opened, outcome
+from warm_python import WarmPython
 
 from megatier.config.schema import TrainConfig
 from megatier.tier import Tier
@@ -26,11 +26,9 @@ PLACES = {
 }
 
 
-def watch(names: list[str], mount: Path) -> dict[str, dict[str, Any]]:
-    """Train in a fresh process, whose allocator gives memory back as soon as a tensor is freed."""
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    words = [sys.executable, __file__, str(mount), *names]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=540)
+def watch(names: list[str], mount: Path, python: WarmPython) -> dict[str, dict[str, Any]]:
+    """Train in a process of its own, whose allocator gives memory back as soon as a tensor is freed."""
+    done = python.run([__file__, mount, *names])
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -59,6 +57,12 @@ def train(name: str, mount: Path) -> dict[str, Any]:
         return {"grown": grown, "homes": homes, "ram": ram, "outcome": astuple(outcome(session, results))}
 
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Settings of the allocator, as malloc.h numbers them."""
+
+
 if __name__ == "__main__":
+    for setting in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+        assert ctypes.CDLL(None).mallopt(setting, 65536)
     torch.set_num_threads(1)
     sys.stdout.write(json.dumps({name: train(name, Path(sys.argv[1])) for name in sys.argv[2:]}) + "\n")
