@@ -161,7 +161,11 @@ class DataConfig(Section):
         """Refuse settings that conversations with images have no use for."""
         for_images = "with data.images"
         self.need("images", self.is_chat, "false without data.chat: images are parts of conversations")
+
+        # All rows are written to files before the first step, and a stream is there to avoid that.
         self.need("streaming", not self.streaming, f"false {for_images}")
+
+        # The byte tokenizer has no processor, which makes the pixels.
         self.need("tokenizer", self.tokenizer != BYTE_TOKENIZER, f"a folder or hub id of a processor {for_images}")
         bound = f"null {for_images}: no conversation sees another"
         self.need("cross_documents", self.cross_documents is None, bound)

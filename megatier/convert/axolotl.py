@@ -123,6 +123,8 @@ def _data(made: Conversion, key: str) -> None:
     shapes = [_shape(each) for each in datasets]
     are_files = [_is_file(each) for each in datasets]
     is_one = len(datasets) == 1 and not any(are_files)
+
+    # One `data.chat` says the shape of all files of a run.
     if None in shapes or any(shape != shapes[0] for shape in shapes) or not (is_one or all(are_files)):
         why = "set data.files and data.chat by hand: datasets are files of one shape here, or one dataset of the hub"
         made.leave(key, why, differs=True)
@@ -203,6 +205,7 @@ def _trackers(made: Conversion, key: str) -> None:
     for tracker, keys in asked.items():
         for name in keys:
             if made.raw(name):
+                # Each key carries all names, since a later carry overrides an earlier one.
                 remark = f"and set {variables[name]} in the environment" if name in variables else ""
                 made.carry(name, {"output.report_to": names}, remark)
             made.leave(name, f"nothing is sent to {tracker} unless output.report_to says so")

@@ -185,6 +185,8 @@ def optimizer(made: Conversion, key: str) -> None:
         made.carry(key, {"train.optimizer": "lion"}, remark, differs=bool(remark))
     elif name == "muon":
         made.carry(key, {"train.optimizer": "muon"}, "in Moonshot's form", differs=True)
+
+    # This does nothing where the key was carried, which takes it out of what waits.
     made.leave(key, f"train.optimizer is {in_words(OPTIMIZER_NAMES)}", differs=True)
 
 

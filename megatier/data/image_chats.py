@@ -90,6 +90,8 @@ class ImageChats:
                 "there is no conversation to train on. Give data.files more of them, or lower data.holdout_fraction."
             )
         self._ahead: deque[tuple[tuple[int, int, int], Task[list[Group]]]] = deque()
+
+        # One thread, so that batches are made in the order of the steps.
         self._worker = Workers(1, "megatier-images")
 
     def __enter__(self) -> Self:
@@ -175,6 +177,7 @@ class ImageChats:
     def _packs_with_images(self) -> Iterator[Pack]:
         """Yield the sequences to train on that have images."""
         for number in range(len(self.train)):
+            # One by one, since the caller stops at the first few.
             (pack,) = self.train.read([number])
             if _has_images(pack):
                 yield pack
@@ -222,6 +225,7 @@ class ImageChats:
         """Return what the model takes of conversations, each in a row of so many tokens."""
         images = []
         for row in rows:
+            # Read and decoded anew at each step: the pixels of a dataset are many times the size of its files.
             raws = [image.read(self._directory, row.place) for image in row.images]
             images.append(decode_all(raws, row.place))
         place = " and ".join(row.place for row in rows)
@@ -245,6 +249,7 @@ def _contents(
     progress: Callable[[int], None],
 ) -> tuple[list[Content], str | None]:
     """Return what the files hold, which are made unless they are there; and the file that was damaged, if one was."""
+    # A processor with other settings makes other tokens of an image, so rows of another one are made again.
     settings = json.dumps(
         [settings_of(config, processor.tokenizer), processor.made_by, repr(processor.own), ROW_FORMAT]
     )
@@ -300,6 +305,8 @@ def _write(
         for file in (train, held_out, images):
             file.flush()
             os.fsync(file.fileno())
+
+    # No file has its name before all of them are on the drive.
     for path, name in zip(partial_paths, FILES, strict=True):
         path.rename(directory / name)
     return [*(writer.content for writer in writers), kept.content]

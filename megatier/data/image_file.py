@@ -120,6 +120,7 @@ def decode_all(raws: Sequence[bytes], place: str) -> list[Any]:
     if not raws:
         return []
     try:
+        # Pillow is an extra, and runs without images never load it.
         pillow = importlib.import_module("PIL.Image")
         ops = importlib.import_module("PIL.ImageOps")
     except ImportError as error:
@@ -130,6 +131,8 @@ def decode_all(raws: Sequence[bytes], place: str) -> list[Any]:
     for raw in raws:
         with reading(f"{place}: an image cannot be decoded", DataError, remedy=REMEDY):
             image = pillow.open(io.BytesIO(raw), formats=FORMATS)
+
+            # So far only the header was read: a few kilobytes may announce gigapixels.
             width, height = image.size
             num_pixels += width * height
             if num_pixels > PIXELS_MAX:

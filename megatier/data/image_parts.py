@@ -99,6 +99,8 @@ def place_images(
             own = _own(part)
             if own is None:
                 num_open += 1
+
+                # Not an error yet: the counts are compared below, where the message has both.
                 own = next(left, None)
             if own is not None:
                 images.append(source_of(own, place))
@@ -121,6 +123,8 @@ def source_of(value: object, place: str) -> ImageSource:
     if isinstance(value, dict):
         # As `datasets` stores an image, or as OpenAI nests an address.
         inner = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
+
+        # One level alone: a hostile record could nest without end.
         if inner is not None and not isinstance(inner, dict):
             return source_of(inner, place)
     if isinstance(value, bytes) and value:
@@ -143,10 +147,13 @@ def _split(content: object, *, has_marks: bool) -> Iterator[dict[str, Any]]:
     """Yield the parts of a content, with an image instead of each mark if the record lists images."""
     parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
+        # In a record that lists no images the mark is a text like any other.
         if part.get("type") != "text" or not has_marks:
             yield part
             continue
         first, *others = part["text"].split(MARK)
+
+        # A part without a mark stays even if it is empty: a turn may say nothing.
         if first or not others:
             yield {"type": "text", "text": first}
         for text in others:

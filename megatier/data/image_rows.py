@@ -179,6 +179,7 @@ class RowRange:
         self.num_documents = content.num_documents
         self.num_learnt = content.num_learnt
         with self._reading() as file:
+            # Only where lines begin stays in memory: the rows of a large dataset would fill RAM.
             sizes = [len(line) for line in file]
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)
 
@@ -194,6 +195,7 @@ class RowRange:
         packs = []
         with self._reading() as file:
             for number in numbers:
+                # Opened for this call alone: the thread that reads ahead and its caller may both read rows.
                 start, stop = self._starts[number : number + 2].tolist()
                 file.seek(start)
                 packs.append(tuple(map(ImageRow.of, json.loads(file.read(stop - start)))))
@@ -205,6 +207,8 @@ class RowRange:
         try:
             with os.fdopen(open_regular(self.path), "rb") as file:
                 yield file
+
+        # A line of a changed file may be no JSON, or no row.
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(
                 f"cannot read rows from {self.path}: {error}. Something outside the run changed the file; `megatier "

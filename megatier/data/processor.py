@@ -155,6 +155,7 @@ def load_processor(config: RunConfig) -> Processor:
     tokenizer = load_tokenizer(config)
     folder = folder_of(name)
     if folder is not None:
+        # Refuses what is too large or no JSON object, before transformers reads it.
         for file in PROCESSOR_FILES:
             with contextlib.suppress(FileNotFoundError):
                 read_object(folder / file, SETTINGS_BYTES_MAX, DataError)
@@ -205,6 +206,7 @@ def labels_of(ids: Tensor, learnt: Sequence[Sequence[tuple[int, int]]]) -> Tenso
 
 def checksum_of(ids: Sequence[int] | NDArray[np.int64]) -> int:
     """Return the CRC32 of token ids."""
+    # The same bytes on any machine, since a run may go on elsewhere.
     return zlib.crc32(np.asarray(ids, "<i8").tobytes())
 
 

@@ -20,6 +20,8 @@ def status(run: RecordedRun) -> str:
     """Return how far the run is, what became of its processes, and what is unusual about it."""
     steps = run.steps
     last = steps[-1].step if steps else 0
+
+    # A run that was killed writes no end, and neither does one that still runs.
     outcomes = {
         "whole": "The run is whole",
         "early": f"The run ended early, because {run.history.why}",

@@ -121,6 +121,8 @@ def panel(
     if (slowest := report.slowest_rank) is not None:
         seconds = format_seconds(slowest.seconds)
         least = format_seconds(slowest.least_seconds)
+
+        # Shown as `Text`: to rich, a host's name with brackets would be markup.
         name = f"rank {slowest.rank} on {slowest.host}"
         _row(grid, "slowest", Text(name), f"{seconds} itself, the fastest {least}")
 

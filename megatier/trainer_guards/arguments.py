@@ -72,6 +72,7 @@ def check_given(given: Mapping[str, Any], *, feeds_vllm: bool) -> None:
     refuse_any(
         (hasattr(rows, "__len__") and not len(rows), "train_dataset has no rows."),  # type: ignore[arg-type]
         (
+            # Outside of a forward its parameters have no numbers, so a trainer would fail far from the cause.
             isinstance(model, nn.Module) and any(isinstance(p, Unbound) for p in model.parameters()),
             "this is the .model of a streamed model: give the Streamed itself.",
         ),

@@ -125,6 +125,7 @@ def check_fields(args: Any) -> None:  # noqa: ANN401 - TrainingArguments, or tho
         ConfigError: names the first one, and what to set instead.
     """
     for name, message in (*REFUSED.items(), *TRL_REFUSED.items()):
+        # No class has all of these fields, and None asks for nothing.
         if getattr(args, name, None):
             raise ConfigError(message)
     # Whatever else somebody gives has no defaults to compare with.
