@@ -146,8 +146,7 @@ class BlockFiles:
         self._engine = options.engine(options.num_threads)
         self._base = BaseFiles(direct=options.direct)
 
-        # `close` alone gives threads, locks and files back. A caller that gets an error here has nothing to close, so
-        # it is called here.
+        # A caller that gets an error here has nothing to close, and `close` alone gives threads, locks and files back.
         try:
             self._directories.lock(reuses=options.reuses)
             self._striping = Striping([budget_bytes(mount) for mount in mounts], options.shares, options.granule_bytes)
@@ -323,11 +322,8 @@ class BlockFiles:
         granule = self.options.granule_bytes
         table = self._checksums_at(extent, start)
         segments, paths = self._base.segments(extent.parts, start, stop, address)
-
-        # A part may begin at any byte of its file, so checksums are of granules of the memory, not of the file.
         memory = (address, stop - start)
-        batch = self._engine.gather(memory, segments, table, granule)
-        return batch, paths
+        return self._engine.gather(memory, segments, table, granule), paths
 
     def _checksums_at(self, extent: Extent, start: int) -> int:
         """Return the address of the checksum of the granule that starts at a byte of a block."""
