@@ -1,8 +1,7 @@
 """Jobs: what each lane does in a step, and what each job waits for, as the player would play it. Pure.
 
-The timeline has the items of a step in order, `Moves` says what each of them takes over which queue, and what follows a
-gradient. Here they become jobs, which the forecast simulates: with the jobs of compute between them, and with the slots
-for which each has to wait.
+The timeline has the items of a step in order, and `Moves` says what each takes over which queue, and what follows a
+gradient. Here they become jobs, which the forecast simulates, with those of compute, and the slots each waits for.
 """
 
 from __future__ import annotations
