@@ -388,9 +388,11 @@ class BlockFiles:
         """
         # The engine ends before the descriptors are closed, since another file may get their numbers at once.
         self._engine.close()
-        for file in self._files:
+
+        # Forgotten first: a second call would close files of others, which have these numbers by then.
+        files, self._files = self._files, []
+        for file in files:
             with contextlib.suppress(OSError):
                 os.close(file)
         self._base.close()
         self._directories.close(keeps=self._is_kept)
-        self._files = []  # a second call would close files of others, which have these numbers by then

@@ -216,8 +216,12 @@ class Peers:
 
     def _fail(self, cause: str) -> None:
         """Have the cause posted, and wait for that."""
-        # By the thread that looks, since it alone uses the store. If that never answers, this does not wait for ever.
         self._own = cause
+        if self._has_ended:
+            # Nobody looks any more, and another file may have the number of the descriptor.
+            return
+
+        # By the thread that looks, since it alone uses the store. If that never answers, this does not wait for ever.
         os.eventfd_write(self._wake, 1)
         self._known.wait(ANSWER_S)
 
@@ -242,13 +246,15 @@ class Peers:
         os.eventfd_write(self._wake, 1)
 
     def end(self) -> None:
-        """Stop watching."""
+        """Stop watching. It is safe to call this twice."""
+        if self._has_ended:
+            return
         self._has_ended = True
         os.eventfd_write(self._wake, 1)
-        self._looked.wait(ANSWER_S)
+        has_looked = self._looked.wait(ANSWER_S)
 
-        # After a failure the thread goes on until the process ends, and may use them.
-        if self._first is None:
+        # After a failure the thread goes on until the process ends, and may use them. So may one that still looks.
+        if has_looked and self._first is None:
             for descriptor in (*self._processes, self._wake):
                 os.close(descriptor)
 

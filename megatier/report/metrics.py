@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -61,7 +62,9 @@ class MetricsLog:
         line = json.dumps(plain(record), allow_nan=False)
         encoded = f"{line}\n".encode()
         with refusing(f"write {self._path}"):
-            self._file.write(encoded)
+            # A drive that fills up takes a part of a line without an error.
+            if self._file.write(encoded) != len(encoded):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def cut_after(self, step: int) -> list[int]:
         """Drop the records of later steps, which a run that is resumed from a checkpoint writes again.

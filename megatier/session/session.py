@@ -147,11 +147,14 @@ class Session:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # The other ranks may wait for this one, and closing for them. To a forked child nothing of this belongs.
+        # The other ranks may wait for this one, and closing for them. A forked child owns none of this.
         ranks = self.ranks if self.owner.is_here else None
-        if error is not None and ranks is not None:
-            ranks.fail(error)
-        self.close()
+        try:
+            if error is not None and ranks is not None:
+                ranks.fail(error)
+        finally:
+            # Telling them takes seconds, in which a second interrupt may come.
+            self.close()
 
     def close(self) -> None:
         """Stop the queues, free the memory, remove the block files. In a forked child this does nothing."""

@@ -66,6 +66,8 @@ class Queue:
         self._items: SimpleQueue[tuple[Transfer, Callable[[], Completion | None]] | None] = SimpleQueue()
 
         self._is_open = True
+        self._gate = threading.Lock()
+        """Held while an item or the end is put, so that no item is put behind the end."""
         self._num_begun = 0
         self._current: tuple[Transfer, int] | None = None
         self._in_flight: deque[Transfer] = deque()
@@ -95,11 +97,13 @@ class Queue:
         Raises:
             ClosedError: the queue was closed.
         """
-        # Another thread may close the store meanwhile. A move that no thread takes would be waited for without end.
-        if not self._is_open:
-            raise ClosedError(f"{key} is not moved by {self.name}: the store was closed. Open it anew.")
         transfer = Transfer(self.name, key, num_bytes, requires, follows)
-        self._items.put((transfer, start))
+        # Another thread may close the store between the question and the answer. A move behind the end of all items,
+        # which no thread takes, would be waited for without end.
+        with self._gate:
+            if not self._is_open:
+                raise ClosedError(f"{key} is not moved by {self.name}: the store was closed. Open it anew.")
+            self._items.put((transfer, start))
         return transfer
 
     def settle(self) -> None:
@@ -126,8 +130,9 @@ class Queue:
 
     def close(self) -> None:
         """Let the thread finish what was submitted, and join it. Safe to call twice."""
-        self._is_open = False
-        self._items.put(None)
+        with self._gate:
+            self._is_open = False
+            self._items.put(None)
         self._thread.join()
         if self._stream is not None:
             self._stream.synchronize()

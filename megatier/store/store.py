@@ -13,9 +13,8 @@ allocated when the first block is used (`seal`), and never later.
             store.mark_dirty("layer0", Tier.RAM)  # within the lease: later the slot may be another block's
         store.write_back("layer0", Tier.RAM).wait()
 
-This file is the face of the store. Below it, `blocks` knows the blocks, `copies` says which copy has which slot,
-`fills` and `write_backs` start moves up and home, `lease` counts leases, `outside` moves bytes to and from memory of
-others, and `loan` lends that of the gpu tier.
+Below this file, `blocks` knows the blocks, `copies` says which copy has which slot, `fills` and `write_backs` start
+moves up and home, `lease` counts leases, `outside` moves bytes of others, and `loan` lends the memory of the GPU.
 
 Threads: any thread may call any method. Who touches leased bytes, and in which order, is up to the callers. One lock
 guards all bookkeeping. A thread lets go of it before it waits for a slot or a move, and the threads of the queues never
@@ -27,6 +26,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Self
 
 import torch
@@ -391,10 +391,10 @@ class TieredStore(ClosedWhenDropped):
         self._disown()
         if not self._copies.owner.is_here:
             return
-        # What was submitted starts first. The files wait for what was started, whose threads touch the memory.
-        self._queues.close()
-        for opened in (self._reader, self.files):
-            if opened is not None:
-                opened.close()
-        self.loan.close()
-        self._reservation.close()
+        with ExitStack() as closing:  # the last one first, and the others too if that fails
+            closing.callback(self._reservation.close)
+            closing.callback(self.loan.close)
+            for opened in [each for each in (self.files, self._reader) if each is not None]:
+                closing.callback(opened.close)
+            # What was submitted starts first. The files wait for what was started, whose threads touch the memory.
+            closing.callback(self._queues.close)

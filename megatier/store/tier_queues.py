@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -146,11 +147,12 @@ class TierQueues:
 
     def close(self) -> None:
         """Finish every move that was submitted, and stop the threads."""
-        for queue in self.queues.values():
-            queue.close()
-        if self.staging is not None:
-            self.staging.close()
-            self.staging = None
+        with ExitStack() as closing:
+            if self.staging is not None:
+                closing.callback(self.staging.close)
+                self.staging = None
+            for queue in reversed(self.queues.values()):
+                closing.callback(queue.close)
 
     def copy(
         self, queue: str, target: torch.Tensor, source: torch.Tensor, users: Sequence[Transfer] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +98,21 @@ def test_failure_is_told_to_all_ranks_and_the_first_counts(watch: Watch) -> None
     assert stopped.wait(SOON_S)
     with pytest.raises(PeerError, match=r"rank 1 on .* failed, and all ranks stop with it: no luck\. Mend that"):
         watchers[0].check()
+
+
+def test_failure_after_the_end_is_kept_and_writes_to_no_descriptor(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher = watch(0)
+    watcher.end()
+    written: list[int] = []
+    monkeypatch.setattr(os, "eventfd_write", lambda descriptor, _: written.append(descriptor))
+    watcher.fail(DataError("too late"))
+    assert written == []
+    # The second end of the fixture closes nothing either.
+    monkeypatch.setattr(os, "close", written.append)
+    watcher.end()
+    assert written == []
 
 
 def test_rank_that_ends_without_a_word_is_named(watch: Watch) -> None:

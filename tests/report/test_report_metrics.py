@@ -56,6 +56,27 @@ def test_open_impossible_path_raises(tmp_path: Path) -> None:
         MetricsLog(tmp_path / "none" / "metrics.jsonl")
 
 
+def test_write_that_a_drive_takes_a_part_of_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        real = log._file
+
+        class NearlyFull:
+            """Takes three bytes."""
+
+            close = real.close
+
+            def write(self, data: bytes) -> int:
+                return real.write(data[:3])
+
+        monkeypatch.setattr(log, "_file", NearlyFull())
+        with pytest.raises(ConfigError, match="space"):
+            log.write({"step": 1})
+    with MetricsLog(path) as log:
+        log.write({"step": 2})
+    assert path.read_text() == '{"s\n{"step": 2}\n'
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_write_on_full_drive_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metrics.jsonl").touch()

@@ -228,6 +228,26 @@ def test_close_in_the_middle_of_a_step_leaves_no_thread_and_no_file(tmp_path: Pa
     assert list(leftovers(tmp_path)) == []
 
 
+def test_exit_in_which_telling_the_other_ranks_is_interrupted_closes_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Told:
+        """Ranks that are told of a failure until an interrupt."""
+
+        def fail(self, error: BaseException) -> None:
+            raise KeyboardInterrupt
+
+    before = threading.active_count()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        opened(exactness_config("tied"), tmp_path, PLACES["ram_nvme"], Run(model="tied").train) as session,
+    ):
+        monkeypatch.setattr(session, "ranks", Told())
+        raise RuntimeError("a reason")
+    assert threading.active_count() == before
+    assert list(leftovers(tmp_path)) == []
+
+
 def stop(*_: object) -> None:
     raise RuntimeError("stop here")
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 from from_outside import pattern
 
+from megatier.errors import ClosedError
 from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Transfer, compute_point
 
@@ -24,6 +28,62 @@ def test_queues_copy_count_and_log() -> None:
     assert [(t.queue, t.key) for t in queues.take_log()] == [("ram_to_gpu", "up"), ("gpu_to_ram", "down")]
     assert queues.take_log() == []
     queues.close()
+
+
+def test_move_that_is_submitted_while_another_thread_closes_ends_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    queues = TierQueues(torch.device("cpu"))
+    queue = queues.queues["ram_to_gpu"]
+    is_putting, goes_on = threading.Event(), threading.Event()
+    items: Any = queue._items
+
+    class SlowItems:
+        """Takes its time with the first item."""
+
+        get = items.get
+
+        def put(self, item: object) -> None:
+            if item is not None:
+                is_putting.set()
+                goes_on.wait()
+            items.put(item)
+
+    ended: list[bool] = []
+
+    def move() -> None:
+        with contextlib.suppress(ClosedError):
+            queue.submit("up", 0, lambda: None).wait_for_end()
+        ended.append(True)
+
+    monkeypatch.setattr(queue, "_items", SlowItems())
+    mover, closer = threading.Thread(target=move, daemon=True), threading.Thread(target=queues.close, daemon=True)
+    mover.start()
+    is_putting.wait()
+    closer.start()
+    closer.join(0.1)
+    goes_on.set()
+    mover.join(30)
+    closer.join(30)
+    assert ended == [True]
+    assert not closer.is_alive()
+    with pytest.raises(ClosedError):
+        queue.submit("up", 0, lambda: None)
+
+
+def test_queues_close_all_though_one_of_them_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    queues = TierQueues(torch.device("cpu"))
+    first, *others = queues.queues.values()
+    close = first.close
+
+    def fail() -> None:
+        close()
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(first, "close", fail)
+    with pytest.raises(RuntimeError, match="illegal"):
+        queues.close()
+    for queue in others:
+        with pytest.raises(ClosedError):
+            queue.submit("up", 0, lambda: None)
 
 
 @pytest.mark.gpu
