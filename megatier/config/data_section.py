@@ -18,6 +18,8 @@ PYTHON_STDLIB = "python-stdlib"
 DATASET_INFO = "dataset_info.json"
 """The file of LLaMA-Factory that lists datasets. `<path>/dataset_info.json#<name>` is an entry of `data.files`."""
 
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
+"""Files of a processor of images that no tokenizer has."""
 BYTE_TOKENIZER = "bytes"
 """The value of `data.tokenizer` that stands for the byte-level tokenizer, which needs no download."""
 

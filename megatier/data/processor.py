@@ -21,11 +21,12 @@ from torch import Tensor
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
 from megatier.compute.modality import PIXELS
+from megatier.config.data_section import PROCESSOR_FILES
 from megatier.config.schema import RunConfig
 from megatier.data.conversation import Conversation
 from megatier.data.packer import IGNORED
 from megatier.data.template import UNLEARNT, Template, covered
-from megatier.data.tokenizer import PROCESSOR_FILES, folder_of, load_tokenizer
+from megatier.data.tokenizer import folder_of, load_tokenizer
 from megatier.errors import DataError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, shown
 

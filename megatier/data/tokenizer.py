@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from megatier.config.data_section import BYTE_TOKENIZER
+from megatier.config.data_section import BYTE_TOKENIZER, PROCESSOR_FILES
 from megatier.config.schema import RunConfig
 from megatier.errors import DataError
 from megatier.foreign import (
@@ -45,8 +45,6 @@ TABLES = ("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.
 """Other files with tables of tokens."""
 TEXTS = ("chat_template.jinja",)
 """Files of text."""
-PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
-"""Files of a processor of images, besides those above."""
 SMALL = ("special_tokens_map.json", "chat_template.json", "processor_config.json", "config.json", *TEXTS)
 """Files with settings, not with tables of tokens, which are small."""
 SAMPLE = " ".join(string.printable[:95])

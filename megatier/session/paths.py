@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatier.config.data_section import BYTE_TOKENIZER
+from megatier.config.data_section import BYTE_TOKENIZER, PROCESSOR_FILES
 from megatier.config.schema import RunConfig
 from megatier.data.sources import Say, check_sources
-from megatier.data.tokenizer import PROCESSOR_FILES
 from megatier.drives.mounts import budget_bytes
 from megatier.errors import DataError
 from megatier.foreign import shown
