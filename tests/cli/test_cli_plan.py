@@ -178,6 +178,9 @@ def test_plan_of_a_machine_that_was_not_measured_is_that_of_train(
     assert document["assumed_rates"].keys() == {field.name for field in fields(Rates)} - {
         "gpu_bytes",
         "compute_capability",
+        "locked_bytes",
+        "ring_to_gpu_bytes_per_s",
+        "ring_to_ram_bytes_per_s",
         "fp8_flops_per_s",
         *OF_RANKS,
     }
