@@ -17,7 +17,7 @@ from megatier.config.schema import SECTIONS, ModelConfig
 from megatier.config.section import field_docs
 from megatier.config.values import parse_list, parse_mount
 from megatier.data.formats import RECORD_FORMATS
-from megatier.data.image_file import FORMATS
+from megatier.data.image_file import IMAGE_SUFFIXES
 from megatier.data.sources import check_sources
 from megatier.data.text import guess_shape, has_images
 from megatier.drives.mounts import budget_bytes
@@ -147,8 +147,7 @@ def _data(given: str) -> dict[str, Any]:
 
 def _holds_images(files: Iterable[str]) -> bool:
     """Return whether one of these is a folder of images."""
-    suffixes = {f".{name.lower()}" for name in (*FORMATS, "JPG")}
-    return any(path.suffix.lower() in suffixes for file in files for path in Path(file).expanduser().glob("*"))
+    return any(path.suffix.lower() in IMAGE_SUFFIXES for file in files for path in Path(file).expanduser().glob("*"))
 
 
 def _length(model: str, usual: int) -> int:

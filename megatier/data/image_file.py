@@ -22,6 +22,8 @@ from megatier.foreign import reading, shown
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 """The formats that are decoded, by Pillow's names."""
+IMAGE_SUFFIXES = frozenset(f".{name.lower()}" for name in (*FORMATS, "JPG"))
+"""The suffixes of files in these formats."""
 SECOND_PICTURE = "MPO"
 """What Pillow calls a JPEG of a camera that has a preview behind its picture. The picture is the first one."""
 BYTES_MAX = 256 << 20

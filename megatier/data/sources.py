@@ -29,6 +29,7 @@ from megatier.data.conversation import (
 from megatier.data.dataset_info import describe
 from megatier.data.encoded import check_head, read_text
 from megatier.data.formats import RECORD_FORMATS, TABLES, Format, format_of
+from megatier.data.image_file import IMAGE_SUFFIXES
 from megatier.data.records import BadRecords, read_json, read_records, saved_files
 from megatier.errors import DataError
 from megatier.files import open_regular
@@ -218,8 +219,10 @@ def _sources(entry: str, config: DataConfig, say: Say) -> Iterator[Source]:
     holds_records = is_described or config.chat is not None
     if holds_records:
         suffixes = tuple(suffix for suffix in suffixes if suffix in RECORD_FORMATS)
+    # Conversations name the images that lie beside them.
+    expected = IMAGE_SUFFIXES if config.images else frozenset[str]()
     names = set[str]()
-    for path in _expand(entry, suffixes, say):
+    for path in _expand(entry, suffixes, expected, say):
         # Two links to one file in a folder are one file.
         real = os.path.realpath(path)
         if real in names:
@@ -258,7 +261,7 @@ def _begins_with_record(text: str, shape: Shape) -> bool:
     return any(isinstance(value, list) for value in turns)
 
 
-def _expand(entry: str, suffixes: tuple[str, ...], say: Say) -> list[Path]:
+def _expand(entry: str, suffixes: tuple[str, ...], expected: frozenset[str], say: Say) -> list[Path]:
     """Return the files that a path, folder or glob stands for, sorted by path: a folder's own order is any."""
     path = Path(entry).expanduser()
     try:
@@ -267,7 +270,7 @@ def _expand(entry: str, suffixes: tuple[str, ...], say: Say) -> list[Path]:
         elif path.is_dir():
             if (saved := saved_files(path)) is not None:
                 return saved
-            found = _in_folder(path, suffixes, say)
+            found = _in_folder(path, suffixes, expected, say)
         elif path.exists() or path.is_symlink():
             found = [path]
         else:
@@ -283,8 +286,11 @@ def _expand(entry: str, suffixes: tuple[str, ...], say: Say) -> list[Path]:
     return sorted(found, key=lambda file: file.as_posix())
 
 
-def _in_folder(folder: Path, suffixes: tuple[str, ...], say: Say) -> list[Path]:
-    """Return the files of a folder and those below it whose suffixes are asked for, but for hidden ones."""
+def _in_folder(folder: Path, suffixes: tuple[str, ...], expected: frozenset[str], say: Say) -> list[Path]:
+    """Return the files of a folder and those below it whose suffixes are asked for, but for hidden ones.
+
+    Others are said, but for those with the suffixes `expected`.
+    """
     found = list[Path]()
     hidden = list[Path]()
     others = list[Path]()
@@ -308,7 +314,10 @@ def _in_folder(folder: Path, suffixes: tuple[str, ...], say: Say) -> list[Path]:
                 continue
             path = below / name
             is_asked_for = _suffix_of(path) in suffixes
-            (found if is_asked_for else others).append(path)
+            if is_asked_for:
+                found.append(path)
+            elif path.suffix.lower() not in expected:
+                others.append(path)
 
     if hidden:
         say(f"{folder}: hidden files and folders are passed over, {len(hidden)} in all: {_some(hidden)}")

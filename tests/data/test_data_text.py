@@ -208,6 +208,15 @@ def test_documents_of_a_file_of_two_entries_are_read_once_and_said(folder: Path)
     assert any("link.py is the same file as another one of" in words for words in said)
 
 
+def test_images_beside_their_conversations_are_not_said_to_be_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"messages": []}')
+    (tmp_path / "a.PNG").touch()
+    assert remarks_of(tmp_path, chat="messages", images=True) == []
+    assert remarks_of(tmp_path, chat="messages") == [
+        f"{tmp_path}: 1 files whose suffixes are not in data.suffixes are passed over: .PNG"
+    ]
+
+
 def test_documents_hidden_files_are_passed_over_and_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / ".git").mkdir()
     for name in (".hidden.txt", ".git/c.txt"):
