@@ -100,16 +100,24 @@ def run_all(chunks: list[tuple[str, ...]], gpus: list[str], beside: int, log: Pa
         return failed + sum(pool.map(on_all_gpus, of_ranks))
 
 
+def part_of(text: str) -> tuple[int, int]:
+    """Return which part of how many this is, such as 2/3."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part of a whole; give one such as 2/3")
+    return int(number), int(count)
+
+
 def main() -> None:
     """Collect, run, and say what failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="files of tests (all)")
-    parser.add_argument("--shard", default="1/1", help="which part of how many (1/1)")
+    parser.add_argument("--shard", type=part_of, default="1/1", help="which part of how many (1/1)")
     parser.add_argument("--beside", type=int, default=8, help="processes at once on a GPU (8)")
     parser.add_argument("--log", type=Path, help="a folder for the output of each process")
     options = parser.parse_args()
 
-    shard, shards = map(int, options.shard.split("/"))
+    shard, shards = options.shard
     gpus = [str(number) for number in range(torch.cuda.device_count())]
     if not gpus:
         sys.exit("torch finds no GPU here.")
