@@ -18,7 +18,7 @@ from typing import Any
 
 from megatier.errors import DataError, mib
 from megatier.files import open_regular
-from megatier.foreign import reading, shown
+from megatier.foreign import reading, reason_of, shown
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 """The formats that are decoded, by Pillow's names."""
@@ -131,7 +131,7 @@ def decode_all(raws: Sequence[bytes], place: str) -> list[Any]:
     images = []
     num_pixels = 0
     for raw in raws:
-        with reading(f"{place}: an image cannot be decoded", DataError, remedy=REMEDY):
+        with reading(f"{place}: an image cannot be decoded", DataError, _reason, REMEDY):
             image = pillow.open(io.BytesIO(raw), formats=FORMATS)
 
             # So far only the header was read: a few kilobytes may announce gigapixels.
@@ -148,3 +148,11 @@ def decode_all(raws: Sequence[bytes], place: str) -> list[Any]:
             # The same two steps as `transformers.image_utils.load_image`.
             images.append(ops.exif_transpose(image).convert("RGB"))
     return images
+
+
+def _reason(error: BaseException) -> str:
+    """Return why Pillow does not decode an image, in one line."""
+    # Of unknown bytes it names the object in memory that holds them.
+    if type(error).__name__ == "UnidentifiedImageError":
+        return f"it is damaged, or none of {', '.join(FORMATS)}"
+    return reason_of(error)
