@@ -14,6 +14,7 @@ import pytest
 import yaml
 from rank_pool import POOL
 from ranked_runs import figures, train_in, write_run
+from small_setups import ROUND
 
 from megatier.measure import probe
 from megatier.planner.search import Choice, search
@@ -29,18 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return write_run(tmp_path)
 
 
-RATES = Rates(
-    drives=(),
-    to_gpu_bytes_per_s=1e10,
-    to_ram_bytes_per_s=1e10,
-    update_parameters_per_s=1e9,
-    memory_bytes_per_s=1e11,
-    gpu_update_parameters_per_s=1e10,
-    flops_per_s=1e9,
-    gather_bytes_per_s=1e9,
-    scatter_bytes_per_s=1e9,
-    ranks_slowdown=0.5,
-)
+RATES = replace(ROUND, flops_per_s=1e9, gather_bytes_per_s=1e9, scatter_bytes_per_s=1e9, ranks_slowdown=0.5)
 
 
 def train_measured(folder: Path, rates: Rates | None, words: tuple[str, ...], resumes: bool = False) -> tuple[str, Any]:
