@@ -1,0 +1,87 @@
+"""Multiplies matrices of fp16 on the device where they lie, symmetric products at half the cost on a GPU.
+
+Products are summed in fp32 and rounded once, after all that is added. The bits of each depend on its own two factors,
+and not on what else shares a call: a CPU multiplies one pair after the other, in memory of their own, whose alignment
+libraries choose their kernels by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+SIDE = 128
+"""Every side of a factor on a GPU is a multiple of this, so that no tile has to look for its end."""
+
+
+def symmetric_product(
+    left: Tensor,
+    right: Tensor,
+    scale: float,
+    *,
+    added: Tensor | None = None,
+    factor: float = 0.0,
+    diagonal: float = 0.0,
+    columns: bool = False,
+) -> Tensor:
+    """Compute scale * left @ right.T + factor * added + diagonal * I, which is known to be symmetric.
+
+    Args:
+        left: contiguous fp16 [.., M, K], or [.., K, M] with `columns`.
+        right: the same; it may be the same tensor.
+        scale: see above.
+        added: contiguous fp16 [.., M, M], symmetric.
+        factor: of `added`.
+        diagonal: what is added to the diagonal.
+        columns: whether both factors are stored transposed.
+
+    Returns:
+        fp16 [.., M, M], symmetric in every bit.
+    """
+    if left.is_cuda:
+        from megatier.optim import product_kernels
+
+        return product_kernels.symmetric_product(
+            left, right, scale, added=added, factor=factor, diagonal=diagonal, columns=columns
+        )
+
+    def one(index: int) -> Tensor:
+        first, second = (_as_fp32(tensor, index) for tensor in (left, right))
+        total = first.mT @ second if columns else first @ second.mT
+        total.mul_(scale)
+        if added is not None:
+            total.add_(_as_fp32(added, index), alpha=factor)
+        total.diagonal().add_(diagonal)
+        return total.triu() + total.triu(1).mT
+
+    return _one_by_one(one, left)
+
+
+def product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Compute scale * left @ right; both are contiguous fp16 [.., M, K] and [.., K, N], and so is what is returned."""
+    if not left.is_cuda:
+        return _one_by_one(lambda index: (_as_fp32(left, index) @ _as_fp32(right, index)).mul_(scale), left)
+
+    # The library's kernels for one product are its fastest, but those for several may add up in another order.
+    if left.ndim == 2:
+        result = left.new_empty(left.shape[0], right.shape[1])
+        return torch.addmm(result, left, right, beta=0, alpha=scale, out=result)
+
+    from megatier.optim import product_kernels
+
+    return product_kernels.product(left, right, scale)
+
+
+def _as_fp32(stack: Tensor, index: int) -> Tensor:
+    """Return one matrix of a stack, or the only one, in memory of its own."""
+    return stack.view(-1, *stack.shape[-2:])[index].float()
+
+
+def _one_by_one(one: Callable[[int], Tensor], like: Tensor) -> Tensor:
+    """Return products, given by number, rounded to fp16; as many as `like` has, and in its dimensions."""
+    *stack, rows, columns = like.shape
+    num_products = like.numel() // (rows * columns) if stack else 1
+    products = [one(index).to(torch.float16) for index in range(num_products)]
+    return torch.stack(products) if stack else products[0]

@@ -1,0 +1,233 @@
+"""A Triton kernel that multiplies matrices of fp16, of symmetric products only the upper half.
+
+A product that is known to be symmetric is computed in square tiles on and above its diagonal. Each tile is stored
+twice, at its place and mirrored, so the result is symmetric in every bit at half the operations. Sums are fp32, in the
+order of the inner side alone. So the bits of a product depend on its own two factors: neither on the tile that an
+element lies in, nor on how many products share a launch.
+
+Import it only if CUDA is available: Triton comes with torch's CUDA builds alone. Launches go to the current stream.
+
+Source: Zhang, Amsel, Chen, Dao, Gram Newton-Schulz, https://dao-lab.ai/blog/2026/gram-newton-schulz/, whose symmetric
+products are in another language.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found]
+
+PANEL = tl.constexpr(8)
+"""Columns of tiles that are gone through row by row. Their factors stay in the second cache."""
+
+_jit: Callable[[Callable[..., Any]], Any] = triton.jit
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is cut: the rows, columns and inner elements of a tile, loads ahead, and warps."""
+
+    rows: int = 128
+    columns: int = 128
+    inner: int = 64
+    stages: int = 3
+    warps: int = 4
+
+
+SYMMETRIC = Tiling()
+"""Of a symmetric product; rows and columns are equal. Two tiles of 96 KiB each share a multiprocessor."""
+SMALL = Tiling(rows=64, columns=64)
+SMALL_ROWS = 1024
+"""Most rows of a symmetric product that is cut into smaller tiles, so that they are as many as multiprocessors."""
+GENERAL = Tiling(columns=256, warps=8)
+"""Of any other product."""
+
+
+def symmetric_product(
+    left: Tensor,
+    right: Tensor,
+    scale: float,
+    *,
+    added: Tensor | None = None,
+    factor: float = 0.0,
+    diagonal: float = 0.0,
+    columns: bool = False,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """Do what `fp16_products.symmetric_product` describes, for factors whose sides are multiples of `SIDE`."""
+    num_products, rows, inner = _sides(left, columns)
+    result = left.new_empty(*left.shape[:-2], rows, rows)
+    if tiling is None:
+        tiling = SMALL if rows <= SMALL_ROWS else SYMMETRIC
+    num_tiles = rows // tiling.rows
+    grid = num_tiles * (num_tiles + 1) // 2, num_products
+    scalars = scale, factor, diagonal
+    _launch(grid, (left, right, added, result), (columns, columns), (rows, rows, inner), scalars, tiling, True)
+    return result
+
+
+def product(left: Tensor, right: Tensor, scale: float, tiling: Tiling | None = None) -> Tensor:
+    """Do what `fp16_products.product` describes, for factors whose sides are multiples of `SIDE`."""
+    num_products, rows, inner = _sides(left, False)
+    columns = right.shape[-1]
+    result = left.new_empty(*left.shape[:-1], columns)
+    if tiling is None:
+        tiling = SYMMETRIC if columns % GENERAL.columns else GENERAL
+    grid = rows // tiling.rows * (columns // tiling.columns), num_products
+    scalars = scale, 0.0, 0.0
+    _launch(grid, (left, right, None, result), (False, True), (rows, columns, inner), scalars, tiling, False)
+    return result
+
+
+def _sides(factor: Tensor, transposed: bool) -> tuple[int, int, int]:
+    """Return how many matrices a factor has, and their outer and inner sides."""
+    *stack, outer, inner = factor.shape
+    num_products = math.prod(stack)
+    return (num_products, inner, outer) if transposed else (num_products, outer, inner)
+
+
+def _launch(
+    grid: tuple[int, int],
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor],
+    transposed: tuple[bool, bool],
+    sides: tuple[int, int, int],
+    scalars: tuple[float, float, float],
+    tiling: Tiling,
+    is_symmetric: bool,
+) -> None:
+    """Launch the kernel for all tiles of all products."""
+    left, right, added, result = tensors
+    blocks = (tiling.rows, tiling.inner), (tiling.columns, tiling.inner), (tiling.rows, tiling.columns)
+    _multiply[grid](
+        _described(left, blocks[0], transposed[0]),
+        _described(right, blocks[1], transposed[1]),
+        None if added is None else _described(added, blocks[2], False),
+        _described(result, blocks[2], False),
+        *sides,
+        scalars,
+        transposed,
+        is_symmetric,
+        *(tiling.rows, tiling.columns, tiling.inner),
+        num_stages=tiling.stages,
+        num_warps=tiling.warps,
+    )
+
+
+def _described(tensor: Tensor, block: tuple[int, int], transposed: bool) -> Any:  # noqa: ANN401 - Triton has no types
+    """Describe the rows of all matrices of a stack, one below the other, for loads and stores of blocks."""
+    return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), list(block[::-1] if transposed else block))
+
+
+@_jit
+def _multiply(
+    left: tl.tensor_descriptor,
+    right: tl.tensor_descriptor,
+    added: tl.tensor_descriptor | None,
+    result: tl.tensor_descriptor,
+    rows: tl.int32,
+    columns: tl.int32,
+    inner: tl.int32,
+    scalars: tl.tuple,
+    transposed: tl.constexpr,
+    is_symmetric: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile_inner: tl.constexpr,
+) -> None:
+    """Compute one tile of one product, and store it once or twice."""
+    scale, factor, diagonal = scalars
+    matrix = tl.program_id(1)
+    if is_symmetric:
+        tile_row, tile_column = _upper_tile(tl.program_id(0), rows // tile_rows)
+    else:
+        tile_row, tile_column = _tile(tl.program_id(0), rows // tile_rows, columns // tile_columns)
+    row = tile_row * tile_rows
+    column = tile_column * tile_columns
+
+    total = tl.zeros((tile_rows, tile_columns), tl.float32)
+    for k in range(0, inner, tile_inner):
+        of_left = _block(left, matrix, row, rows, k, inner, transposed[0])
+        of_right = _block(right, matrix, column, columns, k, inner, transposed[1])
+        total = tl.dot(of_left, of_right.T, total)
+
+    total *= scale
+    if added is not None:
+        total += factor * added.load([matrix * rows + row, column]).to(tl.float32)
+    # Nested, since the outer condition is one of the compiler's.
+    if is_symmetric:  # noqa: SIM102
+        if tile_row == tile_column:
+            total = _on_diagonal(total, diagonal, tile_rows)
+
+    numbers = total.to(tl.float16)
+    result.store([matrix * rows + row, column], numbers)
+    if is_symmetric:  # noqa: SIM102
+        if tile_row != tile_column:
+            result.store([matrix * rows + column, row], numbers.T)
+
+
+@_jit
+def _block(
+    factor: tl.tensor_descriptor,
+    matrix: tl.tensor,
+    outer: tl.tensor,
+    num_outer: tl.int32,
+    inner: tl.tensor,
+    num_inner: tl.int32,
+    transposed: tl.constexpr,
+) -> tl.tensor:
+    """Load a block of a factor, its outer side first."""
+    if transposed:
+        return factor.load([matrix * num_inner + inner, outer]).T
+    else:  # noqa: RET505  Triton decides at compile time, so it needs both branches
+        return factor.load([matrix * num_outer + outer, inner])
+
+
+@_jit
+def _on_diagonal(total: tl.tensor, diagonal: tl.tensor, side: tl.constexpr) -> tl.tensor:
+    """Mirror the upper half of a tile on the diagonal, whose lower half may be rounded otherwise, and add to it."""
+    row = tl.arange(0, side)[:, None]
+    column = tl.arange(0, side)[None, :]
+    total = tl.where(row <= column, total, total.T)
+    return total + tl.where(row == column, diagonal, 0.0)
+
+
+@_jit
+def _tile(index: tl.tensor, num_rows: tl.int32, num_columns: tl.int32) -> tl.tuple:
+    """Return row and column of a tile of a whole product: panel after panel of columns, row by row in each."""
+    panel = index // (num_rows * PANEL)
+    width = tl.minimum(PANEL, num_columns - panel * PANEL)
+    index -= panel * num_rows * PANEL
+    return index // width, panel * PANEL + index % width
+
+
+@_jit
+def _upper_tile(index: tl.tensor, num_rows: tl.int32) -> tl.tuple:
+    """Return row and column of a tile on or above the diagonal: panel after panel, row by row, and then a triangle."""
+    # The number of a panel is guessed from the tiles before it. The guess may be one too high.
+    panel = (tl.sqrt(index * 2.0 / (PANEL * PANEL)) + 0.5).to(tl.int32)
+    panel = tl.where(index < _tiles_before(panel), panel - 1, panel)
+    index -= _tiles_before(panel)
+
+    width = tl.minimum(PANEL, num_rows - panel * PANEL)
+    num_above = panel * PANEL * width
+    if index < num_above:
+        row = index // width
+        column = index % width
+    else:
+        # Columns of the triangle, each one tile longer than the one before.
+        index -= num_above
+        column = ((tl.sqrt(index * 8.0 + 1.0) - 1.0) * 0.5 + 0.01).to(tl.int32)
+        row = panel * PANEL + index - column * (column + 1) // 2
+    return row, panel * PANEL + column
+
+
+@_jit
+def _tiles_before(panel: tl.tensor) -> tl.tensor:
+    """Return the number of tiles on or above the diagonal in all panels before one."""
+    return panel * (panel - 1) // 2 * (PANEL * PANEL) + panel * (PANEL * (PANEL + 1) // 2)
