@@ -84,7 +84,11 @@ class Trials:
         if self._knows_documents or "position_ids" not in batch:
             return
 
+        # A model that counts images in several directions asks for the borders only if it is given all of its rows.
+        directions = batch["position_ids"].shape[:-2]
+
         def run(few: Batch) -> Tensor:
+            few = {**few, "position_ids": few["position_ids"].expand(*directions, -1, -1)}
             with evaluating(self._model, self._player, "documents"):
                 return self._model.logits(few)
 

@@ -28,6 +28,7 @@ from megatier.engine.stage import Stage, UnitPlayer
 from megatier.engine.step_loss import StepLoss
 from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.guards.crossing import OutputCheck
+from megatier.guards.documents import TOGETHER
 from megatier.guards.repeated_forwards import hooks_inside, warn_of_hooks
 from megatier.guards.token_rows import why_joined
 from megatier.guards.unbound_weights import refused_outside
@@ -185,7 +186,7 @@ class UnitModel:
         if is_packed and not asked:
             raise UnsupportedModelError(
                 f"{type(self.skeleton).__name__} makes its masks without position_ids, so that documents of one "
-                "sequence see each other. Set data.cross_documents to true."
+                f"sequence see each other. {TOGETHER}"
             )
 
     @contextmanager

@@ -18,6 +18,8 @@ from megatier.guards.token_rows import are_alike
 
 DOCUMENT_TOKENS_MAX = 64
 """The most tokens of each document that is tried. Flex attention has other kernels for rows of fewer than 128."""
+TOGETHER = "Set data.cross_documents to true, or with data.images data.max_patches to null."
+"""How a model is trained that does not keep documents apart."""
 TRIALS = 2
 """Trials that a model has to fail. A router may send a token elsewhere because of a rounding, but not each time."""
 
@@ -60,5 +62,5 @@ def check_documents(run: Callable[[dict[str, Tensor]], Tensor], ids: Tensor, voc
 
     raise UnsupportedModelError(
         f"{type(model).__name__} lets a document of a row see the one before it: with other tokens there, it gave "
-        "something else. Its documents cannot be kept apart. Set data.cross_documents to true."
+        f"something else. Its documents cannot be kept apart. {TOGETHER}"
     )

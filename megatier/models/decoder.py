@@ -23,6 +23,7 @@ from megatier.compute.vector_math import warm_up
 from megatier.defaults import usual_defaults
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import first_sentence, reading
+from megatier.guards.documents import TOGETHER
 from megatier.guards.token_rows import names_of_rows
 from megatier.layout import Layout, TensorSlice
 from megatier.models.buffers import initialise_buffers, parameters_on_meta
@@ -305,7 +306,7 @@ def check_stops_at_borders(model: PreTrainedModel) -> None:
     if others:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers ({', '.join(others)}) that do not stop at the borders of documents. "
-            "Set data.cross_documents to true."
+            f"{TOGETHER}"
         )
 
 

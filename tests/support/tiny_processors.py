@@ -36,10 +36,11 @@ def has_torchvision() -> bool:
     return importlib.util.find_spec("torchvision") is not None
 
 
-def families() -> list[Any]:
-    """All families, those of Qwen's marked to be left out where torchvision is missing."""
+def families(*others: str) -> list[Any]:
+    """All families but some, those of Qwen's marked to be left out where torchvision is missing."""
     skipped = pytest.mark.skipif(not has_torchvision(), reason="torchvision is not installed")
-    return [pytest.param(family, marks=skipped) if family.startswith("qwen") else family for family in FAMILIES]
+    chosen = [family for family in FAMILIES if family not in others]
+    return [pytest.param(family, marks=skipped) if family.startswith("qwen") else family for family in chosen]
 
 
 def tokenizer(**special: str) -> PreTrainedTokenizerFast:
