@@ -235,11 +235,15 @@ class UnitModel:
         if self.options.device.type != "cuda":
             return batch
 
-        # By way of pinned memory: the host would wait for any other copy, and for all that are queued before it.
-        return {
-            key: value if value.is_cuda else value.pin_memory().to(self.options.device, non_blocking=True)
-            for key, value in batch.items()
-        }
+        return {key: self._on_gpu(value) for key, value in batch.items()}
+
+    def _on_gpu(self, value: Tensor) -> Tensor:
+        if value.is_cuda:
+            return value
+        # By way of pinned memory: the host would wait for any other copy, and for all that are queued before it. Torch
+        # pins no tensor that has one number in several places, as an expanded one does.
+        pinned = value.contiguous().pin_memory()
+        return pinned.to(self.options.device, non_blocking=True)
 
     @contextmanager
     def in_eval_mode(self) -> Iterator[None]:

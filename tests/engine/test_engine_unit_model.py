@@ -110,3 +110,15 @@ def test_session_after_a_step_no_activation_or_gradient_survives(activations: An
             assert seen
             assert all(reference() is None for reference in seen)
     assert counts[2] <= counts[1]
+
+
+@pytest.mark.gpu
+def test_batch_with_an_expanded_tensor_is_moved_to_the_gpu(tmp_path: Path) -> None:
+    """Positions of images in packed rows may be one row for three axes."""
+    positions = torch.arange(8).expand(3, 2, 8)
+    train = TrainConfig(steps=1, batch=BATCH)
+    options: dict[str, Any] = {"device": "cuda", "compile": False}
+    with opened(exactness_config("tied"), tmp_path, PLACES["ram"], train, **options) as session:
+        [moved] = session.engine.model.on_device({"position_ids": positions}).values()
+    assert moved.is_cuda
+    assert torch.equal(moved.cpu(), positions)
