@@ -35,7 +35,7 @@ TEMPLATE = """\
 {%- endif -%}
 {%- endfor -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}assistant: {%- endif -%}
+{%- if add_generation_prompt -%}{{ "assistant: " }}{%- endif -%}
 """
 
 
