@@ -134,10 +134,10 @@ class TiersConfig(Section):
     takes room in tiers.gpu, and relieves the CPU if tiers.state leaves the GPU out. Nothing is streamed if clipping
     and the guard are both off, or if RAM spills to NVMe. The run says how many units are streamed."""
     generations: int = 1
-    """Places for the state of layers: 1, 2 or 3 on NVMe for those that spill, and two in RAM for those that fit there
-    twice. With a second one layers are updated in the backward, before it is known whether to clip. With
+    """Places for copies of the state of layers: 1, 2 or 3 on NVMe for those that spill, and two in RAM for those that
+    fit there twice. With a second one layers are updated in the backward, before it is known whether to clip. With
     output.savepoint_every that on NVMe holds the savepoint instead, and a third one gives both. If clipping and the
-    guard are both off, this changes nothing."""
+    guard are both off, this changes nothing. It has nothing to do with generating text."""
     update_threads: int | None = None
     """Native threads that run AdamW on the CPU, 1 to 1024. None: one for each core that this process may use."""
     direct_io: Literal["auto", "never"] = "auto"
