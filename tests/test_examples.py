@@ -72,8 +72,17 @@ def test_pictures_are_what_the_example_of_images_trains_on(tmp_path: Path, monke
     records = [json.loads(line) for line in Path("runs/images/metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     assert losses[-1] < losses[0]
-    AutoModelForImageTextToText.from_pretrained("runs/images/model")
-    AutoProcessor.from_pretrained("runs/images/model")
+    model = AutoModelForImageTextToText.from_pretrained("runs/images/model")
+
+    # A question ends as the turns did that the model learnt from, and an answer ends where they did.
+    processor = AutoProcessor.from_pretrained("runs/images/model")
+    turns = [
+        {"role": role, "content": [{"type": "text", "text": text}]}
+        for role, text in (("user", "?"), ("assistant", "!"))
+    ]
+    asked = processor.apply_chat_template(turns[:1], add_generation_prompt=True)
+    assert processor.apply_chat_template(turns) == f"{asked}!{processor.tokenizer.eos_token}"
+    assert model.generation_config.eos_token_id == processor.tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava"])
