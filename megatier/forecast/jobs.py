@@ -13,6 +13,7 @@ from megatier.forecast.job_list import PIECES_MAX, JobList
 from megatier.schedule.activations import SPILLING_MAX, AwayActivations
 from megatier.schedule.moves import Gradient, Move, Moves
 from megatier.schedule.placement import Placement
+from megatier.schedule.rates import UPDATE_BYTES
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import ACTIVATION_SLOTS, GRAD_DEPTH, MATRICES_CARRIED, SLOTS_MIN, UPDATE_DEPTH
 from megatier.schedule.timeline import Access, Exchange, Item, Load, Timeline, Update
@@ -24,9 +25,6 @@ ByUnit = dict[str, int]
 """One job for each unit."""
 HOST_SECONDS = 0.03
 """Seconds of Python between two steps, when nothing else is going on."""
-UPDATE_BYTES = 26
-"""Memory traffic of AdamW for one parameter with bf16 compute and fp32 moments, which rates count: 14 bytes read, 12
-written. Parameters with another schema count as so many of these as their bytes say."""
 SUM_BYTES = {False: 12, True: 24}
 """Memory traffic of adding a group's gradient in RAM, for one parameter, by whether it is the last group's: that one is
 rounded and measured too."""

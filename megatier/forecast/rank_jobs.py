@@ -16,9 +16,6 @@ from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import SLOTS_MIN
 from megatier.schedule.timeline import Item, Load, Scatter
 
-LANES = {"gather": "ranks", "scatter": "ranks"}
-"""The queue for which a lane of the simulation stands, where the two have different names."""
-
 
 class RankJobs(StepJobs):
     """The jobs of one rank in some steps in a row."""

@@ -28,6 +28,7 @@ from megatier.drives.extent import STRIPE_BYTES
 from megatier.measure.block_device import block_device
 from megatier.measure.link_traffic import UpdateTraffic
 from megatier.optim.adamw import adamw_threads
+from megatier.schedule.rates import UPDATE_READ_BYTES, UPDATE_WRITTEN_BYTES
 from megatier.store.arena import Arena
 
 BLOCK_BYTES = STRIPE_BYTES
@@ -36,9 +37,9 @@ BYTES_OF_MOMENT = 4
 """The bytes of an element of a moment."""
 DEPTH = 4
 """The blocks in flight in each direction."""
-MIXED_READS = 7
-MIXED_WRITES = 6
-"""A mixed turn reads 7 blocks and writes 6, since a step reads 14 bytes and writes 12 of each parameter that spills."""
+MIXED_READS = UPDATE_READ_BYTES // 2
+MIXED_WRITES = UPDATE_WRITTEN_BYTES // 2
+"""A mixed turn reads and writes so many blocks: half of the bytes that an update of a parameter that spills does."""
 UPDATED_AT = (6, 12)
 """The operations of a mixed turn at which AdamW gets another chunk."""
 MIXED_WINDOWS = 6

@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 
-from megatier.forecast.jobs import UPDATE_BYTES
 from megatier.hardware import ram_available_bytes
 from megatier.measure.link_traffic import (
     STATE_BYTES_PER_PARAMETER,
@@ -24,6 +23,7 @@ from megatier.measure.link_traffic import (
     fp8_matmul_flops_per_s,
     matmul_flops_per_s,
 )
+from megatier.schedule.rates import UPDATE_BYTES
 
 UPDATE_ELEMENTS = 1 << 27
 """The parameters that AdamW updates. They have 1.9 GB of state and gradient, more than the caches of a CPU hold."""

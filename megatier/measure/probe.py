@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatier import hardware
-from megatier.forecast.jobs import UPDATE_BYTES
-from megatier.schedule.rates import OF_RANKS, DriveRates, Rates
+from megatier.schedule.rates import OF_RANKS, UPDATE_BYTES, DriveRates, Rates
 from megatier.tier import Way
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from megatier.compute.adapted_parameter import matrices_in, wrappers_in
-from megatier.forecast.jobs import UPDATE_BYTES, ComputeSeconds
+from megatier.forecast.jobs import ComputeSeconds
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.planner.layer_sizes import in_tiles, is_of_layer
 from megatier.planner.memory import keeps_attention
 from megatier.planner.tower_bytes import tower_flops
-from megatier.schedule.rates import Rates
+from megatier.schedule.rates import UPDATE_BYTES, Rates
 from megatier.setup.attention_rule import BACKWARD, FLEX, efficiency
 from megatier.setup.setup import Setup
 from megatier.setup.workload import head_width, hidden_width

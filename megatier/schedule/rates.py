@@ -17,6 +17,14 @@ from megatier.config.values import parse_bytes, read_yaml
 from megatier.errors import ConfigError
 from megatier.tier import RING_BYTES, Way
 
+UPDATE_READ_BYTES = 14
+"""Bytes that AdamW reads of one parameter with bf16 compute and fp32 moments: its state and its gradient."""
+UPDATE_WRITTEN_BYTES = 12
+"""Bytes that it writes: the state."""
+UPDATE_BYTES = UPDATE_READ_BYTES + UPDATE_WRITTEN_BYTES
+"""Memory traffic of that update, by which rates count parameters. Parameters with another schema count as so many of
+these as their bytes say."""
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -56,8 +64,8 @@ class DriveRates:
     read_bytes_per_s: float
     write_bytes_per_s: float
     mixed_bytes_per_s: float
-    """Bytes read and written together, 14 to 12, if both go on at once. A full-duplex drive reaches up to the sum of
-    both rates."""
+    """Bytes read and written together, in the shares of an update, if both go on at once. A full-duplex drive reaches
+    up to the sum of both rates."""
     io_threads: int | None = None
     """Native threads each way with which it was measured; None: not known."""
     first_write_bytes_per_s: float | None = None

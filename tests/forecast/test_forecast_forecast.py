@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from small_timelines import planned_scatters
 
-from megatier.forecast.forecast import Forecast, floor, forecast, lanes_of
+from megatier.forecast.forecast import Forecast, floor, forecast
 from megatier.forecast.jobs import HOST_SECONDS
 from megatier.schedule.moves import Moves, by_queue
 from megatier.schedule.placement import Placement, place
@@ -285,26 +285,6 @@ def test_forecast_of_ranks_loses_the_slowdown_of_what_comes_beside_compute() -> 
     assert made.seconds == pytest.approx(alone + 2 * 0.002 + 10 * 0.25 * 0.002, rel=1e-3)
 
 
-def test_lanes_of_ranks_that_share_ram_take_the_links_of_a_gpu_and_ram() -> None:
-    """A rank of three sends a byte for each two that it gathers, and a byte for each one that it scatters."""
-    rates = replace(
-        FAST,
-        gather_bytes_per_s=8e9,
-        scatter_bytes_per_s=6e9,
-        to_gpu_bytes_per_s=10e9,
-        to_ram_bytes_per_s=5e9,
-        memory_bytes_per_s=40e9,
-        ranks_way=Way.RAM,
-    )
-    lanes = lanes_of(rates, ranks=3)
-    assert lanes["gather"].rate == 8e9
-    assert lanes["gather"].uses == pytest.approx({"memory": 0.3, "processors": 0.2, "to_gpu": 0.8, "to_ram": 0.8})
-    assert lanes["scatter"].rate == 5e9  # no more than its link carries
-    assert lanes["scatter"].uses == pytest.approx({"memory": 0.25, "processors": 0.2, "to_gpu": 0.5, "to_ram": 1.0})
-    for way in (None, Way.COPIES, Way.KERNELS):
-        assert lanes_of(replace(rates, ranks_way=way), ranks=3)["gather"].uses == {"processors": 0.2}
-
-
 def test_forecast_of_ranks_that_share_ram_lets_loads_wait_for_gathers() -> None:
     """Shards come to the GPU over the link by which the others' come from shared RAM."""
     rate = MIB * 2 / 0.05
@@ -333,26 +313,6 @@ def test_forecast_of_ranks_works_on_collectives_in_their_order(name: str) -> Non
     assert len(planned_scatters(timeline)) == 6 * policy.groups
     received = sum(move.num_bytes for scatter in planned_scatters(timeline) for move in moves.scatter(scatter))
     assert received == 6 * policy.groups * (policy.ranks - 1) * 2 * MIB
-
-
-def test_lanes_of_ram_that_is_not_page_locked_take_the_rate_of_rings_and_share_their_threads() -> None:
-    rates = replace(FAST, to_gpu_bytes_per_s=60e9, to_ram_bytes_per_s=50e9, memory_bytes_per_s=120e9)
-    assert lanes_of(rates)["ram_to_gpu"].rate == pytest.approx(60e9)
-    assert lanes_of(rates)["ram_to_gpu"].uses["ring"] == 0
-
-    # A byte costs three of memory traffic, as long as nobody has measured rings.
-    assert lanes_of(rates, locked=(0.0, 0.0))["ram_to_gpu"].rate == pytest.approx(40e9)
-    measured = replace(rates, ring_to_gpu_bytes_per_s=30e9, ring_to_ram_bytes_per_s=20e9)
-    lanes = lanes_of(measured, locked=(0.0, 0.0))
-    assert lanes["state_to_gpu"].rate == pytest.approx(30e9)
-    assert lanes["gpu_to_ram"].rate == lanes["state_to_ram"].rate == pytest.approx(20e9)
-    assert lanes["ram_to_gpu"].uses == pytest.approx({"memory": 0.75, "ring": 1.0, "to_gpu": 0.5})
-
-    # A third of the bytes takes the link at once: 1/3 at 60 GB/s and 2/3 at 30 GB/s.
-    lane = lanes_of(measured, locked=(1 / 3, 0.0))["ram_to_gpu"]
-    assert lane.rate == pytest.approx(36e9)
-    assert lane.uses["ring"] == pytest.approx(0.8)
-    assert lanes_of(measured, locked=(1 / 3, 0.0))["state_to_gpu"].rate == pytest.approx(30e9)
 
 
 def test_forecast_of_ram_beyond_the_limit_of_page_locked_ram_is_slower() -> None:

@@ -30,13 +30,12 @@ from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError
 from megatier.forecast.forecast import Forecast
-from megatier.forecast.jobs import UPDATE_BYTES
 from megatier.models.decoder import build_skeleton
 from megatier.planner.compile_time import KIND_SECONDS
 from megatier.planner.plan import Plan, checkpoint_seconds, make_plan, pause_seconds
 from megatier.planner.trial import Trial
 from megatier.planner.unit_seconds import ROUNDED_BYTES
-from megatier.schedule.rates import DriveRates, Rates, World, read_rates
+from megatier.schedule.rates import UPDATE_BYTES, DriveRates, Rates, World, read_rates
 from megatier.schedule.sizes import Budgets, Policy, host_ram
 from megatier.setup.attention_rule import efficiency
 from megatier.setup.skeleton import skeleton_of
