@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
     if not (options.merge and find_adapter(options.checkpoint)):
         find_checkpoint(options.checkpoint)
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
-    from megatier.train.export import export_checkpoint
+    from megatier.train.checkpoint_export import export_checkpoint
     from megatier.train.upload import check_login, upload
 
     console = Console()

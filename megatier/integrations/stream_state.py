@@ -42,7 +42,7 @@ from megatier.session.generation import hold_in_generation
 from megatier.session.hub_weights import HubWeights
 from megatier.session.session import Session
 from megatier.setup.workload import COMPUTE_DTYPES
-from megatier.train.export import SHARD_BYTES
+from megatier.train.model_folder import SHARD_BYTES
 
 if TYPE_CHECKING:
     from _typeshed import StrPath

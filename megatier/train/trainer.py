@@ -67,7 +67,7 @@ from megatier.train.description import (
     opening,
     tier_states,
 )
-from megatier.train.export import export_end
+from megatier.train.end_export import export_end
 from megatier.train.loop import Loop, Outcome
 from megatier.train.origin import Origin, origin_of
 from megatier.train.outlet import say

@@ -329,7 +329,7 @@ def test_run_whose_export_fails_without_room_lets_an_older_checkpoint_go_first(
             patch.setattr(shutil, "disk_usage", room)
             real(*args)
 
-        patch.setattr("megatier.train.export.export", fill)
+        patch.setattr("megatier.train.model_folder.export", fill)
         assert main(command(tmp_path, SIX)) == 2
     assert saved_steps(tmp_path) == [4, 6]
     assert main(["resume", str(tmp_path / "run")]) == 0

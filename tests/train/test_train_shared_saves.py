@@ -19,7 +19,7 @@ from megatier.checkpoint.pace import Pace
 from megatier.config.schema import RunConfig
 from megatier.errors import CapacityError, ExportError
 from megatier.session.session import Session
-from megatier.train import export, trainer
+from megatier.train import end_export, trainer
 from megatier.train.saves import Saves, Say
 
 
@@ -99,7 +99,7 @@ def test_checkpoint_by_time_is_made_or_left_out_as_the_first_rank_says(full: boo
 def train_with_an_export_that_fails(folder: Path, place: str) -> str:
     """Train on this rank. The first rank cannot write, or the second one's last update fails; return the error."""
     is_second = os.environ["RANK"] == "1"
-    before = export.export_end
+    before = end_export.export_end
 
     def end(console: Console, config: RunConfig, session: Session, *others: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -109,7 +109,7 @@ def train_with_an_export_that_fails(folder: Path, place: str) -> str:
                 raise CapacityError("the export", 2, 1, "Free space.")
 
             if place == "write":
-                patch.setattr(export, "write_model", fail)
+                patch.setattr(end_export, "write_model", fail)
             elif is_second:
                 patch.setattr(session.player, "drain", fail)
             before(console, config, session, *others)

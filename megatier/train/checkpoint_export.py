@@ -1,20 +1,16 @@
-"""Exports trained weights as a Hugging Face folder, at the end of a run or later from one of its checkpoints."""
+"""Exports the trained weights of a checkpoint, or merges a folder of adapters, as a Hugging Face folder."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from megatier.adapters.adapter_folder import export
 from megatier.adapters.first_weights import AdaptedWeights
-from megatier.adapters.lora import adapter_config
 from megatier.adapters.merge import MergedWeights
 from megatier.adapters.stored_adapters import read_config
 from megatier.checkpoint.checkpoint import UNBOUND, check_moments, is_bound, open_masters, read_state
@@ -22,11 +18,8 @@ from megatier.checkpoint.run_directory import (
     CHECKPOINT_FOLDER,
     METRICS_FILE,
     MODEL_FOLDER,
-    SAVEPOINT_FOLDER,
     find_adapter,
     find_checkpoint,
-    last_checkpoint,
-    step_of,
     step_path,
 )
 from megatier.checkpoint.run_state import RunState
@@ -40,26 +33,15 @@ from megatier.errors import (
     CheckpointError,
     ConfigError,
     DamagedCheckpointError,
-    ExportError,
-    MegatierError,
-    StallError,
-    mib,
 )
-from megatier.foreign import one_version, shown
+from megatier.foreign import one_version
 from megatier.models.decoder import Unit, find_units
-from megatier.models.export import Tokens
 from megatier.report.history import read_what_there_is
 from megatier.session.rank_shards import Read
-from megatier.session.session import Session
 from megatier.setup.skeleton import open_base, open_model
-from megatier.setup.workload import COMPUTE_DTYPES
+from megatier.train.model_folder import SHARD_BYTES, write_model
 from megatier.train.origin import UNKNOWN, check_origin, differences, exported, origin_of
 from megatier.train.outlet import say
-from megatier.train.saves import Saves
-from megatier.train.watchdog import Tally
-
-SHARD_BYTES = 4 << 30
-"""Bytes of a file of weights at most."""
 
 
 def export_checkpoint(
@@ -266,142 +248,3 @@ def _mention_later_steps(console: Console, path: Path, step: int, *, is_best: bo
         console,
         f"the run went on to step {last_step}, and this checkpoint is of step {step}; {where} has the model of its end",
     )
-
-
-def export_end(
-    console: Console, config: RunConfig, session: Session, tokenizer: Tokens, saves: Saves, step: int
-) -> None:
-    """Write the model of a run whose steps are done, or its best one if the run keeps that.
-
-    If it fails the state is saved, so that the export can be repeated.
-
-    Args:
-        console: what a person sees.
-        config: the run.
-        session: the run's state after its last step.
-        tokenizer: is written too.
-        saves: knows the best step, and saves the state.
-        step: the last step.
-
-    Raises:
-        ExportError: it failed. The message says what is kept, and how to finish the run.
-    """
-    directory = Path(config.output.directory)
-    folder = directory / MODEL_FOLDER
-    best = None
-    if saves.best_step not in (None, step):
-        best = step_path(directory / CHECKPOINT_FOLDER, saves.best_step)
-        say(console, f"the best model is that of step {saves.best_step}, with the held-out loss {saves.best.loss:.4f}")
-    dtype = config.output.export_dtype
-    crew = session.crew
-
-    # What fails from here on is noted and not raised at once, because the state has to be saved first.
-    error: Exception | None = None
-    done = Tally()
-    with saves.watching(done):
-        try:
-            with crew.together():
-                session.player.drain()
-            saves.check_directory()
-        except StallError:
-            raise
-        except (MegatierError, OSError) as found:
-            error = found
-        else:
-            error = _write_end(console, session, best, folder, tokenizer, dtype, done)
-
-    # The first rank has written, and all of them save what it could not write.
-    if (reason := crew.from_first(lambda: None if error is None else str(error))) is not None:
-        saved = saves.keep_end(step, partial(say, console))
-        raise ExportError(reason, step, _way_on(directory, saved)) from error
-
-
-def _write_end(
-    console: Console,
-    session: Session,
-    best: Path | None,
-    folder: Path,
-    tokenizer: Tokens,
-    dtype: str,
-    done: Tally,
-) -> Exception | None:
-    """Write the model of a session or of its best checkpoint, on the first rank; return what stopped it there.
-
-    An error of another rank is raised: the first one waits for what that rank has of the model, so the run ends.
-    """
-    with session.reading_masters() as read:
-        if read is None:
-            return None
-        try:
-            with ExitStack() as stack:
-                if best is not None:
-                    read = stack.enter_context(open_masters(best, session.whole_units))
-                counted = done.counting(read)
-                write_model(console, folder, session.model, session.whole_units, counted, tokenizer, dtype)
-        except StallError:
-            # A drive that never answers takes no checkpoint either.
-            raise
-        except (MegatierError, OSError) as error:
-            return error
-        except Exception as error:  # noqa: BLE001 - the tokenizers library raises Exception itself; the state comes first
-            failed = MegatierError(f"{type(error).__name__}: {shown(str(error))}.")
-            # By hand, since this error is returned here, and raised by the caller.
-            failed.__cause__ = error
-            return failed
-    return None
-
-
-def _way_on(directory: Path, saved: Path | None) -> str:
-    """Return how to finish a run whose export failed.
-
-    Args:
-        directory: the run directory.
-        saved: the checkpoint or savepoint of the run's end; None: there is none.
-    """
-    if saved is None:
-        # What was saved before stays. `resume` takes whichever is newer.
-        steps = []
-        for name in (CHECKPOINT_FOLDER, SAVEPOINT_FOLDER):
-            path = last_checkpoint(directory / name)
-            if path is not None:
-                steps.append(step_of(path))
-        before = f"step {max(steps)}" if steps else "its start"
-        return f"Nothing more could be saved; `megatier resume {directory}` goes on from {before}."
-
-    # A savepoint has no arrays that could be exported: it keeps the run's own block files.
-    finish = f"They are kept in {saved}: `megatier resume {directory}` writes the model once that is mended"
-    if saved.parent.name == CHECKPOINT_FOLDER:
-        finish += f", `megatier export {directory} FOLDER` writes it elsewhere"
-    return f"{finish}."
-
-
-def write_model(
-    console: Console,
-    folder: Path,
-    model: PreTrainedModel,
-    units: Sequence[Unit],
-    read: Read,
-    tokenizer: Tokens,
-    dtype: str,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write master weights with `adapters.adapter_folder.export`, and say where they are.
-
-    Args:
-        console: what a person sees.
-        folder: a new or empty folder.
-        model: the skeleton.
-        units: the model's units.
-        read: reads elements of a unit's masters.
-        tokenizer: the tokenizer or processor, which is written into the folder too.
-        dtype: `bf16` or `fp32`, of a whole model.
-        shard_bytes: see `models.export.export`.
-    """
-    export(folder, model, units, read, COMPUTE_DTYPES[dtype], shard_bytes, tokenizer)
-    num_bytes = sum(file.stat().st_size for file in folder.iterdir())
-    what = "model"
-    # `dtype` is of whole models: an adapter is written as its masters are.
-    if adapter_config(model) is not None:
-        what = "adapter"
-        dtype = "fp32"
-    say(console, f"{what} written to {folder} ({mib(num_bytes)}, {dtype})")

@@ -1,0 +1,55 @@
+"""A folder with a trained model, as Hugging Face reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from megatier.adapters.adapter_folder import export
+from megatier.adapters.lora import adapter_config
+from megatier.errors import (
+    mib,
+)
+from megatier.models.decoder import Unit
+from megatier.models.export import Tokens
+from megatier.session.rank_shards import Read
+from megatier.setup.workload import COMPUTE_DTYPES
+from megatier.train.outlet import say
+
+SHARD_BYTES = 4 << 30
+"""Bytes of a file of weights at most."""
+
+
+def write_model(
+    console: Console,
+    folder: Path,
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    read: Read,
+    tokenizer: Tokens,
+    dtype: str,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write master weights with `adapters.adapter_folder.export`, and say where they are.
+
+    Args:
+        console: what a person sees.
+        folder: a new or empty folder.
+        model: the skeleton.
+        units: the model's units.
+        read: reads elements of a unit's masters.
+        tokenizer: the tokenizer or processor, which is written into the folder too.
+        dtype: `bf16` or `fp32`, of a whole model.
+        shard_bytes: see `models.export.export`.
+    """
+    export(folder, model, units, read, COMPUTE_DTYPES[dtype], shard_bytes, tokenizer)
+    num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+    what = "model"
+    # `dtype` is of whole models: an adapter is written as its masters are.
+    if adapter_config(model) is not None:
+        what = "adapter"
+        dtype = "fp32"
+    say(console, f"{what} written to {folder} ({mib(num_bytes)}, {dtype})")
