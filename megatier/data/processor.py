@@ -177,6 +177,19 @@ def load_processor(config: RunConfig) -> Processor:
     return processor
 
 
+def load_tokens(config: RunConfig) -> tuple[PreTrainedTokenizerBase | Processor, PreTrainedTokenizerBase]:
+    """Return the tokenizer of a run, or its processor if it reads images, and the tokenizer by itself.
+
+    Raises:
+        DataError: see `load_processor` and `load_tokenizer`.
+    """
+    if config.data.images:
+        processor = load_processor(config)
+        return processor, processor.tokenizer
+    tokenizer = load_tokenizer(config)
+    return tokenizer, tokenizer
+
+
 def _image_ids(own: ProcessorMixin) -> list[int | None]:
     """Return the tokens that stand for images, as far as a processor names them."""
     return [getattr(own, "image_token_id", None), *getattr(own, "image_token_ids", ())]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatier.adapters.first_weights import AdaptedWeights
 from megatier.adapters.merge import MergedWeights
@@ -27,8 +28,7 @@ from megatier.config.data_section import DataConfig
 from megatier.config.file import from_dict
 from megatier.config.lora import ADAPTER_FILE
 from megatier.config.schema import ModelConfig, RunConfig
-from megatier.data.processor import load_processor
-from megatier.data.tokenizer import load_tokenizer
+from megatier.data.processor import load_tokens
 from megatier.errors import (
     CheckpointError,
     ConfigError,
@@ -36,6 +36,7 @@ from megatier.errors import (
 )
 from megatier.foreign import one_version
 from megatier.models.decoder import Unit, find_units
+from megatier.models.weights import TensorReader
 from megatier.report.history import read_what_there_is
 from megatier.session.rank_shards import Read
 from megatier.setup.skeleton import open_base, open_model
@@ -60,8 +61,8 @@ def export_checkpoint(
     Args:
         console: what a person sees.
         path: a checkpoint, or a run directory, whose last whole checkpoint is taken, or the best one of a run that
-            keeps it (`output.load_best_model_at_end`). To merge also a folder of
-            adapters, or a run directory that has none but exported ones.
+            keeps it (`output.load_best_model_at_end`). To merge also a folder of adapters, or a run directory that
+            has none but exported ones.
         folder: a new or empty folder.
         dtype: `bf16`, or `fp32` for the masters; None: as the run's `output.export_dtype`, and bf16 for a folder of
             adapters.
@@ -78,63 +79,95 @@ def export_checkpoint(
             the run began with, whose buffers are written too, is gone or is another one now; or there are no adapters
             to merge, or they are for another base.
     """
-    # A folder of adapters has their trained weights, and neither a checkpoint nor the state of a run.
-    adapter = find_adapter(path) if merges else None
-    checkpoint = state = None
-    if adapter is not None:
-        config = _config_of(adapter, base)
-    else:
-        checkpoint, state = _chosen(path)
-        config = _moved(from_dict(state.config), base)
-    if merges and config.model.lora is None:
-        raise ConfigError(f"--merge: {path} has no adapters. Leave it out.")
-
-    say(console, f"from {checkpoint or adapter}")
-    if checkpoint is not None and state is not None:
-        if not is_bound(checkpoint):
-            say(console, UNBOUND.format(checkpoint.name))
-        if not state.origin:
-            say(console, UNKNOWN.format(checkpoint.name))
-        is_best = config.output.load_best_model_at_end and state.best.step == state.step
-        _mention_later_steps(console, path, state.step, is_best=is_best)
+    source = _source_of(path, base, merges=merges)
+    config = source.config
+    say(console, f"from {source.path}")
+    _remark(console, path, source)
 
     # The checkpoint has the weights. The model's config, buffers and tokenizer come from where the run had them, and
     # are compared with what they were (`origin`).
     with one_version():
         model, reader = open_model(config)
-        processor = load_processor(config) if config.data.images else None
-        tokenizer = load_tokenizer(config) if processor is None else processor.tokenizer
+        tokens, tokenizer = load_tokens(config)
         plain, weights = open_base(config.model, config.train.seed, decodes=True) if merges else (model, reader)
-        if state is not None and state.origin and not accepts_changes:
-            changes = differences(exported(state.origin), exported(origin_of(config, model, tokenizer)))
-            check_origin(changes, config, remedy=", or add --accept-changes to export it with these")
+        if not accepts_changes:
+            _check_origin(source, model, tokenizer)
 
     units = find_units(model)
-    with _there(checkpoint):
-        if checkpoint is not None and not accepts_changes:
-            _check_rest(checkpoint, units)
-        with ExitStack() as stack:
-            masters = None if checkpoint is None else stack.enter_context(open_masters(checkpoint, units))
-            read = masters
-            if merges:
-                # The skeleton with adapters says what is added to which matrix, and the plain one what is written.
-                if masters is not None:
-                    trained = _whole(units, masters)
-                else:
-                    assert isinstance(reader, AdaptedWeights) and reader.stored is not None
-                    trained = reader.stored.read
-                read = MergedWeights(weights, model, trained).read
-            assert read is not None
-            write_model(
-                console,
-                folder,
-                plain,
-                find_units(plain),
-                read,
-                processor or tokenizer,
-                dtype or config.output.export_dtype,
-                shard_bytes,
-            )
+    with _reading(source, units, checks=not accepts_changes) as masters:
+        # The skeleton with adapters says what is added to which matrix, and the plain one what is written.
+        read = masters
+        if merges:
+            trained = _whole_reader(units, masters, reader)
+            read = MergedWeights(weights, model, trained).read
+
+        assert read is not None
+        dtype = dtype or config.output.export_dtype
+        write_model(console, folder, plain, find_units(plain), read, tokens, dtype, shard_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is exported: a checkpoint, or a folder of adapters."""
+
+    path: Path
+    config: RunConfig
+    """The run that wrote the checkpoint, or one that would go on with the adapters."""
+    state: RunState | None = None
+    """The state in the checkpoint; None: a folder of adapters, which has trained weights alone."""
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint, if it is one."""
+        return None if self.state is None else self.path
+
+
+def _source_of(path: Path, base: str | None, *, merges: bool) -> Source:
+    """Return what lies at a path; see `export_checkpoint`."""
+    adapter = find_adapter(path) if merges else None
+    if adapter is not None:
+        source = Source(adapter, _config_of(adapter, base))
+    else:
+        checkpoint, state = _chosen(path)
+        source = Source(checkpoint, _moved(from_dict(state.config), base), state)
+
+    if merges and source.config.model.lora is None:
+        raise ConfigError(f"--merge: {path} has no adapters. Leave it out.")
+    return source
+
+
+def _remark(console: Console, path: Path, source: Source) -> None:
+    """Say what nobody can know of a checkpoint, and which step it is of if the run went on after it.
+
+    Args:
+        console: what a person sees.
+        path: what the user named.
+        source: what was found there.
+    """
+    state = source.state
+    if state is None:
+        return
+    if not is_bound(source.path):
+        say(console, UNBOUND.format(source.path.name))
+    if not state.origin:
+        say(console, UNKNOWN.format(source.path.name))
+
+    is_best = source.config.output.load_best_model_at_end and state.best.step == state.step
+    _mention_later_steps(console, path, state.step, is_best=is_best)
+
+
+def _check_origin(source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a model or tokenizer that are not those of the checkpoint, as far as they are exported.
+
+    Raises:
+        ConfigError: names what changed.
+    """
+    if source.state is None or not source.state.origin:
+        return
+    before = exported(source.state.origin)
+    now = exported(origin_of(source.config, model, tokenizer))
+    changes = differences(before, now)
+    check_origin(changes, source.config, remedy=", or add --accept-changes to export it with these")
 
 
 def _chosen(path: Path) -> tuple[Path, RunState]:
@@ -160,12 +193,30 @@ def _chosen(path: Path) -> tuple[Path, RunState]:
 
 
 @contextmanager
-def _there(checkpoint: Path | None) -> Iterator[None]:
-    """Say so if what is read inside is gone: a run that goes on removes older checkpoints when a new one is whole."""
+def _reading(source: Source, units: Sequence[Unit], *, checks: bool) -> Iterator[Read | None]:
+    """Yield what reads the masters of a checkpoint; None for a folder of adapters.
+
+    Args:
+        source: what is exported.
+        units: all units of its model.
+        checks: whether its moments are looked at too.
+
+    Raises:
+        CheckpointError: it was removed while it was read: a run that goes on removes older checkpoints when a new one
+            is whole.
+    """
+    checkpoint = source.checkpoint
+    if checkpoint is None:
+        yield None
+        return
+
     try:
-        yield
+        if checks:
+            _check_rest(checkpoint, units)
+        with open_masters(checkpoint, units) as masters:
+            yield masters
     except DamagedCheckpointError as error:
-        if checkpoint is None or checkpoint.exists():
+        if checkpoint.exists():
             raise
         raise CheckpointError(f"{checkpoint} was removed meanwhile, by its run or by hand. Export again.") from error
 
@@ -217,8 +268,18 @@ def _config_of(adapter: Path, base: str | None) -> RunConfig:
     return RunConfig(model=model, data=data)
 
 
-def _whole(units: Sequence[Unit], read: Read) -> Callable[[str], Tensor]:
-    """Return a function that reads whole parameters by their names."""
+def _whole_reader(units: Sequence[Unit], masters: Read | None, reader: TensorReader) -> Callable[[str], Tensor]:
+    """Return a function that reads whole trained parameters by their names.
+
+    Args:
+        units: all units.
+        masters: reads those of a checkpoint; None: they lie in a folder of adapters.
+        reader: the reader of the model with adapters.
+    """
+    if masters is None:
+        assert isinstance(reader, AdaptedWeights) and reader.stored is not None
+        return reader.stored.read
+
     places = {}
     for unit in units:
         for tensor in unit.layout.trained.tensors:
@@ -226,7 +287,7 @@ def _whole(units: Sequence[Unit], read: Read) -> Callable[[str], Tensor]:
 
     def whole(name: str) -> Tensor:
         unit, tensor = places[name]
-        return read(unit, tensor.start, tensor.stop)
+        return masters(unit, tensor.start, tensor.stop)
 
     return whole
 

@@ -38,9 +38,8 @@ from megatier.config.schema import RunConfig
 from megatier.data.image_chats import ImageChats
 from megatier.data.image_packs import positions_of
 from megatier.data.packing import PackedText
-from megatier.data.processor import Processor, load_processor
+from megatier.data.processor import Processor, load_tokens
 from megatier.data.stream import TextStream
-from megatier.data.tokenizer import load_tokenizer
 from megatier.drives.leftovers import find_leftovers
 from megatier.errors import ConfigError, DataError, mib
 from megatier.foreign import one_version
@@ -224,8 +223,7 @@ def _open_sources(
         say(console, "There is no checkpoint yet, so the run begins again.")
     changes = start.check_config(setup)
 
-    tokens = load_processor(config) if config.data.images else load_tokenizer(config)
-    tokenizer = tokens.tokenizer if isinstance(tokens, Processor) else tokens
+    tokens, tokenizer = load_tokens(config)
     origin = origin_of(config, model, tokenizer)
     if resumes:
         changes += start.check_origin(origin, config, console)
