@@ -1,9 +1,8 @@
 """Plans the home tier of every block, and the slots through which the others pass.
 
 A pure function of units, budgets and policy: no torch, no machine. Residency is static, because a step scans all units
-in a cycle, which defeats any recently-used rule. Units fill the GPU first, in forward order, so that the next forward
-starts at once. Of what is left, RAM takes as much as it can (`schedule.ram`); some of it may be streamed to the GPU to
-be updated there. The rest lies on NVMe.
+in a cycle, which defeats any recently-used rule. Units fill the GPU first (`schedule.gpu`). Of what is left, RAM takes
+as much as it can (`schedule.ram`); some of it may be streamed to the GPU to be updated there. The rest lies on NVMe.
 
 Units that spill may have several generations of state, each with a place of its own on NVMe. One of them may be kept as
 a savepoint, and a speculative update writes to one that does not hold. Of units in RAM those have a second place there
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatier.errors import PlanError
+from megatier.schedule.gpu import fill_gpu
 from megatier.schedule.ram import Homes, RamShare, fill_ram, spills
 from megatier.schedule.sizes import (
     Budgets,
@@ -25,12 +25,10 @@ from megatier.schedule.sizes import (
     UnitSpec,
     grad_bytes,
     home_bytes,
-    passing_kinds_of,
     state_bytes,
     trained,
-    trained_bytes,
 )
-from megatier.schedule.slots import SlotPlan, collective_slots, gpu_slots, least_gpu_bytes, total_bytes
+from megatier.schedule.slots import SlotPlan
 from megatier.tier import Kind, Tier, round_up
 
 UpdateQueue = Literal["update", "update_nvme", "update_gpu"]
@@ -98,57 +96,40 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     Raises:
         PlanError: it does not fit; names what is short, the figures, and what to change.
     """
-    # Slots for what ranks send each other come before all else, since nothing computes without them.
-    fewest_slots = collective_slots(units, 0, policy)
-    collective_bytes = total_bytes(fewest_slots)
-
-    # The GPU first. Its slots depend only on the units that are not at home there.
-    on_gpu = _choose_gpu(units, budgets.gpu - collective_bytes, policy)
-    resident = [spec for spec in units if spec.name in on_gpu]
-    rest = [spec for spec in units if spec.name not in on_gpu]
-    homed_bytes = sum(state_bytes(spec) + grad_bytes(spec, policy) for spec in resident)
-    taken_bytes = homed_bytes + collective_bytes
-    streamed = _choose_streamed(rest, taken_bytes, budgets, policy)
-    slots = gpu_slots(rest, taken_bytes, streamed, budgets.gpu, policy)
-
-    # Whole weights take what is left, so that few of them have to be gathered a second time.
-    streamed_grad_bytes = sum(grad_bytes(spec, policy) for spec in streamed)
-    left_bytes = budgets.gpu - homed_bytes - streamed_grad_bytes - total_bytes(slots)
-    slots += collective_slots(units, left_bytes, policy)
-
-    # RAM next. The gradient of a streamed unit stays on the GPU, where its update needs it.
-    streamed_names = tuple(spec.name for spec in streamed)
-    shipped = [spec for spec in trained(rest) if spec.name not in streamed_names]
-    ram = fill_ram(units, rest, shipped, budgets, policy)
+    # The GPU first, then RAM. The gradient of a streamed unit stays on the GPU, where its update needs it.
+    gpu = fill_gpu(units, budgets.gpu, policy)
+    streamed = tuple(spec.name for spec in gpu.streamed)
+    shipped = [spec for spec in trained(gpu.rest) if spec.name not in streamed]
+    ram = fill_ram(units, gpu.rest, shipped, budgets, policy)
 
     # RAM is too short for all state, and a streamed unit has to be at home there whole: so none is streamed.
     if streamed and Tier.NVME in ram.homes.values():
         none_streamed = replace(policy, streamed_share=0.0)
         return place(units, budgets, none_streamed)
 
-    homes = {(spec.name, kind): Tier.GPU for spec in resident for kind in spec.kinds}
+    homes = {(spec.name, kind): Tier.GPU for spec in gpu.resident for kind in spec.kinds}
     homes |= ram.homes
-    slots += ram.slots
+    slots = gpu.slots + ram.slots
+    spilled = [spec for spec in trained(gpu.rest) if spills(spec, homes)]
 
     # The immediate mode updates in place, in the only generation that there is.
-    spilled = [spec for spec in trained(rest) if spills(spec, homes)]
     generations = policy.generations if policy.deferred else 1
 
     one_generation = _bytes_by_home(units, homes)
     other = _gradient_and_slot_bytes(units, shipped, slots, ram, policy)
     further = _further_bytes(spilled, homes, generations, policy)
     other.update(further)
-    doubled: list[UnitSpec] = []
-    if policy.speculates:
-        waiting = [spec for spec in shipped if spec.name in ram.waiting]
-        free = budgets.ram - one_generation[Tier.RAM] - other[Tier.RAM]
-        doubled = _choose_doubled(waiting, homes, free)
-        other[Tier.RAM] += sum(map(state_bytes, doubled))
+
+    # What RAM has left is for updates that need not wait for the norm.
+    free_bytes = budgets.ram - one_generation[Tier.RAM] - other[Tier.RAM]
+    waiting = [spec for spec in shipped if spec.name in ram.waiting]
+    doubled = _choose_doubled(waiting, homes, free_bytes) if policy.speculates else []
+    other[Tier.RAM] += sum(map(state_bytes, doubled))
+
     needed = one_generation[Tier.NVME] + other[Tier.NVME]
     spills_activations = bool(ram.spilled_activations)
     _check_nvme(needed, generations, budgets, policy, spills_activations=spills_activations)
 
-    on_nvme = tuple(spec.name for spec in spilled)
     speculative = {spec.name for spec in (*spilled, *doubled)} if policy.speculates else set()
     sums_on_gpu = ram.spills_grads or policy.ranks > 1
     return Placement(
@@ -159,8 +140,8 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         grad_homes=_grad_homes(trained(units), shipped, ram.waiting, policy),
         sums_on_gpu=sums_on_gpu and policy.groups > 1,
         ranks=policy.ranks,
-        streamed=streamed_names,
-        spilled=on_nvme,
+        streamed=streamed,
+        spilled=tuple(spec.name for spec in spilled),
         generations=generations,
         speculative=tuple(spec.name for spec in units if spec.name in speculative),
         state_bytes=dict(one_generation),
@@ -330,79 +311,3 @@ def _bytes_by_home(units: Iterable[UnitSpec], homes: Homes) -> Counter[Tier]:
             home = homes[spec.name, kind]
             total[home] += home_bytes(spec, kind, home)
     return total
-
-
-def _choose_gpu(units: Sequence[UnitSpec], room: int, policy: Policy) -> set[str]:
-    """Choose units whose whole state fits into so many bytes in addition to the slots of the others.
-
-    Those that are larger than most come first, then all others in forward order. Large ones (embeddings, heads) come
-    first because one that is left out sets the size of every slot.
-    """
-    chosen: set[str] = set()
-    if Tier.GPU not in policy.state:
-        return chosen
-
-    # The sort is stable: among the large ones, and among the others, forward order stays.
-    usual = _usual_elements([spec.num_elements for spec in units])
-    large_first = sorted(units, key=lambda spec: spec.num_elements <= usual)
-    used = 0
-    for spec in large_first:
-        homed = state_bytes(spec) + grad_bytes(spec, policy)
-
-        # All units that are not chosen yet have to pass through slots, unless they are chosen later.
-        unchosen = [other for other in units if other.name not in chosen]
-        rest = [other for other in unchosen if other is not spec]
-        if used + homed + least_gpu_bytes(rest, policy) <= room:
-            chosen.add(spec.name)
-            used += homed
-
-    return chosen
-
-
-def _usual_elements(sizes: Sequence[int]) -> int:
-    """Return twice the size of the middle unit. A unit above that is larger than most."""
-    if not sizes:
-        return 0
-    middle = sorted(sizes)[len(sizes) // 2]
-    return 2 * middle
-
-
-def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, policy: Policy) -> list[UnitSpec]:
-    """Choose the first units in forward order, up to the share wanted and to the room that homes on the GPU leave.
-
-    Each has slots of its own, all of one size, so those larger than most (embeddings) are left to the CPU.
-
-    Args:
-        rest: units that are not at home on the GPU.
-        homed: bytes of the GPU taken by those that are, and by what ranks need to send each other.
-        budgets: bytes of each tier.
-        policy: the share wanted, and all that decides sizes.
-    """
-    # State comes under the backward and is updated after it, which the immediate mode would not wait for.
-    candidates = trained(rest)
-    is_wanted = policy.deferred and policy.streamed_share
-    if not (is_wanted and candidates and Tier.RAM in policy.state):
-        return []
-
-    # All slots are as large as those of the largest unit that may be chosen.
-    most_elements = _usual_elements([spec.num_trained for spec in candidates])
-    usual = [spec for spec in candidates if spec.num_trained <= most_elements]
-    slot_bytes = {}
-    for kind in passing_kinds_of(usual):
-        sizes = [trained_bytes(spec, kind) for spec in usual if kind in spec.kinds]
-        slot_bytes[kind] = max(sizes)
-
-    # The fewest slots for weights and gradients are taken off first, because without them nothing runs.
-    wanted = policy.streamed_share * sum(spec.num_trained for spec in candidates)
-    room = budgets.gpu - homed - least_gpu_bytes(rest, policy)
-    chosen: list[UnitSpec] = []
-
-    for spec in usual:
-        passing = sum(slot_bytes[kind] for kind in spec.schema.passing_kinds)
-        cost = passing + grad_bytes(spec, policy)
-        if spec.num_trained <= wanted and cost <= room:
-            chosen.append(spec)
-            wanted -= spec.num_trained
-            room -= cost
-
-    return chosen
