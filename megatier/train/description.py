@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from megatier.config.remarks import remarks
 from megatier.config.schema import RunConfig
-from megatier.data.stream import TextStream
+from megatier.data.text_stream import TextStream
 from megatier.errors import mib
 from megatier.models.limits import max_positions
 from megatier.planner.prediction import Prediction

@@ -23,7 +23,7 @@ from megatier.config.schema import STEPS_UNBOUND, RunConfig, TrainConfig
 from megatier.data.image_chats import ImageChats
 from megatier.data.packer import groups_of
 from megatier.data.packing import PackedText
-from megatier.data.stream import TextStream
+from megatier.data.text_stream import TextStream
 from megatier.errors import ConfigError
 from megatier.models.weights import WeightReader
 from megatier.planner.prediction import Prediction

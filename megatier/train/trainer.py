@@ -39,7 +39,7 @@ from megatier.data.image_chats import ImageChats
 from megatier.data.image_packs import positions_of
 from megatier.data.packing import PackedText
 from megatier.data.processor import Processor, load_tokens
-from megatier.data.stream import TextStream
+from megatier.data.text_stream import TextStream
 from megatier.drives.leftovers import find_leftovers
 from megatier.errors import ConfigError, DataError, mib
 from megatier.foreign import one_version

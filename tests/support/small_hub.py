@@ -71,8 +71,8 @@ class Hub(BaseHTTPRequestHandler):
 def main(folder: Path) -> dict[str, Any]:
     """Rows of the whole dataset; tokens of a stream that goes on after the branch moved, and of one that does not."""
     from megatier.config.data_section import DataConfig
-    from megatier.data.stream import TextStream
     from megatier.data.text import documents
+    from megatier.data.text_stream import TextStream
     from megatier.data.tokenizer import byte_tokenizer
 
     def batches(run: str, steps: range, state: dict[str, Any] | None = None) -> tuple[list[Any], dict[str, Any]]:

@@ -19,7 +19,7 @@ from megatier.config.data_section import DataConfig
 from megatier.data import packer
 from megatier.data.packing import num_real_tokens
 from megatier.data.shards import changes, shards_of
-from megatier.data.stream import TextStream
+from megatier.data.text_stream import TextStream
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import CheckpointError, DataError
 from megatier.workers import Task
