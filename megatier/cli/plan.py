@@ -6,7 +6,7 @@ import argparse
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,11 +39,14 @@ def run(argv: Sequence[str]) -> int:
     options, overrides = _parser().parse_known_args(argv)
     loaded, given = config_file.load_given(options.config, overrides)
     world = World(options.ranks, options.hosts)
+
+    # As `megatier train` does under torchrun (`train.shared.setup_of`).
     if world.ranks > 1 and "train.groups" not in given:
-        # As `megatier train` does under torchrun (`train.shared.setup_of`).
         loaded = replace(loaded, train=replace(loaded.train, groups=world.ranks))
+
     here = options.machine is None
     elsewhere = None if here else _elsewhere(loaded, options.machine, searches=options.search)
+
     # Remarks go past stdout, which may be read as JSON.
     console = Console(stderr=True)
     if here:
@@ -51,20 +54,43 @@ def run(argv: Sequence[str]) -> int:
         check_paths(loaded, partial(say, console))
     say(console, f"{options.config}: loading PyTorch and transformers")
     with _nothing_collected():
-        plan, machine, chosen = _planned(loaded, given, world, elsewhere, searches=options.search)
-    for words in remarks(loaded.changed(chosen)):
+        planned = _planned(loaded, given, world, elsewhere, searches=options.search)
+    for words in remarks(loaded.changed(planned.chosen)):
         say(console, words)
-    taken = plan.room.described(loaded.output, here=here)
 
-    rates, assumed = machine.rates, machine.assumed
-    threads, why = io_threads(loaded.tiers.io_threads, rates)
+    # Asked before anything is written, since it may refuse the directory of the run.
+    taken = planned.plan.room.described(loaded.output, here=here)
+
+    document = _document(planned, loaded, world)
+    _write_files(options, document, planned.plan)
+    if options.json:
+        print_json(document)
+        return 0
+
+    console = Console()
+    _print_tables(console, planned, here=here)
+    _print_sentences(console, planned, loaded, taken)
+    _print_assumptions(console, planned, loaded, world, here=here, searches=options.search)
+    return 0
+
+
+def _document(planned: Planned, loaded: RunConfig, world: World) -> dict[str, Any]:
+    """Return the plan as one document for JSON."""
+    rates = planned.machine.rates
     figures = as_dict(rates)
-    document = plan.as_dict() | {
-        "chosen": chosen,
-        "assumed_rates": {name: figures[name] for name in assumed}
-        | {name: ASSUMED[name] for name in rates.assumed(world)},
+    assumed = {name: figures[name] for name in planned.machine.assumed}
+    assumed |= {name: ASSUMED[name] for name in rates.assumed(world)}
+
+    threads, _ = io_threads(loaded.tiers.io_threads, rates)
+    return planned.plan.as_dict() | {
+        "chosen": planned.chosen,
+        "assumed_rates": assumed,
         "io_threads": threads if loaded.tiers.nvme else None,
     }
+
+
+def _write_files(options: argparse.Namespace, document: Mapping[str, Any], plan: Plan) -> None:
+    """Write the plan, and its picture, where the user wants them."""
     if options.output is not None:
         write_text(options.output, json_text(document), "--output FILE.json")
     if options.picture is not None:
@@ -73,39 +99,47 @@ def run(argv: Sequence[str]) -> int:
         picture = draw(plan.events(), f"{options.config.name}, as planned")
         write_text(options.picture, picture, "--picture FILE.svg")
 
-    if options.json:
-        print_json(document)
-        return 0
 
-    console = Console()
-    _print_tables(console, plan, chosen, has_gpu=not here or machine.device.type != "cpu")
+def _print_tables(console: Console, planned: Planned, *, here: bool) -> None:
+    """Print the choice, and the tables of the plan."""
+    if planned.chosen:
+        say(console, f"chosen: {config_text.options(planned.chosen)}")
+    if here and planned.machine.device.type == "cpu":
+        say(console, NO_GPU)
+    for table in tables(planned.plan):
+        console.print(table)
+
+
+def _print_sentences(console: Console, planned: Planned, loaded: RunConfig, taken: str) -> None:
+    """Print what the plan says in words.
+
+    Args:
+        console: what a person sees.
+        planned: the plan.
+        loaded: the run.
+        taken: what it needs to save, in words.
+    """
     if loaded.tiers.nvme:
+        threads, why = io_threads(loaded.tiers.io_threads, planned.machine.rates)
         say(console, f"NVMe: {threads} I/O threads each way, {why}.")
+
     # How many steps epochs are is for the text to say, which a plan does not read.
     steps = None if loaded.train.epochs is not None else loaded.train.steps
-    console.print(
-        *sentences(plan, steps, taken),
-        sep="\n",
-        markup=False,
-        highlight=False,
-    )
+    words = sentences(planned.plan, steps, taken)
+    console.print(*words, sep="\n", markup=False, highlight=False)
+
+
+def _print_assumptions(
+    console: Console, planned: Planned, loaded: RunConfig, world: World, *, here: bool, searches: bool
+) -> None:
+    """Say which rates nobody has measured."""
+    rates, assumed = planned.machine.rates, planned.machine.assumed
     if assumed:
-        said = rates_assumption(rates, assumed, loaded.tiers.nvme, searches=options.search)
+        said = rates_assumption(rates, assumed, loaded.tiers.nvme, searches=searches)
         say(console, said)
     if names := rates.assumed(world):
         words = links_assumption(names, world, here=here)
         say(console, words)
-    return 0
-
-
-def _print_tables(console: Console, plan: Plan, chosen: Mapping[str, Any], *, has_gpu: bool) -> None:
-    """Print the choice, and the tables of the plan."""
-    if chosen:
-        say(console, f"chosen: {config_text.options(chosen)}")
-    if not has_gpu:
-        say(console, NO_GPU)
-    for table in tables(plan):
-        console.print(table)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,6 +184,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what it was made for."""
+
+    plan: Plan
+    machine: Machine
+    chosen: Mapping[str, Any]
+    """The settings that were chosen for the run, by dotted name."""
+
+
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
     """Switch the garbage collector off: while libraries load, it takes a sixth of a plan's time and finds nothing."""
@@ -164,8 +208,8 @@ def _nothing_collected() -> Iterator[None]:
 
 def _planned(
     loaded: RunConfig, given: frozenset[str], world: World, elsewhere: tuple[Rates, Budgets] | None, *, searches: bool
-) -> tuple[Plan, Machine, Mapping[str, Any]]:
-    """Return the plan of a run, its machine, and the settings that were chosen for it, by dotted name.
+) -> Planned:
+    """Return the plan of a run.
 
     Args:
         loaded: the run.
@@ -199,7 +243,7 @@ def _planned(
     chosen: Mapping[str, Any] = {}
     if searches or (elsewhere is None and machine.is_measured):
         chosen = search(setup, given).settings
-    return make_plan(setup.changed(chosen)), machine, chosen
+    return Planned(make_plan(setup.changed(chosen)), machine, chosen)
 
 
 def _elsewhere(loaded: RunConfig, machine: Path, *, searches: bool) -> tuple[Rates, Budgets]:
