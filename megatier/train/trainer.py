@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,7 +26,6 @@ from megatier.checkpoint.run_directory import (
     MODEL_FOLDER,
     NUMBERS_FILE,
     SAVEPOINT_FOLDER,
-    STALL_FILE,
     TENSORBOARD_FOLDER,
     TRACE_FILE,
     check_goes_on,
@@ -45,7 +45,6 @@ from megatier.errors import ConfigError, DataError, mib
 from megatier.foreign import one_version
 from megatier.guards.weight_changes import check_evaluates
 from megatier.models.decoder import check_stops_at_borders
-from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
@@ -56,8 +55,8 @@ from megatier.report.trackers import Sender, TrackedRun, load_trackers
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.setup.machine import Machine, choose_device
-from megatier.setup.setup import Setup
 from megatier.trace.events import write_trace
+from megatier.train.begun_run import BegunRun
 from megatier.train.description import (
     describe,
     describe_left_out,
@@ -72,10 +71,9 @@ from megatier.train.origin import Origin, origin_of
 from megatier.train.outlet import say
 from megatier.train.save_plan import SavePlan
 from megatier.train.saves import Record, Saves
-from megatier.train.shared import SharedDirectory, SharedText, Text, console_of, run_before_restart, setup_of
-from megatier.train.start import Start
+from megatier.train.shared import SharedText, Text, run_before_restart, setup_of
 from megatier.train.upload import check_login, upload
-from megatier.train.watchdog import Tally, Watchdog
+from megatier.train.watchdog import Tally
 
 
 def train(
@@ -117,94 +115,92 @@ def train(
             config, given = before
             resumes = True
         config = replace(config, train=config.train.bounded(steps_given="train.steps" in given))
-        crew = ranks or Alone()
 
         # Planning, the tokenizer and the notes of the origin read the model's files one after the other. If one of them
         # is replaced meanwhile, the run is refused.
         with one_version():
-            # Block files of this run that a kill has left count as free: the run takes their place.
-            left_id = crew.from_first(lambda: noted_id(Path(config.output.directory))) if resumes else None
-            machine = Machine.here(config.tiers, device, ranks, left_id)
+            machine = _machine(config, device, ranks, resumes=resumes)
             setup, reader, expected = setup_of(config, given, machine, ranks, console)
-            config = setup.config
-            forecast = None if expected is None else expected.forecast
+            run = BegunRun.begin(
+                stack, setup, expected, ranks, console, resumes=resumes, accepts_changes=accepts_changes
+            )
+            tokens, origin, changes = _open_sources(run)
+        if not resumes and run.writes:
+            write_numbers(run.directory.path / NUMBERS_FILE, setup.config, origin)
 
-            # Silent on the other ranks from here on. Until here they had nothing to say but what stops them.
-            console = console_of(ranks, console)
-            watchdog = stack.enter_context(_watchdog(config, expected, ranks))
+        session, text = _open_session(run, tokens)
+        config = replace(setup.config, train=text.with_steps(setup.config.train, run.console))
+        forecast = None if expected is None else expected.forecast
+        plan = SavePlan.of(config.output, session, forecast, is_done=run.start.is_done(config.train))
+        if run.writes:
+            describe(run.console, config, session, text.own, plan)
 
-            # Locked before `Start` looks for saved steps there, which another run could write or remove.
-            directory = SharedDirectory(stack, config, ranks, resumes=resumes)
-            start = crew.from_first(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
-            tokens, origin, changes = _open_sources(setup, start, console, resumes=resumes)
-        if not resumes and directory.own is not None:
-            write_numbers(directory.path / NUMBERS_FILE, config, origin)
+        with run.watchdog.watch(session.player, lambda: session.filling.num_runs):
+            run.start.fill(session, reader, run.console)
+        if run.writes:
+            _write_changes(run, config, origin)
 
-        session, text = _open_session(stack, setup, tokens, directory, start, ranks, console, watchdog)
-        counts_epochs = config.train.epochs is not None
-        config = replace(config, train=text.with_steps(config.train, console))
-        plan = SavePlan.of(config.output, session, forecast, is_done=start.is_done(config.train))
-        if directory.own is not None:
-            describe(console, config, session, text.own, plan)
-
-        with watchdog.watch(session.player, lambda: session.filling.num_runs):
-            start.fill(session, reader, console)
-
-        # The files of a run that is resumed change only now, when nothing refuses it any more. Those of a run in epochs
-        # have its steps, which are known now.
-        if (resumes or counts_epochs) and directory.own is not None:
-            _remove_moved_blocks(console, config, directory)
-            write_numbers(directory.path / NUMBERS_FILE, config, origin)
-            directory.own.write_config(config)
-
-        record = _open_records(stack, config, directory, start.step, console, trackers)
-        record({"step": start.step, **opening(session, tier_states(session), expected, changes)})
-        saves = Saves(config, session, text, origin, plan, watchdog, record)
-        loop = Loop(config, console, session, text, record, expected, watchdog, saves)
-        outcome = loop.steps(start.state)
+        record = _open_records(run, config, trackers)
+        record({"step": run.start.step, **opening(session, tier_states(session), expected, changes)})
+        saves = Saves(config, session, text, origin, plan, run.watchdog, record)
+        loop = Loop(config, run.console, session, text, record, expected, run.watchdog, saves)
+        outcome = loop.steps(run.start.state)
         loop.report(outcome)
-        _finish(config, console, session, tokens, saves, outcome, loop.last_step)
-        if config.output.trace and directory.own is not None:
-            write_trace(directory.path / TRACE_FILE, loop.traced)
+        _finish(run, config, session, tokens, saves, outcome, loop.last_step)
+        if config.output.trace and run.writes:
+            write_trace(run.directory.path / TRACE_FILE, loop.traced)
 
     # Last, when memory and drives are free again, since a large model takes long.
     repository = config.output.push_to_hub
-    if repository is not None and outcome != "stopped" and crew.rank == 0:
-        upload(console, directory.path / MODEL_FOLDER, repository, private=config.output.hub_private_repo)
+    if repository is not None and outcome != "stopped" and run.writes:
+        upload(run.console, run.directory.path / MODEL_FOLDER, repository, private=config.output.hub_private_repo)
 
 
-def _remove_moved_blocks(console: Console, config: RunConfig, directory: SharedDirectory) -> None:
+def _machine(config: RunConfig, device: torch.device, ranks: Ranks | None, *, resumes: bool) -> Machine:
+    """Return the machine that runs. Block files of this run that a kill has left count as free there."""
+    # The run takes their place.
+    crew = ranks or Alone()
+    left_id = crew.from_first(lambda: noted_id(Path(config.output.directory))) if resumes else None
+    return Machine.here(config.tiers, device, ranks, left_id)
+
+
+def _write_changes(run: BegunRun, config: RunConfig, origin: Origin) -> None:
+    """Write what is known of a run only now, or changes only now, when nothing refuses it any more.
+
+    Args:
+        run: the run.
+        config: its config, with the steps that epochs take.
+        origin: what its model and tokenizer were made of.
+    """
+    counts_epochs = run.setup.config.train.epochs is not None
+    if not (run.resumes or counts_epochs):
+        return
+    assert run.directory.own is not None
+    _remove_moved_blocks(run, config)
+    write_numbers(run.directory.path / NUMBERS_FILE, config, origin)
+    run.directory.own.write_config(config)
+
+
+def _remove_moved_blocks(run: BegunRun, config: RunConfig) -> None:
     """Remove what a kill left on mounts that the run had before and has no more, and say so.
 
     Nothing else would find these files, and they are as large as the state that lay there.
     """
-    before = config_file.load_saved(directory.path / CONFIG_FILE).tiers.mounts
+    before = config_file.load_saved(run.directory.path / CONFIG_FILE).tiers.mounts
     present = [mount.directory.resolve() for mount in config.tiers.mounts]
     for mount in before:
         # The drive of a mount may be gone, and its files with it.
         if mount.directory.resolve() in present or not mount.directory.is_dir():
             continue
-        for leftover in find_leftovers(mount.directory, remove=True, run_id=directory.run_id):
+        for leftover in find_leftovers(mount.directory, remove=True, run_id=run.directory.run_id):
             fate = f"stays, {leftover.stays}"
             if not leftover.stays:
                 fate = f"{mib(leftover.num_bytes)} removed"
-            say(console, f"{leftover.path}: block files from before the run was resumed, {fate}")
-
-
-def _watchdog(config: RunConfig, expected: Prediction | None, ranks: Ranks | None) -> Watchdog:
-    """Return the watchdog. It is entered before all that may hang while it closes, so that it still watches then."""
-    expected_s = 0.0 if expected is None else expected.forecast.seconds
-
-    # Each rank says what it was at, since the one that stalls may wait for another.
-    name = STALL_FILE
-    if ranks is not None:
-        name = STALL_FILE.replace(".", f"-{ranks.rank}.")
-    path = Path(config.output.directory) / name
-    return Watchdog(path, config.train.stall_timeout, expected_s)
+            say(run.console, f"{leftover.path}: block files from before the run was resumed, {fate}")
 
 
 def _open_sources(
-    setup: Setup, start: Start, console: Console, *, resumes: bool
+    run: BegunRun,
 ) -> tuple[PreTrainedTokenizerBase | Processor, Origin, list[str]]:
     """Open tokenizer or processor, and refuse a model or tokenizer that the run cannot be trained with.
 
@@ -215,21 +211,22 @@ def _open_sources(
     Raises:
         ConfigError, DataError, UnsupportedModelError: names what to change.
     """
-    config, model = setup.config, setup.model
-    if resumes:
+    config, model = run.setup.config, run.setup.model
+    start = run.start
+    if run.resumes:
         check_goes_on(start.directory, config)
         start.check_evaluations(config)
-    if resumes and start.state is None:
-        say(console, "There is no checkpoint yet, so the run begins again.")
-    changes = start.check_config(setup)
+        if start.state is None:
+            say(run.console, "There is no checkpoint yet, so the run begins again.")
+    changes = start.check_config(run.setup)
 
     tokens, tokenizer = load_tokens(config)
     origin = origin_of(config, model, tokenizer)
-    if resumes:
-        changes += start.check_origin(origin, config, console)
+    if run.resumes:
+        changes += start.check_origin(origin, config, run.console)
 
     _check_model(model, len(tokenizer), config)
-    describe_positions(console, model, config.data.sequence_length)
+    describe_positions(run.console, model, config.data.sequence_length)
     return tokens, origin, changes
 
 
@@ -257,84 +254,71 @@ def _check_model(model: PreTrainedModel, num_tokens: int, config: RunConfig) -> 
         )
 
 
-def _open_session(
-    stack: ExitStack,
-    setup: Setup,
-    tokens: PreTrainedTokenizerBase | Processor,
-    directory: SharedDirectory,
-    start: Start,
-    ranks: Ranks | None,
-    console: Console,
-    watchdog: Watchdog,
-) -> tuple[Session, SharedText]:
+def _open_session(run: BegunRun, tokens: PreTrainedTokenizerBase | Processor) -> tuple[Session, SharedText]:
     """Open session and text, and allocate all memory and files, and tell how far that is.
 
     The session takes the block files of a savepoint, if the run goes on from one, or new ones.
     """
+    config, directory, savepoint = run.setup.config, run.directory, run.start.savepoint
+
     # A savepoint that is older than the last checkpoint is void from here on, because its block files are made anew.
-    if start.savepoint is not None:
-        start.savepoint.check_ranks(ranks)
-    elif directory.own is not None:
+    if savepoint is not None:
+        savepoint.check_ranks(run.ranks)
+    elif run.writes:
         remove_savepoints(directory.path / SAVEPOINT_FOLDER)
-    config = setup.config
     session = Session(
-        setup,
+        run.setup,
         directory.run_id,
         seed=config.train.seed,
-        reuses=start.savepoint is not None,
+        reuses=savepoint is not None,
         run=str(directory.path),
-        ranks=ranks,
+        ranks=run.ranks,
         # Images have any number of patches.
         any_shape=config.data.images,
     )
-    stack.enter_context(session)
-    if start.savepoint is not None:
-        start.savepoint.check(session, config)
+    run.stack.enter_context(session)
+    if savepoint is not None:
+        savepoint.check(session, config)
 
     # The text is opened before memory and files are allocated, so that a run whose text is refused does not first fill
     # them.
     text = None
-    if directory.own is not None:
-        text = _open_text(stack, config, setup.model, tokens, directory.path / DATA_FOLDER, start, console)
+    if run.writes:
+        text = _open_text(run, tokens)
         _check_held_out(config, text)
         remove_leftovers(directory.path / CHECKPOINT_FOLDER)
-    describe_reserved(console, session)
-    with WorkBar(console, "NVMe filled", None, lambda size: mib(round(size))) as work:
+
+    describe_reserved(run.console, session)
+    with WorkBar(run.console, "NVMe filled", None, lambda size: mib(round(size))) as work:
         filled = Tally()
-        with watchdog.watch(session.player, lambda: filled.begun):
+        with run.watchdog.watch(session.player, lambda: filled.begun):
             session.seal(filled.counting(work.advance))
-    return session, SharedText(ranks, text)
+    return session, SharedText(run.ranks, text)
 
 
-def _open_text(
-    stack: ExitStack,
-    config: RunConfig,
-    model: PreTrainedModel,
-    tokens: PreTrainedTokenizerBase | Processor,
-    folder: Path,
-    start: Start,
-    console: Console,
-) -> Text:
+def _open_text(run: BegunRun, tokens: PreTrainedTokenizerBase | Processor) -> Text:
     """Open the text that the run trains on: a stream from where the state says, or files with the state's tokens.
 
     Raises:
         DataError: the text is not that of the state, and the user has not accepted another one.
     """
-    state = start.state
-    if isinstance(tokens, PreTrainedTokenizerBase) and config.data.streaming:
+    data = run.setup.config.data
+    folder = run.directory.path / DATA_FOLDER
+    state, accepts_changes = run.start.state, run.start.accepts_changes
+    if isinstance(tokens, PreTrainedTokenizerBase) and data.streaming:
         noted = None if state is None else state.text
-        stream = TextStream(config.data, tokens, folder, noted, accepts_changes=start.accepts_changes)
-        stack.callback(describe_left_out, console, stream)
-        return stack.enter_context(stream)
+        stream = TextStream(data, tokens, folder, noted, accepts_changes=accepts_changes)
+        run.stack.callback(describe_left_out, run.console, stream)
+        return run.stack.enter_context(stream)
 
-    with WorkBar(console, "text", None, lambda count: f"{format_count(count)} tokens") as work:
+    with WorkBar(run.console, "text", None, lambda count: f"{format_count(count)} tokens") as work:
         text: PackedText | ImageChats
         if isinstance(tokens, Processor):
-            positions = positions_of(model) if config.data.max_patches is not None else None
-            text = stack.enter_context(ImageChats(config.data, tokens, folder, work.advance, positions))
+            positions = positions_of(run.setup.model) if data.max_patches is not None else None
+            text = run.stack.enter_context(ImageChats(data, tokens, folder, work.advance, positions))
         else:
-            text = PackedText.build(config.data, tokens, folder, work.advance)
-    if state is not None and not start.accepts_changes:
+            text = PackedText.build(data, tokens, folder, work.advance)
+    if state is not None and not accepts_changes:
         state.check_text(text.state)
     return text
 
@@ -355,28 +339,20 @@ def _check_held_out(config: RunConfig, text: Text) -> None:
         )
 
 
-def _open_records(
-    stack: ExitStack,
-    config: RunConfig,
-    directory: SharedDirectory,
-    last_step: int,
-    console: Console,
-    trackers: Mapping[str, Any],
-) -> Record:
+def _open_records(run: BegunRun, config: RunConfig, trackers: Mapping[str, Any]) -> Record:
     """Open metrics.jsonl, and TensorBoard's files and trackers if they are wanted; return what writes figures to them.
 
     The first rank alone writes them.
 
     Args:
-        stack: closes them.
-        config: the run.
-        directory: its directory.
-        last_step: the last step that was saved.
-        console: what a person sees.
+        run: the run.
+        config: its config, with the steps that epochs take.
         trackers: the libraries of trackers, by name.
     """
-    if directory.own is None:
+    if not run.writes:
         return lambda figures: None
+    stack, console, directory = run.stack, run.console, run.directory
+    last_step = run.start.step
     log = stack.enter_context(MetricsLog(directory.path / METRICS_FILE))
 
     # Steps after the last one that was saved come again, so their records go.
@@ -402,8 +378,8 @@ def _open_records(
 
 
 def _finish(
+    run: BegunRun,
     config: RunConfig,
-    console: Console,
     session: Session,
     tokens: PreTrainedTokenizerBase | Processor,
     saves: Saves,
@@ -417,10 +393,10 @@ def _finish(
     """
     directory = Path(config.output.directory)
     if outcome == "stopped":
-        say(console, f"stopped; `megatier resume {directory}` goes on")
+        say(run.console, f"stopped; `megatier resume {directory}` goes on")
         return
 
     # The savepoint is dropped last: if the export fails, the run goes on from it.
     if config.output.export:
-        export_end(console, config, session, tokens, saves, last_step)
+        export_end(run.console, config, session, tokens, saves, last_step)
     drop_savepoint(session, directory / SAVEPOINT_FOLDER)
