@@ -82,7 +82,7 @@ OURS = {
     "report/picture.py": 1,
     "trace/events.py": 1,  # written
     "train/model_folder.py": 1,
-    "train/shared.py": 1,
+    "train/shared_directory.py": 1,
     "train/saves.py": 1,  # which directory it is
 }
 """Files that megatier writes, most of them in a directory that is locked while the run goes on."""

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     loaded, given = config_file.load_given(options.config, overrides)
     world = World(options.ranks, options.hosts)
 
-    # As `megatier train` does under torchrun (`train.shared.setup_of`).
+    # As `megatier train` does under torchrun (`train.shared_setup.setup_of`).
     if world.ranks > 1 and "train.groups" not in given:
         loaded = replace(loaded, train=replace(loaded.train, groups=world.ranks))
 

@@ -15,7 +15,8 @@ from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.setup.setup import Setup
-from megatier.train.shared import SharedDirectory, console_of
+from megatier.train.outlet import console_of
+from megatier.train.shared_directory import SharedDirectory
 from megatier.train.start import Start
 from megatier.train.watchdog import Watchdog
 

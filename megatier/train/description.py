@@ -25,7 +25,7 @@ from megatier.store.store import TieredStore
 from megatier.tier import STATE_KINDS, Kind, Tier
 from megatier.train.outlet import say
 from megatier.train.save_plan import SavePlan
-from megatier.train.shared import Text
+from megatier.train.shared_text import Text
 
 EPOCHS_MAX = 10
 """A run that trains on its text more often than that is told so."""

@@ -28,7 +28,7 @@ from megatier.session.session import Session
 from megatier.trace.events import STEP, TraceEvent, account
 from megatier.train.outlet import say
 from megatier.train.saves import Record, Saves, Say
-from megatier.train.shared import SharedText
+from megatier.train.shared_text import SharedText
 from megatier.train.step_report import StepReports, StepTimes
 from megatier.train.stop import StopRequest
 from megatier.train.watchdog import Watchdog

@@ -11,9 +11,12 @@ import io
 import os
 import select
 import sys
-from typing import TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from megatier.ranks.ranks import Ranks
 
 
 class Outlet(io.TextIOBase):
@@ -63,6 +66,11 @@ def run_console() -> Console:
     except (OSError, ValueError, AttributeError):
         # Python code captures stdout, which has no descriptor then, or the caller has closed it, so that it is None.
         return Console()
+
+
+def console_of(ranks: Ranks | None, console: Console) -> Console:
+    """Return the console of a run, which is silent on all ranks but the first."""
+    return console if ranks is None or ranks.rank == 0 else Console(quiet=True)
 
 
 def say(console: Console, words: str) -> None:

@@ -22,7 +22,7 @@ from megatier.errors import CapacityError, MegatierError, TransferError, mib
 from megatier.report.metrics import format_seconds
 from megatier.session.session import Session
 from megatier.train.save_plan import SavePlan
-from megatier.train.shared import SharedText
+from megatier.train.shared_text import SharedText
 from megatier.train.watchdog import Tally, Watchdog
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -69,9 +69,11 @@ from megatier.train.end_export import export_end
 from megatier.train.loop import Loop, Outcome
 from megatier.train.origin import Origin, origin_of
 from megatier.train.outlet import say
+from megatier.train.restart import run_before_restart
 from megatier.train.save_plan import SavePlan
 from megatier.train.saves import Record, Saves
-from megatier.train.shared import SharedText, Text, run_before_restart, setup_of
+from megatier.train.shared_setup import setup_of
+from megatier.train.shared_text import SharedText, Text
 from megatier.train.upload import check_login, upload
 from megatier.train.watchdog import Tally
 

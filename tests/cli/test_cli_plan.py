@@ -18,7 +18,7 @@ from megatier.measure.probe import cache_rates
 from megatier.planner.memory import CONTEXT_BYTES
 from megatier.schedule.rates import ASSUMED, OF_RANKS, DriveRates, Rates, as_dict, read_rates
 from megatier.setup.machine import Machine
-from megatier.train.shared import setup_of
+from megatier.train.shared_setup import setup_of
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "examples/quickstart.yaml")

@@ -17,7 +17,7 @@ from megatier.config.schema import ModelConfig, RunConfig, TrainConfig
 from megatier.data.packing import PackedText
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.train.description import describe_text
-from megatier.train.shared import SharedText
+from megatier.train.shared_text import SharedText
 
 LLAMA = ModelConfig(config={"model_type": "llama"})
 

@@ -1,0 +1,53 @@
+"""The directory of a run, which the first rank locks and writes."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import ExitStack
+from pathlib import Path
+
+from megatier.checkpoint.run_directory import RUN_ID_FILE, RunDirectory
+from megatier.config.schema import RunConfig
+from megatier.errors import ConfigError
+from megatier.ranks.channel import Alone
+from megatier.ranks.ranks import Ranks
+
+
+class SharedDirectory:
+    """The run directory, which the first rank locks and writes.
+
+    Attributes:
+        path: the directory.
+        own: what writes there, on the first rank; None on the others.
+        run_id: the name of the run's block files.
+    """
+
+    def __init__(self, opened: ExitStack, config: RunConfig, ranks: Ranks | None, *, resumes: bool) -> None:
+        """Open it on the first rank, until the stack closes; see `RunDirectory`."""
+        crew = ranks or Alone()
+        self.path = Path(config.output.directory)
+
+        # One lock on one host: the others would be refused by it.
+        own = opened.enter_context(RunDirectory(config, resumes=resumes)) if crew.rank == 0 else None
+        self.own = own
+
+        # The others read there only once it is locked.
+        self.run_id = crew.from_first(lambda: "" if own is None else own.run_id)
+        with crew.together():
+            self._check_is_shared(crew.rank)
+
+    def _check_is_shared(self, rank: int) -> None:
+        """Refuse a rank that sees another directory, since all of them write checkpoints there.
+
+        Raises:
+            ConfigError: names the rank.
+        """
+        noted = ""
+        with contextlib.suppress(OSError):
+            noted = (self.path / RUN_ID_FILE).read_text()
+        # Behind the id the file has the directory's own number on its drive, which tells it from a copy of it.
+        if noted.split(" ")[0] != self.run_id:
+            raise ConfigError(
+                f"rank {rank} does not see the run that the first rank has in {self.path}. Name an output.directory on "
+                "a file system that all hosts share, and start all ranks in one directory."
+            )
