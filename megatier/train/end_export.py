@@ -29,7 +29,7 @@ from megatier.session.session import Session
 from megatier.train.model_folder import write_model
 from megatier.train.outlet import say
 from megatier.train.saves import Saves
-from megatier.train.watchdog import Tally
+from megatier.train.tally import Tally
 
 
 def export_end(

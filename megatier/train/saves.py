@@ -23,7 +23,8 @@ from megatier.report.metrics import format_seconds
 from megatier.session.session import Session
 from megatier.train.save_plan import SavePlan
 from megatier.train.shared_text import SharedText
-from megatier.train.watchdog import Tally, Watchdog
+from megatier.train.tally import Tally
+from megatier.train.watchdog import Watchdog
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a drive that has no room, which goes away when somebody makes some."""

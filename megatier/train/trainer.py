@@ -74,8 +74,8 @@ from megatier.train.save_plan import SavePlan
 from megatier.train.saves import Record, Saves
 from megatier.train.shared_setup import setup_of
 from megatier.train.shared_text import SharedText, Text
+from megatier.train.tally import Tally
 from megatier.train.upload import check_login, upload
-from megatier.train.watchdog import Tally
 
 
 def train(

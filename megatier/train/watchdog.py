@@ -16,23 +16,19 @@ import os
 import signal
 import sys
 import threading
-import time
-import traceback
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import ParamSpec, Self, TypeVar
+from typing import Self
 
 from megatier import _native
 from megatier.errors import StallError
 from megatier.play.player import Player
-from megatier.store.queue import QueueState
-from megatier.store.transfer import Transfer
+from megatier.train.patience import Patience
+from megatier.train.stall_report import stall_report
 
-MULTIPLE = 4
-"""Nothing may move on for so many times the longest that it took so far, or the predicted step."""
 LOOK_S_MAX = 1.0
 """Seconds between two looks, at most."""
 LOOKS_MIN = 20
@@ -43,80 +39,11 @@ SIGNAL = signal.SIGURG
 """Wakes the training thread if it waits in Python or for a native batch. It is ignored if nobody handles it."""
 EXIT_ERROR = 2
 """The exit status of the command for every error of ours."""
-SHOWN_MAX = 8
-"""Moves in flight, or waited for, that a line of the report names."""
-QUEUES_TITLE = "queues (a copy on a CUDA stream counts as in flight until its queue looks again):"
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def _nothing() -> int:
     """Return the pieces of work that no queue counts, where there are none."""
     return 0
-
-
-class Patience:
-    """The patience of a watchdog: a least time, and a multiple of the longest that it took before.
-
-    Attributes:
-        expected_s: seconds that it may take in any case; 0: not known.
-        quiet_s: seconds since something moved on.
-    """
-
-    def __init__(self, least_s: float, expected_s: float) -> None:
-        """Begin to look.
-
-        Args:
-            least_s: the least time.
-            expected_s: seconds that it may take in any case; 0: not known.
-        """
-        self._least_s = least_s
-        self._longest_s = 0.0
-        self.expected_s = expected_s
-        self._seen: object = None
-        self.quiet_s = 0.0
-
-    def ends(self, seen: object, seconds: float) -> bool:
-        """Take the next look, and return whether everything was the same for too long.
-
-        Args:
-            seen: what is seen; None: nothing has to move on now.
-            seconds: time since the last look.
-        """
-        if seen is None or seen != self._seen:
-            # The run has moved on, so this much quiet was no stall, and that much again is none either.
-            self._longest_s = max(self._longest_s, self.quiet_s)
-            self._seen = seen
-            self.quiet_s = 0.0
-            return False
-        self.quiet_s += seconds
-        usual_s = max(self._longest_s, self.expected_s)
-        return self.quiet_s >= max(self._least_s, MULTIPLE * usual_s)
-
-
-class Tally:
-    """Counts the pieces of some work in any thread. One count that is lost among many does no harm."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self.count = 0
-
-    def counting(self, work: Callable[P, R]) -> Callable[P, R]:
-        """Return work of which each call counts when it is over."""
-
-        def counted(*args: P.args, **kwargs: P.kwargs) -> R:
-            result = work(*args, **kwargs)
-            self.count += 1
-            return result
-
-        return counted
-
-    @property
-    def begun(self) -> int | None:
-        """The count; None before the first piece."""
-        return self.count or None
 
 
 class Watchdog:
@@ -213,7 +140,7 @@ class Watchdog:
         # The error is set before the signal is sent, because the handler raises it.
         self._error = StallError(self._patience.quiet_s, str(self._path))
         # Neither the terminal nor the drive can be relied on now, so each is written to on a thread of its own.
-        text = report(player, self._patience.quiet_s)
+        text = stall_report(player, self._patience.quiet_s)
         to_terminal = partial(sys.stderr.write, text)
         to_file = partial(self._path.write_text, text, encoding="utf-8")
         attempt(to_terminal)
@@ -260,94 +187,3 @@ def progress(player: Player) -> object:
         # Both counts matter: a queue may begin nothing for long while its copies end one after the other.
         counts.append((state.num_begun, len(state.in_flight)))
     return len(player.accesses), player.gate.count, counts
-
-
-# ---------------------------------------------------------------------- the report; it must not wait for anything
-
-
-def report(player: Player, quiet_s: float) -> str:
-    """Describe the work of every queue, of the gate, and of every Python thread but those of idle queues."""
-    states = [queue.state() for queue in player.queues]
-    lines = [f"megatier: nothing has moved on for {quiet_s:.0f} s", "", QUEUES_TITLE]
-    for state in states:
-        lines += describe_queue(state, player.busy.get(state.name))
-
-    # The stack of an idle queue's thread says that it waits for work, as its line above does.
-    idle = {f"megatier-{state.name}" for state in states if state.current is None}
-    lines += ["", *describe_compute(player)]
-    lines += ["", *describe_threads(idle), ""]
-    return "\n".join(lines)
-
-
-def describe_queue(state: QueueState, cause: str | None) -> Iterator[str]:
-    """Yield lines about one queue.
-
-    Args:
-        state: what it is at.
-        cause: what a queue of the player is busy with, while it has an item.
-    """
-    if state.current is None:
-        yield f"  {state.name}: idle, after {state.num_begun} items"
-    else:
-        transfer, since_ns = state.current
-        at = f" ({cause})" if cause is not None else ""
-        yield f"  {state.name}: at {transfer.key}{at} for {seconds_since(since_ns)}; {state.num_waiting} wait behind it"
-        for word, others in (("after", transfer.requires), ("behind", transfer.follows)):
-            # What is done is no reason to wait. `seen_done` asks no device, since even that might hang now.
-            pending = [other for other in others if not other.seen_done()]
-            for line in shortened(pending):
-                yield f"    {word} {line}"
-
-    for line in shortened(state.in_flight):
-        yield f"    in flight: {line}"
-
-
-def shortened(transfers: Sequence[Transfer]) -> Iterator[str]:
-    """Yield the first transfers, by queue, key and age, and how many more there are."""
-    for transfer in transfers[:SHOWN_MAX]:
-        since_ns, _ = transfer.span_ns()
-        age = f"for {seconds_since(since_ns)}" if since_ns else "not started"
-        yield f"{transfer.queue} {transfer.key}, {age}"
-    if len(transfers) > SHOWN_MAX:
-        yield f"{len(transfers) - SHOWN_MAX} more"
-
-
-def describe_compute(player: Player) -> Iterator[str]:
-    """Yield lines about the pass, and about who waits for compute."""
-    # A copy: the training thread goes on, and would add to what is read here.
-    entered = tuple(player.accesses)
-    num_entered = len(entered)
-    planned = player.timeline.accesses if player.timeline is not None else ()
-
-    # A pass may take another course than planned, so what it has entered comes first.
-    to_come = planned[num_entered:]
-    names = [f"{access.unit} ({access.phase}, group {access.group})" for access in (*entered, *to_come)]
-    last = f", the last is {names[num_entered - 1]}" if entered else ""
-    yield f"compute: {num_entered} accesses begun{last}; {player.gate.count} are over"
-    for count in player.gate.wanted:
-        # Without a name if no plan has one for that access.
-        wanted = ", ".join(names[count - 1 : count])
-        yield f"  the gate: somebody waits for the end of access {count}, {wanted}"
-
-
-def describe_threads(left_out: Container[str]) -> Iterator[str]:
-    """Yield the stacks of Python threads, innermost call first.
-
-    They have no source lines, because a drive that hangs may have the source.
-    """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    own = threading.get_ident()
-    for number, frame in sys._current_frames().items():
-        # A thread that was started by C code has no name here.
-        name = names.get(number, str(number))
-        if name in left_out or number == own:
-            continue
-        yield f"thread {name}:"
-        for caller, line in traceback.walk_stack(frame):
-            code = caller.f_code
-            yield f"  {code.co_filename}:{line} in {code.co_name}"
-
-
-def seconds_since(start_ns: int) -> str:
-    """Return the time that has passed since a moment of time.perf_counter_ns."""
-    return f"{(time.perf_counter_ns() - start_ns) / 1e9:.0f} s"

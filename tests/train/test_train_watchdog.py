@@ -4,131 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from from_outside import FAULTS
 from small_commands import leftovers, metrics
+from stalled_scene import Scene, stalled_scene
 from warm_python import WarmPython
 
 from megatier.errors import StallError
-from megatier.play.gate import Gate
 from megatier.schedule.timeline import Access
-from megatier.store.queue import Queue
 from megatier.tier import Phase
-from megatier.train.watchdog import (
-    MULTIPLE,
-    QUEUES_TITLE,
-    SHOWN_MAX,
-    SIGNAL,
-    Patience,
-    Tally,
-    Watchdog,
-    progress,
-    report,
-)
+from megatier.train.tally import Tally
+from megatier.train.watchdog import SIGNAL, Watchdog, progress
 
 STALL_TIMEOUT_S = 10
-
-
-# ---------------------------------------------------------------------- patience
-
-
-def looks(patience: Patience, seen: object) -> int:
-    """Looks of one second, at what stays the same from now on, until the patience ends."""
-    assert not patience.ends(seen, 1.0)
-    count = 1
-    while not patience.ends(seen, 1.0):
-        count += 1
-    return count
-
-
-def test_patience_ends_when_the_least_time_has_passed_without_progress() -> None:
-    assert looks(Patience(10.0, 0.0), "seen") == 10
-
-
-def test_patience_never_ends_while_something_moves_on() -> None:
-    patience = Patience(10.0, 0.0)
-    assert not any(patience.ends(number // 9, 1.0) for number in range(1000))
-
-
-def test_patience_lasts_a_multiple_of_the_longest_time_before() -> None:
-    patience = Patience(10.0, 0.0)
-    for _ in range(9):
-        patience.ends("slow", 1.0)
-    assert looks(patience, "seen") == MULTIPLE * 8
-
-
-def test_patience_lasts_a_multiple_of_the_predicted_step() -> None:
-    assert looks(Patience(10.0, 60.0), "seen") == MULTIPLE * 60
-
-
-def test_watchdog_takes_the_corrected_step(tmp_path: Path) -> None:
-    watchdog = Watchdog(tmp_path / "stall.txt", 10.0, 60.0)
-    watchdog.expect(90.0)
-    assert looks(watchdog._patience, "seen") == MULTIPLE * 90
-
-
-def test_patience_counts_nothing_between_passes() -> None:
-    patience = Patience(10.0, 0.0)
-    assert not any(patience.ends(None, 1.0) for _ in range(1000))
-    assert looks(patience, "seen") == 10
 
 
 # ---------------------------------------------------------------------- what it sees
 
 
-class Never:
-    """A move that does not end before it is told."""
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-
-    def wait(self) -> None:
-        self.ended.wait()
-
-    def done(self) -> bool:
-        return self.ended.is_set()
-
-    def span_ns(self) -> tuple[int, int]:
-        return 1, 2
-
-
-@dataclass
-class Scene:
-    """A player with two queues, the second of which waits for the first; and the means to end that."""
-
-    player: Any
-    move: Never
-
-    @property
-    def queues(self) -> tuple[Queue, ...]:
-        queues: tuple[Queue, ...] = self.player.queues
-        return queues
-
-
 @pytest.fixture
 def scene() -> Iterator[Scene]:
-    queues, move = (Queue("source"), Queue("target")), Never()
-    accesses = [Access(f"unit{number}", Phase.FORWARD, 0) for number in range(3)]
-    player = SimpleNamespace(
-        queues=queues,
-        gate=Gate(),
-        busy={"target": "slot"},
-        accesses=accesses[:1],
-        timeline=SimpleNamespace(accesses=tuple(accesses)),
-    )
-    yield Scene(player, move)
-    move.ended.set()
-    for queue in queues:
-        queue.close()
+    with stalled_scene() as scene:
+        yield scene
 
 
 def test_progress_is_every_item_begun_every_move_ended_and_every_access(scene: Scene) -> None:
@@ -146,40 +49,13 @@ def test_progress_is_every_item_begun_every_move_ended_and_every_access(scene: S
     assert progress(scene.player) == seen[-1]
 
 
-def test_report_says_what_each_queue_is_at_and_what_it_waits_for(scene: Scene) -> None:
-    source, target = scene.queues
-    moves = [source.submit(f"block{number}", 1, lambda: scene.move) for number in range(SHOWN_MAX + 2)]
-    assert moves[-1].has_started(60)
-    waiting = target.submit("unit1/weight", 1, lambda: None, requires=moves[:1], follows=moves[1:2])
-    target.submit("unit2/weight", 1, lambda: None)
-    while target.state().current is None:
-        assert not waiting.has_started(0.001)
-    thread = threading.Thread(target=scene.player.gate.wait_for, args=(2,), name="somebody")
-    thread.start()
-    while not scene.player.gate.wanted:
-        assert not waiting.has_started(0.001)
-    lines = re.sub(r"for \d+ s", "for N s", report(scene.player, 7.0)).splitlines()
-    scene.player.gate.open_to(2)
-    thread.join()
-    flying = [f"    in flight: source block{number}, for N s" for number in range(SHOWN_MAX)]
-    assert lines[: lines.index("") + 7 + SHOWN_MAX] == [
-        "megatier: nothing has moved on for N s",
-        "",
-        QUEUES_TITLE,
-        f"  source: idle, after {SHOWN_MAX + 2} items",
-        *flying,
-        "    in flight: 2 more",
-        "  target: at unit1/weight (slot) for N s; 1 wait behind it",
-        "    after source block0, for N s",
-        "    behind source block1, for N s",
-    ]
-    assert "compute: 1 accesses begun, the last is unit0 (forward, group 0); 0 are over" in lines
-    assert "  the gate: somebody waits for the end of access 2, unit1 (forward, group 0)" in lines
-    assert "thread megatier-target:" in lines
-    assert "thread megatier-source:" not in lines
-
-
 # ---------------------------------------------------------------------- how it acts
+
+
+def test_watchdog_takes_the_corrected_step(tmp_path: Path) -> None:
+    watchdog = Watchdog(tmp_path / "stall.txt", 10.0, 60.0)
+    watchdog.expect(90.0)
+    assert watchdog._patience.expected_s == 90.0
 
 
 def test_watch_where_nothing_moves_raises_in_the_thread_that_waits(
