@@ -76,7 +76,7 @@ OURS = {
     "measure/drive_traffic.py": 1,
     "models/export.py": 1,  # written
     "private.py": 8,
-    "ranks/board.py": 1,  # memory of another process
+    "ranks/shared_memory.py": 1,  # memory of another process
     "report/history.py": 1,  # records of a run
     "report/metrics.py": 3,
     "report/picture.py": 1,

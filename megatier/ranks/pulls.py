@@ -25,17 +25,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatier.errors import MegatierError
-from megatier.ranks.board import (
-    TRIAL_BYTES,
-    Board,
-    Check,
-    Sign,
-    Signs,
-    StreamSigns,
-    brings_right_bytes,
-    share_memory,
-)
+from megatier.ranks.board import Board, Check, Sign
+from megatier.ranks.carrier import TRIAL_BYTES, brings_right_bytes
 from megatier.ranks.channel import Channel
+from megatier.ranks.shared_memory import share_memory
+from megatier.ranks.signs import Signs, StreamSigns
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

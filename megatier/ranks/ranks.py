@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatier.errors import ConfigError, MegatierError, PeerError, StepAbandonedError
-from megatier.ranks.board import RankCarrier
+from megatier.ranks.carrier import RankCarrier
 from megatier.ranks.channel import Channel, gather_into
 from megatier.ranks.peers import Peers
 from megatier.ranks.pulls import Pulls, allocate, change_limit, hindrance, open_pulls

@@ -31,18 +31,11 @@ import torch
 
 from megatier.errors import MegatierError
 from megatier.page_lock import LOCKED_BYTES, PageLock
-from megatier.ranks.board import (
-    TRIAL_BYTES,
-    Board,
-    Check,
-    HostSigns,
-    Sign,
-    Signs,
-    StreamSigns,
-    brings_right_bytes,
-    share_memory,
-)
+from megatier.ranks.board import Board, Check, Sign
+from megatier.ranks.carrier import TRIAL_BYTES, brings_right_bytes
 from megatier.ranks.channel import Channel
+from megatier.ranks.shared_memory import share_memory
+from megatier.ranks.signs import HostSigns, Signs, StreamSigns
 from megatier.tier import SHARED_STAGES, cut_at_addresses, round_up
 
 ALIGNMENT_BYTES = 256

@@ -30,7 +30,7 @@ import megatier
 from megatier.errors import SharedMemoryError
 from megatier.integrations.transformers_trainer import MegatierTrainer
 from megatier.models.model_class import auto_class
-from megatier.ranks.board import share_memory
+from megatier.ranks.shared_memory import share_memory
 from megatier.ranks.channel import Alone
 
 LENGTH = int(sys.argv[2])

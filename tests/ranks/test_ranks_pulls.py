@@ -13,10 +13,12 @@ import pytest
 import torch
 from rank_pool import POOL
 
-from megatier.ranks.board import Board, HostSigns, Sign, share_memory
+from megatier.ranks.board import Board, Sign
 from megatier.ranks.pulls import Pulls
 from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
+from megatier.ranks.shared_memory import share_memory
+from megatier.ranks.signs import HostSigns
 from megatier.workers import Workers
 
 MEMORY_BYTES = 4096

@@ -14,10 +14,10 @@ from rank_pool import POOL
 
 from megatier.errors import PeerError, StepAbandonedError
 from megatier.ranks import shared_ram
-from megatier.ranks.board import HostSigns
 from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
 from megatier.ranks.shared_ram import SharedRam, open_shared_ram, unshared
+from megatier.ranks.signs import HostSigns
 from megatier.tier import PAGE_BYTES, SHARED_STAGES, Way
 
 ROUNDS = 12
@@ -108,7 +108,7 @@ def share_ram(case: str) -> tuple[str, str, list[bool]]:
     with joined("cpu") as ranks, pytest.MonkeyPatch.context() as patch:
         assert ranks is not None
         if case == "refused" and ranks.rank == 1:
-            patch.setattr("megatier.ranks.board.mmap.mmap", _refuse)
+            patch.setattr("megatier.ranks.shared_memory.mmap.mmap", _refuse)
         if case == "hosts":
             ranks.local_size = 1
         if case == "order" and ranks.rank == 1:

@@ -1,0 +1,135 @@
+"""Signs: numbers on the board of a host that a rank writes for others, and waits for.
+
+CUDA streams write and wait without a kernel (`StreamSigns`), so no host waits for a GPU. On CPUs the hosts do so
+themselves (`HostSigns`). A wait for a rank that has failed is ended by a plain store of the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from megatier.errors import MegatierError
+from megatier.hardware import CUDA_DRIVER
+from megatier.page_lock import PageLock
+from megatier.ranks.board import OPEN, Board, Check, Sign
+
+GREATER_OR_EQUAL = 0
+"""What a stream waits for, to the driver: CU_STREAM_WAIT_VALUE_GEQ."""
+
+
+class Signs(Protocol):
+    """Numbers that a rank writes for other ranks, and waits for, when its current stream gets there."""
+
+    def write(self, peer: int, sign: Sign, number: int) -> None:
+        """Write a number for another rank, which finds all that was written before."""
+
+    def wait(self, peer: int, sign: Sign, number: int) -> None:
+        """Wait until another rank has written this number for this one, or a greater one."""
+
+    def meet(self, number: int, offset: int) -> list[int]:
+        """Return the offsets that all ranks give for this number, in their order, once all have come to it."""
+
+    def release(self) -> None:
+        """End all waits of this rank. Another rank may still write an older number, so it is called again and again."""
+
+    def close(self) -> None:
+        """Give back what they hold. No stream waits any more."""
+
+
+class HostSigns:
+    """Signs that the host writes and waits for, on a CPU whose stores others see in their order."""
+
+    def __init__(self, board: Board, check: Check) -> None:
+        """Take the board of the host, and what raises if a rank has failed."""
+        self._board = board
+        self._check = check
+
+    def write(self, peer: int, sign: Sign, number: int) -> None:
+        """See `Signs`."""
+        self._board.numbers[peer, sign, self._board.rank] = number
+
+    def wait(self, peer: int, sign: Sign, number: int) -> None:
+        """See `Signs`.
+
+        Raises:
+            PeerError: a rank has failed.
+        """
+        numbers = self._board.numbers[self._board.rank, sign]
+        self._board.wait(lambda: bool(numbers[peer] >= number), self._check)
+
+        # A wait that was ended has brought nothing.
+        if numbers[peer] == OPEN:
+            self._check(0.0)
+
+    def meet(self, number: int, offset: int) -> list[int]:
+        """See `Signs`."""
+        return self._board.meet(number, offset, self._check)
+
+    def release(self) -> None:
+        """See `Signs`."""
+        self._board.release()
+
+    def close(self) -> None:
+        """See `Signs`."""
+
+
+class StreamSigns:
+    """Signs that CUDA streams write and wait for."""
+
+    def __init__(self, board: Board, check: Check) -> None:
+        """Page-lock the board for the GPU.
+
+        Args:
+            board: of the host.
+            check: raises if a rank has failed; see `Peers.check`.
+
+        Raises:
+            OSError: there is no CUDA driver.
+            MegatierError: CUDA refused.
+        """
+        self._board = board
+        self._check = check
+
+        # torch has no call for these two. A signal of its symmetric memory is a kernel, which nobody can end.
+        driver = ctypes.CDLL(CUDA_DRIVER)
+        self._write = driver.cuStreamWriteValue32_v2
+        self._wait = driver.cuStreamWaitValue32_v2
+        for function in (self._write, self._wait):
+            function.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+
+        address = int(board.numbers.ctypes.data)
+        whole = 0, board.numbers.nbytes
+        self._lock = PageLock(address, [whole])
+
+    def write(self, peer: int, sign: Sign, number: int) -> None:
+        """See `Signs`."""
+        # The driver puts a memory barrier before it: other GPUs see all that the stream has written so far.
+        address = self._board.place(peer, sign, self._board.rank)
+        self._call(self._write, address, number, 0)
+
+    def wait(self, peer: int, sign: Sign, number: int) -> None:
+        """See `Signs`."""
+        address = self._board.place(self._board.rank, sign, peer)
+        self._call(self._wait, address, number, GREATER_OR_EQUAL)
+
+    def meet(self, number: int, offset: int) -> list[int]:
+        """See `Signs`."""
+        return self._board.meet(number, offset, self._check)
+
+    def release(self) -> None:
+        """See `Signs`."""
+        self._board.release()
+
+    def close(self) -> None:
+        """See `Signs`."""
+        self._lock.close()
+
+    def _call(self, function: Callable[..., int], address: int, number: int, flags: int) -> None:
+        stream = torch.cuda.current_stream()
+        code = function(stream.cuda_stream, address, number, flags)
+        if code:
+            raise MegatierError(f"CUDA refused an operation on a stream (CUresult {code}).")
