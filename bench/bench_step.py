@@ -59,8 +59,8 @@ from megatier.planner.plan import make_plan
 from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
 from megatier.report.picture import draw, lane_uses
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.rates import World, read_rates
-from megatier.schedule.sizes import Budgets
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.setup.attention_choice import with_kernel

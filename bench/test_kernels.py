@@ -25,8 +25,8 @@ from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import make_plan
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.rates import read_rates
-from megatier.schedule.sizes import Budgets
 
 NUM_ELEMENTS = 1 << 25
 GRANULE_BYTES = 4096

@@ -17,8 +17,8 @@ from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainCon
 from megatier.errors import PlanError
 from megatier.planner.plan import make_plan
 from megatier.planner.search import search
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.rates import DriveRates, Rates, read_rates
-from megatier.schedule.sizes import Budgets
 from megatier.setup.machine import Machine
 from megatier.setup.setup import Setup
 from megatier.setup.skeleton import skeleton_of

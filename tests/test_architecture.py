@@ -127,7 +127,10 @@ def test_the_bytes_journey_is_marked_once_per_hop() -> None:
     [
         "megatier.schedule.placement",
         "megatier.schedule.slots",
+        "megatier.schedule.budgets",
+        "megatier.schedule.policy",
         "megatier.schedule.sizes",
+        "megatier.schedule.unit_spec",
         "megatier.schedule.timeline",
         "megatier.schedule.rates",
         "megatier.forecast.simulate",

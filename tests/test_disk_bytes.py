@@ -20,8 +20,10 @@ from megatier.config.schema import TrainConfig
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import PlanError
 from megatier.models.decoder import Unit
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.placement import place
-from megatier.schedule.sizes import Budgets, Policy, UnitSpec
+from megatier.schedule.policy import Policy
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.store.store import TieredStore
 from megatier.tier import PAGE_BYTES, Kind, Tier
 

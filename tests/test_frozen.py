@@ -45,7 +45,7 @@ from megatier.layout import CHECKED_ELEMENTS, Layout
 from megatier.models.decoder import find_units
 from megatier.models.frozen_parameters import freeze
 from megatier.planner.plan import make_plan
-from megatier.schedule.sizes import Budgets
+from megatier.schedule.budgets import Budgets
 from megatier.setup.skeleton import skeleton_of
 from megatier.tier import Kind, Tier
 

@@ -23,8 +23,8 @@ from megatier.hardware import mount_of
 from megatier.measure.probe import io_threads
 from megatier.report.figures import NO_GPU
 from megatier.report.plan_text import links_assumption, rates_assumption, sentences, tables
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.rates import ASSUMED, Rates, World, as_dict, read_rates
-from megatier.schedule.sizes import Budgets
 from megatier.session.paths import check_paths
 from megatier.train.outlet import say
 

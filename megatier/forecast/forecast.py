@@ -15,9 +15,11 @@ from megatier.forecast.lanes import lanes_of, queue_of
 from megatier.forecast.rank_jobs import RankJobs
 from megatier.forecast.simulate import Job, Lane, least_seconds, simulate
 from megatier.schedule.placement import Placement
+from megatier.schedule.policy import Policy
 from megatier.schedule.rates import Rates
-from megatier.schedule.sizes import Policy, UnitSpec, block_bytes
+from megatier.schedule.sizes import block_bytes
 from megatier.schedule.timeline import Access, Timeline, build, scatters_of
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Kind, Tier
 
 TimedJob = tuple[Job, tuple[float, float]]

@@ -13,10 +13,11 @@ from megatier.forecast.job_list import PIECES_MAX, JobList
 from megatier.schedule.activations import SPILLING_MAX, AwayActivations
 from megatier.schedule.moves import Gradient, Move, Moves
 from megatier.schedule.placement import Placement
+from megatier.schedule.policy import Policy
 from megatier.schedule.rates import UPDATE_BYTES
-from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import ACTIVATION_SLOTS, GRAD_DEPTH, MATRICES_CARRIED, SLOTS_MIN, UPDATE_DEPTH
 from megatier.schedule.timeline import Access, Exchange, Item, Load, Timeline, Update
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Phase, Tier
 
 ComputeSeconds = Mapping[tuple[str, Phase], float]

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 
 from megatier.forecast.jobs import ComputeSeconds, StepJobs
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy, UnitSpec
+from megatier.schedule.policy import Policy
 from megatier.schedule.slots import SLOTS_MIN
 from megatier.schedule.timeline import Item, Load, Scatter
+from megatier.schedule.unit_spec import UnitSpec
 
 
 class RankJobs(StepJobs):

@@ -20,8 +20,8 @@ from megatier.hardware import ram_available_bytes
 from megatier.measure.link_probe import MATMUL_SIZE
 from megatier.measure.link_traffic import alone, repeats_per_s, square_product
 from megatier.ranks.ranks import Ranks
+from megatier.schedule.budgets import shared_buffer_bytes
 from megatier.schedule.rates import Rates
-from megatier.schedule.sizes import shared_buffer_bytes
 from megatier.store.queue import Queue
 from megatier.store.stream_clock import StreamClock
 from megatier.store.transfer import Transfer

@@ -21,11 +21,12 @@ from megatier.planner.memory import CONTEXT_BYTES, ActivationBytes, mask_bytes
 from megatier.planner.shortage import with_ways
 from megatier.planner.tower_bytes import TowerBytes, num_conversations, pixel_bytes, tower_bytes
 from megatier.planner.trial import Trial, with_parts
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.lent_room import LentRoom, lent_room
 from megatier.schedule.moves import Moves, by_queue
 from megatier.schedule.placement import Placement, all_short, place
 from megatier.schedule.rates import DriveRates, World
-from megatier.schedule.sizes import Budgets, block_bytes, home_bytes
+from megatier.schedule.sizes import block_bytes, home_bytes
 from megatier.schedule.timeline import Access
 from megatier.setup.setup import Setup
 from megatier.setup.workload import Workload

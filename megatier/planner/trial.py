@@ -19,9 +19,9 @@ from megatier.forecast.jobs import ComputeSeconds
 from megatier.models.decoder import Unit
 from megatier.planner.memory import ActivationBytes, activation_bytes
 from megatier.planner.unit_seconds import unit_seconds
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import Rates, World
-from megatier.schedule.sizes import Budgets
 from megatier.schedule.timeline import Access
 from megatier.setup.setup import Setup, advised
 from megatier.setup.workload import Workload

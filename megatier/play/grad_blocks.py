@@ -16,7 +16,9 @@ import torch
 from megatier.errors import TransferError
 from megatier.planes import Elements
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy, UnitSpec, final_grad_bytes, grad_bytes, updated_at_once
+from megatier.schedule.policy import Policy
+from megatier.schedule.sizes import final_grad_bytes, grad_bytes, updated_at_once
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.store.store import TieredStore
 from megatier.tier import BlockSpec, Kind, Tier
 

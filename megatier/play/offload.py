@@ -18,7 +18,7 @@ from megatier.play.unit_blocks import activation_key
 from megatier.schedule.activations import SPILLING_MAX, AwayActivations
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Moves
-from megatier.schedule.sizes import UnitSpec
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.store.store import TieredStore
 from megatier.store.transfer import Transfer
 

@@ -52,8 +52,9 @@ from megatier.ranks.ranks import Ranks
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Moves
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy, UnitSpec
+from megatier.schedule.policy import Policy
 from megatier.schedule.timeline import Access, Exchange, Item, Load, Scatter, Timeline, Update, drain_items
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.store.queue import Queue
 from megatier.store.store import TieredStore
 from megatier.store.transfer import compute_point

@@ -22,8 +22,10 @@ from megatier.play.gate import Gate
 from megatier.play.generations import Generation, Generations
 from megatier.play.grad_blocks import GradBlocks, grad_key
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy, UnitSpec, block_bytes, gathered_bytes, group_grad_bytes, home_bytes
+from megatier.schedule.policy import Policy
+from megatier.schedule.sizes import block_bytes, gathered_bytes, group_grad_bytes, home_bytes
 from megatier.schedule.timeline import Load
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.store.store import TieredStore
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatier.schedule.sizes import Policy, UnitSpec, grad_bytes, passing_kinds_of, state_bytes, trained, trained_bytes
+from megatier.schedule.policy import Policy
+from megatier.schedule.sizes import grad_bytes, passing_kinds_of, state_bytes, trained, trained_bytes
 from megatier.schedule.slots import SlotPlan, collective_slots, gpu_slots, least_gpu_bytes, total_bytes
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Tier
 
 

@@ -6,7 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy, UnitSpec, block_bytes, gathered_bytes
+from megatier.schedule.policy import Policy
+from megatier.schedule.sizes import block_bytes, gathered_bytes
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Kind, Tier
 
 

@@ -12,15 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import (
-    Policy,
-    UnitSpec,
-    block_bytes,
-    final_grad_bytes,
-    grad_bytes,
-    trained_bytes,
-)
+from megatier.schedule.policy import Policy
+from megatier.schedule.sizes import block_bytes, final_grad_bytes, grad_bytes, trained_bytes
 from megatier.schedule.timeline import Exchange, Item, Load, Scatter, Timeline, Update
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Kind, Tier, round_up
 
 

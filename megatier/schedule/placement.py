@@ -17,18 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatier.errors import PlanError
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.gpu import fill_gpu
+from megatier.schedule.policy import Policy
 from megatier.schedule.ram import Homes, RamShare, fill_ram, spills
-from megatier.schedule.sizes import (
-    Budgets,
-    Policy,
-    UnitSpec,
-    grad_bytes,
-    home_bytes,
-    state_bytes,
-    trained,
-)
+from megatier.schedule.sizes import grad_bytes, home_bytes, state_bytes, trained
 from megatier.schedule.slots import SlotPlan
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Kind, Tier, round_up
 
 UpdateQueue = Literal["update", "update_nvme", "update_gpu"]

@@ -18,16 +18,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatier.errors import PlanError, at_least
-from megatier.schedule.sizes import (
-    Budgets,
-    Policy,
-    UnitSpec,
-    block_bytes,
-    grad_bytes,
-    host_ram,
-    state_bytes,
-    trained,
-)
+from megatier.schedule.budgets import Budgets, host_ram
+from megatier.schedule.policy import Policy
+from megatier.schedule.sizes import block_bytes, grad_bytes, state_bytes, trained
 from megatier.schedule.slots import (
     CHUNK_ELEMENTS_FAST,
     CHUNK_ELEMENTS_MAX,
@@ -39,6 +32,7 @@ from megatier.schedule.slots import (
     total_bytes,
     update_slots,
 )
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Kind, Tier, round_up
 
 Homes = Mapping[tuple[str, Kind], Tier]

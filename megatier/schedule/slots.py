@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatier.errors import PlanError, at_least
+from megatier.schedule.policy import Policy
 from megatier.schedule.sizes import (
-    Policy,
-    UnitSpec,
     block_bytes,
     gathered_bytes,
     grad_bytes,
@@ -18,6 +17,7 @@ from megatier.schedule.sizes import (
     trained,
     updated_at_once,
 )
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Kind, Tier, round_up
 
 SLOTS_MIN = 2

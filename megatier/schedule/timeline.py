@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 
 from megatier.errors import PlanError
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy, UnitSpec, trained
+from megatier.schedule.policy import Policy
+from megatier.schedule.sizes import trained
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Kind, Phase, Tier
 
 

@@ -33,8 +33,8 @@ from megatier.play.player import Player
 from megatier.play.unit_blocks import block_key
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
+from megatier.schedule.budgets import Budgets, shared_buffer_bytes
 from megatier.schedule.placement import Placement, all_short, place
-from megatier.schedule.sizes import Budgets, shared_buffer_bytes
 from megatier.session.filling import Filling, Progress, Sources
 from megatier.session.kept_code import keep_code
 from megatier.session.rank_shards import Read, WholeMasters, reading_masters, shards_of

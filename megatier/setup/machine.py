@@ -17,8 +17,8 @@ from megatier.hardware import cpu_has_bf16, default_budgets, ram_total_bytes, se
 from megatier.measure.probe import rates_or_assumed
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.rates import ALONE, Rates, World
-from megatier.schedule.sizes import Budgets
 from megatier.setup.attention_rule import HOPPER, Capability
 
 

@@ -18,7 +18,7 @@ from megatier.errors import DataError, PlanError, UnsupportedModelError
 from megatier.models.decoder import Unit
 from megatier.models.expert_units import cut_units, max_expert_parts
 from megatier.ranks.ranks import Ranks, check_groups
-from megatier.schedule.sizes import Budgets
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.slots import GPU_SLOTS
 from megatier.setup.machine import Machine, compiles
 from megatier.setup.tower import Tower

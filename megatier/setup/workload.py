@@ -19,8 +19,9 @@ from megatier.models.decoder import Unit, decoder_layers
 from megatier.models.dtypes import with_schemas
 from megatier.models.products import Products, products_of
 from megatier.optim.muon import matrices_of
+from megatier.schedule.policy import Policy
 from megatier.schedule.rates import ALONE, World
-from megatier.schedule.sizes import Policy, UnitSpec
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Activations, Tier, round_up
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -23,7 +23,8 @@ from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
 from megatier.report.metrics import format_seconds
 from megatier.report.report import WorkBar
-from megatier.schedule.sizes import Policy, host_ram
+from megatier.schedule.budgets import host_ram
+from megatier.schedule.policy import Policy
 from megatier.session.session import Session
 from megatier.setup.machine import choose_device
 from megatier.setup.setup import Setup

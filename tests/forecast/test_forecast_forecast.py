@@ -11,11 +11,13 @@ from small_timelines import planned_scatters
 
 from megatier.forecast.forecast import Forecast, floor, forecast
 from megatier.forecast.jobs import HOST_SECONDS
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.moves import Moves, by_queue
 from megatier.schedule.placement import Placement, place
+from megatier.schedule.policy import Policy
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.schedule.sizes import Budgets, Policy, UnitSpec
 from megatier.schedule.timeline import Access, Load, Scatter, build, scatters_of
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.state import ADAMW, ADAMW_BF16, MUON
 from megatier.tier import Kind, Phase, Tier, Way
 

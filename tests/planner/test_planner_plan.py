@@ -35,8 +35,9 @@ from megatier.planner.compile_time import KIND_SECONDS
 from megatier.planner.plan import Plan, checkpoint_seconds, make_plan, pause_seconds
 from megatier.planner.trial import Trial
 from megatier.planner.unit_seconds import ROUNDED_BYTES
+from megatier.schedule.budgets import Budgets, host_ram
+from megatier.schedule.policy import Policy
 from megatier.schedule.rates import UPDATE_BYTES, DriveRates, Rates, World, read_rates
-from megatier.schedule.sizes import Budgets, Policy, host_ram
 from megatier.setup.attention_rule import efficiency
 from megatier.setup.skeleton import skeleton_of
 from megatier.tier import Kind, Phase, Tier

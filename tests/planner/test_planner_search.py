@@ -18,8 +18,8 @@ from megatier.planner import search as searching
 from megatier.planner import trial as trials
 from megatier.planner.search import MARGIN, WORTH, search
 from megatier.planner.trial import Trial
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.rates import DriveRates, Rates, World
-from megatier.schedule.sizes import Budgets
 from megatier.setup import setup as setups
 from megatier.setup.skeleton import skeleton_of
 

@@ -21,8 +21,8 @@ from small_timelines import planned_loads, planned_updates
 
 from megatier.errors import IntegrityError, TimelineError
 from megatier.play.unit_blocks import block_key
-from megatier.schedule.sizes import UnitSpec
 from megatier.schedule.timeline import Access, Timeline, build
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Kind, Phase, Tier
 from megatier.trace.events import stall_seconds
 

@@ -19,8 +19,9 @@ from megatier.errors import PlanError
 from megatier.play.generations import Generation
 from megatier.play.speculation import HISTORY
 from megatier.play.unit_blocks import block_key
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.placement import place
-from megatier.schedule.sizes import Budgets, Policy
+from megatier.schedule.policy import Policy
 from megatier.tier import Kind, Tier
 
 

@@ -22,7 +22,7 @@ from integer_runs import (
 
 from megatier.errors import TransferError
 from megatier.play.unit_blocks import block_key
-from megatier.schedule.sizes import UnitSpec
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.store.tier_queues import TierQueues
 from megatier.tier import Kind, Phase, Tier
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megatier.errors import PlanError
 from megatier.play.generations import Generation
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.placement import place
-from megatier.schedule.sizes import Budgets, Policy
+from megatier.schedule.policy import Policy
 from megatier.tier import Kind, Tier
 
 

@@ -11,8 +11,9 @@ from small_timelines import SIZE, accesses, placement
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Move, Moves, by_queue
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy, UnitSpec
+from megatier.schedule.policy import Policy
 from megatier.schedule.timeline import Access, Update, build
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Phase, Tier
 
 UNITS = {name: UnitSpec(name=name, num_elements=SIZE * (number + 1)) for number, name in enumerate("abc")}

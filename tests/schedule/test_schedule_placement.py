@@ -11,9 +11,12 @@ from placement_cases import FITTING, KIB, LAYERS, PLENTY, REFUSED, taken
 
 from megatier.config.values import parse_bytes
 from megatier.errors import PlanError, at_least
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.placement import Placement, place
-from megatier.schedule.sizes import Budgets, Policy, UnitSpec, grad_bytes
+from megatier.schedule.policy import Policy
+from megatier.schedule.sizes import grad_bytes
 from megatier.schedule.slots import SLOTS_MIN
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.state import ADAMW_BF16, ADAMW_FP32
 from megatier.tier import Kind, Tier
 

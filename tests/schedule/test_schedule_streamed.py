@@ -8,9 +8,12 @@ from dataclasses import replace
 import pytest
 from placement_cases import FITTING, KIB, LAYERS, PLENTY, placed, streaming_case, taken
 
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.placement import place
-from megatier.schedule.sizes import Budgets, Policy, UnitSpec, grad_bytes
+from megatier.schedule.policy import Policy
+from megatier.schedule.sizes import grad_bytes
 from megatier.schedule.slots import SLOTS_MIN
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.state import ADAMW_BF16
 from megatier.tier import Kind, Tier, round_up
 

@@ -11,7 +11,7 @@ from small_setups import ROUND
 
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
-from megatier.schedule.sizes import Budgets
+from megatier.schedule.budgets import Budgets
 from megatier.setup.attention_choice import with_kernel
 from megatier.setup.machine import Machine
 from megatier.setup.skeleton import model_config_of

@@ -22,8 +22,10 @@ from megatier.drives.extent import Extent
 from megatier.errors import NonFiniteError, TransferError
 from megatier.planes import Apply, Elements, Planes
 from megatier.play.player import Player
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.placement import place
-from megatier.schedule.sizes import Budgets, Policy, UnitSpec
+from megatier.schedule.policy import Policy
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.state import ADAMW_BF16, ADAMW_FP32
 from megatier.store.store import TieredStore
 from megatier.tier import Kind, Phase, Tier

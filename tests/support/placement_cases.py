@@ -8,8 +8,11 @@ from dataclasses import replace
 from itertools import cycle
 
 from megatier.errors import PlanError
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.placement import Placement, place
-from megatier.schedule.sizes import Budgets, Policy, UnitSpec, grad_bytes
+from megatier.schedule.policy import Policy
+from megatier.schedule.sizes import grad_bytes
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.state import ADAMW_BF16, ADAMW_FP32
 from megatier.tier import Tier, round_up
 

@@ -35,7 +35,8 @@ from megatier.models.weights import WeightReader
 from megatier.ranks import ranks as ranks_module
 from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
-from megatier.schedule.sizes import Policy, host_ram
+from megatier.schedule.budgets import host_ram
+from megatier.schedule.policy import Policy
 from megatier.session.session import Session
 from megatier.setup.setup import Setup
 from megatier.tier import Kind, Phase, Tier, Way

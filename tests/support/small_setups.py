@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from megatier.config.output_section import OutputConfig
 from megatier.config.schema import OF_LOOP, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.rates import ALONE, Rates, World
-from megatier.schedule.sizes import Budgets
 from megatier.setup.machine import Machine
 from megatier.setup.setup import Setup
 from megatier.setup.skeleton import skeleton_of

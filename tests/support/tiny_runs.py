@@ -37,8 +37,10 @@ from megatier.models.initialiser import Initialiser
 from megatier.models.model_class import auto_class
 from megatier.models.weights import WeightReader
 from megatier.schedule import placement
+from megatier.schedule.budgets import Budgets
+from megatier.schedule.policy import Policy
 from megatier.schedule.rates import World
-from megatier.schedule.sizes import Budgets, Policy, UnitSpec
+from megatier.schedule.unit_spec import UnitSpec
 from megatier.session.session import Session
 from megatier.setup.setup import Setup
 from megatier.setup.workload import Workload

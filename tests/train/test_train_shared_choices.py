@@ -18,8 +18,8 @@ from small_setups import ROUND
 
 from megatier.measure import probe
 from megatier.planner.search import Choice, search
+from megatier.schedule.budgets import Budgets
 from megatier.schedule.rates import Rates, World
-from megatier.schedule.sizes import Budgets
 from megatier.setup import machine
 from megatier.setup.setup import Setup
 from megatier.train import choices

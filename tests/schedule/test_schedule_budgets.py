@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from megatier.schedule.budgets import Budgets, host_ram, shared_buffer_bytes
+from megatier.schedule.policy import Policy
 from megatier.schedule.rates import World
-from megatier.schedule.sizes import Budgets, Policy, host_ram, shared_buffer_bytes
 from megatier.tier import SHARED_STAGES
 
 MIB = 1 << 20

@@ -1,0 +1,70 @@
+"""Budgets: the bytes that tiers may use, on a host and of a rank. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Self
+
+from megatier.schedule.policy import Policy
+from megatier.schedule.rates import World
+from megatier.tier import SHARED_STAGES
+
+SHARED_BUFFER_SHARE = 256
+SHARED_BUFFER_BYTES_MIN = 256 << 10
+SHARED_BUFFER_BYTES_MAX = 16 << 20
+"""A buffer of shared RAM is a power of two: at most this part of a rank's RAM, at least the one figure, and at most the
+other. Larger ones would not be faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes that each tier may use."""
+
+    gpu: int
+    ram: int
+    nvme: int
+    shared_ram: int = 0
+    """Bytes of a rank's part of RAM that `ram` leaves out, since the ranks of the host share them."""
+
+    def of_rank(self, world: World) -> Budgets:
+        """Return a rank's part of the budgets of a host, without what ranks share. Each rank has a GPU of its own."""
+        ram = self.ram // world.host_ranks
+        nvme = self.nvme // world.host_ranks
+        shared = 0
+        if shares_ram(world.ranks, world.host_ranks):
+            buffers = SHARED_STAGES * shared_buffer_bytes(ram)
+            shared = min(ram, buffers)
+        return Budgets(self.gpu, ram - shared, nvme, shared)
+
+    @classmethod
+    def least(cls, found: Sequence[Budgets]) -> Self:
+        """Return the least budgets of several ranks or hosts, which every one of them has."""
+        by_tier = zip(*map(astuple, found), strict=True)
+        return cls(*map(min, by_tier))
+
+
+def shares_ram(ranks: int, host_ranks: int) -> bool:
+    """Return whether ranks may send weights and gradients through RAM that all of them share: those of one host."""
+    return 1 < ranks == host_ranks
+
+
+def shared_buffer_bytes(ram: int) -> int:
+    """Return the bytes of a buffer of shared RAM, for a rank with such a part of a host's RAM."""
+    # A power of two, so that no buffer crosses the end of what one call page-locks (`ranks.shared_ram`).
+    largest = max(SHARED_BUFFER_BYTES_MIN, min(SHARED_BUFFER_BYTES_MAX, ram // SHARED_BUFFER_SHARE))
+    return 1 << largest.bit_length() - 1
+
+
+def host_ram(ram: int, policy: Policy) -> int:
+    """Return the least RAM of a host of which each rank has so many bytes for itself."""
+    if not shares_ram(policy.ranks, policy.host_ranks):
+        return ram * policy.host_ranks
+
+    # A larger part of the host has larger buffers, so the first one that is large enough is the least.
+    buffer = SHARED_BUFFER_BYTES_MIN
+    while shared_buffer_bytes(ram + SHARED_STAGES * buffer) > buffer:
+        buffer *= 2
+    # Buffers are taken from what a rank has, so the host needs them in addition to what ranks use for themselves.
+    rank_ram = ram + SHARED_STAGES * buffer
+    return rank_ram * policy.host_ranks
