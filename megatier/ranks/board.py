@@ -25,8 +25,12 @@ NUMBERS = 2 ** (63 - OFFSET_BITS)
 PAUSE_MIN_S = 20e-6
 PAUSE_MAX_S = 1e-3
 """How long a host looks away from the board while it waits for another. Each look takes the interpreter's lock."""
-OPEN = 2**31 - 1
-"""A number that no collective reaches: all waits end."""
+NUMBER_RANGE = 2**32
+"""Numbers of rounds begin again after so many. A fast host gets there within weeks."""
+HALF_RANGE = 2**31
+"""A number is the greater one if it is less than this ahead of another."""
+RELEASE_LEAD = 2**30
+"""How far ahead of a number that is waited for a release writes: no round gets there, and it is still the greater."""
 Check = Callable[[float], None]
 """Raises if a rank has failed; see `Peers.check`."""
 
@@ -54,9 +58,13 @@ class Board:
         self._size = size
 
         count = size * len(Sign) * size
-        numbers = np.frombuffer(memory, dtype=np.int32, count=count)
+        numbers = np.frombuffer(memory, dtype=np.uint32, count=count)
         self.numbers = numbers.reshape(size, len(Sign), size)
-        """All numbers that ranks write: int32 [reader, sign, writer]."""
+        """All numbers that ranks write, modulo NUMBER_RANGE: uint32 [reader, sign, writer]."""
+        self.awaited = 0
+        """The number that this rank waited for last."""
+        self.is_released = False
+        """Whether the waits of this rank were ended."""
 
         offsets = np.frombuffer(memory, dtype=np.int64, count=2 * size, offset=numbers.nbytes)
         self._offsets = offsets.reshape(size, 2)
@@ -72,6 +80,15 @@ class Board:
         # As `numbers` lies in memory. A driver takes an address, and no array.
         index = (reader * len(Sign) + sign) * self._size + writer
         return int(self.numbers.ctypes.data) + index * NUMBER_BYTES
+
+    def write(self, reader: int, sign: Sign, number: int) -> None:
+        """Write a number for another rank."""
+        self.numbers[reader, sign, self.rank] = number % NUMBER_RANGE
+
+    def has_come(self, writer: int, sign: Sign, number: int) -> bool:
+        """Return whether another rank has written this number for this one, or a greater one."""
+        lead = int(self.numbers[self.rank, sign, writer]) - number
+        return lead % NUMBER_RANGE < HALF_RANGE
 
     def meet(self, number: int, offset: int, check: Check) -> list[int]:
         """Tell where this rank's bytes lie, and return where those of all lie, once all have come to this collective.
@@ -119,5 +136,7 @@ class Board:
 
     def release(self) -> None:
         """End all waits of this rank."""
+        self.is_released = True
+
         # A plain store of the host, which needs no stream: those may all be waiting.
-        self.numbers[self.rank] = OPEN
+        self.numbers[self.rank] = (self.awaited + RELEASE_LEAD) % NUMBER_RANGE

@@ -15,10 +15,10 @@ import torch
 from megatier.errors import MegatierError
 from megatier.hardware import CUDA_DRIVER
 from megatier.page_lock import PageLock
-from megatier.ranks.board import OPEN, Board, Check, Sign
+from megatier.ranks.board import NUMBER_RANGE, Board, Check, Sign
 
 GREATER_OR_EQUAL = 0
-"""What a stream waits for, to the driver: CU_STREAM_WAIT_VALUE_GEQ."""
+"""What a stream waits for, to the driver: CU_STREAM_WAIT_VALUE_GEQ, which compares numbers that begin again."""
 
 
 class Signs(Protocol):
@@ -50,7 +50,7 @@ class HostSigns:
 
     def write(self, peer: int, sign: Sign, number: int) -> None:
         """See `Signs`."""
-        self._board.numbers[peer, sign, self._board.rank] = number
+        self._board.write(peer, sign, number)
 
     def wait(self, peer: int, sign: Sign, number: int) -> None:
         """See `Signs`.
@@ -58,11 +58,11 @@ class HostSigns:
         Raises:
             PeerError: a rank has failed.
         """
-        numbers = self._board.numbers[self._board.rank, sign]
-        self._board.wait(lambda: bool(numbers[peer] >= number), self._check)
+        self._board.awaited = number
+        self._board.wait(lambda: self._board.has_come(peer, sign, number), self._check)
 
         # A wait that was ended has brought nothing.
-        if numbers[peer] == OPEN:
+        if self._board.is_released:
             self._check(0.0)
 
     def meet(self, number: int, offset: int) -> list[int]:
@@ -109,12 +109,13 @@ class StreamSigns:
         """See `Signs`."""
         # The driver puts a memory barrier before it: other GPUs see all that the stream has written so far.
         address = self._board.place(peer, sign, self._board.rank)
-        self._call(self._write, address, number, 0)
+        self._call(self._write, address, number % NUMBER_RANGE, 0)
 
     def wait(self, peer: int, sign: Sign, number: int) -> None:
         """See `Signs`."""
+        self._board.awaited = number
         address = self._board.place(self._board.rank, sign, peer)
-        self._call(self._wait, address, number, GREATER_OR_EQUAL)
+        self._call(self._wait, address, number % NUMBER_RANGE, GREATER_OR_EQUAL)
 
     def meet(self, number: int, offset: int) -> list[int]:
         """See `Signs`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatier.ranks.board import NUMBERS, OFFSET_BITS, OPEN, Board, Sign
+from megatier.ranks.board import NUMBER_RANGE, NUMBERS, OFFSET_BITS, Board, Sign
 
 SIZE = 3
 
@@ -19,7 +19,7 @@ def test_board_gives_each_number_a_place_of_its_own() -> None:
     places = {board.place(reader, sign, writer) for reader in range(SIZE) for sign in Sign for writer in range(SIZE)}
     assert len(places) == board.numbers.size == SIZE * len(Sign) * SIZE
     assert min(places) == board.numbers.ctypes.data
-    assert board.numbers.dtype == np.int32 and np.iinfo(np.int32).max == OPEN
+    assert np.iinfo(board.numbers.dtype).max == NUMBER_RANGE - 1
 
 
 def test_meeting_gives_offsets_of_all_also_where_numbers_begin_again_and_asks_who_failed() -> None:

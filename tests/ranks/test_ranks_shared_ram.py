@@ -14,6 +14,7 @@ from rank_pool import POOL
 
 from megatier.errors import PeerError, StepAbandonedError
 from megatier.ranks import shared_ram
+from megatier.ranks.board import NUMBER_RANGE
 from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
 from megatier.ranks.shared_ram import SharedRam, open_shared_ram, unshared
@@ -43,11 +44,21 @@ def move(ranks: Ranks, number: int, size: int) -> bool:
     return torch.equal(target, torch.cat(expected))
 
 
-def move_in_turn() -> tuple[str, list[bool], int]:
+def count_from(ranks: Ranks, first: int) -> None:
+    """Let the numbers of rounds and collectives of all ranks go on from this one."""
+    carrier = ranks._carrier
+    assert isinstance(carrier, SharedRam) and isinstance(carrier._signs, HostSigns)
+    carrier._round = carrier._collective = first
+    carrier._signs._board.numbers[ranks.rank] = first % NUMBER_RANGE
+    ranks.gather_objects(0)
+
+
+def move_in_turn(first: int = 0) -> tuple[str, list[bool], int]:
     """Gather and scatter with delays, by buffers of a page."""
     with joined("cpu") as ranks:
         assert ranks is not None
         ranks.share_ram(PAGE_BYTES)
+        count_from(ranks, first)
         chance = random.Random(ranks.rank)
         right = []
         for number in range(ROUNDS):
@@ -61,6 +72,12 @@ def move_in_turn() -> tuple[str, list[bool], int]:
 def test_shared_ram_with_delays_brings_each_piece_and_leaves_buffers_until_all_have_read(size: int) -> None:
     moved = (size - 1) * sum(SIZES[number % len(SIZES)] for number in range(ROUNDS))
     assert POOL.run(move_in_turn, size) == [("shared RAM", [True] * ROUNDS, moved)] * size
+
+
+@pytest.mark.parametrize("first", [2**31 - 9, 2**32 - 9])
+def test_shared_ram_brings_each_piece_where_numbers_of_rounds_begin_again(first: int) -> None:
+    (_, first_right, _), (_, second_right, _) = POOL.run(move_in_turn, 2, first)
+    assert first_right == second_right == [True] * ROUNDS
 
 
 def give_up() -> str:

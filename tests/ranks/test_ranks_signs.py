@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatier.errors import StepAbandonedError
-from megatier.ranks.board import Board, Sign
+from megatier.ranks.board import NUMBER_RANGE, Board, Sign
 from megatier.ranks.signs import HostSigns, StreamSigns
 
 
@@ -16,35 +16,60 @@ def given_up(waited_s: float) -> None:
     raise StepAbandonedError("given up")
 
 
-def test_wait_of_a_host_that_is_released_raises_why() -> None:
-    board = Board(bytearray(Board.num_bytes(2)), 0, 2)
-    signs = HostSigns(board, given_up)
-    board.numbers[0, Sign.READY, 1] = 3
-    signs.wait(1, Sign.READY, 3)
+FIRST_NUMBERS = (3, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**33 + 2**31)
+"""Numbers from which a count goes on, also where 31 and 32 bits end."""
+
+
+@pytest.mark.parametrize("first", FIRST_NUMBERS)
+def test_wait_of_a_host_that_is_released_raises_why(first: int) -> None:
+    memory = bytearray(Board.num_bytes(2))
+    signs = HostSigns(Board(memory, 0, 2), given_up)
+    others = HostSigns(Board(memory, 1, 2), given_up)
+    others.write(0, Sign.READY, first)
+    signs.wait(1, Sign.READY, first - 1)
+    signs.wait(1, Sign.READY, first)
+    with pytest.raises(StepAbandonedError):
+        signs.wait(1, Sign.READY, first + 1)
+
+    others.write(0, Sign.READY, first + 1)
+    signs.wait(1, Sign.READY, first + 1)
     signs.release()
     with pytest.raises(StepAbandonedError):
-        signs.wait(1, Sign.READY, 4)
+        signs.wait(1, Sign.READY, first + 2)
+
+
+@pytest.mark.parametrize("first", FIRST_NUMBERS)
+def test_release_of_a_board_is_ahead_of_all_that_a_rank_may_wait_for_also_if_it_is_called_again(first: int) -> None:
+    board = Board(bytearray(Board.num_bytes(2)), 0, 2)
+    board.numbers[:] = first % NUMBER_RANGE
+    board.awaited = first
+    for _ in range(8):
+        board.release()
+        for number in (first - 2**20, first, first + 2**20):
+            assert board.has_come(1, Sign.DONE, number)
 
 
 @pytest.mark.gpu
-def test_stream_waits_for_a_number_that_is_written_later_and_for_a_release() -> None:
+@pytest.mark.parametrize("first", [1, *FIRST_NUMBERS])
+def test_stream_waits_for_a_number_that_is_written_later_and_for_a_release(first: int) -> None:
     board = Board(bytearray(4096), 0, 1)
+    board.numbers[:] = (first - 1) % NUMBER_RANGE
     signs = StreamSigns(board, lambda _: None)
     waiting = torch.cuda.Stream()
     over = torch.cuda.Event()
     with torch.cuda.stream(waiting):
-        signs.wait(0, Sign.READY, 1)
+        signs.wait(0, Sign.READY, first)
         over.record()
     time.sleep(0.05)
     assert not over.query()
 
     with torch.cuda.stream(torch.cuda.Stream()):
-        signs.write(0, Sign.READY, 1)
+        signs.write(0, Sign.READY, first)
     over.synchronize()
-    assert board.numbers[0, Sign.READY, 0] == 1
+    assert board.numbers[0, Sign.READY, 0] == first % NUMBER_RANGE
 
     with torch.cuda.stream(waiting):
-        signs.wait(0, Sign.READY, 2)
+        signs.wait(0, Sign.READY, first + 1)
     signs.release()
     waiting.synchronize()
     signs.close()
