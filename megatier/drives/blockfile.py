@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatier import _native
 from megatier.config.values import MountBudget
 from megatier.drives.base_files import BaseFiles
 from megatier.drives.extent import Extent, FilePart, Striping
-from megatier.drives.io_engine import REQUEST_BYTES, IoBatch, IoEngine, NativeEngine
+from megatier.drives.io_engine import QUEUE_DEPTH_MAX, REQUEST_BYTES, IoBatch, IoEngine, NativeEngine
 from megatier.drives.mounts import MountDirectories, budget_bytes, check_directory
 from megatier.durable import free_bytes
 from megatier.errors import CapacityError, IntegrityError, TransferError
@@ -241,7 +242,7 @@ class BlockFiles:
         """Write zeros over everything that is new. The head of this file says why.
 
         Args:
-            progress: is called with the bytes that were asked for since the last call, and when each piece is there.
+            progress: is called with the bytes that were asked for since the last call, and then as the last ones come.
 
         Raises:
             TransferError: the device failed.
@@ -251,22 +252,26 @@ class BlockFiles:
         # O_DIRECT takes page-aligned memory alone, which numpy does not promise: hence one page more than is written.
         zeros = np.zeros(REQUEST_BYTES + PAGE_BYTES, dtype=np.uint8)
         address = zeros.ctypes.data + -zeros.ctypes.data % PAGE_BYTES
-        batches = []
+        in_flight: deque[FileBatch] = deque()
 
         try:
-            # All mounts are filled at once. The native threads take only so many requests, which holds this loop back.
-            for file, path, used in zip(self._files, self.paths, self._striping.used, strict=True):
-                for offset in range(0, used, REQUEST_BYTES):
+            # In turns, so that all mounts are filled at once, and few requests at a time: terabytes have too many.
+            for offset in range(0, max(self._striping.used), REQUEST_BYTES):
+                for file, path, used in zip(self._files, self.paths, self._striping.used, strict=True):
                     num_bytes = min(REQUEST_BYTES, used - offset)
-                    segment = (file, offset, address, num_bytes)
+                    if num_bytes <= 0:
+                        continue
+                    if len(in_flight) == QUEUE_DEPTH_MAX:
+                        in_flight.popleft().wait()
 
                     # Without checksums: every extent begins with those of zeros.
+                    segment = (file, offset, address, num_bytes)
                     batch = self._engine.submit([segment], 0, self.options.granule_bytes, writes=True)
-                    batches.append(FileBatch([(batch, [path])], "write", "(zeros)"))
+                    in_flight.append(FileBatch([(batch, [path])], "write", "(zeros)"))
                     progress(num_bytes)
 
-            for file_batch in batches:
-                file_batch.wait()
+            while in_flight:
+                in_flight.popleft().wait()
                 progress(0)
         except BaseException:
             self._engine.close()  # it waits for all requests, which read the zeros
@@ -344,13 +349,11 @@ class BlockFiles:
         paths = []
         for part in extent.stripe_parts(start, stop):
             file = self._files[part.mount]
-            segment = (file, part.file_offset, address + part.start, part.num_bytes)
-            segments.append(segment)
+            segments.append((file, part.file_offset, address + part.start, part.num_bytes))
             paths.append(self.paths[part.mount])
 
         table = self._checksums_at(extent, start) if self.options.checksums else 0
-        batch = self._engine.submit(segments, table, granule, writes=writes)
-        return batch, paths
+        return self._engine.submit(segments, table, granule, writes=writes), paths
 
     def keep(self, keeps: bool) -> None:
         """Decide whether the files outlive this process, as they are when it ends. A mark next to them says so.
@@ -390,9 +393,8 @@ class BlockFiles:
         self._engine.close()
 
         # Forgotten first: a second call would close files of others, which have these numbers by then.
-        files, self._files = self._files, []
-        for file in files:
+        while self._files:
             with contextlib.suppress(OSError):
-                os.close(file)
+                os.close(self._files.pop())
         self._base.close()
         self._directories.close(keeps=self._is_kept)

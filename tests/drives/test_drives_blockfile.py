@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from block_files import GRANULE_BYTES, NUM_BYTES, memory, open_files, prepared, read, write
 
+from megatier.drives import blockfile
 from megatier.drives.blockfile import BlockFiles
 from megatier.drives.extent import FilePart
 from megatier.drives.io_engine import IoBatch, Memory, NativeEngine, Segment
@@ -158,6 +159,56 @@ def test_read_whose_second_half_cannot_begin_ends_the_first_before_it_fails(tmp_
         files.read("block", extent, 0, NUM_BYTES, target.ctypes.data)
     (batch,) = OneWay.waited
     assert batch.done()
+    files.close()
+
+
+class Counting(NativeEngine):
+    """Notes which files are written, and how many requests nobody has waited for at most."""
+
+    files: ClassVar[list[int]] = []
+    open: ClassVar[int] = 0
+    most: ClassVar[int] = 0
+
+    def submit(self, segments: Sequence[Segment], checksums: int, granule_bytes: int, *, writes: bool) -> IoBatch:
+        Counting.files.append(segments[0][0])
+        Counting.open += 1
+        Counting.most = max(Counting.most, Counting.open)
+        return Counted(super().submit(segments, checksums, granule_bytes, writes=writes))
+
+
+class Counted(Watched):
+    """A batch of which that engine counts the waits."""
+
+    def wait(self) -> bool:
+        Counting.open -= 1
+        return self._batch.wait()
+
+
+def test_filling_asks_for_few_requests_at_a_time_and_of_all_mounts_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blockfile, "QUEUE_DEPTH_MAX", 3)
+    monkeypatch.setattr(blockfile, "REQUEST_BYTES", 2 * GRANULE_BYTES)
+    monkeypatch.setattr(Counting, "files", [])
+    monkeypatch.setattr(Counting, "most", 0)
+    mounts = [tmp_path / "first", tmp_path / "second"]
+    for mount in mounts:
+        mount.mkdir()
+    files = open_files(*mounts, engine=Counting, shares=(3.0, 1.0))
+    for _ in range(8):
+        files.reserve(NUM_BYTES)
+    files.allocate()
+    asked: list[int] = []
+    files.fill(asked.append)
+
+    used = [path.stat().st_size for path in files.paths]
+    assert used[0] > used[1] > 0
+    assert sum(asked) == sum(used) == files.used_bytes
+    assert (Counting.most, Counting.open) == (3, 0)
+    small = -(-used[1] // (2 * GRANULE_BYTES))
+    first, second = Counting.files[:2]
+    assert Counting.files[: 2 * small] == [first, second] * small
+    assert not any(path.read_bytes().strip(b"\0") for path in files.paths)
     files.close()
 
 
