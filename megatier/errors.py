@@ -122,6 +122,17 @@ class ClosedError(MegatierError, RuntimeError):
     """A store was used after it was closed."""
 
 
+class UnsealedError(ClosedError):
+    """A store was used that could not take its memory or its files."""
+
+    def __init__(self, cause: BaseException) -> None:
+        """Tell why it could not."""
+        super().__init__(
+            f"this store could not take its memory or its files ({str(cause) or type(cause).__name__}). Close it, "
+            "and open another one once the cause is gone."
+        )
+
+
 class BlockNotFoundError(MegatierError, KeyError):
     """No block was registered under this key."""
 

@@ -82,8 +82,13 @@ class Reservation:
         self._check_budget(tier, num_bytes)
         self._wanted[tier, kind] = slot_bytes, num_slots
 
-    def reserve_default_slots(self, tier: Tier, passing: Sequence[int]) -> None:
-        """Make the rest of a tier's budget slots for blocks of these sizes, if nobody has asked for slots there."""
+    def reserve_default_slots(self, specs: Sequence[BlockSpec]) -> None:
+        """Make the rest of each tier's budget slots for the blocks that pass, if nobody has asked for slots there."""
+        for tier in (Tier.GPU, Tier.RAM):
+            self._default_slots(tier, [spec.num_bytes for spec in specs if spec.home is not tier])
+
+    def _default_slots(self, tier: Tier, passing: Sequence[int]) -> None:
+        """Make the rest of a tier's budget slots for blocks of these sizes."""
         has_slots = any(other is tier for other, _ in self._wanted)
         if not passing or has_slots:
             return

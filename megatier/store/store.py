@@ -45,6 +45,7 @@ from megatier.store.loan import Loan
 from megatier.store.outside import Outside
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Span
+from megatier.store.sealing import Sealing
 from megatier.store.staging import Staging
 from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Transfer
@@ -77,7 +78,7 @@ class TieredStore(ClosedWhenDropped):
         self.check_process = self._copies.owner.check  # refuses a forked child; every method but `close` does
         self.tear = self._copies.tear
         """Tells whether a change of the copies broke off. Its regions lie inside the lock, except that of `lease`."""
-        self._is_sealed = False
+        self._sealing = Sealing()
         self.staging: Staging | None = None
         """Takes bytes of RAM that is not page-locked through rings, once the store is sealed; None: all of RAM is."""
         self.clock = self._queues.clock
@@ -141,7 +142,7 @@ class TieredStore(ClosedWhenDropped):
             BlockError: the key exists, the store is sealed, or no block can be of that size.
         """
         with self._copies.lock:
-            if self._is_sealed:
+            if self._sealing.has_begun:
                 raise BlockError(f"block {spec.key} comes too late: the store is in use. Register all blocks before.")
             self._blocks.add(spec)
 
@@ -152,7 +153,7 @@ class TieredStore(ClosedWhenDropped):
             CapacityError: the tier's budget is used up.
         """
         with self._copies.lock:
-            assert not self._is_sealed
+            assert not self._sealing.has_begun
             self._reservation.reserve_slots(tier, kind, slot_bytes, num_slots)
 
     def seal(self, progress: Callable[[int], None] = lambda _: None) -> None:
@@ -164,22 +165,21 @@ class TieredStore(ClosedWhenDropped):
         Raises:
             CapacityError: the system has less memory or less room on a drive than the budgets say.
             TransferError: a drive failed while its file was filled.
+            UnsealedError: an earlier call failed.
         """
         with self._copies.lock:
-            if self._is_sealed:
+            if self._sealing.is_over():
                 return
-            self._is_sealed = True
-            # The files come first, since allocating them is quick and shows a drive that is too small.
-            if self.files is not None:
-                self.files.allocate()
-            specs = [block.spec for block in self._blocks.by_key.values()]
-            for tier in (Tier.GPU, Tier.RAM):
-                self._reservation.reserve_default_slots(tier, [s.num_bytes for s in specs if s.home is not tier])
-            self.staging = self._queues.staging = self._reservation.allocate(self.device, self.clock)
-            if self.files is not None:
-                self.files.fill(progress)
-            if self._reader is not None:
-                self._reader.open(self.device)
+            with self._sealing:
+                # The files come first, since allocating them is quick and shows a drive that is too small.
+                if self.files is not None:
+                    self.files.allocate()
+                self._reservation.reserve_default_slots([block.spec for block in self._blocks.by_key.values()])
+                self.staging = self._queues.staging = self._reservation.allocate(self.device, self.clock)
+                if self.files is not None:
+                    self.files.fill(progress)
+                if self._reader is not None:
+                    self._reader.open(self.device)
 
     def prefetch(self, key: str, tier: Tier, span: Span | None = None, *, wait: bool = False) -> list[Transfer]:
         """Start bringing a block, or bytes [start, stop) of it, to a tier. Bytes that are there are not moved again.

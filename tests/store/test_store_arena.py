@@ -16,13 +16,13 @@ import torch
 from small_driver import SmallDriver, check_codes_alone
 
 from megatier.address import fill_bytes
-from megatier.errors import CapacityError
+from megatier.errors import CapacityError, UnsealedError
 from megatier.page_lock import LOCKED_BYTES, PageLock
 from megatier.store.arena import HUGE_PAGE_BYTES, Arena, SlotPool
 from megatier.store.store import TieredStore
 from megatier.store.tier_queues import COPY_BYTES_MAX, TierQueues
 from megatier.store.transfer import Transfer
-from megatier.tier import PAGE_BYTES, Tier, cut_at_addresses
+from megatier.tier import PAGE_BYTES, BlockSpec, Tier, cut_at_addresses
 
 CPU = torch.device("cpu")
 
@@ -66,14 +66,21 @@ def test_seal_that_is_refused_gives_back_the_memory_that_it_began(monkeypatch: p
 
     monkeypatch.setattr(Arena, "close", noted)
     before = threading.active_count()
-    store = TieredStore.open(gpu=1 << 60, ram=64 << 20)
+    store = TieredStore.open(gpu=1 << 60, ram=65 << 20)
     started = threading.active_count()
+    store.register(BlockSpec("a", PAGE_BYTES, Tier.RAM))
     store.reserve(Tier.GPU, None, 1 << 59, 1)
     store.reserve(Tier.RAM, None, 64 << 20, 1)
     with pytest.raises(CapacityError, match="refused"):
         store.seal()
-    assert closed == [64 << 20]
+    assert closed == [(64 << 20) + PAGE_BYTES]
     assert threading.active_count() == started
+
+    # Whoever comes next learns of it too, and is not told of slots that are too small.
+    for again in (store.seal, lambda: store.lease("a", Tier.RAM), lambda: store.prefetch("a", Tier.GPU)):
+        with pytest.raises(UnsealedError, match=r"could not take its memory .* refused") as caught:
+            again()
+        assert isinstance(caught.value.__cause__, CapacityError)
     store.close()
     assert threading.active_count() == before
 
