@@ -9,7 +9,6 @@ Each kernel works on arrays that no cache holds. `extra_info` has the bytes that
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +22,7 @@ from small_setups import elsewhere
 from megatier import _native
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.hardware import cores_usable
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import make_plan
 from megatier.schedule.budgets import Budgets
@@ -30,7 +30,7 @@ from megatier.schedule.rates import read_rates
 
 NUM_ELEMENTS = 1 << 25
 GRANULE_BYTES = 4096
-THREADS = len(os.sched_getaffinity(0))
+THREADS = cores_usable()
 GIB = 1 << 30
 MACHINE = Path(__file__).parents[1] / "examples/machines/server-80gb.yaml"
 

@@ -25,6 +25,7 @@ import torch
 
 from megatier.address import fill_bytes
 from megatier.errors import CapacityError, MegatierError, PageLockError
+from megatier.hardware import cores_usable
 from megatier.page_lock import LOCKED_BYTES, PageLock
 from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, cut_at_addresses, round_up
@@ -61,8 +62,7 @@ class Touching:
     def __init__(self, memory: torch.Tensor) -> None:
         """Begin with uint8 [n]."""
         # A thread touches cold memory of a virtual machine at 0.5 GB/s, so several threads do it.
-        num_cores = len(os.sched_getaffinity(0))
-        self._workers = Workers(num_cores, "megatier-arena")
+        self._workers = Workers(cores_usable(), "megatier-arena")
         self._tasks = []
         for piece in memory.split(POPULATE_BYTES):
             fill = partial(fill_bytes, piece, 0)

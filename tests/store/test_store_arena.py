@@ -38,6 +38,14 @@ def test_arena_is_aligned_zeroed_and_of_exact_size(num_bytes: int) -> None:
     arena.close()
 
 
+def test_arena_is_touched_by_the_cores_of_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatier.store.arena.cores_usable", lambda: 3)
+    before = threading.active_count()
+    arena = Arena(64 << 20, CPU, finishes=False)
+    assert threading.active_count() == before + 3
+    arena.close()
+
+
 def test_arena_is_resident_from_the_start() -> None:
     def resident_kib() -> int:
         with open("/proc/self/status", encoding="ascii") as status:  # noqa: PTH123
