@@ -5,6 +5,7 @@ LLaMA-Factory and Axolotl hand these on to the Trainer, so they mean the same in
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +13,29 @@ from functools import partial
 from megatier.config.lora import ALL_LINEAR
 from megatier.config.output_section import REPOSITORY, TRACKER_NAMES
 from megatier.convert.conversion import COUNT_FROM_0, COUNT_FROM_2, Conversion, Rule, becomes
+from megatier.errors import ConfigError
 from megatier.optimizers import OPTIMIZER_NAMES, in_words
+
+
+def _every(made: Conversion, key: str) -> int | None:
+    """Return every how many steps something is done. Below 1 it is a share of all steps, as for the Trainer.
+
+    Raises:
+        ConfigError: the file does not say how many steps there are.
+    """
+    share = made.number(key)
+    if share is None or not 0 < share < 1:
+        return made.count(key)
+
+    # Where the rule of the steps came first, it has taken the key.
+    steps = made.settings.get("train.steps") or made.number("max_steps")
+    if not isinstance(steps, int | float) or steps <= 0:
+        raise ConfigError(
+            f"{made.source}: {key} is {share}, a share of all steps, and how many there are is known only once the "
+            "data are read. Set max_steps there, or a whole number of steps here."
+        )
+    return math.ceil(steps * share)
+
 
 KEYS: Mapping[str, tuple[str, Callable[[Conversion, str], object]]] = {
     "seed": ("train.seed", COUNT_FROM_0),
@@ -23,9 +46,9 @@ KEYS: Mapping[str, tuple[str, Callable[[Conversion, str], object]]] = {
     "adam_epsilon": ("train.eps", Conversion.number),
     "max_grad_norm": ("train.clip", Conversion.number),
     "output_dir": ("output.directory", Conversion.text),
-    "save_steps": ("output.checkpoint_every", Conversion.count),
+    "save_steps": ("output.checkpoint_every", _every),
     "save_total_limit": ("output.keep_checkpoints", Conversion.count),
-    "eval_steps": ("train.evaluate_every", Conversion.count),
+    "eval_steps": ("train.evaluate_every", _every),
 }
 """Keys that are one setting, and how their values are read."""
 SCHEDULES = {

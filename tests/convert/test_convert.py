@@ -344,3 +344,15 @@ def test_convert_finds_the_keys_by_which_numbers_may_differ(
 def test_convert_steps_that_are_no_whole_number_are_refused(content: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_steps.*whole number"):
         convert(written(tmp_path, yaml.safe_load(content) | {"max_steps": 1.5}))
+
+
+@pytest.mark.parametrize("more", [{}, {"max_steps": -1}])
+@pytest.mark.parametrize("content", [LLAMA_FACTORY, AXOLOTL])
+@pytest.mark.parametrize("key", ["eval_steps", "save_steps"])
+def test_convert_share_of_steps_whose_number_is_not_known_is_refused(
+    content: str, key: str, more: dict[str, int], tmp_path: Path
+) -> None:
+    source = yaml.safe_load(content)
+    source.pop("max_steps", None)
+    with pytest.raises(ConfigError, match=rf"{key} is 0\.1, a share of all steps.*Set max_steps"):
+        convert(written(tmp_path, source | {key: 0.1} | more))

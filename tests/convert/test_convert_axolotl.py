@@ -76,6 +76,10 @@ AXOLOTL_LEAST: dict[str, Any] = {"base_model": "a/b", "datasets": [{"path": "a.j
         ({"bf16": "full"}, {"model.compute_dtype": "bf16"}),
         ({"gradient_checkpointing": "offload"}, {"train.activations": "offload"}),
         ({"max_steps": 7, "num_epochs": 3, "optimizer": "muon"}, {"train.steps": 7, "train.optimizer": "muon"}),
+        (
+            {"max_steps": 7, "save_steps": 0.5, "eval_steps": 2.0},
+            {"output.checkpoint_every": 4, "train.evaluate_every": 2},
+        ),
         ({"eval_steps": 5, "load_best_model_at_end": True}, {"output.load_best_model_at_end": True}),
         ({"use_mlflow": True, "use_tensorboard": True}, {"output.report_to": ["mlflow", "tensorboard"]}),
         ({"adapter": "lora"}, {"train.activations": "keep"}),

@@ -72,6 +72,10 @@ def test_convert_llama_factory(tmp_path: Path) -> None:
     [
         ({"max_steps": 200, "warmup_ratio": 0.1}, {"train.steps": 200, "train.warmup_ratio": 0.1}),
         ({"max_steps": -1, "num_train_epochs": 2}, {"train.epochs": 2}),
+        (
+            {"max_steps": 250, "eval_steps": 0.1, "save_steps": 0.33},
+            {"train.evaluate_every": 25, "output.checkpoint_every": 83},
+        ),
         ({"warmup_steps": 7, "warmup_ratio": 0.1}, {"train.warmup_steps": 7}),
         ({"flash_attn": "disabled", "val_size": 0.1}, {"model.attention": "eager", "data.holdout_fraction": 0.1}),
         ({"dataset": ["a", "b"], "dataset_dir": "my/"}, {"data.files": [f"my/dataset_info.json#{n}" for n in "ab"]}),
