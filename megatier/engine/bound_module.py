@@ -23,7 +23,7 @@ from megatier.engine.captures import refusing_captures
 from megatier.engine.carried_tensors import copy_attributes
 from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
-from megatier.errors import UnsupportedModelError
+from megatier.errors import NonFiniteError, UnsupportedModelError
 from megatier.guards.crossing import check_inside, note_owner
 from megatier.guards.unbound_weights import make_unbound
 from megatier.guards.weight_changes import REMEDY, Unchanged, changed_weight_error
@@ -258,6 +258,27 @@ class BoundModule:
             if owner.get(leaf) is not held:
                 raise changed_weight_error(self.module_name, tensor.name)
 
+    def check_finite(self, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
+        """Refuse a weight or an output that is not finite. The host waits for the device at each of them.
+
+        Args:
+            weights: those of the module, in the order of `names`, and then others that it was lent.
+            outputs: what it made of them.
+
+        Raises:
+            NonFiniteError: one of them is not. It names the module.
+        """
+        num_own = len(self.names)
+        numbers = list(weights[num_own:])
+        for name, weight in zip(self.names, weights[:num_own], strict=True):
+            # The bits of a carrier are codes and scales of a quantised matrix, which may read as NaN.
+            if name not in self.carriers:
+                numbers.append(weight)
+
+        for what, tensors in (("a weight", numbers), ("an output", outputs)):
+            if not all(map(_is_finite, tensors)):
+                raise NonFiniteError(f"{what} of unit {self.unit} ({self.module_name}) is not finite")
+
     @property
     def keeps_graph(self) -> bool:
         """Whether the forward's graph stays for the backward, rather than being made again there."""
@@ -277,6 +298,13 @@ class BoundModule:
     def is_plain(self) -> bool:
         """Whether the forward runs uncompiled, with the arguments of the last call."""
         return self._compiled is None or self._compiled.is_refused
+
+
+def _is_finite(tensor: Tensor | None) -> bool:
+    """Return whether all numbers of a tensor are finite. The host waits for the device."""
+    if tensor is None or not tensor.is_floating_point():
+        return True
+    return bool(tensor.isfinite().all())
 
 
 def _assignment(owners: Sequence[Any], leaves: Sequence[str], tensors: Sequence[Any]) -> Callable[[], object]:

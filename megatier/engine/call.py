@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from megatier.engine.bound_module import BoundModule
 from megatier.engine.captures import capturing, collector
 from megatier.engine.carried_tensors import Arguments, Written, copied_out
-from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
+from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.guards.crossing import check_inside, note_owner
 from megatier.tier import Phase
 
@@ -137,7 +137,7 @@ class Call:
         outputs = copied_out([*outputs, *tensors], weights)
 
         if self.node.stage.checks_finite:
-            self._check_finite(weights, outputs)
+            self.node.check_finite(weights, outputs)
         return outputs
 
     def _run(self, weights: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor | None]:
@@ -158,20 +158,6 @@ class Call:
 
         return outputs + [tensor for values in caught.values() for tensor in values]
 
-    def _check_finite(self, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
-        """Refuse a weight or an output that is not finite. The host waits for the device at each of them."""
-        node = self.node
-        num_own = len(node.names)
-        numbers = list(weights[num_own:])
-        for name, weight in zip(node.names, weights[:num_own], strict=True):
-            # The bits of a carrier are codes and scales of a quantised matrix, which may read as NaN.
-            if name not in node.carriers:
-                numbers.append(weight)
-
-        for what, tensors in (("a weight", numbers), ("an output", outputs)):
-            if not all(map(_is_finite, tensors)):
-                raise NonFiniteError(f"{what} of unit {node.unit} ({node.module_name}) is not finite")
-
     def evaluate(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Run the module as Hugging Face does: once, whole, and on the very containers that it was given."""
         with self._weights() as leaves:
@@ -179,7 +165,7 @@ class Call:
             results = copied_out(self._run(weights, args, kwargs), weights)
             self.arguments.copy_written(weights)
             if self.node.stage.checks_finite:
-                self._check_finite(weights, results)
+                self.node.check_finite(weights, results)
         return self.unpack(results)
 
     def run_plain(self, *, is_cut: bool) -> Any:  # noqa: ANN401
@@ -253,10 +239,3 @@ def concatenate(slices: list[list[Any]]) -> list[Any]:
     for pieces in zip(*slices, strict=True):
         whole.append(None if pieces[0] is None else torch.cat(pieces))
     return whole
-
-
-def _is_finite(tensor: Tensor | None) -> bool:
-    """Return whether all numbers of a tensor are finite. The host waits for the device."""
-    if tensor is None or not tensor.is_floating_point():
-        return True
-    return bool(tensor.isfinite().all())

@@ -269,6 +269,8 @@ class FusedLoss:
                 loss += self._chunk_loss(rows, hidden, weights, targets, scale, grads)
         # Divided once, at the end: a division for each chunk would round the sum of each.
         loss = loss / count.float()
+        if stage.checks_finite:
+            self.head.check_finite(self.head.leaves(use.bytes), [loss])
         use.leave()
         return loss
 

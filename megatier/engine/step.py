@@ -382,9 +382,10 @@ class Engine:
         return parameter or "loss"
 
     def _error(self, step: int, what: str, parameter: str | None, batch: Batch | None) -> NonFiniteError:
-        """Make the error that ends the run. It names the parameter, and the first unit with a value that is not finite.
+        """Make the error that ends the run. It names the first unit with a value that is not finite, or the parameter.
 
-        To find that unit, the batch runs once more, with a check after each unit.
+        To find that unit, the batch runs once more, with a check after each unit. The gradients of whatever follows it
+        are not finite either, and the backward comes to those first: they would name the head for the norm before it.
         """
         self.model.check_labels()
         where = f"; first in the gradient of {parameter}" if parameter is not None else ""
@@ -395,7 +396,7 @@ class Engine:
             try:
                 self.evaluate([batch])
             except NonFiniteError as error:
-                where = f"{where}; {error}"
+                where = f"; {error}"
             finally:
                 self.model.stage.checks_finite = False
 
