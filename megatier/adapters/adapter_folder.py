@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 from transformers import PreTrainedModel
 
 from megatier.adapters.base import noted_identity
-from megatier.adapters.lora import adapter_config, stored_names
+from megatier.adapters.lora import ADAPTER, adapter_config, load_peft, stored_names
 from megatier.adapters.stored_adapters import BASE, WEIGHTS_FILE
 from megatier.config.lora import ADAPTER_FILE
+from megatier.errors import UnsupportedModelError
 from megatier.layout import TensorSlice
 from megatier.models import export as models
 from megatier.models.decoder import Unit
@@ -44,9 +46,9 @@ def export(
     # Before anything is read, which may take long.
     models.check_new(folder)
     places = _places(model, units)
+    settings = json.dumps(_settings(model), indent=2, sort_keys=True)
     with models.new_folder(folder, _num_bytes(places)) as partial:
         _write_weights(partial / WEIGHTS_FILE, places, read, noted_identity(model))
-        settings = json.dumps(_settings(model), indent=2, sort_keys=True)
         (partial / ADAPTER_FILE).write_text(f"{settings}\n")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
@@ -108,10 +110,73 @@ def _settings(model: PreTrainedModel) -> dict[str, Any]:
     """Return PEFT's config of the adapters, as it is written. Loaded so, they are not trained, as PEFT saves them."""
     config = adapter_config(model)
     assert config is not None
-    settings = {**config.to_dict(), "inference_mode": True}
+    ranks, alphas = _ranks_and_alphas(model, config)
+    settings = {
+        **config.to_dict(),
+        "inference_mode": True,
+        "rank_pattern": _pattern(config.rank_pattern, config.r, ranks, "ranks"),
+        "alpha_pattern": _pattern(config.alpha_pattern, config.lora_alpha, alphas, "scales"),
+    }
     for key, value in settings.items():
         # In an order of their own, so that the same run writes the same bytes.
         if isinstance(value, set):
             settings[key] = sorted(value)
 
     return settings
+
+
+def _ranks_and_alphas(model: PreTrainedModel, config: Any) -> tuple[dict[str, int], dict[str, float]]:  # noqa: ANN401
+    """Return the rank and the alpha that each layer of PEFT's has now, by the name that its config has for it."""
+    layer_class = load_peft().tuners.lora.LoraLayer
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, layer_class):
+            continue
+
+        # Adapters of several parameters of a module are wrapped around each other, and are called after these.
+        layer: Any = module
+        key = name.replace(".base_layer", "")
+        if hasattr(layer, "parameter_name"):
+            key = f"{key}.{layer.parameter_name}"
+
+        rank = ranks[key] = layer.r[ADAPTER]
+        divisor = math.sqrt(rank) if config.use_rslora else rank
+        alpha, scale = layer.lora_alpha[ADAPTER], layer.scaling[ADAPTER]
+
+        # Its own alpha is exact. Only a scale that somebody has changed since is worked out.
+        alphas[key] = alpha if alpha / divisor == scale else scale * divisor
+    return ranks, alphas
+
+
+def _pattern(given: Mapping[str, Any], default: float, values: Mapping[str, float], what: str) -> dict[str, Any]:
+    """Return a pattern of PEFT's config that gives each layer its value when it is read.
+
+    Args:
+        given: the pattern that the config has.
+        default: the value of layers that no pattern names.
+        values: the value of each layer, by its name.
+        what: names the values, for the message.
+
+    Raises:
+        UnsupportedModelError: PEFT has no such pattern.
+    """
+    by_name = {name: value for name, value in values.items() if value != default}
+    for pattern in (given, by_name, values):
+        # They are written in the order of their keys, and the first one that fits counts.
+        ordered = sorted(pattern.items())
+        if all(_value_of(name, ordered, default) == value for name, value in values.items()):
+            return dict(pattern)
+
+    raise UnsupportedModelError(
+        f"PEFT's config has no way to say the {what} that the layers of this adapter have now, since the name of one "
+        "layer is the end of another's. Give both the same, or export the merged model (megatier export --merge)."
+    )
+
+
+def _value_of(name: str, pattern: Sequence[tuple[str, float]], default: float) -> float:
+    """Return the value that PEFT reads for a layer from a pattern."""
+    for key, value in pattern:
+        if re.match(rf"(.*\.)?({key})$", name):
+            return value
+    return default

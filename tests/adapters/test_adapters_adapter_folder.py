@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_commands import after_step, command
+from small_commands import MODEL, after_step, command
 from tiny_adapters import base_folder, peft
-from transformers import AutoModelForCausalLM
+from tiny_runs import plain_model
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from megatier.adapters.adapter_folder import _pattern, _settings
 from megatier.cli import main
-from megatier.errors import ConfigError
+from megatier.errors import ConfigError, UnsupportedModelError
 
 RUN: dict[str, Any] = {"model.lora.rank": 4, "model.lora.dropout": 0.1, "data.tokenizer": "bytes", "train.steps": 5}
 SPREAD: dict[str, Any] = {"tiers.state": "ram,nvme", "tiers.ram": "2600KiB", "tiers.gpu": "768KiB"}
@@ -67,6 +69,51 @@ def test_train_with_adapters_writes_a_folder_that_peft_loads_with_the_same_logit
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name], value) for name, value in expected.items())
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before
+
+
+def layers_of(model: Any) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)}
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_settings_of_layers_whose_scale_was_changed_give_peft_the_scale_that_they_have(rslora: bool) -> None:
+    given = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        use_rslora=rslora,
+        target_modules=["q_proj", "down_proj"],
+        # Of two that fit, PEFT takes the first one in the order of the dict, and the file is in that of the names.
+        rank_pattern={"layers.1.self_attn.q_proj": 3, "q_proj": 2, "1.mlp.down_proj": 5},
+        alpha_pattern={"self_attn.q_proj": 7, "1.self_attn.q_proj": 9},
+    )
+    model = peft.inject_adapter_in_model(given, plain_model(LlamaConfig(**MODEL)))
+    layers = layers_of(model)
+    layers["model.layers.0.mlp.down_proj"].scale_layer(0.3)
+    layers["model.layers.1.self_attn.q_proj"].scaling["default"] = 0.7
+
+    settings = json.loads(json.dumps(_settings(model), sort_keys=True))
+    read = {key: settings[key] for key in ("r", "lora_alpha", "use_rslora", "target_modules")}
+    patterns = {key: settings[key] for key in ("rank_pattern", "alpha_pattern")}
+    loaded = layers_of(
+        peft.inject_adapter_in_model(peft.LoraConfig(**read, **patterns), plain_model(LlamaConfig(**MODEL)))
+    )
+    assert {name: layer.r["default"] for name, layer in loaded.items()} == {
+        name: layer.r["default"] for name, layer in layers.items()
+    }
+    for name, layer in loaded.items():
+        assert layer.scaling["default"] == pytest.approx(layers[name].scaling["default"], rel=1e-15), name
+
+
+def test_settings_of_layers_as_they_were_made_keep_the_patterns_that_were_given() -> None:
+    given = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj"], alpha_pattern={"0.self_attn.q_proj": 7})
+    settings = _settings(peft.inject_adapter_in_model(given, plain_model(LlamaConfig(**MODEL))))
+    assert (settings["alpha_pattern"], settings["rank_pattern"]) == ({"0.self_attn.q_proj": 7}, {})
+
+
+def test_pattern_for_layers_whose_names_end_alike_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"no way to say the scales .* --merge"):
+        _pattern({}, 1.0, {"a.b": 2.0, "x.a.b": 3.0, "c.x.a.b": 4.0}, "scales")
+    assert _pattern({}, 1.0, {"a.b": 1.0, "x.a.b": 3.0}, "scales") == {"x.a.b": 3.0}
 
 
 def test_train_with_adapters_goes_on_from_checkpoints_and_savepoints_to_the_same_bits(
