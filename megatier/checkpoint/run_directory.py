@@ -289,6 +289,13 @@ def _refuse_run(path: Path) -> None:
     folders = (MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, TENSORBOARD_FOLDER)
     names = (CONFIG_FILE, METRICS_FILE, *folders)
     taken = [name for name in names if (path / name).exists()]
+
+    # Nobody but its owner knows what an empty folder is for, so it stays.
+    if taken and all(_is_empty_folder(path / name) for name in taken):
+        raise ConfigError(
+            f"{path} holds a folder that a run would write to ({', '.join(taken)}). It is empty: remove it (rmdir), or "
+            "name another --output.directory."
+        )
     if taken:
         goes_on = (path / CONFIG_FILE).is_file() and not (path / MODEL_FOLDER).exists()
         remedy = f"go on with it (`megatier resume {path}`), " if goes_on else ""
@@ -296,6 +303,11 @@ def _refuse_run(path: Path) -> None:
             f"{path} holds a run already ({taken[0]}). Nothing was changed; {remedy}name another --output.directory or "
             "move the old run away."
         )
+
+
+def _is_empty_folder(path: Path) -> bool:
+    """Return whether this is a folder with nothing in it."""
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -68,6 +68,19 @@ def test_run_directory_with_a_run_is_refused_and_left_alone(name: str, tmp_path:
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
 
 
+@pytest.mark.parametrize("names", [["checkpoints"], ["model"], ["data", "savepoints"]])
+def test_run_directory_with_empty_folders_alone_says_that_they_may_be_removed(names: list[str], tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=rf"a run would write to \({', '.join(names)}\)\. It is empty: remove it"):
+        RunDirectory(config_in(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+    (tmp_path / names[-1] / "mine").touch()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        RunDirectory(config_in(tmp_path))
+
+
 def test_run_directory_of_a_run_that_could_go_on_says_how(tmp_path: Path) -> None:
     (tmp_path / CONFIG_FILE).touch()
     with pytest.raises(ConfigError, match=f"go on with it .`megatier resume {tmp_path}`., name another"):
