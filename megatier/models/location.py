@@ -12,11 +12,19 @@ from megatier.errors import ConfigError, ModelNotFoundError
 from megatier.foreign import at_one_commit, shown
 
 CONFIG_FILE = "config.json"
+SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja")
+"""The files of a hub repository from which a skeleton and a tokenizer are made."""
+WEIGHTS = "*.safetensors"
+"""Its weights. Many repositories hold the same ones in other formats too, which nobody needs here."""
 FORMAT = "Give the folder of a Hugging Face model, with config.json and *.safetensors."
 
 
-def resolve(path_or_id: str) -> Path:
+def resolve(path_or_id: str, *, weights: bool = True) -> Path:
     """Return the folder of a model: a local one, or a snapshot of a hub repository, which is downloaded if needed.
+
+    Args:
+        path_or_id: the folder, or the name on the hub.
+        weights: whether the weights are read. Else a snapshot may lack them, since a plan needs the settings alone.
 
     Raises:
         ModelNotFoundError: there is neither.
@@ -29,8 +37,7 @@ def resolve(path_or_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    # Many repositories hold the same weights in other formats too, which nobody needs here.
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    patterns = [*SETTINGS, WEIGHTS] if weights else [*SETTINGS]
     try:
         return at_one_commit(snapshot_download(path_or_id, allow_patterns=patterns))
     except (OSError, HFValidationError) as error:

@@ -123,7 +123,7 @@ def model_config_of(config: ModelConfig) -> PretrainedConfig:
     Raises:
         UnsupportedModelError: it is that of a classifier, which has no loss of the next token; or see there.
     """
-    folder = _folder_of(config)
+    folder = _folder_of(config, weights=False)
     model_config = read_model_config(config, folder)
     if is_classifier(model_config):
         where = "model.config" if folder is None else str(folder / CONFIG_FILE)
@@ -135,9 +135,9 @@ def model_config_of(config: ModelConfig) -> PretrainedConfig:
     return model_config
 
 
-def _folder_of(config: ModelConfig) -> Path | None:
+def _folder_of(config: ModelConfig, *, weights: bool = True) -> Path | None:
     """Return the folder of the model, which may have to be downloaded; None: it starts from scratch."""
-    return resolve(config.path) if config.path is not None else None
+    return resolve(config.path, weights=weights) if config.path is not None else None
 
 
 def _adapted(
@@ -146,7 +146,7 @@ def _adapted(
     """Add the adapters to a model, if there are any, and freeze what is not trained; `stored` is what is read of it."""
     if config.adapters is not None:
         # A plan does with a folder that has no weights yet.
-        folder = _folder_of(config)
+        folder = _folder_of(config, weights=False)
         if folder is not None and any(folder.glob("*.safetensors")) and not is_quantised(model.config):
             note_base_tensors(model, folder, stored)
         add_adapters(model, config.adapters, _base_of(config))

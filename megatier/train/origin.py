@@ -111,7 +111,7 @@ def _settings(config: RunConfig) -> Origin:
     """Return the settings of `config.json` that a model is built from."""
     if config.model.path is None:
         return {}
-    path = resolve(config.model.path) / CONFIG_FILE
+    path = resolve(config.model.path, weights=False) / CONFIG_FILE
     settings = read_object(path, SETTINGS_BYTES_MAX, UnsupportedModelError)
 
     # One entry a setting, so that a message names what has changed, and not the whole file.

@@ -46,5 +46,14 @@ def test_resolve_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch
 
 
 def test_resolve_hub_id_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo_id, allow_patterns: str(tmp_path))
-    assert resolve("someone/model") == tmp_path
+    asked: list[list[str]] = []
+
+    def download(repo_id: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve("someone/model") == resolve("someone/model", weights=False) == tmp_path
+    with_weights, without = asked
+    assert set(with_weights) - set(without) == {"*.safetensors"}
+    assert "*.json" in without
