@@ -66,13 +66,13 @@ class MetricsLog:
             if self._file.write(encoded) != len(encoded):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def cut_after(self, step: int) -> list[int]:
+    def cut_after(self, step: int) -> tuple[list[int], int]:
         """Drop the records of later steps, which a run that is resumed from a checkpoint writes again.
 
         Lines that are no records are dropped too, because a run has to go on whatever its log went through.
 
         Returns:
-            The numbers of the lines that were no records.
+            The numbers of the lines that were no records, and the last step of which there was one; `step` at least.
 
         Raises:
             ConfigError: the drive is full or gone.
@@ -81,6 +81,7 @@ class MetricsLog:
             lines = read_regular(self._path).splitlines(keepends=True)
             kept = []
             not_records = []
+            last_step = step
             for number, line in enumerate(lines, 1):
                 # A line that is no record counts as later than any step, so it goes.
                 step_of_line = _step_of(line)
@@ -88,6 +89,8 @@ class MetricsLog:
                     kept.append(line)
                 if not math.isfinite(step_of_line):
                     not_records.append(number)
+                else:
+                    last_step = max(last_step, int(step_of_line))
 
             # Whole or not at all, since a kill in here must not lose the records of the steps that stay.
             replace_file(self._path, b"".join(kept))
@@ -96,7 +99,7 @@ class MetricsLog:
             self._file.close()
             self._file = _append_to(self._path)
 
-        return not_records
+        return not_records, last_step
 
     def close(self) -> None:
         """Close the file. Closing twice is safe."""

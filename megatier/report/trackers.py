@@ -47,6 +47,8 @@ class TrackedRun:
     """The run directory."""
     config: Mapping[str, Mapping[str, Any]]
     """The sections of the resolved config."""
+    repeated: range = range(0)
+    """The steps that come again, because the run goes on from before them. Trackers may have them."""
 
 
 class Tracker(Protocol):
@@ -130,10 +132,14 @@ class Mlflow:
         found = self._client.get_experiment_by_name(name)
         experiment_id = self._client.create_experiment(name) if found is None else found.experiment_id
 
+        self._last_steps: dict[str, int] = {}
+        """The last step that MLflow has of each figure that may come again."""
         before = self._client.search_runs([experiment_id], f"tags.`{PROJECT}.run_id` = '{run.run_id}'")
         if before:
             self._id = before[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
+            if run.repeated:
+                self._find_last_steps()
             return
         tags = {f"{PROJECT}.run_id": run.run_id}
         self._id = self._client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id
@@ -147,20 +153,31 @@ class Mlflow:
         for first in range(0, len(parameters), PARAMETERS_MAX):
             self._client.log_batch(self._id, params=parameters[first : first + PARAMETERS_MAX])
 
+    def _find_last_steps(self) -> None:
+        """Ask which figures of which steps are there already."""
+        # A kill may come between the figures of a step and those of the evaluation after it.
+        for name in self._client.get_run(self._id).data.metrics:
+            history = self._client.get_metric_history(self._id, name)
+            self._last_steps[name] = max(point.step for point in history)
+
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Send the figures of a step."""
+        """Send the figures of a step. Those that MLflow has already, from before a resume, stay as they are."""
         milliseconds = time.time_ns() // 1_000_000
         metrics = []
         for name, value in figures.items():
-            metric = self._metric(name, value, milliseconds, step)
-            metrics.append(metric)
-        self._client.log_batch(self._id, metrics=metrics)
+            if step > self._last_steps.get(name, -1):
+                metric = self._metric(name, value, milliseconds, step)
+                metrics.append(metric)
+        if metrics:
+            self._client.log_batch(self._id, metrics=metrics)
 
     def end(self, outcome: str) -> None:
         """Say how the run ended; all else is sent."""
         self._client.set_terminated(self._id, self.STATUS.get(outcome, "FINISHED"))
 
 
+REPEATING = ("trackio",)
+"""Trackers that do not say which steps they have, and keep a step twice that comes again."""
 TRACKERS: Mapping[str, Callable[[Any, TrackedRun], Tracker]] = {"trackio": Trackio, "wandb": Wandb, "mlflow": Mlflow}
 """What opens a run in each tracker, by the name of its library and its extra."""
 
@@ -211,6 +228,12 @@ class Sender:
         self._ended = _native.Latch()
         self._error: BaseException | None = None
         self._is_given_up = False
+
+        if run.repeated and name in REPEATING:
+            say(
+                f"{name} does not say which steps it has: steps {run.repeated[0]} to {run.repeated[-1]} come again, "
+                "and it may show them twice."
+            )
 
         # A daemon, since a library that hangs must not keep the process from ending.
         work = threading.Thread(target=self._send, args=(library, run), name=f"megatier-{name}", daemon=True)

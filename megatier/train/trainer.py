@@ -358,7 +358,8 @@ def _open_records(run: BegunRun, config: RunConfig, trackers: Mapping[str, Any])
     log = stack.enter_context(MetricsLog(directory.path / METRICS_FILE))
 
     # Steps after the last one that was saved come again, so their records go.
-    for number in log.cut_after(last_step):
+    not_records, last_recorded = log.cut_after(last_step)
+    for number in not_records:
         say(console, f"{METRICS_FILE}, line {number}: this is no record, perhaps because a kill cut it. It is dropped.")
 
     writers: list[Record] = [log.write]
@@ -367,7 +368,13 @@ def _open_records(run: BegunRun, config: RunConfig, trackers: Mapping[str, Any])
         writers.append(scalars.write)
 
     path = directory.path.absolute()
-    tracked = TrackedRun(name=path.name, run_id=directory.run_id, directory=path, config=config_file.to_dict(config))
+    tracked = TrackedRun(
+        name=path.name,
+        run_id=directory.run_id,
+        directory=path,
+        config=config_file.to_dict(config),
+        repeated=range(last_step + 1, last_recorded + 1),
+    )
     for name, library in trackers.items():
         sender = stack.enter_context(Sender(name, library, tracked, partial(say, console)))
         writers.append(sender.write)

@@ -39,7 +39,7 @@ def test_cut_after_drops_what_has_no_step(step: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{{"step": {step}}}\n{{"step": 2}}\n{{"step": 3}}\n')
     with MetricsLog(path) as log:
-        assert log.cut_after(2) == [2]
+        assert log.cut_after(2) == ([2], 3)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
@@ -115,7 +115,7 @@ def test_cut_after_half_a_line_keeps_what_is_before(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
     with MetricsLog(path) as log:
-        assert log.cut_after(2) == [3]
+        assert log.cut_after(2) == ([3], 2)
         log.write({"step": 3})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 

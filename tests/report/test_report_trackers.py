@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,40 @@ def test_each_tracker_gets_name_config_and_every_figure_of_a_run_that_was_resume
             assert (run["tag"], run["config"]["train.steps"]) == (run_id, "3")
         else:
             assert run["config"]["train"]["steps"] == 3
+
+
+def test_run_that_fails_and_goes_on_from_an_earlier_step_sends_no_step_twice_or_says_so_once(
+    libraries: dict[str, StandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Sender.write
+
+    def write(self: Sender, record: Mapping[str, object]) -> None:
+        real(self, record)
+        if record["step"] == 4 and "loss" in record and self._name == NAMES[-1]:
+            raise ConfigError("killed")
+
+    more = {"train.steps": 5, "output.checkpoint_every": 2, "train.evaluate_every": 3}
+    with monkeypatch.context() as patch:
+        patch.setattr(Sender, "write", write)
+        assert main(command(tmp_path, {"output.report_to": ",".join(NAMES), **more})) == 2
+    capsys.readouterr()
+    assert main(["resume", str(tmp_path / "run")]) == 0
+
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("trackio does not say which steps it has: steps 3 to 4 come again, and it may show them") == 1
+    records = metrics(tmp_path)
+    losses = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    held_out = [(record["step"], record["heldout_loss"]) for record in records if "heldout_loss" in record]
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 5]
+    (run,) = libraries["mlflow"].runs.values()
+    assert [(step, value) for step, figure, value in run["points"] if figure == "loss"] == losses
+    assert [(step, value) for step, figure, value in run["points"] if figure == "heldout_loss"] == held_out
+    assert run["ends"] == ["FAILED", "FINISHED"]
+
+    # It has the same figures twice, in one run.
+    (run,) = libraries["trackio"].runs.values()
+    points = [(step, value) for step, figure, value in run["points"] if figure == "loss"]
+    assert sorted(points) == sorted([*losses, *losses[2:4]])
 
 
 def test_variables_of_the_environment_name_the_project(

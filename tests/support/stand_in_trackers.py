@@ -78,6 +78,16 @@ class StandInClient:
         self._runs[key] = {**run, "tag": tags["megatier.run_id"]}
         return SimpleNamespace(info=SimpleNamespace(run_id=key))
 
+    def get_run(self, run_id: str) -> Any:
+        """A run, with the last value of each figure."""
+        values = {name: value for _, name, value in self._runs[run_id]["points"]}
+        return SimpleNamespace(data=SimpleNamespace(metrics=values))
+
+    def get_metric_history(self, run_id: str, key: str) -> list[Any]:
+        """All values of a figure."""
+        points = self._runs[run_id]["points"]
+        return [SimpleNamespace(step=step, value=value) for step, name, value in points if name == key]
+
     def update_run(self, run_id: str, *, status: str) -> None:
         """Go on with a run."""
         assert (status, run_id in self._runs) == ("RUNNING", True)
