@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatier.config.data_section import Chat
-from megatier.data.image_parts import ImageSource, holds_image, parts_of, place_images, text_of
+from megatier.data.image_parts import IMAGE_KEYS, ImageSource, holds_image, parts_of, place_images, text_of
 from megatier.errors import DataError
 
 ASSISTANT = "assistant"
@@ -25,6 +25,8 @@ OTHER_ROLES = {"system", "developer", "user", "tool", "function"}
 SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "observation": "tool"}
 """The roles of ShareGPT, and what chat templates call them."""
 
+MEDIA_KEYS = (*IMAGE_KEYS, "videos", "video", "audios", "audio")
+"""Keys under which the usual shapes have what belongs to places in their turns."""
 
 CHAT_KEYS: dict[Chat, str] = {
     "messages": "messages",
@@ -119,6 +121,8 @@ class Turns:
     """Key of the tools that the assistant may call. None: the records have none."""
     images: tuple[str, ...] | None = None
     """Keys under which a record may have its images; None: images are refused."""
+    media: tuple[str, ...] = MEDIA_KEYS
+    """Keys under which a record must not have anything that is not read."""
 
     def read(self, record: dict[str, Any], place: str) -> Conversation:
         """Return the conversation of a record; see `Shape`."""
@@ -128,7 +132,7 @@ class Turns:
         system = _system(_value(record, self.system), place)
         tools = _value(record, self.tools)
         found = _conversation(system + messages, tools, place)
-        return found if self.images is None else _with_images(found, record, self.images)
+        return _with_images(found, record, self.images, self.media)
 
     def messages(self, record: dict[str, Any], place: str) -> list[dict[str, Any]]:
         """Return the turns of a record as messages.
@@ -198,6 +202,8 @@ class Alpaca:
     """Key of the earlier rounds, a list of pairs of prompt and answer."""
     images: tuple[str, ...] | None = None
     """Keys under which a record may have its images; None: images are refused."""
+    media: tuple[str, ...] = MEDIA_KEYS
+    """Keys under which a record must not have anything that is not read."""
 
     def read(self, record: dict[str, Any], place: str) -> Conversation:
         """Return the conversation of a record; see `Shape`."""
@@ -215,7 +221,7 @@ class Alpaca:
             messages.append({"role": "user", "content": question})
             messages.append({"role": ASSISTANT, "content": answer})
         found = _conversation(messages, None, place)
-        return found if self.images is None else _with_images(found, record, self.images)
+        return _with_images(found, record, self.images, self.media)
 
     def _earlier_rounds(self, record: dict[str, Any], place: str) -> Iterator[tuple[str, str]]:
         """Yield the earlier rounds, as prompt and answer."""
@@ -239,6 +245,8 @@ class PromptCompletion:
 
     images: tuple[str, ...] | None = None
     """Keys under which a record may have its images; None: images are refused."""
+    media: tuple[str, ...] = MEDIA_KEYS
+    """Keys under which a record must not have anything that is not read."""
 
     def read(self, record: dict[str, Any], place: str) -> Conversation:
         """Return the conversation of a record; see `Shape`."""
@@ -253,7 +261,7 @@ class PromptCompletion:
                 "messages, with data.chat messages, if it shall be."
             )
         whole = _conversation(prompt + completion, record.get("tools"), place)
-        return whole if self.images is None else _with_images(whole, record, self.images)
+        return _with_images(whole, record, self.images, self.media)
 
     def _messages(self, record: dict[str, Any], key: str, role: str, place: str) -> list[dict[str, Any]]:
         """Return what lies under a key as messages; a text is one of this role."""
@@ -302,15 +310,32 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Con
     return Conversation(messages, tools or None, place)
 
 
-def _with_images(conversation: Conversation, record: dict[str, Any], keys: Sequence[str]) -> Conversation:
+def _with_images(
+    conversation: Conversation, record: dict[str, Any], keys: Sequence[str] | None, media: Sequence[str]
+) -> Conversation:
     """Return a conversation with its images, whose messages are lists of parts, as processors' templates take them.
 
+    Args:
+        conversation: the conversation.
+        record: its record.
+        keys: where the record may have its images; None: they are not read, and the conversation stays as it is.
+        media: where the record must not have anything else.
+
     Raises:
-        DataError: images and their places in the messages do not fit.
+        DataError: the record has what is not read, or images and their places in the messages do not fit.
     """
     # A table has all of its columns in each record, so a key that is there may hold nothing.
-    found = [record[key] for key in keys if record.get(key)]
-    given = found[0] if found else None
+    present = [key for key in (*media, *(keys or ())) if record.get(key)]
+    for key in present:
+        if key not in (keys or ()):
+            remedy = "Set data.images to true" if key in IMAGE_KEYS else "Leave the record out"
+            raise DataError(
+                f"{conversation.place}: the record has something under {key!r} that would not be read. {remedy}, or "
+                "remove the key."
+            )
+    if keys is None:
+        return conversation
+    given = record[present[0]] if present else None
     messages, images = place_images(conversation.messages, given, conversation.place)
     return replace(conversation, messages=messages, images=images)
 

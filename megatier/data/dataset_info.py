@@ -26,6 +26,8 @@ DEFAULT_TAGS = {
     "observation_tag": "observation",
     "system_tag": "system",
 }
+# What a description does not name is not looked at: no key of a record is refused.
+NOT_NAMED: tuple[str, ...] = ()
 # Roles of chat templates by the tags under which the file has the dataset's own names for them.
 ROLES = {"user_tag": "user", "assistant_tag": ASSISTANT, "observation_tag": "tool", "system_tag": "system"}
 
@@ -99,7 +101,12 @@ def _shape(place: str, formatting: object, columns: dict[str, str], tags: dict[s
         if response is None:  # a dataset for pre-training
             return Text(prompt)
         return Alpaca(
-            prompt=prompt, query=columns.get("query"), response=response, system=system, history=columns.get("history")
+            prompt=prompt,
+            query=columns.get("query"),
+            response=response,
+            system=system,
+            history=columns.get("history"),
+            media=NOT_NAMED,
         )
 
     missing = [key for key in ("role_tag", "content_tag", "user_tag", "assistant_tag") if key not in tags]
@@ -114,4 +121,5 @@ def _shape(place: str, formatting: object, columns: dict[str, str], tags: dict[s
         roles=roles,
         system=system,
         tools=columns.get("tools"),
+        media=NOT_NAMED,
     )

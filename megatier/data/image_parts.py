@@ -21,6 +21,8 @@ MARK = "<image>"
 ImageSource = str | bytes
 """The path of an image, or the bytes of its file."""
 
+IMAGE_KEYS = ("images", "image")
+"""Keys under which records have their images, if no `dataset_info.json` names another one."""
 KINDS = ("image", "image_url")
 """Types of parts that are images."""
 KEYS = ("image", "image_url", "url", "path", "bytes")

@@ -99,8 +99,8 @@ class Processor:
         of_images = _touched(spans, [image["new_span"] for image in replaced])
         if (np.isin(ids, self._image_ids) & ~of_images).any():
             raise DataError(
-                f"{conversation.place}: a text spells a token that stands for an image. Write it otherwise, or leave "
-                "the record out."
+                f"{conversation.place}: a text spells a token that stands for an image or a video. Write it otherwise, "
+                "or leave the record out."
             )
 
         learnt = covered(spans, _moved(ranges, replaced)) & ~of_images
@@ -191,8 +191,9 @@ def load_tokens(config: RunConfig) -> tuple[PreTrainedTokenizerBase | Processor,
 
 
 def _image_ids(own: ProcessorMixin) -> list[int | None]:
-    """Return the tokens that stand for images, as far as a processor names them."""
-    return [getattr(own, "image_token_id", None), *getattr(own, "image_token_ids", ())]
+    """Return the tokens that stand for images, or for what else a model sees or hears, as a processor names them."""
+    names = ("image_token_id", "video_token_id", "audio_token_id")
+    return [*(getattr(own, name, None) for name in names), *getattr(own, "image_token_ids", ())]
 
 
 def _touched(spans: NDArray[np.int64], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:

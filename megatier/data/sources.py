@@ -30,6 +30,7 @@ from megatier.data.dataset_info import describe
 from megatier.data.encoded import check_head, read_text
 from megatier.data.formats import RECORD_FORMATS, TABLES, Format, format_of
 from megatier.data.image_file import IMAGE_SUFFIXES
+from megatier.data.image_parts import IMAGE_KEYS
 from megatier.data.records import BadRecords, read_json, read_records, saved_files
 from megatier.errors import DataError
 from megatier.files import open_regular
@@ -40,9 +41,6 @@ CHAT_SHAPES: dict[str, Turns | Alpaca | PromptCompletion] = {
     "alpaca": Alpaca(),
     "prompt_completion": PromptCompletion(),
 }
-IMAGE_KEYS = ("images", "image")
-"""Keys under which records have their images, if no `dataset_info.json` names another one."""
-
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Folders of the standard library's tree that are not its own source."""
 HEADS_MAX = 1000

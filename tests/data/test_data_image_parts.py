@@ -13,8 +13,7 @@ import pytest
 from megatier.config.data_section import DataConfig
 from megatier.data.conversation import SHAREGPT, Alpaca, Conversation, PromptCompletion, Turns
 from megatier.data.dataset_info import describe
-from megatier.data.image_parts import text_of
-from megatier.data.sources import IMAGE_KEYS
+from megatier.data.image_parts import IMAGE_KEYS, text_of
 from megatier.data.text import documents
 from megatier.errors import ConfigError, DataError
 
@@ -111,6 +110,8 @@ def test_other_shapes_have_images_too(shape: Any, record: dict[str, Any]) -> Non
         (user("<image>"), ["data:image/png;base64,a"], "an image is no valid base64"),
         (user("<image>"), ["data:image/png;base64,"], "a data address without bytes"),
         (user({"type": "video", "video": "a.mp4"}), None, "parts of the types text, image and image_url are read"),
+        (user({"type": "video_url", "video_url": {"url": DATA}}), None, "video_url.*; parts of the types text, image"),
+        (user({"type": "input_audio", "input_audio": {}}), None, "input_audio.*; parts of the types text, image"),
         (user(["a"]), None, "parts of the types text, image and image_url are read"),
     ],
 )
@@ -123,6 +124,38 @@ def test_image_without_the_setting_is_refused_with_it() -> None:
     part = {"type": "image_url", "image_url": {"url": DATA}}
     with pytest.raises(DataError, match=r"^a: a part of a turn is .* Set data\.images to true to read images\.$"):
         Turns().read({"messages": user(part)}, "a")
+
+
+@pytest.mark.parametrize("key", ["videos", "video", "audios", "audio", "images", "image"])
+@pytest.mark.parametrize(
+    ("chat", "record"),
+    [
+        ("messages", {"messages": user("<video>?")}),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "<video>?"}, {"from": "gpt", "value": "yes"}]}),
+        ("alpaca", {"instruction": "<video>?", "output": "yes"}),
+        ("prompt_completion", {"prompt": "<video>?", "completion": "yes"}),
+    ],
+)
+def test_record_with_media_that_are_not_read_is_refused_by_its_key(
+    chat: Any, record: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({**record, key: []}))
+    config = DataConfig(files=(str(path),), chat=chat)
+    assert len(list(documents(config))) == 1, "an empty column of a table"
+
+    path.write_text(json.dumps({**record, key: ["a.mp4"]}))
+    reads_it = key in IMAGE_KEYS
+    for images in (False, True)[: 1 if reads_it else 2]:
+        with pytest.raises(DataError, match=f"line 1: the record has something under '{key}' that would not be read"):
+            list(documents(replace(config, images=images)))
+
+
+def test_description_with_a_column_of_videos_is_refused_by_its_name(tmp_path: Path) -> None:
+    info = tmp_path / "dataset_info.json"
+    info.write_text(json.dumps({"a": {"file_name": "a.json", "columns": {"prompt": "q", "videos": "v"}}}))
+    with pytest.raises(DataError, match="#a: videos cannot be used here"):
+        describe(info, "a", images=True)
 
 
 def test_described_dataset_names_its_column_of_images(tmp_path: Path) -> None:

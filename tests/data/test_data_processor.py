@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_processors import has_torchvision, picture, processor, tokenizer
+from tiny_processors import families, has_torchvision, picture, processor, tokenizer
 
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig
@@ -31,7 +31,7 @@ def conversation(*parts: dict[str, str], answer: str = "yes") -> Conversation:
     return Conversation(turns, None, "a.jsonl, line 2")
 
 
-@pytest.fixture(params=["gemma3", "llava"])
+@pytest.fixture(params=families("qwen3_vl_moe", "qwen3_5"))
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     processor(request.param).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
@@ -69,14 +69,14 @@ def test_answer_that_teaches_nothing_is_refused_with_the_record(folder: Path) ->
         own.tokenise(conversation({"type": "text", "text": "a"}, answer=""), [])
 
 
-@pytest.mark.parametrize("spelt", ["<img>", "<boi>"])
+@pytest.mark.parametrize("spelt", ["<img>", "<boi>", "<vid>"])
 def test_text_that_spells_the_token_of_an_image_is_refused_with_the_record(spelt: str, folder: Path) -> None:
     own = load(folder)
     if spelt not in own.tokenizer.get_added_vocab():
         pytest.skip("this tokenizer has no such token")
 
     # transformers refuses some of these itself, and which of them depends on its version.
-    words = "spells a token that stands for an image|refuses the conversation"
+    words = "spells a token that stands for an image or a video|refuses the conversation"
     with pytest.raises(DataError, match=rf"^a\.jsonl, line 2: .*({words})"):
         own.tokenise(conversation({"type": "text", "text": spelt}), [])
 
