@@ -156,14 +156,19 @@ def test_run_of_packed_conversations_resumes_with_the_same_bits(tmp_path: Path) 
     ("family", "patches", "said"),
     [
         ("gemma3", 9, "sees the whole of an image at once"),
-        ("llava", 2, "its images have 3 patches, and data.max_patches is 2"),
+        ("llava", 2, "the conversation has 3 images, and data.max_patches is 2, which bounds their number"),
     ],
 )
 def test_conversations_that_cannot_share_sequences_are_refused(
     family: str, patches: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(run_command(tmp_path, family, {"data.max_patches": patches})) == 2
+    words = run_command(tmp_path, family, {"data.max_patches": patches})
+    assert main(words) == 2
     assert said in capsys.readouterr().err
+    if family == "gemma3":
+        (tmp_path / "run.yaml").write_text("{}")
+        assert main(["plan", str(tmp_path / "run.yaml"), *words[1:]]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_image_that_is_damaged_later_ends_the_run_at_its_step_which_goes_on_when_it_is_back(

@@ -22,7 +22,7 @@ import torch
 from megatier.config.data_section import DataConfig
 from megatier.data.conversation import Conversation
 from megatier.data.image_file import ImageBytes, decode_all, digest_of
-from megatier.data.image_packs import Pack, Positions, check_patches, joined, packed, without_first
+from megatier.data.image_packs import Pack, Positions, check_room, joined, packed, without_first
 from megatier.data.image_rows import ByteWriter, ImageRow, RowRange, RowWriter, ranges_of, raw_images
 from megatier.data.packing import settings_of, shuffled, sorted_out
 from megatier.data.processor import Processor, checksum_of, labels_of
@@ -336,14 +336,7 @@ def _row_of(conversation: Conversation, config: DataConfig, processor: Processor
     place = conversation.place
     raws = list(raw_images(conversation))
     text, ids, learnt, num_patches = processor.tokenise(conversation, decode_all([raw for _, raw in raws], place))
-    if len(ids) > config.sequence_length:
-        raise DataError(
-            f"{place}: the conversation has {len(ids):,} tokens with its images, and data.sequence_length is "
-            f"{config.sequence_length:,}. Raise it, let the processor make smaller images, or leave the record out."
-        )
-
-    if config.max_patches is not None:
-        check_patches(num_patches, config.max_patches, place)
+    check_room(len(ids), num_patches, len(raws), config, place)
 
     # Only now, when nothing refuses it any more.
     images = []

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatier.config.data_section import DataConfig
 from megatier.data.image_rows import ImageRow
 from megatier.errors import DataError, UnsupportedModelError
 
@@ -149,14 +150,32 @@ def without_first(labels: Tensor) -> Tensor:
     return labels
 
 
-def check_patches(num_patches: int, max_patches: int, place: str) -> None:
-    """Refuse a conversation that has more patches than a sequence may have.
+def check_room(num_tokens: int, num_patches: int, num_images: int, config: DataConfig, place: str) -> None:
+    """Refuse a conversation that has more tokens or patches than a sequence may have.
+
+    Args:
+        num_tokens: its tokens.
+        num_patches: its patches; of a model whose images are equally large, its images.
+        num_images: its images.
+        config: what a sequence may have.
+        place: where it comes from.
 
     Raises:
-        DataError: it has.
+        DataError: it has more.
     """
-    if num_patches > max_patches:
+    if num_tokens > config.sequence_length:
         raise DataError(
-            f"{place}: its images have {num_patches:,} patches, and data.max_patches is {max_patches:,}. Raise "
-            "it, let the processor make smaller images, or leave the record out."
+            f"{place}: the conversation has {num_tokens:,} tokens with its images, and data.sequence_length is "
+            f"{config.sequence_length:,}. Raise it, let the processor make smaller images, or leave the record out."
         )
+    if config.max_patches is None or num_patches <= config.max_patches:
+        return
+    if num_patches == num_images:
+        raise DataError(
+            f"{place}: the conversation has {num_images:,} images, and data.max_patches is {config.max_patches:,}, "
+            "which bounds their number, since this model's images are equally large. Raise it, or leave the record out."
+        )
+    raise DataError(
+        f"{place}: its images have {num_patches:,} patches, and data.max_patches is {config.max_patches:,}. Raise it, "
+        "let the processor make smaller images, or leave the record out."
+    )

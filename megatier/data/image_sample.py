@@ -12,6 +12,7 @@ from megatier.compute.modality import is_pixels
 from megatier.config.schema import RunConfig
 from megatier.data.conversation import Conversation
 from megatier.data.image_file import decode_all
+from megatier.data.image_packs import check_room
 from megatier.data.image_rows import raw_images
 from megatier.data.packing import sorted_out
 from megatier.data.processor import load_processor
@@ -45,8 +46,8 @@ def sample_images(config: RunConfig) -> ImageSample | None:
         config: a run with `data.images`.
 
     Raises:
-        DataError: there is no file or no processor, or the data is a dataset of the hub. A bad record is passed over,
-            unless all of them are.
+        DataError: there is no file or no processor, the data is a dataset of the hub, a record is bad and not to be
+            left out, or all records with images are.
     """
     # A dataset of the hub would be downloaded for it.
     if config.data.dataset is not None:
@@ -56,17 +57,19 @@ def sample_images(config: RunConfig) -> ImageSample | None:
     num_images = 0
     num_tokens = 0
     largest: Mapping[str, Tensor] = {}
-    bad = BadRecords(skips=True)
+    bad = BadRecords(skips=config.data.skip_bad)
     bad_record: DataError | None = None
     for _, document in itertools.islice(sorted_out(config.data, bad), SAMPLED):
         if not isinstance(document, Conversation):
             continue
         try:
             images = decode_all([raw for _, raw in raw_images(document)], document.place)
-            text, ids, _, _ = processor.tokenise(document, images)
+            text, ids, _, num_patches = processor.tokenise(document, images)
+            check_room(len(ids), num_patches, len(images), config.data, document.place)
             columns = processor.columns([text], [images], len(ids), document.place)
         except DataError as error:
-            bad_record = error
+            bad.leave_out(error)
+            bad_record = bad_record or error
             continue
         size = _pixel_bytes(columns)
         if size > max(sizes, default=0):
@@ -74,9 +77,10 @@ def sample_images(config: RunConfig) -> ImageSample | None:
         sizes.append(size)
         num_images += len(images)
         num_tokens += len(ids)
-    if not sizes and bad_record is not None:
-        raise bad_record
     if not any(sizes):
+        # Of texts alone nothing would be counted, though the run may find images further on.
+        if bad_record is not None:
+            raise bad_record
         return None
     return ImageSample(
         columns=largest,

@@ -10,8 +10,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from megatier.config.schema import RunConfig
 from megatier.config.text import options
+from megatier.data.image_packs import positions_of
 from megatier.engine.head import can_fuse
 from megatier.errors import ConfigError, PlanError
+from megatier.guards.weight_changes import check_evaluates
+from megatier.models.decoder import check_stops_at_borders
 from megatier.models.limits import has_position_table, max_positions
 from megatier.planner.changes import hidden_at
 from megatier.planner.prediction import Prediction
@@ -56,15 +59,33 @@ def check_positions(config: RunConfig, model: PreTrainedModel) -> None:
         )
 
 
+def check_model(config: RunConfig, model: PreTrainedModel) -> None:
+    """Refuse a model that cannot be trained or evaluated as the config says.
+
+    Raises:
+        ConfigError, UnsupportedModelError: names what to change.
+    """
+    check_positions(config, model)
+    data = config.data
+    if data.is_apart:
+        if data.images:
+            positions_of(model)
+        check_stops_at_borders(model)
+
+    # The last evaluation comes when the run is over, which is too late to find that the model cannot be evaluated.
+    if data.holds_out:
+        check_evaluates(model)
+
+
 def settled(setup: Setup) -> Setup:
     """Return a run with the choices that its model decides, as the run directory records them.
 
     A loss that cannot be fused with the model's head is not, with a warning (`engine.head`).
 
     Raises:
-        ConfigError: sequences are longer than the model's table of positions.
+        ConfigError, UnsupportedModelError: the model cannot be trained or evaluated so.
     """
-    check_positions(setup.config, setup.model)
+    check_model(setup.config, setup.model)
     if not setup.config.model.fused_loss:
         return setup
     return setup.changed({"model.fused_loss": can_fuse(setup.model, setup.units)})

@@ -43,8 +43,6 @@ from megatier.data.text_stream import TextStream
 from megatier.drives.leftovers import find_leftovers
 from megatier.errors import ConfigError, DataError, mib
 from megatier.foreign import one_version
-from megatier.guards.weight_changes import check_evaluates
-from megatier.models.decoder import check_stops_at_borders
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
@@ -227,27 +225,17 @@ def _open_sources(
     if run.resumes:
         changes += start.check_origin(origin, config, run.console)
 
-    _check_model(model, len(tokenizer), config)
+    _check_vocabulary(model, len(tokenizer))
     describe_positions(run.console, model, config.data.sequence_length)
     return tokens, origin, changes
 
 
-def _check_model(model: PreTrainedModel, num_tokens: int, config: RunConfig) -> None:
-    """Refuse a model that cannot be trained or evaluated as the config says.
+def _check_vocabulary(model: PreTrainedModel, num_tokens: int) -> None:
+    """Refuse a tokenizer that has tokens which the model does not have.
 
     Raises:
-        ConfigError, UnsupportedModelError: names what to change.
+        ConfigError: names what to change.
     """
-    data = config.data
-    if data.is_apart:
-        if data.images:
-            positions_of(model)
-        check_stops_at_borders(model)
-
-    # The last evaluation comes when the run is over, which is too late to find that the model cannot be evaluated.
-    if data.holds_out:
-        check_evaluates(model)
-
     size = model.config.get_text_config().vocab_size
     if num_tokens > size:
         raise ConfigError(

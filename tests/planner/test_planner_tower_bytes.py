@@ -16,7 +16,6 @@ from megatier.cli import main
 pytest.importorskip("PIL")
 
 MACHINE = Path(__file__).parents[2] / "examples" / "machines" / "h200.yaml"
-BAD = (1, 1)
 KEEP = {"train.activations": "keep", "model.compile": False}
 
 
@@ -35,6 +34,14 @@ def planned(
     assert main(["plan", str(folder / "run.yaml"), *words, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def said_by_plan(folder: Path, words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What the plan of a run says, in one line."""
+    (folder / "run.yaml").write_text("{}")
+    capsys.readouterr()
+    assert main(["plan", str(folder / "run.yaml"), *words]) == 0
+    return " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("family", families())
@@ -83,11 +90,33 @@ def test_plan_says_why_nothing_is_known_of_images(tmp_path: Path, capsys: pytest
     assert main(["plan", str(tmp_path / "run.yaml"), "--machine", str(MACHINE), *words]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Images are not counted: data.files: /nowhere/chats.jsonl matches no file or folder" in said
-    words = run_command(tmp_path, "gemma3", KEEP, BAD)[1:]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("counts", [(1, 1), (0, 1, 1)])
+def test_plan_says_that_images_are_damaged(
+    counts: tuple[int, ...], skips: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = run_command(tmp_path, "gemma3", {**KEEP, "data.skip_bad": skips}, counts)[1:]
     for path in (tmp_path / "data").glob("*.png"):
         path.write_bytes(b"a cat")
-    assert main(["plan", str(tmp_path / "run.yaml"), *words]) == 0
-    assert "an image cannot be decoded" in " ".join(capsys.readouterr().out.split())
+    assert said_by_plan(tmp_path, words, capsys).count("an image cannot be decoded") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"data.max_patches": 2}, "has 3 images, and data.max_patches is 2, which bounds their number"),
+        ({"data.sequence_length": 16}, "data.sequence_length is 16"),
+    ],
+)
+def test_plan_names_the_conversation_that_a_run_would_refuse(
+    settings: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = run_command(tmp_path, "llava", {**KEEP, **settings})[1:]
+    found = said_by_plan(tmp_path, words, capsys)
+    assert "Images are not counted: " in found
+    assert said in found
 
 
 def test_plan_of_packed_conversations_has_room_for_all_patches(
