@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +45,25 @@ def png(width: int, height: int, *chunks: bytes, body: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + head + b"".join(chunks) + chunk(b"IDAT", zlib.compress(body)) + chunk(b"IEND", b"")
 
 
+@cache
+def bomb() -> bytes:
+    """256 MiB of zeros, compressed."""
+    return zlib.compress(bytes(1 << 28), 1)
+
+
 def animated(kind: str) -> bytes:
     """Two frames."""
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     file = io.BytesIO()
     frames[0].save(file, kind, save_all=True, append_images=frames[1:])
     return file.getvalue()
+
+
+def resized_jpeg(width: int, height: int) -> bytes:
+    """A JPEG that announces so many pixels."""
+    raw = saved("JPEG")
+    frame = raw.index(b"\xff\xc0")
+    return raw[: frame + 5] + struct.pack(">HH", height, width) + raw[frame + 9 :]
 
 
 def flipped(raw: bytes, place: int) -> bytes:
@@ -87,11 +104,23 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "png_with_a_long_chunk": lambda: PNG[:33] + struct.pack(">I", 0x7FFFFFFF) + b"tEXt" + PNG[33:],
     "png_bomb": lambda: png(60_000, 60_000, body=bytes(1 << 20)),
     "png_bomb_below_pillows_limit": lambda: png(9_000, 9_000, body=bytes(1 << 20)),
-    "png_bomb_of_text": lambda: png(8, 8, chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(1 << 28), 9))),
-    "png_bomb_of_a_profile": lambda: png(8, 8, chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(1 << 28), 9))),
+    "png_bomb_of_text": lambda: png(8, 8, chunk(b"zTXt", b"a\0\0" + bomb())),
+    "png_bomb_of_a_profile": lambda: png(8, 8, chunk(b"iCCP", b"a\0\0" + bomb())),
     "gif_bomb": lambda: b"GIF89a" + struct.pack("<HH", 65535, 65535) + saved("GIF")[10:],
     "bmp_bomb": lambda: saved("BMP")[:18] + struct.pack("<ii", 1 << 20, 1 << 20) + saved("BMP")[26:],
     "bmp_of_negative_width": lambda: saved("BMP")[:18] + struct.pack("<ii", -20, 10) + saved("BMP")[26:],
+    "jpeg_bomb": lambda: resized_jpeg(65_500, 65_500),
+    "jpeg_of_no_width": lambda: resized_jpeg(0, 10),
+    "webp_bomb": lambda: b"RIFF\x1e\0\0\0WEBPVP8X\x0a\0\0\0" + bytes(4) + b"\xff\xff\xff" * 2 + b"VP8 " + bytes(4),
+    "webp_with_a_long_chunk": lambda: (webp := saved("WEBP"))[:16] + b"\xff\xff\xff\x7f" + webp[20:60],
+    "png_of_unknown_depth": lambda: b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 7, 9, 0, 0, 0)),
+    "png_with_a_wrong_checksum": lambda: flipped(PNG, 30),
+    "gif_without_frames": lambda: saved("GIF")[:13] + b";",
+    "gzip_of_a_png": lambda: gzip.compress(PNG),
+    "pickle": lambda: b"cos\nsystem\n(S'touch executed'\ntR.",
+    "script": lambda: b"#!/bin/sh\ntouch executed\n",
+    "avif": lambda: b"\0\0\0\x1cftypavif" + bytes(64),
+    "psd": lambda: b"8BPS\0\x01" + bytes(64),
     "gif_animated": lambda: animated("GIF"),
     "png_animated": lambda: animated("PNG"),
     "webp_animated": lambda: animated("WEBP"),
@@ -106,6 +135,35 @@ def test_hostile_image_is_one_error_with_the_record(name: str) -> None:
     assert "\n" not in str(raised.value)
     assert "object at 0x" not in str(raised.value)
     assert len(str(raised.value)) < 600
+
+
+DECODE_ALL = """
+import pathlib, resource, sys, warnings
+from megatier.data.image_file import decode_all
+from megatier.errors import DataError
+
+warnings.simplefilter("ignore")
+refused = 0
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in pathlib.Path(sys.argv[1]).iterdir():
+    try:
+        decode_all([path.read_bytes()], "a")
+    except DataError:
+        refused += 1
+print(refused, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+"""Counts refused files, and the KiB by which the memory of the process grew."""
+
+
+def test_hostile_images_of_one_process_take_little_memory(tmp_path: Path) -> None:
+    for name, make in HOSTILE.items():
+        (tmp_path / name).write_bytes(make())
+    done = subprocess.run([sys.executable, "-c", DECODE_ALL, str(tmp_path)], capture_output=True, text=True, check=True)
+    refused, grown_kib = map(int, done.stdout.split())
+    assert refused == len(HOSTILE)
+
+    # Images of 64M pixels, which are the most, would take 192 MiB.
+    assert grown_kib < 192 << 10
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP", "GIF", "WEBP"])
