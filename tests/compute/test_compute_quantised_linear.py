@@ -68,6 +68,17 @@ def test_quantised_matrix_is_decoded_in_pieces_as_whole(kind: str, monkeypatch: 
     assert torch.equal(decode(scheme, carriers(scheme, stored, torch.bfloat16), torch.bfloat16), expected.bfloat16())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_on_meta_has_its_shape_and_decodes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT asks for it about ten times while it wraps a layer."""
+    scheme, _, _ = quantised_matrix(kind)
+    layer = QuantisedLinear(nn.Linear(COLUMNS, ROWS, bias=False, device="meta"), scheme, 2)
+    monkeypatch.setattr(type(scheme), "values", None)
+    assert layer.weight.is_meta
+    assert layer.weight.shape == (ROWS, COLUMNS)
+    assert layer.to(torch.bfloat16).weight.dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "bias"), [("channel", False), ("block", True), ("nested", False)])
 def test_quantised_linear_has_the_bits_of_a_decoded_one(kind: str, bias: bool, dtype: torch.dtype) -> None:
