@@ -80,8 +80,9 @@ def placed(case: Case) -> tuple[Case, Placement] | None:
 
 CASES = [*map(random_case, SEEDS), *map(streaming_case, range(100))]
 CASES += [mixed(case) for case in CASES[::4]]
-FITTING = [found for case in CASES if (found := placed(case)) is not None]
-REFUSED = [case for case in CASES if placed(case) is None]
+PLACED = [(case, placed(case)) for case in CASES]
+FITTING = [found for _, found in PLACED if found is not None]
+REFUSED = [case for case, found in PLACED if found is None]
 
 
 def homes_of(placement: Placement, units: Sequence[UnitSpec], tier: Tier) -> int:
