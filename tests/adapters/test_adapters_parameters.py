@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, LoraConfig]] = {
     ("case", "name", "activations"),
     [
         *((case, list(ROOMY)[number % len(ROOMY)], POLICIES[number % 3]) for number, case in enumerate(CASES)),
-        *some([("qwen3", name, POLICIES[number % 3]) for number, name in enumerate(list(ROOMY)[1:], 1)], by=2),
+        *some([("qwen3", name, POLICIES[number % 3]) for number, name in enumerate(list(ROOMY)[1:], 1)], by=5),
     ],
 )
 def test_adapted_parameters_take_three_steps_like_peft_over_a_plain_model_bit_for_bit(

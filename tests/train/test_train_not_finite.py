@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crossed import crossed
 from small_commands import IMMEDIATE, PLACES, command, metrics
 from torch import Tensor
 
@@ -48,8 +49,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (folder / "run/model/model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("place", ["gpu", "gpu_ram_nvme"])
-@pytest.mark.parametrize("unit", ["lm_head", "model.layers.1", "model.embed_tokens"])
+@pytest.mark.parametrize(
+    ("unit", "place"),
+    crossed(["lm_head", "model.layers.1", "model.embed_tokens"], ["gpu", "gpu_ram_nvme"], by=2),
+)
 def test_train_gradient_that_is_not_finite_names_updated_units_and_the_run_goes_on_from_its_checkpoint(
     unit: str,
     place: str,
