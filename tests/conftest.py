@@ -50,10 +50,21 @@ if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
 
 
 FIRST = (
+    "test_adapters_parameters.py",
     "test_compiled_attention.py",
+    "test_compute_open_shapes.py",
     "test_integrations_lengths.py",
     "test_muon.py",
+    "test_play_offload.py",
+    "test_ranks_checkpoints.py",
+    "test_ranks_faults.py",
+    "test_ranks_savepoints.py",
+    "test_ranks_streamed.py",
+    "test_ranks_trainer.py",
+    "test_ranks_trainer_rows.py",
+    "test_recipes.py",
     "test_soak.py",
+    "test_train_numbers.py",
     "test_train_verify.py",
 )
 """Files of few tests that take long."""
