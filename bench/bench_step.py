@@ -252,7 +252,7 @@ def _row_of(session: Session, run: Run, timed: Steps, warmup: int) -> Row:
         master_dtype="fp32",
         budgets=run.what,
         settings={name: dict(getattr(run, name)) for name in ("tiers", "model", "train", "numerics")},
-        ranks=session.placement.ranks,
+        ranks=session.placement.num_ranks,
         speculation=dict(session.speculation.outcomes),
         void_bytes=session.speculation.void_bytes,
         torch_peak_allocated_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,

@@ -69,7 +69,7 @@ def config_of(model: str, world: World, *, sequence: int, tokens: int, **tiers: 
         model=ModelConfig(config=LLAMA | MODELS[model], loss_chunk=4096),
         data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=sequence),
         tiers=TiersConfig(**tiers),  # type: ignore[arg-type]
-        train=TrainConfig(batch=world.ranks * tokens // sequence, groups=world.ranks),
+        train=TrainConfig(batch=world.num_ranks * tokens // sequence, groups=world.num_ranks),
     )
 
 
@@ -83,7 +83,7 @@ def rows(rates: Rates) -> Iterator[str]:
         skeleton = skeleton_of(config_of(model, World(), sequence=SEQUENCE, tokens=TOKENS).model)
         for world in WORLDS:
             config = config_of(model, world, sequence=SEQUENCE, tokens=TOKENS)
-            start = f"| {model} | {world.ranks} | {world.hosts} |"
+            start = f"| {model} | {world.num_ranks} | {world.num_hosts} |"
             try:
                 # The GPU's budget is chosen; this one is not used.
                 machine = Machine.elsewhere(config.tiers, host, Budgets(0, RAM, NVME), world)
@@ -91,14 +91,14 @@ def rows(rates: Rates) -> Iterator[str]:
             except PlanError as error:
                 yield f"{start} does not fit: {error} | | | | |"
                 continue
-            yield f"{start} {_row(choice, world.ranks * TOKENS)}"
+            yield f"{start} {_row(choice, world.num_ranks * TOKENS)}"
 
 
 def _row(choice: Choice, tokens: int) -> str:
     """Return the cells of a choice, whose steps have so many tokens."""
     placement = choice.placement
     world = choice.trial.world
-    held = [placement.state_bytes.get(tier, 0) * world.ranks / 1e9 for tier in Tier]
+    held = [placement.state_bytes.get(tier, 0) * world.num_ranks / 1e9 for tier in Tier]
     names = {"train.groups": "groups", "train.slices": "slices", "train.activations": "", "model.saved_share": "saved"}
     chosen = ", ".join(f"{words} {choice.settings[name]}".strip() for name, words in names.items())
     if placement.generations > 1:
@@ -141,7 +141,7 @@ def _step_seconds(rates: Rates, world: World, tiers: Mapping[str, Any], *, grows
         tiers: settings.
         grows: whether a host with more GPUs has so many times the processors and the bandwidth of RAM.
     """
-    times = world.ranks if grows else 1
+    times = world.num_ranks if grows else 1
     host = replace(
         rates,
         drives=(),

@@ -154,21 +154,21 @@ class Layout:
         placed = Layout.of(shapes, self.frozen, stands_for)
         return replace(placed, schema=self.schema, has_base=self.has_base)
 
-    def padded(self, ranks: int) -> Layout:
+    def padded(self, num_ranks: int) -> Layout:
         """Return a layout with more padding, so that trained and frozen elements can be cut into equal shards.
 
         If updates are by matrix, trained parameters are in another order as well: no shard has a part of one.
         """
-        if ranks == 1:
+        if num_ranks == 1:
             return self
 
         # Trained and frozen elements are cut separately, so that every rank updates equally many. The padding after the
         # trained ones grows by that, and the frozen ones move up.
-        multiple = ranks * SHARD_ELEMENTS
+        multiple = num_ranks * SHARD_ELEMENTS
         trained = self.trained.tensors
         num_trained = _padded(self.num_trained, multiple)
         if self.schema.by_matrix:
-            trained, num_trained = _dealt(trained, ranks)
+            trained, num_trained = _dealt(trained, num_ranks)
 
         shift = num_trained - self.num_trained
         frozen = [tensor for tensor in self.tensors if tensor.start >= self.num_trained]
@@ -181,21 +181,21 @@ class Layout:
             num_trained=num_trained,
         )
 
-    def shard(self, rank: int, ranks: int) -> Layout:
+    def shard(self, rank: int, num_ranks: int) -> Layout:
         """Return the layout of a rank's shard: its trained elements, and after them its frozen ones.
 
         Args:
             rank: the rank, from 0.
-            ranks: how many there are; the layout was `padded` for them.
+            num_ranks: how many there are; the layout was `padded` for them.
         """
         tensors: list[TensorSlice] = []
-        for first, last, start in self.shard_runs(rank, ranks):
+        for first, last, start in self.shard_runs(rank, num_ranks):
             tensors += self._runs_within(first, last, start)
         return replace(
             self,
             tensors=tuple(tensors),
-            num_elements=self.num_elements // ranks,
-            num_trained=self.num_trained // ranks,
+            num_elements=self.num_elements // num_ranks,
+            num_trained=self.num_trained // num_ranks,
         )
 
     def part(self, first: int, last: int) -> Layout:
@@ -209,10 +209,10 @@ class Layout:
         runs = [_clip(tensor, first, last, start) for tensor in self.tensors]
         return [tensor for tensor in runs if tensor is not None]
 
-    def shard_runs(self, rank: int, ranks: int) -> tuple[tuple[int, int, int], ...]:
+    def shard_runs(self, rank: int, num_ranks: int) -> tuple[tuple[int, int, int], ...]:
         """Return the runs [first, last) of elements that a rank owns, each with its first element inside the shard."""
-        num_trained = self.num_trained // ranks
-        num_frozen = self.num_elements // ranks - num_trained
+        num_trained = self.num_trained // num_ranks
+        num_frozen = self.num_elements // num_ranks - num_trained
         first_trained = rank * num_trained
         first_frozen = self.num_trained + rank * num_frozen
         runs = []
@@ -224,10 +224,10 @@ class Layout:
         return tuple(runs)
 
 
-def _dealt(tensors: Sequence[TensorSlice], ranks: int) -> tuple[tuple[TensorSlice, ...], int]:
+def _dealt(tensors: Sequence[TensorSlice], num_ranks: int) -> tuple[tuple[TensorSlice, ...], int]:
     """Deal tensors out to equal shards, whole and as evenly as can be; returns them, and the elements of all shards."""
-    shards: list[list[TensorSlice]] = [[] for _ in range(ranks)]
-    sizes = [0] * ranks
+    shards: list[list[TensorSlice]] = [[] for _ in range(num_ranks)]
+    sizes = [0] * num_ranks
 
     # The largest come first, each to the shard that has least. The sort is stable, so all ranks deal alike.
     largest_first = sorted(tensors, key=lambda tensor: -tensor.num_elements)
@@ -243,7 +243,7 @@ def _dealt(tensors: Sequence[TensorSlice], ranks: int) -> tuple[tuple[TensorSlic
     for rank, shard in enumerate(shards):
         for tensor in shard:
             placed.append(replace(tensor, start=rank * size + tensor.start))
-    return tuple(placed), ranks * size
+    return tuple(placed), num_ranks * size
 
 
 def _clip(tensor: TensorSlice, first: int, last: int, start: int) -> TensorSlice | None:

@@ -64,14 +64,14 @@ def note_base_tensors(model: PreTrainedModel, folder: Path, stored: Mapping[str,
     setattr(model, NOTED, BaseTensors(stored, assemblies))
 
 
-def in_place(model: PreTrainedModel, units: Sequence[Unit], tiers: TiersConfig, ranks: int) -> InPlace:
+def in_place(model: PreTrainedModel, units: Sequence[Unit], tiers: TiersConfig, num_ranks: int) -> InPlace:
     """Return which units' frozen weights may be read in place.
 
     Args:
         model: the skeleton.
         units: its units, with their schemas.
         tiers: mounts, and how they are read.
-        ranks: ranks that share the state.
+        num_ranks: ranks that share the state.
     """
     frozen = [unit for unit in units if unit.layout.has_base and unit.layout.num_trained < unit.layout.num_elements]
 
@@ -83,7 +83,7 @@ def in_place(model: PreTrainedModel, units: Sequence[Unit], tiers: TiersConfig, 
     if base is None:
         return InPlace(why_not="it is quantised, was given in RAM, or has no files yet")
     # These reasons hold for the whole base, so no unit is looked at.
-    if why := _why_refused(base, tiers, ranks):
+    if why := _why_refused(base, tiers, num_ranks):
         return InPlace(why_not=why)
 
     parts: dict[str, tuple[FilePart, ...]] = {}
@@ -97,13 +97,13 @@ def in_place(model: PreTrainedModel, units: Sequence[Unit], tiers: TiersConfig, 
     return InPlace(parts=parts, why_not=reasons[0] if reasons else "")
 
 
-def _why_refused(base: BaseTensors, tiers: TiersConfig, ranks: int) -> str:
+def _why_refused(base: BaseTensors, tiers: TiersConfig, num_ranks: int) -> str:
     """Return why nothing of a base is read in place; empty: it may be."""
     if tiers.gpu_direct:
         return "tiers.gpu_direct reads block files alone"
     if not tiers.checksums:
         return "tiers.checksums is false, and files that others may write are always verified"
-    if ranks > 1:
+    if num_ranks > 1:
         return "several ranks have shards of it"
 
     # A step is planned with the speed of the mounts, which other drives need not have.

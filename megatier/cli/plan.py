@@ -41,8 +41,8 @@ def run(argv: Sequence[str]) -> int:
     world = World(options.ranks, options.hosts)
 
     # As `megatier train` does under torchrun (`train.shared_setup.setup_of`).
-    if world.ranks > 1 and "train.groups" not in given:
-        loaded = replace(loaded, train=replace(loaded.train, groups=world.ranks))
+    if world.num_ranks > 1 and "train.groups" not in given:
+        loaded = replace(loaded, train=replace(loaded.train, groups=world.num_ranks))
 
     here = options.machine is None
     elsewhere = None if here else _elsewhere(loaded, options.machine, searches=options.search)

@@ -14,10 +14,10 @@ class WholeRounds:
     row, where the Trainer cuts them off.
     """
 
-    def __init__(self, sampler: Collection[list[int]], ranks: int) -> None:
+    def __init__(self, sampler: Collection[list[int]], num_ranks: int) -> None:
         """Take a sampler of batches, and the number of ranks."""
         self._sampler = sampler
-        self._ranks = ranks
+        self._ranks = num_ranks
 
     def __len__(self) -> int:
         # Rounded up: a last round that is not whole takes its missing batches from the beginning.

@@ -208,7 +208,7 @@ def _simulation(
         The jobs of no step yet, of a rank or of a process that is alone; the timelines of the first step and of every
         later one, in which updates in the backward are not void; and the lanes.
     """
-    kind = RankJobs if policy.ranks > 1 else StepJobs
+    kind = RankJobs if policy.num_ranks > 1 else StepJobs
     per_flop = rates.gpu_update_parameters_per_s / rates.flops_per_s
     steps = kind(compute_seconds, units, placement, policy, per_flop)
 
@@ -229,7 +229,7 @@ def _simulation(
 
     # Products of matrices in updates on the GPU share the processors with compute.
     multiplies = any(spec.update_flops for spec in units)
-    lanes = lanes_of(rates, policy.ranks, multiplies=multiplies, locked=_locked_shares(units, placement, rates))
+    lanes = lanes_of(rates, policy.num_ranks, multiplies=multiplies, locked=_locked_shares(units, placement, rates))
     return steps, first, later, lanes
 
 

@@ -21,13 +21,13 @@ def queue_of(lane: str) -> str:
 
 
 def lanes_of(
-    rates: Rates, ranks: int = 1, *, multiplies: bool = False, locked: tuple[float, float] = (1.0, 1.0)
+    rates: Rates, num_ranks: int = 1, *, multiplies: bool = False, locked: tuple[float, float] = (1.0, 1.0)
 ) -> dict[str, Lane]:
     """Return the lanes of a machine, with the drives and the host's memory that they share.
 
     Args:
         rates: those of the machine; of one of several ranks, those of `Rates.of_rank`.
-        ranks: the number of ranks.
+        num_ranks: the number of ranks.
         multiplies: whether updates on the GPU multiply matrices. Then they and compute share its processors.
         locked: the share of RAM that is page-locked: of bytes that compute waits for, and of other state. All other
             bytes pass through rings, which share their threads.
@@ -47,8 +47,8 @@ def lanes_of(
         "update_nvme": _in_memory(rates, rates.update_parameters_per_s, UPDATE_BYTES),
         "update_gpu": Lane(rates.gpu_update_parameters_per_s, products),
     }
-    if ranks > 1:
-        lanes |= _rank_lanes(rates, ranks)
+    if num_ranks > 1:
+        lanes |= _rank_lanes(rates, num_ranks)
     return lanes
 
 
@@ -121,7 +121,7 @@ def _copies(rates: Rates, link: str, full: float, ring: float | None, locked: fl
     return _in_memory(rates, rate, traffic, ring=rate * staged_s, **{link: rate / full})
 
 
-def _rank_lanes(rates: Rates, ranks: int) -> dict[str, Lane]:
+def _rank_lanes(rates: Rates, num_ranks: int) -> dict[str, Lane]:
     """Return compute and the two collectives of one of several ranks.
 
     Collectives take the share `ranks_slowdown` of the GPU's processors, so compute is slower beside them.
@@ -140,7 +140,7 @@ def _rank_lanes(rates: Rates, ranks: int) -> dict[str, Lane]:
     # piece for each of them.
     to_gpu = rates.to_gpu_bytes_per_s
     to_ram = rates.to_ram_bytes_per_s
-    sent_bytes = {"gather": 1 / (ranks - 1), "scatter": 1.0}
+    sent_bytes = {"gather": 1 / (num_ranks - 1), "scatter": 1.0}
     for name, sent in sent_bytes.items():
         rate = min(lanes[name].rate, to_gpu, to_ram / sent)
         links = {"to_gpu": rate / to_gpu, "to_ram": rate * sent / to_ram}

@@ -136,8 +136,8 @@ class Plan:
         return {
             "num_parameters": self.num_parameters,
             "num_trained": self.num_trained,
-            "ranks": self.world.ranks,
-            "hosts": self.world.hosts,
+            "ranks": self.world.num_ranks,
+            "hosts": self.world.num_hosts,
             "tokens_per_step": self.tokens,
             "seconds": made.seconds,
             "seconds_low": self.seconds_range[0],
@@ -227,7 +227,7 @@ def make_plan(setup: Setup) -> Plan:
 
     # Of all ranks together, as they write into one directory.
     room = Room.of(config.output, setup.model, work.units, is_made=False)
-    shard_bytes = room.checkpoint_bytes // world.ranks
+    shard_bytes = room.checkpoint_bytes // world.num_ranks
     spilled_bytes = placement.state_bytes.get(Tier.NVME, 0)
     written_s = checkpoint_seconds(shard_bytes, spilled_bytes, drives)
 

@@ -214,7 +214,7 @@ def _computed(setup: Setup, fixed: frozenset[str]) -> Iterator[Settings]:
     """
     config = setup.config
     kinds: dict[str, Sequence[Any]] = {
-        "train.groups": [count * setup.machine.world.ranks for count in GROUPS],
+        "train.groups": [count * setup.machine.world.num_ranks for count in GROUPS],
         "train.slices": SLICES,
         "train.activations": POLICIES,
         "model.saved_share": SHARES,

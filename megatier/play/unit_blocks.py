@@ -105,11 +105,11 @@ class UnitBlocks:
 
     def compute_key(self, unit: str) -> str:
         """Return the name of the block from which compute reads a unit's weights."""
-        return gathered_key(unit) if self.policy.ranks > 1 else self.key(unit, Kind.WEIGHT)
+        return gathered_key(unit) if self.policy.num_ranks > 1 else self.key(unit, Kind.WEIGHT)
 
     def compute_bytes(self, unit: str) -> int:
         """Return the bytes of that block: those of the whole unit's weights."""
-        if self.policy.ranks > 1:
+        if self.policy.num_ranks > 1:
             return gathered_bytes(self.units[unit], self.policy)
         return self.whole(unit, Kind.WEIGHT)[1]
 
@@ -291,7 +291,7 @@ class UnitBlocks:
 
     def drop_weights(self, unit: str) -> None:
         """Drop the weights from which compute reads from their GPU slot, if they lie in one."""
-        if self.policy.ranks > 1:
+        if self.policy.num_ranks > 1:
             self.store.evict(gathered_key(unit), Tier.GPU)
         else:
             self.drop_shard(unit)
@@ -367,7 +367,7 @@ class UnitBlocks:
 
             if spec.num_trained:
                 self.grads.register(unit)
-            if self.policy.ranks > 1:
+            if self.policy.num_ranks > 1:
                 self._register_shared(spec)
             if spec.activation_bytes:
                 home = self.placement.activation_homes[unit]

@@ -82,7 +82,7 @@ def sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
         taken: what the run directory takes, in words; empty if it takes nothing.
     """
     # First of all, since it says what every figure after it is about.
-    if plan.world.ranks > 1:
+    if plan.world.num_ranks > 1:
         yield _ranks(plan.world)
     trained = f", {format_count(plan.num_trained)} of them trained" if plan.num_trained < plan.num_parameters else ""
     yield f"{format_count(plan.num_parameters)} parameters{trained}, {format_count(plan.tokens)} tokens a step."
@@ -194,11 +194,11 @@ def _bound(plan: Plan) -> str:
 
 def _ranks(world: World) -> str:
     """Return a sentence about what the figures of several ranks are about."""
-    host = "the host" if world.hosts == 1 else f"one of {world.hosts} hosts"
-    share = "all" if world.host_ranks == 1 else f"one part in {world.host_ranks}"
+    host = "the host" if world.num_hosts == 1 else f"one of {world.num_hosts} hosts"
+    share = "all" if world.num_host_ranks == 1 else f"one part in {world.num_host_ranks}"
     return (
-        f"{world.ranks} ranks share the state. The figures are those of one rank, which has a GPU and {share} of the "
-        f"RAM, drives and processors of {host}. Tokens, parameters and the checkpoint are those of all ranks together."
+        f"{world.num_ranks} ranks share the state. The figures are those of one rank, which has a GPU and {share} of "
+        f"the RAM, drives and processors of {host}. Tokens, parameters and the checkpoint are those of all ranks together."
     )
 
 
@@ -214,8 +214,8 @@ def links_assumption(names: Sequence[str], world: World, *, here: bool) -> str:
     said = ", ".join(words[name].format(ASSUMED[name] / 1e9) for name in names)
     remedy = f"Give {', '.join(names)} in the file of --machine."
     if here:
-        hosts = f"--nnodes {world.hosts} " if world.hosts > 1 else ""
-        remedy = f"Run `torchrun {hosts}--nproc-per-node {world.host_ranks} -m megatier bench` to measure them."
+        hosts = f"--nnodes {world.num_hosts} " if world.num_hosts > 1 else ""
+        remedy = f"Run `torchrun {hosts}--nproc-per-node {world.num_host_ranks} -m megatier bench` to measure them."
     return (
         f"Links between GPUs were not measured, so the times are rough. Assumed: {said}. With NVLink, GPUs are about "
         f"ten times as fast. {remedy}"

@@ -29,10 +29,10 @@ class Budgets:
 
     def of_rank(self, world: World) -> Budgets:
         """Return a rank's part of the budgets of a host, without what ranks share. Each rank has a GPU of its own."""
-        ram = self.ram // world.host_ranks
-        nvme = self.nvme // world.host_ranks
+        ram = self.ram // world.num_host_ranks
+        nvme = self.nvme // world.num_host_ranks
         shared = 0
-        if shares_ram(world.ranks, world.host_ranks):
+        if shares_ram(world.num_ranks, world.num_host_ranks):
             buffers = SHARED_STAGES * shared_buffer_bytes(ram)
             shared = min(ram, buffers)
         return Budgets(self.gpu, ram - shared, nvme, shared)
@@ -44,9 +44,9 @@ class Budgets:
         return cls(*map(min, by_tier))
 
 
-def shares_ram(ranks: int, host_ranks: int) -> bool:
+def shares_ram(num_ranks: int, num_host_ranks: int) -> bool:
     """Return whether ranks may send weights and gradients through RAM that all of them share: those of one host."""
-    return 1 < ranks == host_ranks
+    return 1 < num_ranks == num_host_ranks
 
 
 def shared_buffer_bytes(ram: int) -> int:
@@ -58,8 +58,8 @@ def shared_buffer_bytes(ram: int) -> int:
 
 def host_ram(ram: int, policy: Policy) -> int:
     """Return the least RAM of a host of which each rank has so many bytes for itself."""
-    if not shares_ram(policy.ranks, policy.host_ranks):
-        return ram * policy.host_ranks
+    if not shares_ram(policy.num_ranks, policy.num_host_ranks):
+        return ram * policy.num_host_ranks
 
     # A larger part of the host has larger buffers, so the first one that is large enough is the least.
     buffer = SHARED_BUFFER_BYTES_MIN
@@ -67,4 +67,4 @@ def host_ram(ram: int, policy: Policy) -> int:
         buffer *= 2
     # Buffers are taken from what a rank has, so the host needs them in addition to what ranks use for themselves.
     rank_ram = ram + SHARED_STAGES * buffer
-    return rank_ram * policy.host_ranks
+    return rank_ram * policy.num_host_ranks

@@ -26,7 +26,7 @@ class LentRoom:
 
 def shard_bytes(units: Collection[UnitSpec], policy: Policy) -> int:
     """Return what gathering the weights of all ranks takes beside them: the largest shard of a unit."""
-    return max(block_bytes(spec, Kind.WEIGHT) for spec in units) if policy.ranks > 1 else 0
+    return max(block_bytes(spec, Kind.WEIGHT) for spec in units) if policy.num_ranks > 1 else 0
 
 
 def lent_room(units: Collection[UnitSpec], placement: Placement, policy: Policy, gpu_bytes: int) -> LentRoom:

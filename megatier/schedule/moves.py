@@ -282,7 +282,7 @@ class Moves:
 
     def _from_others(self, size: int) -> tuple[Move, ...]:
         """Return the moves that bring as many bytes from each other rank; none if there is no other."""
-        others = self._policy.ranks - 1
+        others = self._policy.num_ranks - 1
         return (Move("ranks", others * size),) if others else ()
 
     def _spilled_bytes(self, unit: str) -> int:

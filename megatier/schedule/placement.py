@@ -48,7 +48,7 @@ class Placement:
     sums_on_gpu: bool = False
     """Whether the sums of several groups are taken in GPU slots, to which they come again, from RAM or NVMe, for each
     group: because RAM is too short for them, or because each group adds gradients of several ranks."""
-    ranks: int = 1
+    num_ranks: int = 1
     """Ranks that share the state. All homes are those of shards; whole weights are only ever in slots."""
     streamed: tuple[str, ...] = ()
     """Units at home in RAM whose state passes through GPU slots and is updated there, in forward order."""
@@ -126,7 +126,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     _check_nvme(needed, generations, budgets, policy, spills_activations=spills_activations)
 
     speculative = {spec.name for spec in (*spilled, *doubled)} if policy.speculates else set()
-    sums_on_gpu = ram.spills_grads or policy.ranks > 1
+    sums_on_gpu = ram.spills_grads or policy.num_ranks > 1
     return Placement(
         homes=homes,
         slots=slots,
@@ -134,7 +134,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         activation_homes=_activation_homes(units, ram.spilled_activations),
         grad_homes=_grad_homes(trained(units), shipped, ram.waiting, policy),
         sums_on_gpu=sums_on_gpu and policy.groups > 1,
-        ranks=policy.ranks,
+        num_ranks=policy.num_ranks,
         streamed=streamed,
         spilled=tuple(spec.name for spec in spilled),
         generations=generations,
@@ -225,7 +225,7 @@ def all_short(short: PlanError, units: Sequence[UnitSpec], budgets: Budgets, pol
             break
 
         # A refusal names bytes of the host, and budgets are those of a rank.
-        num_sharing = 1 if last.tier == Tier.GPU else policy.host_ranks
+        num_sharing = 1 if last.tier == Tier.GPU else policy.num_host_ranks
         shared = budgets.shared_ram if last.tier == Tier.RAM else 0
         needed = -(-last.needed_bytes // num_sharing) - shared
         least_raise = getattr(budgets, last.tier) + 1
@@ -293,8 +293,8 @@ def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy,
         if generations > 1 + policy.savepoints:
             remedy = f"Set tiers.generations to {generations - 1}. {remedy}"
         what = "state and activations on NVMe" if spills_activations else "state on NVMe"
-        host_needs = needed * policy.host_ranks
-        host_has = budgets.nvme * policy.host_ranks
+        host_needs = needed * policy.num_host_ranks
+        host_has = budgets.nvme * policy.num_host_ranks
         raise PlanError(what, host_needs, host_has, remedy, Tier.NVME)
 
 

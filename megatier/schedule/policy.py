@@ -17,9 +17,9 @@ class Policy:
     """Whether updates wait for the global norm, so that every gradient is held. Else they run inside the backward."""
     groups: int = 1
     """Groups of a step that one rank computes."""
-    ranks: int = 1
+    num_ranks: int = 1
     """Ranks that share the state. Sizes of units are those of a shard."""
-    host_ranks: int = 1
+    num_host_ranks: int = 1
     """Ranks of one host. Budgets are a rank's part of those of the host, which a refusal names."""
     slices: int = 1
     """Slices of a group."""

@@ -366,7 +366,7 @@ def _homes_by_unit(units: Sequence[UnitSpec], room: int) -> Homes:
 
 def _host_ram_of(budgets: Budgets, policy: Policy) -> int:
     """Return the RAM of the host of which these are a rank's part."""
-    return (budgets.ram + budgets.shared_ram) * policy.host_ranks
+    return (budgets.ram + budgets.shared_ram) * policy.num_host_ranks
 
 
 def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> PlanError:
@@ -376,10 +376,10 @@ def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budg
     if not waiting:  # no gradient counts
         other = ", set train.activations to recompute, or train on fewer tokens a step."
     elif policy.groups > 1:
-        sums = sum(grad_bytes(spec, policy) for spec in waiting) * policy.host_ranks
+        sums = sum(grad_bytes(spec, policy) for spec in waiting) * policy.num_host_ranks
         what = f"gradients and activations in RAM, {at_least(sums)} of it for sums of groups,"
         other = ", let NVMe hold state (tiers.nvme, tiers.state), so that sums go there, or lower train.groups."
-    elif policy.deferred and policy.ranks == 1:
+    elif policy.deferred and policy.num_ranks == 1:
         other = ", or set train.clip to null and numerics.guard to false."
 
     needed = host_ram(used, policy)
@@ -391,7 +391,7 @@ def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budg
 def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budgets, policy: Policy) -> PlanError:
     """Return the error that says why state finds no home, when NVMe takes none."""
     mount = ", or give tiers.nvme a mount." if Tier.NVME in policy.state else ", or add nvme to tiers.state."
-    host = policy.host_ranks
+    host = policy.num_host_ranks
     if Tier.RAM in policy.state:
         needed = host_ram(in_ram, policy)
         had = _host_ram_of(budgets, policy)

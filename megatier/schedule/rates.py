@@ -34,21 +34,22 @@ class World:
         ConfigError: there are none, or hosts cannot have equally many.
     """
 
-    ranks: int = 1
-    hosts: int = 1
+    num_ranks: int = 1
+    num_hosts: int = 1
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        are_positive = self.ranks >= 1 and self.hosts >= 1
-        if not are_positive or self.ranks % self.hosts:
+        are_positive = self.num_ranks >= 1 and self.num_hosts >= 1
+        if not are_positive or self.num_ranks % self.num_hosts:
             raise ConfigError(
-                f"{self.ranks} ranks on {self.hosts} hosts: give a number of ranks that so many hosts share equally."
+                f"{self.num_ranks} ranks on {self.num_hosts} hosts: give a number of ranks that so many hosts share "
+                "equally."
             )
 
     @property
-    def host_ranks(self) -> int:
+    def num_host_ranks(self) -> int:
         """Ranks of one host, which share its RAM, its processors and its drives."""
-        return self.ranks // self.hosts
+        return self.num_ranks // self.num_hosts
 
 
 ALONE = World()
@@ -149,14 +150,14 @@ class Rates:
 
     def assumed(self, world: World) -> tuple[str, ...]:
         """Return the names of the rates that ranks need and that `of_rank` assumes because they are not known."""
-        if world.ranks == 1:
+        if world.num_ranks == 1:
             return ()
 
         assumed = []
 
         # The network matters only between hosts.
         for name in ASSUMED:
-            is_needed = name != "network_bytes_per_s" or world.hosts > 1
+            is_needed = name != "network_bytes_per_s" or world.num_hosts > 1
             if is_needed and getattr(self, name) is None:
                 assumed.append(name)
         return tuple(assumed)
@@ -168,11 +169,11 @@ class Rates:
         A gather brings each byte of other hosts to a host once, over all of its GPUs; a scatter brings what belongs to
         the rank.
         """
-        if world.ranks == 1:
+        if world.num_ranks == 1:
             return self
 
         # RAM, processors and drives are those of the host, of which each rank has an equal part.
-        local = world.host_ranks
+        local = world.num_host_ranks
         memory = self.memory_bytes_per_s / local
 
         # A plan for ranks has to have a figure for each of them, and `assumed` tells which are none of this machine.
@@ -180,10 +181,10 @@ class Rates:
         scatter = self.scatter_bytes_per_s or ASSUMED["scatter_bytes_per_s"]
         network = self.network_bytes_per_s or ASSUMED["network_bytes_per_s"]
         slowdown = self.ranks_slowdown or ASSUMED["ranks_slowdown"]
-        others = world.ranks - 1
-        if world.hosts > 1:
+        others = world.num_ranks - 1
+        if world.num_hosts > 1:
             # Seconds for each byte of one shard: all links are at work at once, so the slower kind counts.
-            far = world.ranks - local
+            far = world.num_ranks - local
             gather = others / max(others / gather, far / local / network)
             scatter = others / max((local - 1) / scatter, far / network)
 
@@ -199,7 +200,7 @@ class Rates:
             scatter_bytes_per_s=scatter,
             network_bytes_per_s=network,
             ranks_slowdown=slowdown,
-            ranks_way=self.ranks_way if world.hosts == 1 else None,
+            ranks_way=self.ranks_way if world.num_hosts == 1 else None,
         )
 
     @property

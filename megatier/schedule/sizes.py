@@ -53,13 +53,13 @@ def state_bytes(spec: UnitSpec) -> int:
 
 def gathered_bytes(spec: UnitSpec, policy: Policy) -> int:
     """Return the bytes of a whole unit's weights, gathered from the shards of all ranks."""
-    return policy.ranks * block_bytes(spec, Kind.WEIGHT)
+    return policy.num_ranks * block_bytes(spec, Kind.WEIGHT)
 
 
 def group_grad_bytes(spec: UnitSpec, policy: Policy) -> int:
     """Return the bytes of a whole unit's gradient of one group, in fp32, as it leaves for the owners of its shards."""
     # Slots take the widest that may come: of several slices or uses it is a sum, which the compute dtype would round.
-    return policy.ranks * round_up(spec.num_trained * 4)
+    return policy.num_ranks * round_up(spec.num_trained * 4)
 
 
 def grad_bytes(spec: UnitSpec, policy: Policy) -> int:

@@ -107,7 +107,7 @@ def gpu_slots(
     # The fewest slots were found to fit, so there are at least as many. More than one for each unit would stay empty.
     # If ranks share the state, shards merely pass on their way to a gather, and the room goes to whole weights.
     room = budget - used - grad.num_slots * grad.slot_bytes
-    most = SLOTS_MIN if policy.ranks > 1 else room // weight_bytes
+    most = SLOTS_MIN if policy.num_ranks > 1 else room // weight_bytes
     weight = SlotPlan(
         tier=Tier.GPU,
         kind=Kind.WEIGHT,
@@ -141,7 +141,7 @@ def collective_slots(units: Sequence[UnitSpec], room: int, policy: Policy) -> tu
         room: bytes of the GPU that nothing else takes; less than the fewest slots take if that is too little.
         policy: groups, ranks.
     """
-    if policy.ranks == 1:
+    if policy.num_ranks == 1:
         return ()
 
     # One group's gradient is made while the one before is sent. What has come is added up before the next one is sent.
@@ -181,7 +181,7 @@ def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
     """Return the RAM slots through which gradients pass to their sums, or to their updates in the immediate mode."""
     # Gradients that go home pass through no slots: of a single group that wait, and sums that ranks take on the GPU.
     waits_at_home = policy.deferred and policy.groups == 1
-    sums_on_gpu = policy.ranks > 1 and policy.groups > 1
+    sums_on_gpu = policy.num_ranks > 1 and policy.groups > 1
     if not waiting or waits_at_home or sums_on_gpu:
         return []
 

@@ -148,7 +148,7 @@ def build(
         PlanError: a unit must be loaded and there is no slot.
     """
     # Compute reads whole weights then, for which there are slots of their own.
-    is_shared = placement.ranks > 1
+    is_shared = placement.num_ranks > 1
     num_slots = placement.num_slots(Tier.GPU, Kind.GATHERED if is_shared else Kind.WEIGHT)
 
     # Ranks have shards at home, so no unit is on the GPU whole.
@@ -305,7 +305,7 @@ def _with_exchanges(
 
 def scatters_of(accesses: Sequence[Access], units: Iterable[UnitSpec], policy: Policy) -> tuple[Scatter, ...]:
     """Return the gradients that ranks scatter in a pass, as a run would record them; none if a rank is alone."""
-    if policy.ranks == 1:
+    if policy.num_ranks == 1:
         return ()
 
     forwards = [access for access in accesses if access.phase is Phase.FORWARD]

@@ -184,7 +184,7 @@ class Session:
         )
 
         # The ranks of a host share its cores.
-        host_ranks = setup.machine.world.host_ranks
+        host_ranks = setup.machine.world.num_host_ranks
         optimizer = RunOptimizer(
             {unit.name: unit.layout.trained for unit in self.own_units if unit.layout.num_trained},
             decays(self.model),
@@ -243,7 +243,7 @@ class Session:
     @property
     def num_cores(self) -> int:
         """Cores of this process: the ranks of a host share its cores."""
-        return max(1, cores_usable() // self.setup.machine.world.host_ranks)
+        return max(1, cores_usable() // self.setup.machine.world.num_host_ranks)
 
     def fill_arrays(self, sources: Sources, threads: int, progress: Progress) -> None:
         """Overwrite planes of all units, in several threads. Frozen elements of a base stay as they are.
@@ -317,7 +317,7 @@ def _open_store(
     follow from them, and have to be the same everywhere.
     """
     machine = setup.machine
-    local_size = machine.world.host_ranks
+    local_size = machine.world.num_host_ranks
 
     # A host's RAM and drives are cut evenly among its ranks, because their shards are of equal size.
     own = setup.budgets.of_rank(machine.world)

@@ -61,7 +61,7 @@ class Setup:
             UnsupportedModelError: the model cannot be streamed.
         """
         # The first of all, since a number of groups that ranks cannot share is an error of the config alone.
-        check_groups(config.train.groups, machine.world.ranks)
+        check_groups(config.train.groups, machine.world.num_ranks)
 
         # From here on the setting is true or false in the config.
         config = config.changed({"model.compile": compiles(config.model, machine)})
@@ -92,7 +92,7 @@ class Setup:
         # no user.
         for name in OF_SKELETON:
             assert getattr(own.model, name) == getattr(config.model, name), name
-        check_groups(config.train.groups, self.machine.world.ranks)
+        check_groups(config.train.groups, self.machine.world.num_ranks)
 
         # bf16 products that a CPU takes in fp32 are never compiled, so the dtype decides as well.
         decided = (own.model.compile, own.model.compute_dtype)

@@ -81,7 +81,7 @@ class Workload:
         units = with_schemas(model, units, config.model.compute_dtype, train.moments, train.optimizer)
 
         # Padding lets each unit be cut into equal shards, so that one size holds for all ranks.
-        units = tuple(replace(unit, layout=unit.layout.padded(world.ranks)) for unit in units)
+        units = tuple(replace(unit, layout=unit.layout.padded(world.num_ranks)) for unit in units)
         numerics = config.numerics
         products = products_of(model, units, numerics.products_except) if numerics.products == "fp8" else Products()
         tiers = config.tiers
@@ -91,19 +91,19 @@ class Workload:
             checksums=tiers.checksums,
             gpu_direct=tiers.gpu_direct,
         )
-        read_in_place = in_place(model, units, tiers, world.ranks)
+        read_in_place = in_place(model, units, tiers, world.num_ranks)
         activations = _activations(units, train, wrappers_in(model))
         offloads_attention = train.offload_attention and train.keeps_attention(tokens)
         offloaded_bytes = _offloaded_bytes(config, model, options, with_attention=offloads_attention)
         specs = tuple(
             UnitSpec(
                 name=u.name,
-                num_elements=u.layout.num_elements // world.ranks,
+                num_elements=u.layout.num_elements // world.num_ranks,
                 activation_bytes=offloaded_bytes if activations[u.name].offloads_input else 0,
-                frozen_elements=(u.layout.num_elements - u.layout.num_trained) // world.ranks,
+                frozen_elements=(u.layout.num_elements - u.layout.num_trained) // world.num_ranks,
                 schema=u.layout.schema,
                 is_in_place=u.name in read_in_place.parts,
-                update_flops=_update_flops(u.layout, world.ranks),
+                update_flops=_update_flops(u.layout, world.num_ranks),
                 is_layer=u.is_layer or u.experts is not None,
             )
             for u in units
@@ -183,15 +183,15 @@ def head_width(text: Any) -> int:  # noqa: ANN401 - a config of any family
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def _update_flops(layout: Layout, ranks: int) -> float:
+def _update_flops(layout: Layout, num_ranks: int) -> float:
     """Return the most floating-point operations of products that the update of a rank's shard of a unit has."""
     if not layout.schema.by_matrix:
         return 0.0
 
     # Matrices are dealt out whole, so ranks have unequal work, and all wait for the one that has most.
     flops_of_ranks = []
-    for rank in range(ranks):
-        shard = layout.shard(rank, ranks)
+    for rank in range(num_ranks):
+        shard = layout.shard(rank, num_ranks)
         flops_of_ranks.append(sum(matrix.flops for matrix in matrices_of(shard)))
     return max(flops_of_ranks)
 
@@ -208,10 +208,10 @@ def _policy(specs: Sequence[UnitSpec], config: RunConfig, options: IoOptions, wo
         state=tuple(Tier(name) for name in tiers.state),
         # The guard needs the norm before an update, as clipping does. And the norm of several ranks is known when all
         # of them are through, so no update runs inside the backward.
-        deferred=config.numerics.guard or config.train.clip is not None or world.ranks > 1,
-        groups=config.train.groups // world.ranks,
-        ranks=world.ranks,
-        host_ranks=world.host_ranks,
+        deferred=config.numerics.guard or config.train.clip is not None or world.num_ranks > 1,
+        groups=config.train.groups // world.num_ranks,
+        num_ranks=world.num_ranks,
+        num_host_ranks=world.num_host_ranks,
         slices=config.train.slices,
         chunk_elements=tiers.chunk // widest if tiers.chunk is not None else None,
         streamed_share=tiers.streamed_share,

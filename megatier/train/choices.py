@@ -125,7 +125,7 @@ def plan_choices(setup: Setup, given: frozenset[str], console: Console) -> tuple
     # Settings chosen by rates that nobody measured would be chosen by chance.
     if not machine.is_measured:
         if not machine.assumed or machine.device.type == "cuda":
-            command = "megatier bench" if machine.world.ranks == 1 else "torchrun ... -m megatier bench"
+            command = "megatier bench" if machine.world.num_ranks == 1 else "torchrun ... -m megatier bench"
             say(console, f"`{command}` would measure this machine and let the planner choose what is not given")
         return config, None
 

@@ -116,7 +116,7 @@ def describe(console: Console, config: RunConfig, session: Session, text: Text, 
         say(console, f"{what} of {count} units lie on NVMe, because RAM is too short for them")
     if session.engine.options.device.type == "cpu":
         say(console, NO_GPU)
-    print_placement(console, tier_states(session), placement.ranks)
+    print_placement(console, tier_states(session), placement.num_ranks)
     if session.ranks is not None:
         why = f" ({session.ranks.why})" if session.ranks.why else ""
         say(console, f"weights and gradients go between ranks by {session.ranks.way}{why}")

@@ -227,7 +227,7 @@ def _run(
     tiers = TiersConfig(
         device=device,  # type: ignore[arg-type]
         gpu=gpu,
-        ram=host_ram(ram, Policy(ranks=1 if ranks is None else ranks.size, host_ranks=on_host)),
+        ram=host_ram(ram, Policy(num_ranks=1 if ranks is None else ranks.size, num_host_ranks=on_host)),
         nvme=(f"{directory}:{NVME_BYTES * on_host}",),
         state=state,
         streamed_share=share,

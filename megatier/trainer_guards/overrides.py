@@ -54,19 +54,19 @@ UNCALLED = frozenset(
 KNOWN = FOLLOWED | REPLACED | EXTENDED | EXTENDED_BY_RANKS | COMPARED | UNCALLED
 
 
-def check_overrides(kind: type, mixin: type, ranks: int) -> None:
+def check_overrides(kind: type, mixin: type, num_ranks: int) -> None:
     """Refuse overrides of the Trainer's methods that would not be called, or not call what a streamed model needs.
 
     Args:
         kind: the class of the trainer.
         mixin: the last of megatier's classes in it, in whose place the Trainer's own methods are not called.
-        ranks: number of ranks.
+        num_ranks: number of ranks.
 
     Raises:
         ConfigError: names the first one, and what to do instead.
     """
     # The methods in whose place the mixin has its own work only if an override of them calls super's.
-    needed = REPLACED | EXTENDED | (EXTENDED_BY_RANKS if ranks > 1 else frozenset())
+    needed = REPLACED | EXTENDED | (EXTENDED_BY_RANKS if num_ranks > 1 else frozenset())
     for owner, name, is_before in _overrides(kind, mixin):
         place = f"{owner.__name__}.{name}"
         if name not in KNOWN:

@@ -48,14 +48,14 @@ PLACES = {
     "grads": (Budgets(16 * MIB, 12 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), chunk_elements=MIB // 8)),
     "group_grads": (Budgets(24 * MIB, 18 * MIB, 200 * MIB), Policy(groups=3, chunk_elements=MIB // 8)),
     "immediate": (Budgets(16 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), deferred=False)),
-    "ranks_gpu": (Budgets(250 * MIB, 0, 0), Policy(ranks=2)),
-    "ranks_ram": (Budgets(70 * MIB, 200 * MIB, 0), Policy(state=(Tier.RAM,), ranks=2, groups=2)),
+    "ranks_gpu": (Budgets(250 * MIB, 0, 0), Policy(num_ranks=2)),
+    "ranks_ram": (Budgets(70 * MIB, 200 * MIB, 0), Policy(state=(Tier.RAM,), num_ranks=2, groups=2)),
     "ranks_streamed": (
         Budgets(120 * MIB, 200 * MIB, 0),
-        Policy(state=(Tier.RAM,), streamed_share=0.5, ranks=2, groups=2),
+        Policy(state=(Tier.RAM,), streamed_share=0.5, num_ranks=2, groups=2),
     ),
-    "ranks_nvme": (Budgets(80 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), ranks=3, groups=3)),
-    "ranks_twice": (Budgets(60 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), ranks=2, generations=2)),
+    "ranks_nvme": (Budgets(80 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), num_ranks=3, groups=3)),
+    "ranks_twice": (Budgets(60 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), num_ranks=2, generations=2)),
 }
 
 
@@ -314,7 +314,7 @@ def test_forecast_of_ranks_works_on_collectives_in_their_order(name: str) -> Non
     assert all(before.end <= after.start + 1e-9 for before, after in pairwise(spans))
     assert len(planned_scatters(timeline)) == 6 * policy.groups
     received = sum(move.num_bytes for scatter in planned_scatters(timeline) for move in moves.scatter(scatter))
-    assert received == 6 * policy.groups * (policy.ranks - 1) * 2 * MIB
+    assert received == 6 * policy.groups * (policy.num_ranks - 1) * 2 * MIB
 
 
 def test_forecast_of_ram_beyond_the_limit_of_page_locked_ram_is_slower() -> None:

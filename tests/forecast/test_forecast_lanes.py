@@ -24,13 +24,13 @@ def test_lanes_of_ranks_that_share_ram_take_the_links_of_a_gpu_and_ram() -> None
         ranks_slowdown=0.2,
         ranks_way=Way.RAM,
     )
-    lanes = lanes_of(rates, ranks=3)
+    lanes = lanes_of(rates, num_ranks=3)
     assert lanes["gather"].rate == 8e9
     assert lanes["gather"].uses == pytest.approx({"memory": 0.3, "processors": 0.2, "to_gpu": 0.8, "to_ram": 0.8})
     assert lanes["scatter"].rate == 5e9  # no more than its link carries
     assert lanes["scatter"].uses == pytest.approx({"memory": 0.25, "processors": 0.2, "to_gpu": 0.5, "to_ram": 1.0})
     for way in (None, Way.COPIES, Way.KERNELS):
-        assert lanes_of(replace(rates, ranks_way=way), ranks=3)["gather"].uses == {"processors": 0.2}
+        assert lanes_of(replace(rates, ranks_way=way), num_ranks=3)["gather"].uses == {"processors": 0.2}
 
 
 def test_lanes_of_ram_that_is_not_page_locked_take_the_rate_of_rings_and_share_their_threads() -> None:

@@ -215,7 +215,7 @@ def test_plan_of_ranks_foretells_the_bytes_of_a_real_run(name: str, tmp_path: Pa
     skeleton = build_skeleton(config, "sdpa")
     settings = replace(run_config(runs[0].train, tiers), model=model)
     least = least_budgets(settings, skeleton, place, 2)
-    host = Budgets(least.gpu, host_ram(least.ram, Policy(ranks=2, host_ranks=2)), least.nvme)
+    host = Budgets(least.gpu, host_ram(least.ram, Policy(num_ranks=2, num_host_ranks=2)), least.nvme)
     plan = make_plan(elsewhere(settings, RATES, host, compiles=False, world=World(2), model=skeleton))
     assert {queue: round(size) for queue, size in plan.forecast.moved_bytes.items()} == step
     assert plan.tokens == runs[0].batch * TOKENS

@@ -33,11 +33,11 @@ def test_budgets_of_ranks_leave_out_what_ranks_of_one_host_share() -> None:
 def test_ram_that_a_refusal_names_is_enough_and_hardly_more() -> None:
     chance = random.Random(3)
     for ranks in (2, 8):
-        policy = Policy(ranks=ranks, host_ranks=ranks)
+        policy = Policy(num_ranks=ranks, num_host_ranks=ranks)
         for _ in range(300):
             needed = int(2 ** chance.uniform(12, 40))
             named = host_ram(needed, policy)
             assert Budgets(0, named, 0).of_rank(World(ranks)).ram >= needed
             assert Budgets(0, named - 4096 * ranks, 0).of_rank(World(ranks)).ram < needed + SHARED_STAGES * 16 * MIB
     assert host_ram(5, Policy()) == 5
-    assert host_ram(5, Policy(ranks=4, host_ranks=2)) == 10
+    assert host_ram(5, Policy(num_ranks=4, num_host_ranks=2)) == 10

@@ -53,7 +53,7 @@ def placement(
         chunk_elements=SIZE,
         activation_homes={},
         grad_homes={unit: Tier.GPU if unit in updated_there else Tier.RAM for unit in sorted(trained)},
-        ranks=ranks,
+        num_ranks=ranks,
         streamed=tuple(unit for unit in units if unit in streamed),
     )
 

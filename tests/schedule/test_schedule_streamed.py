@@ -70,7 +70,7 @@ def test_ranks_that_stream_take_what_the_plan_says_and_no_more_than_the_budget()
     seen: Counter[bool] = Counter()
     for seed in range(100):
         units, budgets, policy = streaming_case(seed)
-        case = units, replace(budgets, gpu=3 * budgets.gpu), replace(policy, ranks=2)
+        case = units, replace(budgets, gpu=3 * budgets.gpu), replace(policy, num_ranks=2)
         if (found := placed(case)) is None:
             continue
         placement = found[1]

@@ -107,7 +107,7 @@ def opened(
     )
     config = sections(model, tiers, run.train, numerics, TOKENS)
     least = least_budgets(config, skeleton, place, size)
-    ram = host_ram(least.ram, Policy(ranks=size, host_ranks=size))
+    ram = host_ram(least.ram, Policy(num_ranks=size, num_host_ranks=size))
     config = config.changed({"tiers.gpu": least.gpu, "tiers.ram": ram})
     with Session(Setup.here(config, skeleton, ranks), seed=5, ranks=ranks) as session:
         yield session
