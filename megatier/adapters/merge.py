@@ -97,8 +97,10 @@ class MergedWeights:
         shape = tensor.parameter_shape
 
         # Whole, since an adapter is a product of matrices, and with DoRA rows are scaled by their lengths.
-        base = self._of_base(unit, tensor.name, shape, 0, math.prod(shape))
-        return _merged(self._model, module_name, base_key, base.view(shape), self._trained).flatten()
+        num_elements = math.prod(shape)
+        base = self._of_base(unit, tensor.name, shape, 0, num_elements)
+        merged = _merged(self._model, module_name, base_key, base.view(shape), self._trained)
+        return merged.flatten()
 
     def _of_base(self, unit: Unit, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a parameter as the base has it."""

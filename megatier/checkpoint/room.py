@@ -172,7 +172,10 @@ class Room:
     def takes_another(self, num_kept: int) -> bool:
         """Return whether there is room for one more checkpoint now, and later for the export."""
         # If there are as many as are kept, an older one goes when this one is whole, and leaves its room to the export.
-        stays = self.checkpoint_bytes if self._num_present < num_kept + self.keeps_best else 0
+        most_present = num_kept + self.keeps_best
+        stays = self.checkpoint_bytes if self._num_present < most_present else 0
+
+        # The export comes when the checkpoint is whole, so the larger of the two moments counts.
         needed = max(self.checkpoint_bytes, stays + self.export_bytes)
         return needed <= self.free_bytes
 

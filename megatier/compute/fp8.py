@@ -54,7 +54,10 @@ class Fp8Linear(nn.Linear):
         """Return the product with the weight, plus the bias."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        if input.dtype is not weight.dtype and torch.is_autocast_enabled(input.device.type):
+
+        # As autocast does for torch's own layers. It does not know this product.
+        differs = input.dtype is not weight.dtype
+        if differs and torch.is_autocast_enabled(input.device.type):
             input = input.to(weight.dtype)
 
         # torch's own layer raises the error of a wrong dtype, and takes empty inputs, of which amax would raise one.
@@ -62,8 +65,10 @@ class Fp8Linear(nn.Linear):
         if input.dtype is not weight.dtype or sizes.numel() == 0:
             return functional.linear(input, weight, bias)
 
-        products = _multiply(input.reshape(-1, input.shape[-1]), weight)
-        return _with_bias(products.view(*sizes, weight.shape[0]), bias)
+        rows = input.reshape(-1, input.shape[-1])
+        products = _multiply(rows, weight)
+        shaped = products.view(*sizes, weight.shape[0])
+        return _with_bias(shaped, bias)
 
 
 def linear_of_codes(input: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

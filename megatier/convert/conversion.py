@@ -148,9 +148,14 @@ class Conversion:
         """
         # A later carry overrides an earlier one, as keys of the source override each other.
         self.settings |= settings
-        assigned = [f"{name}: {_written(value)}" for name, value in settings.items()]
+        assigned = []
+        for name, value in settings.items():
+            written = _written(value)
+            assigned.append(f"{name}: {written}")
         carried = ", ".join(assigned)
-        words = f"{carried}; {remark}" if carried and remark else carried or remark
+
+        # Either of the two may be empty: what megatier always does has no setting, and most settings need no remark.
+        words = "; ".join(filter(None, (carried, remark)))
         self._found(key, "carried", words, differs=differs)
 
     def default(self, key: str, *settings: str) -> None:

@@ -138,8 +138,12 @@ class ImageChats:
         wanted = [(step + ahead, batch, count) for ahead in range(STEPS_AHEAD + 1)]
         while self._ahead and self._ahead[0][0] != wanted[0]:
             self._ahead.popleft()
-        for key in wanted[len(self._ahead) :]:
-            self._ahead.append((key, self._worker.submit(partial(self._make, *key))))
+
+        # Those that are left are the first of what is wanted.
+        missing = wanted[len(self._ahead) :]
+        for key in missing:
+            task = self._worker.submit(partial(self._make, *key))
+            self._ahead.append((key, task))
 
         # Taken out of the queue only after the wait, so that an interrupt in the wait loses nothing.
         made = self._ahead[0][1].result()

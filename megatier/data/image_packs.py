@@ -8,7 +8,7 @@ for images in a conversation that is alone, such as M-RoPE.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,7 +81,11 @@ def positions_of(model: PreTrainedModel) -> Positions:
     wanted = inspect.signature(counts).parameters
 
     def count(columns: Columns) -> Tensor:
-        given = {name: column for name, column in columns.items() if name in wanted}
+        # Models count by what describes their images, and each takes other columns for that.
+        given = {}
+        for name in wanted:
+            if name in columns:
+                given[name] = columns[name]
         of_images, _ = counts(**given)
 
         # [1, 1, tokens] before [3, 1, tokens].
@@ -109,32 +113,49 @@ def joined(
         positions: gives the positions of a conversation.
     """
     rows = [_sequence(pack, num_tokens, pad_token, positions) for pack in packs]
-    names = dict.fromkeys(name for row in rows for name in row)
     found = {}
-    for name in names:
+    for name in _names_in(rows):
         parts = [row[name] for row in rows if name in row]
-        found[name] = torch.cat(parts, dim=1 if parts[0].dim() == 3 and name == "position_ids" else 0)
+
+        # Positions of three axes have the axis before the row.
+        has_axes = name == "position_ids" and parts[0].dim() == 3
+        found[name] = torch.cat(parts, dim=1 if has_axes else 0)
     return found
 
 
 def _sequence(pack: Sequence[Columns], num_tokens: int, pad_token: int, positions: Positions) -> dict[str, Tensor]:
     """Return the columns of one sequence: a row of each for tokens, and pixels one after the other."""
     fill = {"input_ids": pad_token, "labels": -100}
-    by_token = [{**_of_tokens(columns), "position_ids": positions(columns)} for columns in pack]
+    by_token = []
+    for columns in pack:
+        of_tokens = _of_tokens(columns)
+        by_token.append({**of_tokens, "position_ids": positions(columns)})
+
     found: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for columns in by_token for name in columns):
+    for name in _names_in(by_token):
         parts = []
         for columns in by_token:
             # A processor may describe tokens only where there is an image.
-            parts.append(columns.get(name, torch.zeros_like(columns["input_ids"])))
+            absent = torch.zeros_like(columns["input_ids"])
+            parts.append(columns.get(name, absent))
         joined_part = torch.cat(parts, dim=-1)
         left = num_tokens - joined_part.shape[-1]
         found[name] = torch.nn.functional.pad(joined_part, (0, left), value=fill.get(name, 0))
 
-    for name in dict.fromkeys(name for columns in pack for name in columns):
+    # The rest are pixels and what describes them. Which tokens count is told by positions, and not by a mask.
+    for name in _names_in(pack):
         if name not in found and name != "attention_mask":
-            found[name] = torch.cat([columns[name] for columns in pack if name in columns])
+            parts = [columns[name] for columns in pack if name in columns]
+            found[name] = torch.cat(parts)
     return found
+
+
+def _names_in(columns: Iterable[Columns]) -> list[str]:
+    """Return the names of all these columns, each once, in their order."""
+    names: dict[str, None] = {}
+    for given in columns:
+        names |= dict.fromkeys(given)
+    return list(names)
 
 
 def _of_tokens(columns: Columns) -> dict[str, Tensor]:

@@ -137,7 +137,11 @@ class Processor:
         **options: Any,  # noqa: ANN401 - transformers' own
     ) -> Mapping[str, Any]:
         """Return what the processor makes of texts and their images."""
-        given = [list(some) for some in images] if any(images) else None
+        # None says that no text has images.
+        given = None
+        if any(images):
+            given = list(map(list, images))
+
         with reading(f"{place}: {self._name} refuses the conversation", DataError):
             found: Any = self.own(text=list(texts), images=given, **options)
             return dict(found)

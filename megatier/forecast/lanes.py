@@ -115,10 +115,15 @@ def _copies(rates: Rates, link: str, full: float, ring: float | None, locked: fl
     through_ring = min(full, ring or rates.memory_bytes_per_s / RING_TRAFFIC)
 
     # One part of the bytes goes at the rate of the link and the other at that of the ring, so their seconds add up.
-    staged_s = (1 - locked) / through_ring
-    rate = 1 / (locked / full + staged_s)
-    traffic = locked + (1 - locked) * RING_TRAFFIC
-    return _in_memory(rates, rate, traffic, ring=rate * staged_s, **{link: rate / full})
+    staged = 1 - locked
+    staged_s = staged / through_ring
+    locked_s = locked / full
+    rate = 1 / (locked_s + staged_s)
+
+    # The link is busy with all of them, and the threads of rings with those alone that are staged.
+    uses = {"ring": rate * staged_s, link: rate / full}
+    traffic = locked + staged * RING_TRAFFIC
+    return _in_memory(rates, rate, traffic, **uses)
 
 
 def _rank_lanes(rates: Rates, num_ranks: int) -> dict[str, Lane]:

@@ -7,7 +7,7 @@ about a figure.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -197,7 +197,11 @@ def probe_links(
 
 
 def _probe_copies(device: torch.device, num_bytes: int, seconds: float, *, through_rings: bool = False) -> CopyFigures:
-    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    # Streams are those of the current device.
+    current: AbstractContextManager[object] = nullcontext()
+    if device.type == "cuda":
+        current = torch.cuda.device(device)
+
     with current, CopyTraffic(device, num_bytes, through_rings=through_rings) as copies:
         return _copy_figures(device, copies, seconds)
 

@@ -336,27 +336,33 @@ def _float_of(values: tl.tensor) -> tl.tensor:
 @_jit
 def _sum_tiles(values: tl.tensor, skipped: tl.int32, count: tl.int64, partials: tl.tensor) -> None:
     """Sum the squares of what a piece has of one tile. The first tile lacks the elements that are skipped."""
+    # 64 bits, since a unit may have more elements than an int32 counts.
     tile = tl.program_id(0).to(tl.int64)
-    start = tl.maximum(tile * TILE_ELEMENTS - skipped, 0)
-    stop = tl.minimum((tile + 1) * TILE_ELEMENTS - skipped, count)
+    first = tile * TILE_ELEMENTS - skipped
+    start = tl.maximum(first, 0)
+    stop = tl.minimum(first + TILE_ELEMENTS, count)
     left = (stop - start).to(tl.int32)
+    total = _sum_of(values + start, left)
 
     # A sum is a block of one element, and so is the place that it is stored to.
     place = partials + tile + tl.arange(0, 1)
-    tl.store(place, _sum_of(values + start, left))
+    tl.store(place, total)
 
 
 @_jit
 def _sum_runs(values: tl.tensor, runs: tl.tensor, sums: tl.tensor, aligned: tl.constexpr) -> None:
     """Sum the squares of one run."""
     run = tl.program_id(0).to(tl.int64)
-    start = tl.load(runs + 2 * run)
+    bounds = runs + 2 * run
+    start = tl.load(bounds)
     if aligned:
         # Triton loads several elements at once only from starts that it knows to be aligned, and these come from
         # memory.
         start = tl.multiple_of(start, 16)
-    left = tl.load(runs + 2 * run + 1).to(tl.int32)
-    tl.store(sums + run + tl.arange(0, 1), _sum_of(values + start, left))
+    left = tl.load(bounds + 1).to(tl.int32)
+    total = _sum_of(values + start, left)
+    place = sums + run + tl.arange(0, 1)
+    tl.store(place, total)
 
 
 @_jit

@@ -164,10 +164,15 @@ def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...
     backward too, which therefore does not use their unit. A backward ends at the first unit that is trained, or that
     trained copies may have been lent to.
     """
-    uses = [(unit, name) for unit in work.units for name in unit.module_names if name != head]
+    uses: list[tuple[Unit, str]] = []
+    of_head: list[tuple[Unit, str]] = []
+    for unit in work.units:
+        for name in unit.module_names:
+            kind = of_head if name == head else uses
+            kind.append((unit, name))
 
     # The head runs after all layers, although its unit may come first: an embedding that is tied to it lies there too.
-    uses += [(unit, head) for unit in work.units if head in unit.module_names]
+    uses += of_head
 
     # Nothing before the first unit that is trained needs a gradient.
     with_gradient = _trained_or_lent_to(work.units)

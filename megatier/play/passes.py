@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Set
 from dataclasses import dataclass, field
+from itertools import product
 
 from megatier.errors import TimelineError
 from megatier.schedule.order import passed_over
@@ -257,9 +258,13 @@ class Orders:
             text_groups: its groups without pixels.
         """
         # Further forwards of a group may see other batches than its first one, of which alone the kind is known.
-        if set(self.expected(name)) - {Leg.FORWARD, Leg.BACKWARD}:
+        has_further = set(self.expected(name)) - {Leg.FORWARD, Leg.BACKWARD}
+        if has_further:
             return frozenset()
-        return frozenset((unit, group) for unit in self._for_pixels for group in text_groups)
+
+        # Text alone needs nothing of the units that take pixels.
+        left_out = product(self._for_pixels, text_groups)
+        return frozenset(left_out)
 
     def forget_absent(self) -> None:
         """Load every unit for every group again, until groups without pixels leave some of them out once more."""

@@ -33,7 +33,8 @@ MEANINGS = {"gpu": "gpu", "ram": "ram", "nvme": "nvme", "slot": "in a slot until
 def draw(opening: RunStart) -> str:
     """Return the map with its legend."""
     homes_of = opening.homes
-    kinds = [kind for kind in KINDS if any(kind in homes for homes in homes_of.values())]
+    used_kinds = set().union(*homes_of.values())
+    kinds = [kind for kind in KINDS if kind in used_kinds]
     bottom = TOP + ROW * len(kinds)
     width = min(CELL_WIDTH_MAX, (WIDTH - LEFT) / max(len(homes_of), 1))
 
@@ -53,8 +54,13 @@ def draw(opening: RunStart) -> str:
     longest = max(map(len, names), default=0)
     height = bottom + 24 + LETTER_HEIGHT * min(UNIT_NAME_MAX, longest)
 
+    # The legend has no colour that the map has not.
     used = {tier for homes in homes_of.values() for tier in homes.values()}
-    colours = [(f"{tier} square", meaning) for tier, meaning in MEANINGS.items() if tier in used]
+    colours = []
+    for tier, meaning in MEANINGS.items():
+        if tier in used:
+            colours.append((f"{tier} square", meaning))
+
     svg = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="what lies where">'
     rows = [legend(colours), f'<div class="map wide">{svg}', *parts, "</svg></div>"]
     return "\n".join(rows)

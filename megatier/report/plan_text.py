@@ -198,7 +198,8 @@ def _ranks(world: World) -> str:
     share = "all" if world.num_host_ranks == 1 else f"one part in {world.num_host_ranks}"
     return (
         f"{world.num_ranks} ranks share the state. The figures are those of one rank, which has a GPU and {share} of "
-        f"the RAM, drives and processors of {host}. Tokens, parameters and the checkpoint are those of all ranks together."
+        f"the RAM, drives and processors of {host}. Tokens, parameters and the checkpoint are those of all ranks "
+        "together."
     )
 
 

@@ -137,11 +137,18 @@ class Rates:
 
         Rings have their part first, and then what compute waits for.
         """
-        if self.locked_bytes is None or awaited_bytes + other_bytes <= self.locked_bytes:
+        total_bytes = awaited_bytes + other_bytes
+        if self.locked_bytes is None or total_bytes <= self.locked_bytes:
             return 1.0, 1.0
+
         left = max(0.0, self.locked_bytes - RING_BYTES)
         awaited = min(left, awaited_bytes)
-        return awaited / max(1, awaited_bytes), min(1.0, (left - awaited) / max(1, other_bytes))
+        left -= awaited
+
+        # Of no bytes the share does not matter, and must not divide by zero.
+        awaited_share = awaited / max(1, awaited_bytes)
+        other_share = left / max(1, other_bytes)
+        return awaited_share, min(1.0, other_share)
 
     def with_locked(self, locked_bytes: int | None) -> Rates:
         """Return the machine with a limit of page-locked RAM that a user has set; None: there is none."""

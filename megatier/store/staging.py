@@ -70,9 +70,12 @@ class Staging:
 
     def is_locked(self, in_ram: torch.Tensor) -> bool:
         """Return whether all of uint8 [n] in RAM is page-locked, so that it needs no ring."""
+        num_bytes = in_ram.numel()
+        start = address_of(in_ram, torch.uint8, num_bytes)
+
+        # What lies across the border is not: a copy from there would wait for the device.
         first, end = self.locked
-        start = address_of(in_ram, torch.uint8, in_ram.numel())
-        return first <= start and start + in_ram.numel() <= end
+        return first <= start and start + num_bytes <= end
 
     def close(self) -> None:
         """Finish what is under way, end the threads and give the pieces back."""

@@ -107,7 +107,7 @@ def export_checkpoint(
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ExportSource:
     """What is exported: a checkpoint, or a folder of adapters."""
 
     path: Path
@@ -122,21 +122,21 @@ class Source:
         return None if self.state is None else self.path
 
 
-def _source_of(path: Path, base: str | None, *, merges: bool) -> Source:
+def _source_of(path: Path, base: str | None, *, merges: bool) -> ExportSource:
     """Return what lies at a path; see `export_checkpoint`."""
     adapter = find_adapter(path) if merges else None
     if adapter is not None:
-        source = Source(adapter, _config_of(adapter, base))
+        source = ExportSource(adapter, _config_of(adapter, base))
     else:
         checkpoint, state = _chosen(path)
-        source = Source(checkpoint, _moved(from_dict(state.config), base), state)
+        source = ExportSource(checkpoint, _moved(from_dict(state.config), base), state)
 
     if merges and source.config.model.lora is None:
         raise ConfigError(f"--merge: {path} has no adapters. Leave it out.")
     return source
 
 
-def _remark(console: Console, path: Path, source: Source) -> None:
+def _remark(console: Console, path: Path, source: ExportSource) -> None:
     """Say what nobody can know of a checkpoint, and which step it is of if the run went on after it.
 
     Args:
@@ -156,7 +156,7 @@ def _remark(console: Console, path: Path, source: Source) -> None:
     _mention_later_steps(console, path, state.step, is_best=is_best)
 
 
-def _check_origin(source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_origin(source: ExportSource, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a model or tokenizer that are not those of the checkpoint, as far as they are exported.
 
     Raises:
@@ -193,7 +193,7 @@ def _chosen(path: Path) -> tuple[Path, RunState]:
 
 
 @contextmanager
-def _reading(source: Source, units: Sequence[Unit], *, checks: bool) -> Iterator[Read | None]:
+def _reading(source: ExportSource, units: Sequence[Unit], *, checks: bool) -> Iterator[Read | None]:
     """Yield what reads the masters of a checkpoint; None for a folder of adapters.
 
     Args:

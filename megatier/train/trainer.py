@@ -158,9 +158,12 @@ def train(
 
 def _machine(config: RunConfig, device: torch.device, ranks: Ranks | None, *, resumes: bool) -> Machine:
     """Return the machine that runs. Block files of this run that a kill has left count as free there."""
-    # The run takes their place.
+    # The run takes their place. All ranks have to agree on it, and the first one alone reads the directory.
     crew = ranks or Alone()
-    left_id = crew.from_first(lambda: noted_id(Path(config.output.directory))) if resumes else None
+    directory = Path(config.output.directory)
+    left_id = None
+    if resumes:
+        left_id = crew.from_first(lambda: noted_id(directory))
     return Machine.here(config.tiers, device, ranks, left_id)
 
 
