@@ -51,6 +51,8 @@ class PageLock:
             The offset from which on it is page-locked: 0 if the driver takes all, its size if nothing.
         """
         added: list[int] = []
+
+        # From the end on, so that what stays unlocked is one run at the beginning.
         for start, stop in reversed(list(cut_at_addresses(address, num_bytes, LOCK_STEP_BYTES))):
             try:
                 self._add(address + start, stop - start)
@@ -61,6 +63,7 @@ class PageLock:
 
     def _give_back(self, ends: list[int], start: int) -> int:
         """Unlock the last pieces, which have these ends; return where the first of the others starts."""
+        # Those that were locked last lie first, so what stays locked is one run too.
         for end in ends[-SPARE_PIECES:][::-1]:
             self._unlock_last()
             start = end
@@ -91,6 +94,7 @@ class PageLock:
 
 def _forget_error() -> None:
     """Take back the error that the driver keeps, which torch would raise as that of the next kernel."""
+    # A small kernel gets it, so that no other one does. Without a context of CUDA there is no kernel that could.
     if torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):
             torch.ones(1, dtype=torch.uint8, device="cuda")

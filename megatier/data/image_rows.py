@@ -65,6 +65,7 @@ class ImageRow:
     @classmethod
     def of(cls, noted: dict[str, Any]) -> ImageRow:
         """Return the row that `noted` gave. Its file's checksum was compared before."""
+        # JSON has made lists of all tuples.
         fields = dict(noted)
         images = fields.pop("images")
         learnt = fields.pop("learnt")
@@ -101,6 +102,8 @@ class RowWriter:
         """Append conversations that share a sequence."""
         line = json.dumps([row.noted() for row in pack]).encode() + b"\n"
         self.file.write(line)
+
+        # Counted on the way, so that nobody reads the file again for its checksum.
         self.num_bytes += len(line)
         self.crc32 = zlib.crc32(line, self.crc32)
         self.num_rows += len(pack)

@@ -189,6 +189,8 @@ def floor(
     `forecast`.
     """
     steps, _, later, lanes = _simulation(accesses, compute_seconds, units, placement, policy, rates)
+
+    # Without a step before it nothing would have to be updated.
     steps.follow_a_step()
     steps.step(later)
     return least_seconds(steps.jobs, lanes, "compute")
@@ -208,6 +210,7 @@ def _simulation(
         The jobs of no step yet, of a rank or of a process that is alone; the timelines of the first step and of every
         later one, in which updates in the backward are not void; and the lanes.
     """
+    # Each of several ranks loads a shard and gathers the others.
     kind = RankJobs if policy.num_ranks > 1 else StepJobs
     per_flop = rates.gpu_update_parameters_per_s / rates.flops_per_s
     steps = kind(compute_seconds, units, placement, policy, per_flop)

@@ -48,6 +48,8 @@ def tower_bytes(setup: Setup) -> TowerBytes:
             continue
         keeps = setup.work.activations[unit.name].keeps_graph
         saved.append(found.saved if keeps else found.inputs)
+
+        # Backwards come one after the other, so the largest of them counts. Its weights have a gradient meanwhile.
         again = 0 if keeps else union([found.saved])
         made = again + GRADIENTS * max(found.inputs.values(), default=0)
         weights = setup.item_bytes * unit.layout.num_trained

@@ -129,6 +129,7 @@ def efficiency(kernel: str, head_size: int, tokens: int, phase: Phase) -> float:
     if tokens <= shortest:
         return first_rate / PRODUCTS
 
+    # Lengths that were measured are multiples of each other, so in between the logarithm counts.
     for (low, low_rate), (high, high_rate) in pairwise(points):
         if tokens <= high:
             share = math.log(tokens / low) / math.log(high / low)

@@ -63,6 +63,7 @@ class Ring:
         Raises:
             MegatierError, RuntimeError: one of them failed, or CUDA did.
         """
+        # The host reads the source itself, at once, so it is the host that has to wait for it.
         for transfer in requires:
             transfer.wait()
         try:
@@ -70,6 +71,8 @@ class Ring:
                 piece = self._take(stop - start)
                 self._copy(piece, source[start:stop])
                 self._move(target[start:stop], piece)
+
+                # The piece is free when the stream has read it. Whoever takes it next waits for that.
                 self._give(self._event().synchronize if self._clock is not None else lambda: None)
         except BaseException:
             self.settle()
@@ -94,6 +97,8 @@ class Ring:
                 piece = self._take(stop - start)
                 self._move(piece, source[start:stop])
                 moved = self._event() if self._clock is not None else None
+
+                # The worker empties the piece, while this thread fills the next one.
                 task = self._worker.submit(partial(self._land, target[start:stop], piece, moved, follows))
                 self._give(task.wait)
                 tasks.append(task)
@@ -128,8 +133,11 @@ class Ring:
     ) -> int:
         """Take a piece to RAM once the device has filled it; return when that was done. The worker runs this."""
         if moved is not None:
+            # Each thread has a current device of its own.
             torch.cuda.set_device(self._gpu)
             moved.synchronize()
+
+        # Others may still read or write what is overwritten here. Their own errors are told elsewhere.
         for transfer in follows:
             transfer.wait_before_use(Tier.RAM, raises=False)
         self._copy(target, piece)
@@ -142,6 +150,7 @@ class Ring:
 
     def _take(self, num_bytes: int) -> torch.Tensor:
         """Wait for the next piece, and return so many bytes of it."""
+        # It stays in its place while this waits, so that an interrupt loses no piece.
         piece, free = self._pieces[0]
         free()
         return piece[:num_bytes]

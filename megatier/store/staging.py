@@ -55,9 +55,11 @@ class Staging:
         self.unlocked_bytes = 0
         """The bytes of other RAM that is not page-locked."""
 
+        # The other half of the cores is for AdamW and for drives, which are at work at the same time.
         cores = cores_usable()
         num_threads = max(1, min(COPY_THREADS_MAX, cores // 2))
         with ExitStack() as undone:
+            # If threads or a ring cannot be had, nobody but this function knows of the memory.
             undone.callback(self._arena.close)
             self._pool = _native.ThreadPool(num_threads, 2 * PIECE_BYTES // COPY_REQUEST_BYTES * len(COPY_QUEUES))
             self.rings: dict[str, Ring] = {}
@@ -79,6 +81,7 @@ class Staging:
 
     def close(self) -> None:
         """Finish what is under way, end the threads and give the pieces back."""
+        # Rings first, since their workers copy with the pool, to and from the arena.
         for ring in self.rings.values():
             ring.close()
         self._pool.close()
