@@ -56,6 +56,8 @@ FREE: dict[str, Any] = {"state": ("gpu", "ram"), "ram": 116 * GIB}
 LARGE_HOST: dict[str, Any] = {"state": ("gpu", "ram"), "ram": 462 * GIB}
 # Four GPUs of that host share its RAM.
 FOUR_GPUS: dict[str, Any] = {"state": ("gpu", "ram"), "ram": 460 * GIB}
+# A host with eight of them and 560 GiB is planned: nobody has measured one.
+EIGHT_GPUS: dict[str, Any] = {"state": ("gpu", "ram"), "ram": 512 * GIB}
 RAM_ONLY: dict[str, Any] = {"state": ("ram",), "ram": 116 * GIB}
 
 # These budgets are so small that 1G parameters of the 8B model spill.
@@ -332,11 +334,57 @@ ROWS = {
         model={"saved_share": 0.0, "loss_chunk": 2048},
         train={"slices": 4, "activations": "offload", "kept_attention": False},
     ),
+    45: Run(
+        shape="3b",
+        batch=16,
+        what="eight GPUs of 80 GB",
+        tiers=EIGHT_GPUS | {"gpu": 44 * 10**9},
+        model={"saved_share": 0.4},
+    ),
+    46: Run(
+        shape="8b",
+        batch=16,
+        what="eight GPUs of 80 GB",
+        tiers=EIGHT_GPUS | {"gpu": 44 * GIB},
+        model={"saved_share": 0.2, "loss_chunk": 2048},
+    ),
+    47: Run(
+        shape="15b",
+        batch=16,
+        what="eight GPUs of 80 GB",
+        tiers=EIGHT_GPUS | {"gpu": 44 * GIB},
+        model={"saved_share": 0.15, "loss_chunk": 2048},
+    ),
+    48: Run(
+        shape="32b",
+        batch=32,
+        what="eight GPUs of 80 GB",
+        tiers=EIGHT_GPUS | {"gpu": 62 * GIB},
+        model={"saved_share": 0.0, "loss_chunk": 2048},
+        train={"slices": 4, "activations": "offload", "kept_attention": False},
+    ),
+    49: Run(
+        shape="68b",
+        batch=4,
+        what="eight GPUs of 80 GB and their host's RAM, no drive",
+        tiers=EIGHT_GPUS | {"gpu": 63 * GIB},
+        model={"saved_share": 0.0, "loss_chunk": 1024},
+        train={"activations": "recompute", "kept_attention": False},
+    ),
+    50: Run(
+        shape="100b",
+        batch=4,
+        what="eight GPUs of 80 GB, their host's RAM and drive",
+        tiers={"state": ("gpu", "ram", "nvme"), "gpu": 63 * GIB, "ram": 512 * GIB},
+        nvme=440 * GIB,
+        model={"saved_share": 0.0, "loss_chunk": 1024},
+        train={"activations": "recompute", "kept_attention": False},
+    ),
 }
 """The rows by number. 9 is the second half of row 8, 11 to 16, 25, 26, 29, 31, 32, 38 and 39 have state on NVMe, 19 to
 24 and 40 have long sequences, 24 has activations on NVMe, 27 to 30 and 32 train adapters, and 33 to 38 have what one
-GPU of 80 GB does on a host with the RAM of four. 37 and 38 have experts. 41 to 44 are for four GPUs, each of which has
-the row's sequences."""
+GPU of 80 GB does on a host with the RAM of four. 37 and 38 have experts. 41 to 44 are for four GPUs and
+45 to 50 for eight, each of which has the row's sequences."""
 
 
 def config_of(run: Run, deterministic: bool, directory: Path | None, base: Path | None = None) -> RunConfig:

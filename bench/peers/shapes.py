@@ -169,6 +169,7 @@ SHAPES = {
     "15b": Shape(hidden=5120, ffn=13824, heads=40, kv_heads=8, layers=48, vocab=152064),
     "32b": Shape(hidden=5120, ffn=27648, heads=40, kv_heads=8, layers=64, vocab=152064),
     "68b": Shape(hidden=8192, ffn=28672, heads=64, kv_heads=8, layers=80, vocab=4096),
+    "100b": Shape(hidden=8192, ffn=28672, heads=64, kv_heads=8, layers=117, vocab=32768),
     "30b-a3b": ExpertsShape(
         model_type="qwen3_moe",
         hidden=2048,
