@@ -213,6 +213,14 @@ class Speculation:
                     self.void_bytes += attempt.moved_bytes
                 self._attempt = None
 
+                # Nothing that holds comes of them, so their errors are nobody's: whoever needs what one of them could
+                # not read reads it again. Their ends are waited for all the same.
+                for unit in attempt.units:
+                    if unit in self._transfers:
+                        queue = self._on_nvme if self._blocks.is_cut(unit) else self._in_ram
+                        ended = self._transfers[unit]
+                        self._transfers[unit] = queue.submit(unit, 0, lambda: None, follows=[ended])
+
     def forget(self) -> None:
         """Forget every speculative update. All have ended, and their state is overwritten next."""
         self.abandon()

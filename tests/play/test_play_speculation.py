@@ -168,6 +168,34 @@ def test_speculation_of_a_pass_that_is_cancelled_is_void(start: Callable[..., Ru
     run.check_state()
 
 
+@pytest.mark.parametrize("ends", ["cancelled", "drained"])
+def test_speculation_that_is_void_keeps_no_error_of_a_read_for_later_passes(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    run = start("nvme")
+    run.train_step()
+    run.player.drain()
+    with monkeypatch.context() as patch:
+        fail_moves(patch, "read", "u3/exp_avg", BROKEN)
+        run.player.begin("train")
+        for access in run.order():
+            run.use(*access)
+        speculative = run.speculation.all()
+        assert [transfer.wait_for_end() for transfer in speculative].count(False) == 1
+        if ends == "cancelled":
+            within(run.player.cancel)
+        else:
+            run.player.end()
+            run.player.drain_gradients()
+
+    # Neither the old state nor the weights were touched, so the run goes on.
+    within(run.player.drain)
+    within(run.evaluate)
+    within(run.train_step)
+    run.check_state()
+    check_invariants(run.store)
+
+
 def test_speculation_that_becomes_void_while_the_lane_begins_a_chunk_harms_nothing(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
