@@ -1,10 +1,10 @@
 """Measures Newton-Schulz on a GPU: torch's beside ours for each matrix of an 8B Llama, and tilings of its products.
 
-For each shape: milliseconds and TFLOP/s of torch's `Muon` and of `newton_schulz.orthogonal`, how far both are from the
-same iterations in fp64 (the Frobenius norm of the difference over that of the matrix, and its spectral norm), for a
-matrix of random numbers and one whose singular values fall as 1 / i; and whether two runs, and a matrix of a stack and
-that matrix alone, have the same bits. Then the sum over all layers. TFLOP/s count whole products on both sides, so more
-than the hardware has means that half of them was not computed.
+For each shape: milliseconds and TFLOP/s of torch's `Muon` and of `newton_schulz.orthogonal`, and of our whole update
+with momentum and master; how far both are from the same iterations in fp64 (the Frobenius norm of the difference over
+that of the matrix, and its spectral norm), for a matrix of random numbers and one whose singular values fall as 1 / i;
+and whether two runs, and a matrix in several stacks, have the same bits. Then the sum over all layers. TFLOP/s count
+whole products on both sides, so more than the hardware has means that half of them was not computed.
 
 For each product: milliseconds with the library and with each tiling of `product_kernels` (rows, columns and inner
 elements of a tile, loads ahead, warps).
@@ -28,29 +28,34 @@ from record import facts, folder_of, write_row
 from torch import Tensor
 from torch.optim import _muon
 
+from megatier.layout import Layout
 from megatier.optim import product_kernels
+from megatier.optim.adamw import Scalars
+from megatier.optim.muon import matrices_of, update_matrix
 from megatier.optim.newton_schulz import COEFFICIENTS, EPS, NUM_ITERATIONS, SCALE, orthogonal
 from megatier.optim.product_kernels import Tiling
+from megatier.state import MUON
 
 LAYERS = 32
 SHAPES = {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1}
 """Rows and columns of the matrices of a layer, and how many it has of each."""
 PRODUCTS = ((4096, 14336), (4096, 4096), (1024, 4096))
 """Shorter and longer sides for which products are measured."""
-TILINGS = ("128,128,64,3,4", "128,128,64,3,8", "128,128,64,4,8", "64,64,64,3,4", "128,256,64,3,8", "128,256,64,4,8")
+TILINGS = ("128,128,64,3,4", "128,128,64,3,8", "128,128,64,4,8", "128,256,64,3,8")
 
 
-def milliseconds(run: Callable[[], object], times: int = 7) -> float:
-    """Return the median time of a run on the GPU, which runs twice before."""
+def milliseconds(run: Callable[[], object], times: int = 5, at_once: int = 8) -> float:
+    """Return the median time of a run on the GPU, of several at once, since the host takes its time to launch one."""
     found = []
     for number in range(times + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        for _ in range(at_once):
+            run()
         end.record()
         end.synchronize()
         if number > 1:
-            found.append(start.elapsed_time(end))
+            found.append(start.elapsed_time(end) / at_once)
     return float(median(found))
 
 
@@ -58,6 +63,27 @@ def by_torch(matrix: Tensor) -> Tensor:
     """Return what torch's Muon makes of a matrix."""
     found: Tensor = _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, NUM_ITERATIONS, EPS)
     return found
+
+
+def by_us(matrix: Tensor) -> Tensor:
+    """Return what we make of matrices whose sides are multiples of those of tiles."""
+    norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    return orthogonal((matrix * (SCALE / norm)).half()) / SCALE
+
+
+def update_of(rows: int, columns: int) -> Callable[[], None]:
+    """Return our whole update of a matrix in bf16 with its remainder, as a run makes it."""
+    made = Layout.of([("matrix", (rows, columns))])
+    schema = MUON["bf16"]
+    layout = Layout(made.tensors, made.num_elements, made.num_trained, schema)
+    [matrix] = matrices_of(layout)
+    planes = {
+        kind: torch.zeros(layout.num_elements * schema.width(kind), dtype=torch.uint8, device="cuda")
+        for kind in schema.kinds
+    }
+    grad = torch.randn(layout.num_elements, dtype=torch.bfloat16, device="cuda").view(torch.uint8)
+    scalars = Scalars(decay=0.999, step=1, learning_rate=1e-4, momentum=0.95, of_kernels=(0.0,) * 7 + (0.5,))
+    return functools.partial(update_matrix, matrix, planes, grad, scalars, 0)
 
 
 def in_fp64(matrix: Tensor) -> Tensor:
@@ -96,10 +122,7 @@ def matrices(rows: int, columns: int) -> dict[str, Tensor]:
 def shape_row(rows: int, columns: int) -> dict[str, Any]:
     """Measure Newton-Schulz of one shape."""
     given = matrices(rows, columns)
-    ways: dict[str, Callable[[Tensor], Tensor]] = {
-        "torch": by_torch,
-        "ours": lambda matrix: orthogonal(matrix) / SCALE,
-    }
+    ways: dict[str, Callable[[Tensor], Tensor]] = {"torch": by_torch, "ours": by_us}
     row: dict[str, Any] = {"shape": [rows, columns], "a_layer": SHAPES.get((rows, columns), 0)}
     for kind, matrix in given.items():
         wanted = in_fp64(matrix)
@@ -108,15 +131,18 @@ def shape_row(rows: int, columns: int) -> dict[str, Any]:
     even, steep = given.values()
     short, long = sorted((rows, columns))
     whole = NUM_ITERATIONS * (4 * short * short * long + 2 * short**3)
-    for way, run in {"torch": by_torch, "ours": orthogonal}.items():
+    for way, run in ways.items():
         taken = milliseconds(functools.partial(run, even))
         row |= {f"{way}_ms": taken, f"{way}_tflops": whole / taken / 1e9}
 
-    alone = orthogonal(steep)
-    row["same_bits_twice"] = torch.equal(alone, orthogonal(steep))
-    stacks = [torch.stack([even, steep]), torch.stack([steep, even, even])]
-    row["same_bits_in_stacks"] = torch.equal(orthogonal(stacks[0])[1], orthogonal(stacks[1])[0])
-    row["same_bits_alone"] = torch.equal(orthogonal(stacks[0])[1], alone)
+    row["update_ms"] = milliseconds(update_of(rows, columns))
+
+    # Given as they are multiplied, since torch may take the norms of a stack in another order.
+    first, second = ((matrix * (SCALE / matrix.norm())).half() for matrix in (even, steep))
+    row["same_bits_twice"] = torch.equal(orthogonal(second), orthogonal(second))
+    found = orthogonal(torch.stack([first, second]))[1]
+    row["same_bits_in_stacks"] = torch.equal(found, orthogonal(torch.stack([second, first, first]))[0])
+    row["same_bits_alone"] = torch.equal(found, orthogonal(second[None])[0])
     return row
 
 
@@ -131,7 +157,7 @@ def runs_of(x: Tensor) -> Runs:
     square = part + part.mT
     scale = 1 / SCALE
     symmetric = product_kernels.symmetric_product
-    polynomial = functools.partial(symmetric, square, square, scale, added=square, factor=0.1, diagonal=1.0)
+    polynomial = functools.partial(symmetric, square, square, scale, added=[(0.1, square)], diagonal=1.0)
     general = product_kernels.product
     rows, long = x.shape
     return {
@@ -192,7 +218,8 @@ def main() -> None:
         rows.append(shape_row(*map(int, shape.split("x"))))
         print(json.dumps(rows[-1]), flush=True)
 
-    totals = {way: LAYERS / 1e3 * sum(row["a_layer"] * row[f"{way}_ms"] for row in rows) for way in ("torch", "ours")}
+    whats = ("torch", "ours", "update")
+    totals = {what: LAYERS / 1e3 * sum(row["a_layer"] * row[f"{what}_ms"] for row in rows) for what in whats}
     print(json.dumps({"seconds_of_all_layers": totals, "taken_s": time.monotonic() - began}), flush=True)
 
     products = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from muon_reference import let_torch_iterate_as_we_do
 from plain_adamw import PlainAdamW
 from tiny_runs import (
     PLACES,
@@ -97,7 +98,10 @@ def test_muon_on_a_gpu_has_the_same_bits_on_any_tier(model: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("model", "clip"), [("untied", 0.5), ("tied", None)])
-def test_muon_in_fp32_is_torchs_on_a_plain_model(model: str, clip: float | None, tmp_path: Path) -> None:
+def test_muon_in_fp32_is_torchs_with_our_iterations_on_a_plain_model(
+    model: str, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_torch_iterate_as_we_do(monkeypatch)
     config, train = exactness_config(model), Run(model=model, clip=clip, optimizer="muon").train
     plain = plain_model(config)
     skeleton = build_skeleton(config, "sdpa")

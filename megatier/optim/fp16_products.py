@@ -7,7 +7,7 @@ libraries choose their kernels by.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,19 +21,17 @@ def symmetric_product(
     right: Tensor,
     scale: float,
     *,
-    added: Tensor | None = None,
-    factor: float = 0.0,
+    added: Sequence[tuple[float, Tensor]] = (),
     diagonal: float = 0.0,
     columns: bool = False,
 ) -> Tensor:
-    """Compute scale * left @ right.T + factor * added + diagonal * I, which is known to be symmetric.
+    """Compute scale * left @ right.T + diagonal * I, and what is added, which is known to be symmetric.
 
     Args:
         left: contiguous fp16 [.., M, K], or [.., K, M] with `columns`.
         right: the same; it may be the same tensor.
         scale: see above.
-        added: contiguous fp16 [.., M, M], symmetric.
-        factor: of `added`.
+        added: at most two matrices, contiguous fp16 [.., M, M] and symmetric, each behind its factor.
         diagonal: what is added to the diagonal.
         columns: whether both factors are stored transposed.
 
@@ -43,16 +41,14 @@ def symmetric_product(
     if left.is_cuda:
         from megatier.optim import product_kernels
 
-        return product_kernels.symmetric_product(
-            left, right, scale, added=added, factor=factor, diagonal=diagonal, columns=columns
-        )
+        return product_kernels.symmetric_product(left, right, scale, added=added, diagonal=diagonal, columns=columns)
 
     def one(index: int) -> Tensor:
         first, second = (_as_fp32(tensor, index) for tensor in (left, right))
         total = first.mT @ second if columns else first @ second.mT
         total.mul_(scale)
-        if added is not None:
-            total.add_(_as_fp32(added, index), alpha=factor)
+        for factor, other in added:
+            total.add_(_as_fp32(other, index), alpha=factor)
         total.diagonal().add_(diagonal)
         return total.triu() + total.triu(1).mT
 
@@ -61,17 +57,40 @@ def symmetric_product(
 
 def product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """Compute scale * left @ right; both are contiguous fp16 [.., M, K] and [.., K, N], and so is what is returned."""
-    if not left.is_cuda:
-        return _one_by_one(lambda index: (_as_fp32(left, index) @ _as_fp32(right, index)).mul_(scale), left)
-
     # The library's kernels for one product are its fastest, but those for several may add up in another order.
     if left.ndim == 2:
-        result = left.new_empty(left.shape[0], right.shape[1])
-        return torch.addmm(result, left, right, beta=0, alpha=scale, out=result)
+        return library_product(left, right, scale)
+    if not left.is_cuda:
+        return _one_by_one(lambda index: (_as_fp32(left, index) @ _as_fp32(right, index)).mul_(scale), left)
 
     from megatier.optim import product_kernels
 
     return product_kernels.product(left, right, scale)
+
+
+def library_product(left: Tensor, right: Tensor, scale: float, *, added: tuple[float, Tensor] | None = None) -> Tensor:
+    """Compute scale * left @ right by the device's library.
+
+    Args:
+        left: fp16 [M, K]; it may be a transposed view.
+        right: fp16 [K, N]; the same.
+        scale: see above.
+        added: what is added, a factor and fp16 [M, N].
+
+    Returns:
+        fp16 [M, N].
+    """
+    if not left.is_cuda:
+        total = (left.float() @ right.float()).mul_(scale)
+        if added is not None:
+            total.add_(added[1].float(), alpha=added[0])
+        return total.to(torch.float16)
+
+    if added is not None:
+        factor, other = added
+        return torch.addmm(other, left, right, beta=factor, alpha=scale)
+    result = left.new_empty(left.shape[0], right.shape[1])
+    return torch.addmm(result, left, right, beta=0, alpha=scale, out=result)
 
 
 def _as_fp32(stack: Tensor, index: int) -> Tensor:

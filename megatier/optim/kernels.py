@@ -221,7 +221,7 @@ def _update_elements(
         tl.store(exp_avg + elements, m, inside)
         tl.store(exp_avg_sq + elements, v, inside)
 
-    bits = _one_nan(x.to(tl.uint32, bitcast=True))
+    bits = one_nan(x.to(tl.uint32, bitcast=True))
     if remainder is None:
         tl.store(weight + elements, bits.to(tl.float32, bitcast=True), inside)
     else:
@@ -235,11 +235,11 @@ def _settle(moment: tl.tensor) -> tl.tensor:
     """Make a subnormal moment +0, and every NaN the same one. This works on the bits, as in native/adamw.c."""
     bits = moment.to(tl.uint32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) < 0x00800000, 0, bits)
-    return _one_nan(bits).to(tl.float32, bitcast=True)
+    return one_nan(bits).to(tl.float32, bitcast=True)
 
 
 @_jit
-def _one_nan(bits: tl.tensor) -> tl.tensor:
+def one_nan(bits: tl.tensor) -> tl.tensor:
     """Make every NaN the quiet one: payloads differ between processors, and stored bits must not."""
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
 

@@ -1,17 +1,17 @@
 """Computes Muon on planes of state, one matrix at a time, on whichever device they lie.
 
     g = grad * scale              m = m + (1 - mu) (g - m)            u = g + mu (m - g)
-    X = bf16(u) / |u|             five times: A = X X^T, X = a X + (b A + c A A) X
-    x = x (1 - lr wd) - lr 0.2 sqrt(max(rows, columns)) X
+    X = orthogonal(u / |u|)       x = x (1 - lr wd) - lr 0.2 sqrt(max(rows, columns)) X
 
 x is the fp32 master, which may be split into weight plane and remainder. m is fp32. `scale` is the clip coefficient.
-X is multiplied in bf16, and transposed meanwhile if it has more rows than columns. The last factor gives changes the
-size of AdamW's, so both have the same learning rate and decay. Experts of a stack are matrices of their own, and are
-multiplied several at once, as many as `BATCH_ELEMENTS` says, since each of them is small.
+`newton_schulz` makes the matrix orthogonal. The last factor gives changes the size of AdamW's, so both have the same
+learning rate and decay. Experts of a stack are matrices of their own, and are multiplied several at once, as many as
+`BATCH_ELEMENTS` says, since each of them is small.
 
-These are the operations of `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, in its order. Products of matrices
-are those of the device's libraries, so a CPU and a GPU give other bits. On one device they depend on nothing but the
-matrix: what is multiplied lies in memory of its own, never in planes, whose alignment differs from place to place.
+But for the iterations, which are nearer to exact ones, these are the operations of `torch.optim.Muon` with
+`adjust_lr_fn="match_rms_adamw"`, in its order. A CPU and a GPU give other bits. On one device they depend on nothing
+but the matrix: what is multiplied lies in memory of its own, never in planes, whose alignment differs from place to
+place.
 
 Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; Liu et al. (Moonshot AI), arXiv 2502.16982.
 """
@@ -27,22 +27,17 @@ import torch
 from torch import Tensor
 
 from megatier.layout import Layout
+from megatier.optim import newton_schulz
 from megatier.optim.adamw import Scalars
 from megatier.optim.masters import join_master, split_master
+from megatier.optim.newton_schulz import EPS, SCALE, orthogonal
 from megatier.planes import Elements, Planes
 from megatier.tier import Kind
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b and c of an iteration."""
-NUM_ITERATIONS = 5
 BATCH_ELEMENTS = 1 << 24
-"""Elements of the experts that are multiplied at once, unless one has more. This may change bits."""
-EPS = 1e-7
-"""Least norm by which a matrix is divided."""
+"""Elements of the experts that are multiplied at once, unless one has more."""
 RMS = 0.2
 """Root of the mean square of AdamW's changes, over the learning rate."""
-FLOPS_OF_ITERATION = (4, 2)
-"""Floating-point operations of an iteration, over (shorter side squared * longer side) and over the former's cube."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +62,7 @@ class Matrix:
     @property
     def flops(self) -> int:
         """Floating-point operations of the products of its update."""
-        *stack, rows, columns = self.shape
-        short = min(rows, columns)
-        long = max(rows, columns)
-        outer, inner = FLOPS_OF_ITERATION
-        of_iteration = outer * short * short * long + inner * short**3
-
-        # A stack of experts has a product for each.
-        num_experts = math.prod(stack)
-        return num_experts * NUM_ITERATIONS * of_iteration
+        return newton_schulz.flops(self.shape)
 
 
 class Muon:
@@ -144,66 +131,51 @@ def update_matrix(matrix: Matrix, planes: Planes, grad: Tensor, scalars: Scalars
     is_split = Kind.REMAINDER in planes
     dtype = torch.bfloat16 if is_split else torch.float32
     weight = planes[Kind.WEIGHT].view(dtype)[run]
+    remainder = planes[Kind.REMAINDER].view(torch.int16)[run] if is_split else None
     momentum = planes[Kind.MOMENTUM].view(torch.float32)[run]
+    if weight.is_cuda:
+        # Triton is there only where CUDA is.
+        from megatier.optim.muon_kernels import begin_step, end_step
+    else:
+        begin_step, end_step = _begin_step, _end_step
 
-    # A copy, since the gradient is read again if this update turns out to be void.
     *_, grad_scale = scalars.of_kernels
-    change = grad.view(dtype)[run].to(torch.float32, copy=True)
-    change.mul_(grad_scale)
-
-    # Nesterov's momentum, as in torch.optim.Muon.
-    momentum.lerp_(change, 1 - scalars.momentum)
-    change.lerp_(momentum, scalars.momentum)
-
-    # Each of these is as large as the matrix, in memory that no budget counts. So it is freed as soon as it was used.
-    direction = orthogonal(change.view(matrix.shape)).reshape(-1)
-    del change
+    x = begin_step(grad.view(dtype)[run], momentum, matrix.shape, grad_scale, scalars.momentum)
+    x = orthogonal(x)
 
     longer = max(matrix.shape[-2:])
     rate = scalars.learning_rate * (RMS * math.sqrt(longer))
-    if not is_split:
+    end_step(x, weight, remainder, matrix.shape, scalars.decay, rate / SCALE)
+
+
+def _begin_step(grad: Tensor, momentum: Tensor, shape: tuple[int, ...], grad_scale: float, decay: float) -> Tensor:
+    """Update momentum in place, and return what is made orthogonal, as `orthogonal` takes it, on the CPU."""
+    # A copy, since the gradient is read again if this update turns out to be void.
+    change = grad.to(torch.float32, copy=True)
+    change.mul_(grad_scale)
+
+    # Nesterov's momentum, as in torch.optim.Muon.
+    momentum.lerp_(change, 1 - decay)
+    change.lerp_(momentum, decay)
+
+    for one in change.view(-1, *shape[-2:]):
+        one.mul_(SCALE / one.norm().clamp(min=EPS))
+    return change.to(torch.float16).view(shape)
+
+
+def _end_step(
+    x: Tensor, weight: Tensor, remainder: Tensor | None, shape: tuple[int, ...], decay: float, rate: float
+) -> None:
+    """Add a direction to the master in place, on the CPU."""
+    direction = x.view(math.prod(shape))
+    if remainder is None:
         # The master decays before the change is added, as in torch.optim.Muon.
-        weight.mul_(scalars.decay)
+        weight.mul_(decay)
         weight.add_(direction, alpha=-rate)
         return
 
-    remainder = planes[Kind.REMAINDER].view(torch.int16)[run]
     master = torch.empty(weight.numel(), dtype=torch.float32, device=weight.device)
     join_master(weight, remainder, master)
-    master.mul_(scalars.decay)
+    master.mul_(decay)
     master.add_(direction, alpha=-rate)
-    del direction
     split_master(master, weight, remainder)
-
-
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Return a matrix with nearly the same singular vectors, and singular values between 0.7 and 1.2.
-
-    Args:
-        matrix: fp32 [rows, columns], or [experts, rows, columns].
-
-    Returns:
-        bf16 of the same shape; it may be a transposed view.
-    """
-    a, b, c = COEFFICIENTS
-    # A copy in memory of its own, whose alignment is the same on every tier: libraries choose their kernels by it.
-    x = matrix.bfloat16()
-
-    # Transposed, so that the products below are of the shorter side.
-    rows, columns = matrix.shape[-2:]
-    is_tall = rows > columns
-    if is_tall:
-        x = x.mT
-
-    # A matrix alone takes the functions of torch's Muon, whose bits those for batches need not have.
-    is_stack = x.ndim > 2
-    norm = x.norm(dim=(-2, -1), keepdim=True) if is_stack else x.norm()
-    x.div_(norm.clamp(min=EPS))
-
-    # Newton and Schulz's iteration.
-    add = torch.baddbmm if is_stack else torch.addmm
-    for _ in range(NUM_ITERATIONS):
-        gram = x @ x.mT
-        polynomial = add(gram, gram, gram, beta=b, alpha=c)
-        x = add(x, polynomial, x, beta=a)
-    return x.mT if is_tall else x

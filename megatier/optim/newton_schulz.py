@@ -4,8 +4,9 @@
 
 P and R commute, so several iterations need X only at their ends: Q = P1, then R = P1 R P1 and Q = Q P2, ..., X = Q X.
 All but the last of these products are symmetric and of the shorter side alone, and a GPU computes half of each. In half
-precision R drifts away from X X^T, so it is computed anew after three iterations. Square matrices gain nothing by this,
-and have it computed anew in each.
+precision R drifts away from X X^T, so it is computed anew after two iterations. Square matrices gain nothing by this,
+and have it computed anew in each. Small matrices that come alone take the plain iteration, by the device's library: a
+GPU would multiply them faster than the host can launch kernels.
 
 Each matrix is held in fp16, times `SCALE`; each product is summed in fp32, and rounded once. bf16, which is usual, has
 the same cost and an eighth of the precision.
@@ -16,50 +17,54 @@ https://dao-lab.ai/blog/2026/gram-newton-schulz/.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from megatier.optim.fp16_products import SIDE, product, symmetric_product
+from megatier.optim.fp16_products import library_product, product, symmetric_product
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of an iteration."""
 NUM_ITERATIONS = 5
-RESTARTED = (3, 2)
+RESTARTED = (2, 3)
 """Iterations until the Gram matrix is computed anew, of matrices that are not square."""
-SCALE = 256.0
-"""The factor of every matrix. Numbers up to 255 are finite then, and those above 2.4e-7 keep all their bits. The
-largest are Q's, up to 41."""
+SMALL_SIDE = 1536
+"""The most elements of the shorter side of a small matrix."""
+SCALE = 128.0
+"""What every matrix is multiplied by. Numbers above 4.8e-7 keep all their bits then, and those up to 511 are finite.
+The largest are Q's, up to 41. A library may hold parts of R and X in fp16, times the square of this: up to 23,600."""
 EPS = 1e-7
 """Least norm by which a matrix is divided."""
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
+def orthogonal(x: Tensor) -> Tensor:
     """Return a matrix with nearly the same singular vectors, and singular values between 0.7 and 1.2.
 
-    Its bits depend on the matrix alone, also if it is one of a stack.
+    Its bits depend on the matrix alone, and on whether it is one of a stack, but on no other one there. Rows and
+    columns of zeros stay zeros.
 
     Args:
-        matrix: fp32 [rows, columns], or [experts, rows, columns].
+        x: contiguous fp16 [rows, columns], or [experts, rows, columns], of norm 1 each, times `SCALE`. On a GPU rows
+            and columns are multiples of `fp16_products.SIDE`.
 
     Returns:
-        fp16 of the same shape, times `SCALE`; it may be a view.
+        The same, of another norm.
     """
-    rows, columns = matrix.shape[-2:]
-    norm = matrix.norm(dim=(-2, -1), keepdim=True)
-    x = _padded(matrix * (SCALE / norm.clamp(min=EPS)))
+    if _is_small(x.shape):
+        return _orthogonal_by_library(x)
 
+    rows, columns = x.shape[-2:]
     is_tall = rows > columns
     for num_iterations in iterations(rows, columns):
         gram = symmetric_product(x, x, 1 / SCALE, columns=is_tall)
-        factor = _polynomial_of_several(gram, num_iterations)
+        factor = _product_of_polynomials(gram, num_iterations)
         del gram
 
         # A tall matrix is the transpose of X.
         left, right = (x, factor) if is_tall else (factor, x)
         x = product(left, right, 1 / SCALE)
-    return x[..., :rows, :columns]
+    return x
 
 
 def iterations(rows: int, columns: int) -> Sequence[int]:
@@ -67,45 +72,65 @@ def iterations(rows: int, columns: int) -> Sequence[int]:
     return (1,) * NUM_ITERATIONS if rows == columns else RESTARTED
 
 
-def flops(rows: int, columns: int) -> int:
-    """Return the floating-point operations of the products for one matrix, half of them for a symmetric one."""
+def flops(shape: Sequence[int]) -> int:
+    """Return the floating-point operations of the products for a matrix or a stack; a symmetric one has half."""
+    *stack, rows, columns = shape
     short, long = sorted((rows, columns))
+    if _is_small(shape):
+        return NUM_ITERATIONS * (4 * short * short * long + 2 * short**3)
+
     total = 0
     for num_iterations in iterations(rows, columns):
         # R and Q X; then P for each iteration, and for each but the first Q and both halves of P R P.
         num_symmetric = 4 * num_iterations - 3
         total += 3 * short * short * long + num_symmetric * short**3
-    return total
+    return math.prod(stack) * total
 
 
-def _polynomial_of_several(gram: Tensor, num_iterations: int) -> Tensor:
-    """Return Q, by which several iterations multiply, from R; both are fp16 [.., M, M], times `SCALE`."""
+def _is_small(shape: Sequence[int]) -> bool:
+    """Return whether a matrix is alone and takes less time to multiply than to launch kernels for."""
+    return len(shape) == 2 and min(shape) <= SMALL_SIDE
+
+
+def _orthogonal_by_library(x: Tensor) -> Tensor:
+    """Do what `orthogonal` does for one matrix, by the plain iteration."""
     a, b, c = COEFFICIENTS
-    product_of_all: Tensor | None = None
-    for last in reversed(range(num_iterations)):
-        polynomial = symmetric_product(gram, gram, c / SCALE, added=gram, factor=b, diagonal=a * SCALE)
-        if product_of_all is None:
-            product_of_all = polynomial
+    rows, columns = x.shape
+    is_tall = rows > columns
+    for _ in range(NUM_ITERATIONS):
+        left, right = (x.mT, x) if is_tall else (x, x.mT)
+        gram = library_product(left, right, 1 / SCALE)
+        polynomial = library_product(gram, gram, c / SCALE, added=(b, gram))
+        left, right = (x, polynomial) if is_tall else (polynomial, x)
+        x = library_product(left, right, 1 / SCALE, added=(a, x))
+    return x
+
+
+def _product_of_polynomials(gram: Tensor, num_iterations: int) -> Tensor:
+    """Return Q, by which several iterations multiply X, from R; both are fp16 [.., M, M], times `SCALE`.
+
+    Numbers on the diagonal that a is part of would be rounded so roughly that R is soon not X X^T. So a is left out of
+    P and Q, and added in each product that has them; only what is returned has it.
+    """
+    a, b, c = COEFFICIENTS
+    scalar = 1.0
+    """What is left out of Q."""
+    total: Tensor | None = None
+    for num_left in reversed(range(num_iterations)):
+        is_last = num_left == 0
+        diagonal = a * scalar * SCALE if is_last else 0.0
+        if total is None:
+            polynomial = symmetric_product(gram, gram, c / SCALE, added=[(b, gram)], diagonal=diagonal)
+            total = polynomial
         else:
-            product_of_all = symmetric_product(product_of_all, polynomial, 1 / SCALE)
+            polynomial = symmetric_product(gram, gram, c / SCALE, added=[(b, gram)])
+            added = [(a, total), (scalar, polynomial)]
+            total = symmetric_product(total, polynomial, 1 / SCALE, added=added, diagonal=diagonal)
+        scalar *= a
 
-        # What the next iteration would find if it multiplied X with itself.
-        if last:
-            half = symmetric_product(gram, polynomial, 1 / SCALE)
-            gram = symmetric_product(half, polynomial, 1 / SCALE)
-    assert product_of_all is not None
-    return product_of_all
-
-
-def _padded(matrix: Tensor) -> Tensor:
-    """Round to fp16. On a GPU the sides are padded with zeros for its kernels, which leave them zeros."""
-    *stack, rows, columns = matrix.shape
-    sides = [rows, columns]
-    if matrix.is_cuda:
-        sides = [-(-side // SIDE) * SIDE for side in sides]
-    if sides == [rows, columns]:
-        return matrix.to(torch.float16)
-
-    padded = torch.zeros(*stack, *sides, dtype=torch.float16, device=matrix.device)
-    padded[..., :rows, :columns] = matrix
-    return padded
+        # What the next iteration would find if X were multiplied first.
+        if not is_last:
+            half = symmetric_product(gram, polynomial, 1 / SCALE, added=[(a, gram)])
+            gram = symmetric_product(half, polynomial, 1 / SCALE, added=[(a, half)])
+    assert total is not None
+    return total

@@ -14,7 +14,7 @@ products are in another language.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,15 +37,12 @@ class Tiling:
     columns: int = 128
     inner: int = 64
     stages: int = 3
-    warps: int = 4
+    warps: int = 8
 
 
 SYMMETRIC = Tiling()
 """Of a symmetric product; rows and columns are equal. Two tiles of 96 KiB each share a multiprocessor."""
-SMALL = Tiling(rows=64, columns=64)
-SMALL_ROWS = 1024
-"""Most rows of a symmetric product that is cut into smaller tiles, so that they are as many as multiprocessors."""
-GENERAL = Tiling(columns=256, warps=8)
+GENERAL = Tiling(columns=256)
 """Of any other product."""
 
 
@@ -54,21 +51,18 @@ def symmetric_product(
     right: Tensor,
     scale: float,
     *,
-    added: Tensor | None = None,
-    factor: float = 0.0,
+    added: Sequence[tuple[float, Tensor]] = (),
     diagonal: float = 0.0,
     columns: bool = False,
-    tiling: Tiling | None = None,
+    tiling: Tiling = SYMMETRIC,
 ) -> Tensor:
     """Do what `fp16_products.symmetric_product` describes, for factors whose sides are multiples of `SIDE`."""
     num_products, rows, inner = _sides(left, columns)
     result = left.new_empty(*left.shape[:-2], rows, rows)
-    if tiling is None:
-        tiling = SMALL if rows <= SMALL_ROWS else SYMMETRIC
     num_tiles = rows // tiling.rows
     grid = num_tiles * (num_tiles + 1) // 2, num_products
-    scalars = scale, factor, diagonal
-    _launch(grid, (left, right, added, result), (columns, columns), (rows, rows, inner), scalars, tiling, True)
+    transposed = columns, columns
+    _launch(grid, (left, right, result), added, transposed, (rows, rows, inner), (scale, diagonal), tiling)
     return result
 
 
@@ -80,8 +74,7 @@ def product(left: Tensor, right: Tensor, scale: float, tiling: Tiling | None = N
     if tiling is None:
         tiling = SYMMETRIC if columns % GENERAL.columns else GENERAL
     grid = rows // tiling.rows * (columns // tiling.columns), num_products
-    scalars = scale, 0.0, 0.0
-    _launch(grid, (left, right, None, result), (False, True), (rows, columns, inner), scalars, tiling, False)
+    _launch(grid, (left, right, result), (), (False, True), (rows, columns, inner), (scale, None), tiling)
     return result
 
 
@@ -94,32 +87,35 @@ def _sides(factor: Tensor, transposed: bool) -> tuple[int, int, int]:
 
 def _launch(
     grid: tuple[int, int],
-    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    added: Sequence[tuple[float, Tensor]],
     transposed: tuple[bool, bool],
     sides: tuple[int, int, int],
-    scalars: tuple[float, float, float],
+    scalars: tuple[float, float | None],
     tiling: Tiling,
-    is_symmetric: bool,
 ) -> None:
-    """Launch the kernel for all tiles of all products."""
-    left, right, added, result = tensors
-    blocks = (tiling.rows, tiling.inner), (tiling.columns, tiling.inner), (tiling.rows, tiling.columns)
+    """Launch the kernel for all tiles of all products. Without a number for the diagonal they are not symmetric."""
+    left, right, result = tensors
+    tile = tiling.rows, tiling.columns
+    # Two at most are added; the kernel knows what is not there.
+    factors = [factor for factor, _ in added] + [None, None]
+    others = [_described(tensor, tile) for _, tensor in added] + [None, None]
+    scale, diagonal = scalars
     _multiply[grid](
-        _described(left, blocks[0], transposed[0]),
-        _described(right, blocks[1], transposed[1]),
-        None if added is None else _described(added, blocks[2], False),
-        _described(result, blocks[2], False),
+        _described(left, (tiling.rows, tiling.inner), transposed[0]),
+        _described(right, (tiling.columns, tiling.inner), transposed[1]),
+        *others[:2],
+        _described(result, tile),
         *sides,
-        scalars,
+        (scale, *factors[:2], diagonal),
         transposed,
-        is_symmetric,
-        *(tiling.rows, tiling.columns, tiling.inner),
+        *(*tile, tiling.inner),
         num_stages=tiling.stages,
         num_warps=tiling.warps,
     )
 
 
-def _described(tensor: Tensor, block: tuple[int, int], transposed: bool) -> Any:  # noqa: ANN401 - Triton has no types
+def _described(tensor: Tensor, block: tuple[int, int], transposed: bool = False) -> Any:  # noqa: ANN401 - Triton has no types
     """Describe the rows of all matrices of a stack, one below the other, for loads and stores of blocks."""
     return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), list(block[::-1] if transposed else block))
 
@@ -129,19 +125,20 @@ def _multiply(
     left: tl.tensor_descriptor,
     right: tl.tensor_descriptor,
     added: tl.tensor_descriptor | None,
+    also_added: tl.tensor_descriptor | None,
     result: tl.tensor_descriptor,
     rows: tl.int32,
     columns: tl.int32,
     inner: tl.int32,
     scalars: tl.tuple,
     transposed: tl.constexpr,
-    is_symmetric: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
     tile_inner: tl.constexpr,
 ) -> None:
     """Compute one tile of one product, and store it once or twice."""
-    scale, factor, diagonal = scalars
+    scale, factor, other_factor, diagonal = scalars
+    is_symmetric: tl.constexpr = diagonal is not None
     matrix = tl.program_id(1)
     if is_symmetric:
         tile_row, tile_column = _upper_tile(tl.program_id(0), rows // tile_rows)
@@ -159,6 +156,8 @@ def _multiply(
     total *= scale
     if added is not None:
         total += factor * added.load([matrix * rows + row, column]).to(tl.float32)
+    if also_added is not None:
+        total += other_factor * also_added.load([matrix * rows + row, column]).to(tl.float32)
     # Nested, since the outer condition is one of the compiler's.
     if is_symmetric:  # noqa: SIM102
         if tile_row == tile_column:

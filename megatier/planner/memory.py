@@ -95,8 +95,8 @@ ATTENTION_FROM = 0.8
 CARRIED_BYTES = 10
 """Bytes of each element of a matrix that is carried: its state and its gradient. No case has state in RAM with it."""
 PRODUCT_BYTES = 14
-"""Most bytes that the products of a matrix take for each of its elements, when its new master is split. Newton-Schulz
-takes 8, and 4 for each element of the square of the shorter side. Case: 32b_muon."""
+"""Bytes that the products of a matrix take for each of its elements. Newton-Schulz takes 2, and 10 for each element of
+the square of the shorter side. Case: 32b_muon, when its new master was split by torch."""
 ADAPTED_COPIES = 2
 """Copies of an adapted parameter: its sum with what its adapter adds, and the gradient of that sum."""
 DECODED_BYTES = 12

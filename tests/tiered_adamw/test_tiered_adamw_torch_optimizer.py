@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from muon_reference import let_torch_iterate_as_we_do
 from small_optimizers import ALL, STEPS, TINY, Make, close, optimizers, parameters_of, placements, same, take_steps
 from torch import Tensor, nn
 
@@ -251,7 +252,8 @@ def matrices(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[nn
     return [nn.Parameter(torch.randn(shape, generator=draw).to(device, dtype)) for shape in shapes]
 
 
-def test_muon_in_fp32_has_torchs_numbers(make: Make) -> None:
+def test_muon_in_fp32_has_torchs_numbers_with_our_iterations(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_torch_iterate_as_we_do(monkeypatch)
     ours, theirs = matrices()[:13], matrices()[:13]
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.2, "momentum": 0.9}
     optimizer = make(ours, TieredMuon, ram=ALL, **options)
