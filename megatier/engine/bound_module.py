@@ -24,7 +24,7 @@ from megatier.engine.carried_tensors import copy_attributes
 from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
 from megatier.errors import NonFiniteError, UnsupportedModelError
-from megatier.guards.crossing import check_inside, note_owner
+from megatier.guards.crossing import FORWARDS_CHECKED, check_inside, note_owner
 from megatier.guards.unbound_weights import make_unbound
 from megatier.guards.weight_changes import REMEDY, Unchanged, changed_weight_error
 from megatier.models.decoder import Binding
@@ -116,8 +116,10 @@ class BoundModule:
         """Names of the parameters whose elements carry the codes and scales of a quantised matrix."""
         self._leaves: dict[int, list[Tensor]] = {}
         """Views of the weights, by the address of the slot that they lie in."""
-        self._held = self._unbound()
+        self.held = self._unbound()
         """The tensors that lie in the module now, one for each binding: its unbound parameters, or weights."""
+        self.stays_bound = False
+        """Whether these are weights that stay there for a whole forward (`resident_modules`)."""
         self.experts = experts
         """The range of the module's experts that the unit has; None: it has the whole module."""
         # Last, since a call of the module needs all of the above from now on.
@@ -224,23 +226,23 @@ class BoundModule:
         inside = [by_name[tensor.name] for _, _, tensor in self._places]
 
         # Looked at before and after: if somebody put another parameter here, it would be lost when ours take its place.
-        self._check_held(self._held)
-        held = self._held
+        self._check_held(self.held)
+        held = self.held
         owners = [owner for owner, _, _ in self._places]
         leaves = [leaf for _, leaf, _ in self._places]
         before = [owner[leaf] for owner, leaf in zip(owners, leaves, strict=True)]
 
         # Both functions are made before either is called: nothing may fail between binding weights and putting
         # parameters back.
-        bind = _assignment(owners, leaves, inside)
-        unbind = _assignment(owners, leaves, before)
+        bind = assignment(owners, leaves, inside)
+        unbind = assignment(owners, leaves, before)
         try:
-            self._held = inside
+            self.held = inside
             bind()
             yield
             self._check_held(inside)
         finally:
-            self._held = held
+            self.held = held
             unbind()
 
     def _check_held(self, tensors: Sequence[Tensor]) -> None:
@@ -280,6 +282,12 @@ class BoundModule:
                 raise NonFiniteError(f"{what} of unit {self.unit} ({self.module_name}) is not finite")
 
     @property
+    def can_stay_bound(self) -> bool:
+        """Whether weights that stay where they are may be bound for a whole forward: no call needs more than they."""
+        is_known = self._forwards[False] >= FORWARDS_CHECKED
+        return is_known and not (self.is_written or self._keeps_views or self._adapters)
+
+    @property
     def keeps_graph(self) -> bool:
         """Whether the forward's graph stays for the backward, rather than being made again there."""
         # A compiled forward that saves its inputs alone computes again by itself, inside its own backward.
@@ -307,7 +315,7 @@ def _is_finite(tensor: Tensor | None) -> bool:
     return bool(tensor.isfinite().all())
 
 
-def _assignment(owners: Sequence[Any], leaves: Sequence[str], tensors: Sequence[Any]) -> Callable[[], object]:
+def assignment(owners: Sequence[Any], leaves: Sequence[str], tensors: Sequence[Any]) -> Callable[[], object]:
     """Return a call that puts each tensor into its owner's dictionary, and that no interrupt can come into."""
     # One call past Python's interpreter, which looks for interrupts after a call: one that came between two parameters,
     # or before they are put back, would leave a slot's bytes in the module for good.

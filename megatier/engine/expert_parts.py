@@ -33,6 +33,11 @@ class ExpertsNode(Node):
         check_knows_of_others(self.module)
         guard(self)
 
+    @property
+    def can_stay_bound(self) -> bool:
+        """Whether its weights may stay bound: not, since other ranges of the module have them in the same places."""
+        return False
+
     def run(self, weights: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Compute what these experts add, [tokens, hidden], from (hidden states, indices, weights) of all experts."""
         hidden, expert, router_weights = args

@@ -44,10 +44,12 @@ class Node(BoundModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
         """Run the module's forward, with weights that come for it."""
         stage = self.stage
+        if self.stays_bound:
+            return self._run_bound(args, kwargs)
         if stage.alone and not stage.is_running:
             return self._run_alone(args, kwargs)
         self._check_running()
-        # Nothing comes or goes then, so once the first forwards have been looked at, the module runs as it is.
+        # Nothing comes or goes then, so the module runs on what it is given, once its first forwards were looked at.
         if stage.is_resident and self._forwards[False] >= FORWARDS_CHECKED:
             return self._run_resident(args, kwargs)
         training = torch.is_grad_enabled()
@@ -102,6 +104,14 @@ class Node(BoundModule):
             stage.gradients.expect(self.unit, call.num_slices)
         results = UnitFunction.apply(call, stage.anchor, *inputs)  # type: ignore[no-untyped-call]
         return call.unpack(list(results))
+
+    def _run_bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Run the module's own forward with the weights that are bound already; see `resident_modules`."""
+        if self._lent:
+            self._copies()  # refuses a call outside of the module that lends
+        # Not around the whole forward: what runs between modules is no part of a unit.
+        with self.stage.arithmetic():
+            return self._forward(*args, **kwargs)
 
     def _run_resident(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Run the module's own forward with weights that stay where they are."""

@@ -1,8 +1,9 @@
 """Holds all weights on the GPU while texts are generated: they are loaded once, and no forward moves any.
 
 `session.held` takes as many weights as fit beside forwards that stream, for one call of `generate`. Here all of them
-are loaded before the first forward, for as many calls as there are inside. So no pass is played: a module finds its
-weights by a look-up, whichever thread calls it, and transformers' continuous batching runs as over any model.
+are loaded before the first forward, for as many calls as there are inside. So no pass is played. Modules have their
+weights for a whole forward (`engine.resident_modules`), whichever thread calls the model, and transformers' continuous
+batching runs as over any other.
 
 The modules run as in an evaluation that streams, so a text has the same tokens. If the GPU's memory is lent meanwhile,
 weights at home there come from RAM, where the store keeps them, and there is room for them where the arena was.
@@ -18,6 +19,7 @@ from typing import Any, cast
 
 import torch
 
+from megatier.engine.resident_modules import ResidentModules
 from megatier.engine.stage import WeightSource, WeightUse
 from megatier.errors import CapacityError
 from megatier.schedule.lent_room import LentRoom, lent_room
@@ -55,6 +57,7 @@ class ResidentWeights:
         self._units = [unit.name for unit in session.own_units]
         self._uses: dict[str, HeldUse] = {}
         """What each unit's modules compute with."""
+        self._modules = ResidentModules(self._model.nodes, lambda unit: self._uses[unit].bytes)
         self.num_bytes = 0
         """The bytes of weights that were copied the last time, beside those at home on the GPU."""
         self.left_bytes = 0
@@ -101,7 +104,7 @@ class ResidentWeights:
     def running(self) -> Iterator[None]:
         """Run one forward of the model inside, without gradients and without a pass; see `evaluating`."""
         self._stage.gradients.group = 0
-        with torch.inference_mode(mode=False), torch.no_grad(), self._model.running():
+        with torch.inference_mode(mode=False), torch.no_grad(), self._model.running(), self._modules.bound():
             yield
 
     # ------------------------------------------------------------------ the source of weights
@@ -170,6 +173,7 @@ class ResidentWeights:
     def _drop(self) -> None:
         """Let all weights go, once the device is through with them."""
         self._wait()
+        self._modules.forget()
         self._model.forget(self._units)
         if self._device.type == "cpu":
             # As the store does with slots: a view that outlives them is noticed.
