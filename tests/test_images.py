@@ -15,7 +15,7 @@ from image_runs import COUNTS, LATE, LENGTH, RATE, STEPS, order, run_command
 from plain_adamw import PlainAdamW
 from safetensors.torch import load_file
 from small_commands import after_step, metrics, outcome
-from tiny_processors import families
+from tiny_processors import WITHOUT_TORCHVISION, families
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -105,7 +105,7 @@ def check_equals_a_plain_loop(folder: Path, frozen: str = "", batches: Any = pla
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", [*families(), *WITHOUT_TORCHVISION])
 def test_run_with_images_equals_a_plain_loop_with_transformers_own_processor(family: str, tmp_path: Path) -> None:
     assert main(run_command(tmp_path, family)) == 0
     check_equals_a_plain_loop(tmp_path)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from composite_models import COMPOSITES
+from tiny_models import known_config
 from tiny_runs import plain_model
 from tiny_vision import NUM_IMAGE_TOKENS, vision_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,6 +19,8 @@ from transformers import Gemma3Processor, LlavaProcessor, PretrainedConfig, PreT
 
 FAMILIES = ("gemma3", "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 """The families of `tiny_vision`. Processors of Qwen's take videos too, for which transformers needs torchvision."""
+WITHOUT_TORCHVISION = ("deepseek_vl", "idefics3", "llava_next")
+"""More families, whose processors need Pillow alone."""
 TEMPLATE = """\
 {%- for message in messages -%}
 {{ message.role + ":" }}
@@ -29,6 +33,8 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}assistant:{%- endif -%}
 """
+PINPOINTS = [[16, 16], [16, 32]]
+"""Sizes in which LLaVA-NeXT has an image in pieces."""
 SPECIAL = {"image_token": "<img>", "video_token": "<vid>", "vision_start_token": "<vs>", "vision_end_token": "<ve>"}
 
 
@@ -68,18 +74,25 @@ def processor(family: str) -> ProcessorMixin:
         template = TEMPLATE.replace("IMAGE", "<boi>")
         images = Gemma3ImageProcessorPil(size=square)
         return Gemma3Processor(images, tokens, chat_template=template, image_seq_length=NUM_IMAGE_TOKENS)
-    if family == "llava":
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    if family == "deepseek_vl":
+        from transformers import DeepseekVLProcessor
+        from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 
-        tokens = tokenizer(image_token="<img>")
-        return LlavaProcessor(
-            CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square),
-            tokens,
-            patch_size=8,
-            vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
-            chat_template=TEMPLATE.replace("IMAGE", "<img>"),
-        )
+        template = TEMPLATE.replace("IMAGE", "<img>")
+        own_images = DeepseekVLImageProcessorPil(size=square, min_size=4)
+        return DeepseekVLProcessor(own_images, tokenizer(image_token="<img>"), template, NUM_IMAGE_TOKENS)
+    if family == "idefics3":
+        from transformers import Idefics3Processor
+        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+        edge = {"longest_edge": 16}
+        small = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+        names = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
+        tokens = tokenizer(**{f"token_{number}": name for number, name in enumerate(names)})
+        template = TEMPLATE.replace("IMAGE", "<image>")
+        return Idefics3Processor(small, tokens, image_seq_len=NUM_IMAGE_TOKENS, chat_template=template)
+    if family in ("llava", "llava_next"):
+        return of_llava(family)
     from transformers import (
         Qwen2_5_VLProcessor,
         Qwen2VLImageProcessor,
@@ -101,12 +114,49 @@ def processor(family: str) -> ProcessorMixin:
     return made
 
 
+def of_llava(family: str) -> ProcessorMixin:
+    """The processor of LLaVA, or of a family like it."""
+    from transformers import LlavaNextProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+
+    sizes: Any = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    kind: Any = LlavaProcessor
+    images: Any = CLIPImageProcessorPil(**sizes)
+    if family == "llava_next":
+        kind = LlavaNextProcessor
+        images = LlavaNextImageProcessorPil(**sizes, image_grid_pinpoints=PINPOINTS)
+    made: ProcessorMixin = kind(
+        images,
+        tokenizer(image_token="<img>"),
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE.replace("IMAGE", "<img>"),
+    )
+    return made
+
+
+def other_config(family: str, image_token: int) -> PretrainedConfig:
+    """The tiny model of a family of WITHOUT_TORCHVISION, with the special token of its processor."""
+    options = dict(COMPOSITES[family])
+    options["text_config"] = {**options["text_config"], "vocab_size": 320}
+    options["image_token_id" if "image_token_id" in options else "image_token_index"] = image_token
+    if family != "idefics3":
+        options["vision_config"] = {**options["vision_config"], "patch_size": 8}
+    if family == "llava_next":
+        options |= {"image_grid_pinpoints": PINPOINTS, "vision_feature_select_strategy": "default"}
+    return known_config(family, **options)
+
+
 def config_of(family: str, own: Any) -> PretrainedConfig:
     """The tiny model of a family, with the special tokens of its processor."""
 
     def number(token: str) -> int:
         return int(own.tokenizer.convert_tokens_to_ids(token))
 
+    if family in WITHOUT_TORCHVISION:
+        return other_config(family, number("<image>" if family == "idefics3" else "<img>"))
     if family == "gemma3":
         tokens = {"boi_token_index": number("<boi>"), "eoi_token_index": number("<eoi>")}
     elif family == "llava":
