@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatier import hardware
+from megatier.measure.data_sheets import PCIE_4, DataSheet, data_sheet_of
 from megatier.schedule.rates import OF_RANKS, UPDATE_BYTES, DriveRates, Rates
 from megatier.tier import Way
 
@@ -37,12 +38,12 @@ ASSUMED_CORES = 16
 """So many cores are taken to be enough for all that RAM carries."""
 ASSUMED_MEMORY_BYTES_PER_S = 8e9
 """The rate that RAM is taken to carry for each core."""
-ASSUMED_FLOPS_PER_S = {"cuda": 200e12, "cpu": 50e9}
-"""The FLOP/s that a GPU, or a core of a processor, is taken to compute."""
-ASSUMED_LINK_BYTES_PER_S = 25e9
-"""The rate at which the link to a GPU is taken to copy in each direction: that of PCIe 4 with 16 lanes."""
-ASSUMED_GPU_BYTES_PER_S = 1.5e12
-"""The rate that the memory of a GPU is taken to carry."""
+ASSUMED_CORE_FLOPS_PER_S = 50e9
+"""The FLOP/s that a core of a processor is taken to compute."""
+UNKNOWN_GPU = DataSheet("", 330e12, 1.7e12, PCIE_4)
+"""What is taken for a GPU without a data sheet here."""
+OF_GPU = {"gpu_bytes", "compute_capability"}
+"""The names of what is no rate, but known of a GPU."""
 
 
 def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
@@ -209,9 +210,9 @@ def rates_or_assumed(directories: Sequence[Path], device: str) -> tuple[Rates, t
     assumed = dataclasses.replace(_assumed_links(device), drives=drives)
     names = []
     for field in dataclasses.fields(Rates):
-        # How much memory a GPU has is read from it, not assumed. Rates that are None, as those of links between ranks
-        # are here, are left to `Rates.assumed`.
-        if field.name != "gpu_bytes" and getattr(assumed, field.name):
+        # What a GPU is and has is read from it, not assumed. Rates that are None, as those of links between ranks are
+        # here, are left to `Rates.assumed`.
+        if field.name not in OF_GPU and getattr(assumed, field.name):
             names.append(field.name)
     return assumed, tuple(names)
 
@@ -236,20 +237,32 @@ def _assumed_links(device: str) -> Rates:
 
     # A few cores cannot take all that RAM carries, and beyond so many more of them take no more.
     memory = ASSUMED_MEMORY_BYTES_PER_S * min(cores, ASSUMED_CORES)
-    gpus = hardware.gpus() if device == "cuda" else ()
 
     # On a CPU a copy between the tiers is one in RAM, which reads and writes each byte.
-    link = ASSUMED_LINK_BYTES_PER_S if device == "cuda" else memory / 2
-    gpu_memory = ASSUMED_GPU_BYTES_PER_S if device == "cuda" else memory
-    return Rates(
+    on_cpu = Rates(
         drives=(),
-        to_gpu_bytes_per_s=link,
-        to_ram_bytes_per_s=link,
+        to_gpu_bytes_per_s=memory / 2,
+        to_ram_bytes_per_s=memory / 2,
         update_parameters_per_s=memory / UPDATE_BYTES,
         memory_bytes_per_s=memory,
-        gpu_update_parameters_per_s=gpu_memory / UPDATE_BYTES,
-        flops_per_s=ASSUMED_FLOPS_PER_S[device] * (1 if device == "cuda" else cores),
-        gpu_bytes=float(gpus[0].total_bytes) if gpus else None,
+        gpu_update_parameters_per_s=memory / UPDATE_BYTES,
+        flops_per_s=ASSUMED_CORE_FLOPS_PER_S * cores,
+    )
+    gpus = hardware.gpus() if device == "cuda" else ()
+    if not gpus:
+        return on_cpu
+
+    # Which GPU it is tells more of it than round figures for all.
+    gpu = gpus[0]
+    sheet = data_sheet_of(gpu.name) or UNKNOWN_GPU
+    return dataclasses.replace(
+        on_cpu,
+        to_gpu_bytes_per_s=sheet.link_bytes_per_s,
+        to_ram_bytes_per_s=sheet.link_bytes_per_s,
+        gpu_update_parameters_per_s=sheet.memory_bytes_per_s / UPDATE_BYTES,
+        flops_per_s=sheet.flops_per_s,
+        gpu_bytes=float(gpu.total_bytes),
+        compute_capability=gpu.compute_capability,
     )
 
 

@@ -15,7 +15,8 @@ from megatier import hardware
 from megatier.drives.blockfile import IoOptions
 from megatier.hardware import Gpu
 from megatier.measure import probe
-from megatier.schedule.rates import WAVERING, DriveRates, Rates
+from megatier.measure.data_sheets import data_sheet_of
+from megatier.schedule.rates import UPDATE_BYTES, WAVERING, DriveRates, Rates
 
 RATES = Rates(
     drives=(),
@@ -180,3 +181,19 @@ def test_cache_path_follows_the_environment(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert probe.cache_path() == tmp_path / ".cache/megatier/rates.json"
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "one that nobody knows"])
+def test_rates_that_are_assumed_of_a_gpu_are_those_of_its_data_sheet(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(hardware, "gpus", lambda: [Gpu(name, 24 << 30, 20 << 30, compute_capability=8.9)])
+    rates, assumed = probe.rates_or_assumed([], "cuda")
+    sheet = data_sheet_of(name) or probe.UNKNOWN_GPU
+    assert rates.flops_per_s == sheet.flops_per_s
+    assert rates.gpu_update_parameters_per_s == sheet.memory_bytes_per_s / UPDATE_BYTES
+    assert rates.to_gpu_bytes_per_s == rates.to_ram_bytes_per_s == sheet.link_bytes_per_s
+    assert (rates.gpu_bytes, rates.compute_capability) == (24 << 30, 8.9)
+    assert "flops_per_s" in assumed
+    assert not probe.OF_GPU & set(assumed)

@@ -11,6 +11,7 @@ from megatier.setup.attention_rule import (
     FLEX,
     HOPPER,
     MEASURED,
+    OTHERS_TIMES,
     PRODUCTS,
     SDPA,
     TOKENS_FROM,
@@ -84,6 +85,16 @@ def test_efficiency_is_that_of_measured_lengths_and_lies_in_between(head_size: i
 @pytest.mark.parametrize(("head_size", "nearest"), [(16, 64), (80, 64), (112, 128), (256, 128)])
 def test_efficiency_of_heads_that_were_not_measured_is_that_of_the_nearest(head_size: int, nearest: int) -> None:
     assert efficiency(FLEX, head_size, 8192, Phase.FORWARD) == efficiency(FLEX, nearest, 8192, Phase.FORWARD)
+
+
+@pytest.mark.parametrize("kernel", [SDPA, FLEX])
+@pytest.mark.parametrize("phase", Phase)
+def test_efficiency_on_other_gpus_is_larger_than_on_hopper_and_below_that_of_products(
+    kernel: str, phase: Phase
+) -> None:
+    measured = efficiency(SDPA, 128, 8192, phase)
+    assert efficiency(kernel, 128, 8192, phase, (8, 9)) == min(1.0, OTHERS_TIMES * measured) > measured
+    assert efficiency(kernel, 128, 8192, phase, (9, 0)) == efficiency(kernel, 128, 8192, phase)
 
 
 def test_lengths_that_were_measured_begin_where_the_rule_does() -> None:
