@@ -30,6 +30,8 @@ RAM_SHARE = 0.8
 PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """The bytes a second that one lane carries in each direction, by the generation of PCIe."""
 CUDA_DRIVER = "libcuda.so.1"
+HOST_PAGE_TABLES = 100
+"""The driver's attribute of a GPU that looks addresses up in the tables of the CPU, over a coherent link or none."""
 ROCM_DEVICE = Path("/dev/kfd")
 """If both the CUDA driver and this device are missing, no build of torch sees a GPU."""
 INSTRUCTIONS = re.compile(r"GenuineIntel|AuthenticAMD|fma|(avx|amx|sve|asimd|i8mm|bf16)\w*")
@@ -73,6 +75,10 @@ class Gpu:
     """Its id without the prefix "GPU-", by which its link is found (`pcie_links`)."""
     compute_capability: float | None = None
     """Its generation, such as 9.0; None: not known."""
+    is_unified: bool = False
+    """Whether its memory is the RAM of the machine, as that of an integrated GPU is (GB10)."""
+    is_coherent: bool = False
+    """Whether it has memory of its own, and reads RAM as the CPU does, over NVLink-C2C (GH200)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +256,45 @@ def gpus() -> tuple[Gpu, ...]:
         return ()
     found = []
     for index in range(torch.cuda.device_count()):
-        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        free_bytes, total_bytes = gpu_memory(index)
         properties = torch.cuda.get_device_properties(index)
-        capability = float(f"{properties.major}.{properties.minor}")
-        found.append(Gpu(properties.name, total_bytes, free_bytes, str(properties.uuid), capability))
+        is_unified = bool(properties.is_integrated)
+        gpu = Gpu(
+            name=properties.name,
+            total_bytes=total_bytes,
+            free_bytes=free_bytes,
+            uuid=str(properties.uuid),
+            compute_capability=float(f"{properties.major}.{properties.minor}"),
+            is_unified=is_unified,
+            is_coherent=not is_unified and _has_host_page_tables(index),
+        )
+        found.append(gpu)
     return tuple(found)
+
+
+def gpu_memory(index: int | None = None) -> tuple[int, int]:
+    """Return the bytes of a GPU that nobody has taken, and all that it has; None: of the current one."""
+    import torch  # slow
+
+    device = torch.cuda.current_device() if index is None else index
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    if torch.cuda.get_device_properties(device).is_integrated:
+        # CUDA counts the page cache as taken, which the kernel gives up for whoever asks.
+        free_bytes = min(total_bytes, ram_available_bytes())
+    return free_bytes, total_bytes
+
+
+def _has_host_page_tables(index: int) -> bool:
+    """Return whether a GPU looks addresses up in the tables of the CPU, as the driver says; torch does not tell."""
+    try:
+        driver = ctypes.CDLL(CUDA_DRIVER)
+    except OSError:
+        return False
+    device = ctypes.c_int()
+    value = ctypes.c_int()
+    failed = driver.cuDeviceGet(ctypes.byref(device), index)
+    failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), HOST_PAGE_TABLES, device)
+    return not failed and bool(value.value)
 
 
 def _has_gpu_driver() -> bool:
@@ -306,13 +346,19 @@ def udev_is_readable(root: Path = ROOT) -> bool:
 
 
 def default_budgets(device: str, root: Path = ROOT) -> DefaultBudgets:
-    """Return the budgets of a run on "cuda" or "cpu". On a CPU the arena of the gpu tier lies in RAM as well."""
+    """Return the budgets of a run on "cuda" or "cpu". On a CPU the arena of the gpu tier lies in RAM as well.
+
+    On a GPU with unified memory both are parts of what is available, and most is the GPU's: it uses what lies there in
+    place, while it copies what lies in RAM to a slot first.
+    """
     ram_bytes = ram_available_bytes(root) * RAM_SHARE
     if device == "cuda":
         import torch  # slow, and a plan with budgets of its own does without
 
         current = gpus()[torch.cuda.current_device()]
         gpu_bytes = current.free_bytes * GPU_SHARE
+        if current.is_unified:
+            ram_bytes = max(0.0, ram_bytes - gpu_bytes)
         return DefaultBudgets(readable_bytes(gpu_bytes), readable_bytes(ram_bytes))
 
     half = readable_bytes(ram_bytes / 2)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -157,6 +160,83 @@ def test_default_budgets_cuda_takes_free_memory_of_the_current_device(
     monkeypatch.setattr(hardware, "gpus", lambda: found)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     assert hardware.default_budgets("cuda").gpu_bytes == budget
+
+
+def test_default_budgets_of_unified_memory_are_parts_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = hardware.Gpu("NVIDIA GB10", 2000, 1000, is_unified=True)
+    monkeypatch.setattr(hardware, "gpus", lambda: (found,))
+    monkeypatch.setattr(hardware, "ram_available_bytes", lambda root=None: 1000)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert hardware.default_budgets("cuda") == hardware.DefaultBudgets(500, 300)
+
+
+@dataclass
+class Properties:
+    """What torch tells of a device, made up."""
+
+    name: str = "NVIDIA GB10"
+    uuid: str = "here"
+    major: int = 12
+    minor: int = 1
+    is_integrated: int = 1
+
+
+class Driver:
+    """A CUDA driver that knows one attribute of its first device alone."""
+
+    def __init__(self, value: int, code: int) -> None:
+        self._value, self._code = value, code
+
+    def cuDeviceGet(self, device: object, index: int) -> int:  # noqa: N802
+        return self._code
+
+    def cuDeviceGetAttribute(self, value: Any, name: int, device: object) -> int:  # noqa: N802
+        assert name == hardware.HOST_PAGE_TABLES
+        value._obj.value = self._value
+        return self._code
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Properties:
+    """A GPU that is made up, of which 1,000 of 4,000 bytes are free, where 3,000 bytes of RAM are."""
+    properties = Properties()
+    monkeypatch.setattr(hardware, "_has_gpu_driver", lambda: True)
+    monkeypatch.setattr(hardware, "ram_available_bytes", lambda root=None: 3000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 4000))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return properties
+
+
+def test_integrated_gpu_has_unified_memory_and_what_ram_is_available(device: Properties) -> None:
+    (found,) = hardware.gpus()
+    assert (found.is_unified, found.is_coherent) == (True, False)
+    assert (found.free_bytes, found.total_bytes) == hardware.gpu_memory() == (3000, 4000)
+    assert found.compute_capability == 12.1
+
+
+@pytest.mark.parametrize(("value", "code", "expected"), [(1, 0, True), (0, 0, False), (1, 3, False)])
+def test_gpu_with_a_coherent_link_is_known_by_the_driver(
+    value: int, code: int, expected: bool, device: Properties, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.is_integrated = 0
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(value, code))
+    (found,) = hardware.gpus()
+    assert (found.is_unified, found.is_coherent) == (False, expected)
+    assert hardware.gpu_memory(0) == (1000, 4000)
+
+
+def test_gpu_without_the_driver_of_cuda_has_no_coherent_link(
+    device: Properties, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(name)
+
+    device.is_integrated = 0
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    assert not hardware.gpus()[0].is_coherent
 
 
 CUDA_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF")

@@ -51,6 +51,8 @@ EXTRAS = {
     "mlflow": "mlflow>=3",
 }
 """The extras of the package, each with what it brings. That of kvikio is tried by itself."""
+UNTRIED = "Nobody has tried megatier on such a machine; begin with `megatier verify`."
+"""The remedy on machines that are known from data sheets alone."""
 KVIKIO_SECONDS = 120
 """The most seconds that the trial of kvikio may take."""
 KVIKIO_PROBE = """
@@ -211,7 +213,13 @@ def _cuda(gpus: Sequence[hardware.Gpu]) -> Iterator[Check]:
     links = hardware.pcie_links()
     for gpu in gpus:
         yield _ok("GPU", f"{gpu.name}, {mib(gpu.free_bytes)} free of {mib(gpu.total_bytes)}")
-        yield _pcie(links.get(gpu.uuid))
+        if gpu.is_unified:
+            what = f"unified: RAM and GPU memory are one of {mib(hardware.ram_total_bytes())}"
+            yield _warn("GPU memory", what, f"tiers.gpu and tiers.ram are parts of it. {UNTRIED}")
+        elif gpu.is_coherent:
+            yield _warn("GPU link", "NVLink-C2C: `megatier bench` measures its rate", UNTRIED)
+        else:
+            yield _pcie(links.get(gpu.uuid))
 
 
 def _pcie(link: hardware.PcieLink | None) -> Check:

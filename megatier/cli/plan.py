@@ -261,8 +261,8 @@ def _elsewhere(loaded: RunConfig, machine: Path, *, searches: bool) -> tuple[Rat
             "a plan for another machine needs its budget of RAM: set tiers.ram, such as --tiers.ram 96GiB."
         )
     gpu = tiers.gpu
-    if gpu is None and searches and rates.gpu_bytes is not None:
-        gpu = round(rates.gpu_bytes)
+    if gpu is None and searches and (left := rates.gpu_bytes_beside(tiers.ram)) is not None:
+        gpu = round(left)
     if gpu is None:
         raise ConfigError(
             "a plan for another machine needs a budget of GPU memory: set tiers.gpu, such as --tiers.gpu 60GiB, or add "

@@ -34,6 +34,10 @@ def lanes_of(
     """
     # AdamW on the GPU is bound by its memory, and takes few processors from compute.
     products = {"processors": 1.0} if multiplies else {}
+    update_gpu = Lane(rates.gpu_update_parameters_per_s, products)
+    if rates.unified_bytes is not None:
+        # That memory is the host's. What compute takes of it is in its own rate.
+        update_gpu = _in_memory(rates, update_gpu.rate, UPDATE_BYTES, **products)
     awaited, other = locked
     lanes = {
         "host": Lane(1.0),
@@ -45,7 +49,7 @@ def lanes_of(
         "state_to_ram": _to_ram(rates, other),
         "update": _in_memory(rates, rates.update_parameters_per_s, UPDATE_BYTES),
         "update_nvme": _in_memory(rates, rates.update_parameters_per_s, UPDATE_BYTES),
-        "update_gpu": Lane(rates.gpu_update_parameters_per_s, products),
+        "update_gpu": update_gpu,
     }
     if num_ranks > 1:
         lanes |= _rank_lanes(rates, num_ranks)
@@ -111,8 +115,11 @@ def _copies(rates: Rates, link: str, full: float, ring: float | None, locked: fl
         ring: bytes a second through a ring; None: not known.
         locked: the share of the bytes that is page-locked.
     """
+    # In unified memory the GPU's end of a copy is in the host's memory too.
+    other_end = 0 if rates.unified_bytes is None else 1
+
     # A ring that nobody has measured is bound by memory.
-    through_ring = min(full, ring or rates.memory_bytes_per_s / RING_TRAFFIC)
+    through_ring = min(full, ring or rates.memory_bytes_per_s / (RING_TRAFFIC + other_end))
 
     # One part of the bytes goes at the rate of the link and the other at that of the ring, so their seconds add up.
     staged = 1 - locked
@@ -122,7 +129,7 @@ def _copies(rates: Rates, link: str, full: float, ring: float | None, locked: fl
 
     # The link is busy with all of them, and the threads of rings with those alone that are staged.
     uses = {"ring": rate * staged_s, link: rate / full}
-    traffic = locked + staged * RING_TRAFFIC
+    traffic = locked + staged * RING_TRAFFIC + other_end
     return _in_memory(rates, rate, traffic, **uses)
 
 

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from megatier.hardware import ram_available_bytes
+from megatier.hardware import Gpu, gpus, ram_available_bytes
 from megatier.measure.link_traffic import (
     STATE_BYTES_PER_PARAMETER,
     CopyTraffic,
@@ -79,7 +79,7 @@ class UpdateFigures:
     shared_to_ram_bytes_per_s: float
     """The rate of the copies to RAM."""
     shared_memory_bytes_per_s: float
-    """The bytes that AdamW and the copies move together. A copied byte counts once."""
+    """The bytes that AdamW and the copies move together. A copied byte counts once; in unified memory, twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +166,7 @@ def probe_links(
     # AdamW, which are there at once, are taken.
     host = torch.device("cpu")
     has_gpu = device == "cuda"
+    gpu = gpus()[0] if has_gpu else None
     others = tuple(_probe_copies(other, copy_bytes, seconds) for other in devices[1:])
     rings = _probe_copies(devices[0], rings_bytes, seconds, through_rings=True)
     with (
@@ -173,7 +174,9 @@ def probe_links(
         UpdateTraffic(host, update_elements, pin=has_gpu and locked_bytes is None) as update,
     ):
         first = _copy_figures(devices[0], copies, seconds)
-        updates = tuple(_update_figures(update, copies, count, seconds) for count in sorted(set(threads)))
+        # A copy within one memory reads and writes it.
+        ends = 2 if gpu is not None and gpu.is_unified else 1
+        updates = tuple(_update_figures(update, copies, count, seconds, ends) for count in sorted(set(threads)))
     # Only now, when no traffic of copies and AdamW is left that could take the bandwidth of RAM.
     size = matmul_size or MATMUL_SIZE[device]
     matmul = matmul_flops_per_s(devices[0], size, seconds)
@@ -191,7 +194,7 @@ def probe_links(
         flops_per_s=matmul * LAYER_EFFICIENCY[device],
         fp8_matmul_flops_per_s=fp8,
         fp8_flops_per_s=None if fp8 is None else fp8 * FP8_EFFICIENCY,
-        notes=link_notes(device),
+        notes=link_notes(gpu),
     )
     return replace(figures, flags=link_flags(figures))
 
@@ -222,12 +225,15 @@ def _copy_figures(device: torch.device, copies: CopyTraffic, seconds: float) -> 
     )
 
 
-def _update_figures(update: UpdateTraffic, copies: CopyTraffic, threads: int, seconds: float) -> UpdateFigures:
+def _update_figures(
+    update: UpdateTraffic, copies: CopyTraffic, threads: int, seconds: float, ends: int
+) -> UpdateFigures:
     work = partial(update.on_cpu, threads)
     parameters_per_s = alone(work, seconds)
 
     # In a step AdamW and the copies share the bandwidth of RAM, so they are measured together as well.
     shared = at_once({"update": work, "to_gpu": copies.to_gpu, "to_ram": copies.to_ram}, seconds)
+    copied = shared["to_gpu"] + shared["to_ram"]
     return UpdateFigures(
         threads=threads,
         parameters_per_s=parameters_per_s,
@@ -235,19 +241,24 @@ def _update_figures(update: UpdateTraffic, copies: CopyTraffic, threads: int, se
         shared_parameters_per_s=shared["update"],
         shared_to_gpu_bytes_per_s=shared["to_gpu"],
         shared_to_ram_bytes_per_s=shared["to_ram"],
-        shared_memory_bytes_per_s=shared["update"] * UPDATE_BYTES + shared["to_gpu"] + shared["to_ram"],
+        shared_memory_bytes_per_s=shared["update"] * UPDATE_BYTES + copied * ends,
     )
 
 
-def link_notes(device: str) -> tuple[str, ...]:
-    """Return remarks on the figures."""
-    if device == "cuda":
-        share = LAYER_EFFICIENCY[device]
-        return (f"flops_per_s: {share} of a sustained bf16 product, as measured for layers of 8B shape on an H200",)
-    return (
-        "no GPU: the native memory copy stands for the link, AdamW on the CPU for AdamW on the GPU",
-        "flops_per_s: of a large fp32 product; layers reach less",
-    )
+def link_notes(gpu: Gpu | None) -> tuple[str, ...]:
+    """Return remarks on the figures, which are those of a GPU, or of the CPU without one."""
+    if gpu is None:
+        return (
+            "no GPU: the native memory copy stands for the link, AdamW on the CPU for AdamW on the GPU",
+            "flops_per_s: of a large fp32 product; layers reach less",
+        )
+    share = LAYER_EFFICIENCY["cuda"]
+    notes = [f"flops_per_s: {share} of a sustained bf16 product, as measured for layers of 8B shape on an H200"]
+    if gpu.is_unified:
+        notes.append("unified memory: a copy stays within it, and each byte counts twice in what RAM carries")
+    if gpu.is_coherent:
+        notes.append("the link of the GPU is NVLink-C2C")
+    return tuple(notes)
 
 
 def link_flags(figures: LinkFigures) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ ASSUMED_CORE_FLOPS_PER_S = 50e9
 """The FLOP/s that a core of a processor is taken to compute."""
 UNKNOWN_GPU = DataSheet("", 330e12, 1.7e12, PCIE_4)
 """What is taken for a GPU without a data sheet here."""
-OF_GPU = {"gpu_bytes", "compute_capability"}
+OF_GPU = {"gpu_bytes", "compute_capability", "unified_bytes"}
 """The names of what is no rate, but known of a GPU."""
 
 
@@ -69,6 +69,7 @@ def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
         ring_to_ram_bytes_per_s=None if links.rings is None else links.rings.to_ram_bytes_per_s,
         gpu_bytes=float(gpus[0].total_bytes) if gpus else None,
         compute_capability=gpus[0].compute_capability if gpus else None,
+        unified_bytes=_unified_bytes(gpus[0]) if gpus else None,
     )
 
 
@@ -263,7 +264,13 @@ def _assumed_links(device: str) -> Rates:
         flops_per_s=sheet.flops_per_s,
         gpu_bytes=float(gpu.total_bytes),
         compute_capability=gpu.compute_capability,
+        unified_bytes=_unified_bytes(gpu),
     )
+
+
+def _unified_bytes(gpu: hardware.Gpu) -> float | None:
+    """Return the memory that a GPU shares with RAM; None: it has its own."""
+    return float(hardware.ram_total_bytes()) if gpu.is_unified else None
 
 
 def _shared(drives: Sequence[DriveRates], facts: Sequence[dict[str, Any]]) -> tuple[DriveRates, ...]:

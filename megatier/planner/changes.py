@@ -114,9 +114,13 @@ def _variants(trial: Trial, placement: Placement, train: TrainConfig) -> list[_V
     variants = [
         _Variant(f"twice the tokens in a group (batch {batch})", trial.with_tokens(2), 2),
         _Variant(f"twice the groups (batch {batch}, groups {groups})", trial.with_groups(2), 2),
-        _Variant("a quarter more RAM", replace(trial, budgets=more_ram)),
-        _Variant("a quarter more GPU memory for state", replace(trial, budgets=more_gpu)),
     ]
+    # Of unified memory one of the two would have more at the cost of the other.
+    if trial.rates.unified_bytes is None:
+        variants += [
+            _Variant("a quarter more RAM", replace(trial, budgets=more_ram)),
+            _Variant("a quarter more GPU memory for state", replace(trial, budgets=more_gpu)),
+        ]
 
     policy = trial.work.policy
     on_cpu = any(placement.update_queue(unit) != "update_gpu" for unit in placement.grad_homes)

@@ -59,6 +59,8 @@ class Plan:
     """The ranks of the run."""
     budgets: Budgets
     """Bytes that each tier may use."""
+    unified_bytes: float | None
+    """Memory that is GPU memory and RAM at once; None: each has its own."""
     attention: str
     """Kernel of attention (`model.attention`)."""
     accesses: tuple[Access, ...]
@@ -150,6 +152,7 @@ class Plan:
             "attention": self.attention,
             "hidden_at_tokens": self.hidden_at,
             "budget_bytes": dataclasses.asdict(self.budgets),
+            "unified_bytes": self.unified_bytes,
             "state_bytes": {f"{tier} {kind}": size for (tier, kind), size in self.state_bytes.items()},
             "other_bytes": {str(tier): size for tier, size in self.placement.other_bytes.items()},
             "in_place_bytes": self.in_place_bytes,
@@ -239,6 +242,7 @@ def make_plan(setup: Setup) -> Plan:
         tokens=tokens,
         world=world,
         budgets=trial.budgets,
+        unified_bytes=trial.rates.unified_bytes,
         attention=config.model.attention,
         accesses=trial.accesses,
         placement=placement,

@@ -64,7 +64,7 @@ class Trial:
             seconds=unit_seconds(setup, head, rates),
             activations=activation_bytes(setup),
             budgets=setup.budgets.of_rank(world),
-            gpu_bytes=config.tiers.gpu_limit or rates.gpu_bytes,
+            gpu_bytes=config.tiers.gpu_limit or rates.gpu_bytes_beside(setup.budgets.ram),
             rates=rates,
             world=world,
         )

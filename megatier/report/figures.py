@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatier.errors import mib
+from megatier.schedule.budgets import Budgets
+from megatier.schedule.placement import Placement
+from megatier.tier import Kind, Tier
 from megatier.trace.events import ByName
 
 NO_GPU = "There is no GPU. In all that follows, gpu is a part of RAM that stands for its memory."
@@ -11,6 +15,21 @@ NO_GPU = "There is no GPU. In all that follows, gpu is a part of RAM that stands
 
 STALLED_MIN = 0.02
 """Share of a step. If compute waits for less, nothing is said of it."""
+
+
+def unified_memory(unified_bytes: float, budgets: Budgets, placement: Placement) -> str:
+    """Return what a run has to know of its budgets where GPU memory and RAM are one memory, in words."""
+    taken = mib(budgets.gpu + budgets.ram)
+    words = (
+        f"GPU memory and RAM are one memory of {mib(round(unified_bytes))}: tiers.gpu and tiers.ram take {taken} of it."
+    )
+
+    # The GPU could read RAM in place, but a unit is bound to its slot.
+    if any(kind is Kind.WEIGHT and home is Tier.RAM for (_, kind), home in placement.homes.items()):
+        words += (
+            " Weights in ram are there twice while they are in a GPU slot; less tiers.ram and more tiers.gpu avoid it."
+        )
+    return f"{words} Nobody has tried megatier on such a machine."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from megatier.checkpoint.pace import about, every_seconds
 from megatier.errors import mib
+from megatier.report.figures import unified_memory
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
 from megatier.report.report import figure_table
 from megatier.schedule.rates import ASSUMED, Rates, World
@@ -89,15 +90,7 @@ def sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
     yield f"Attention is computed by {plan.attention} (model.attention)."
     yield f"Bound by {_bound(plan)}; compute alone takes {plan.attainment:.0%} of the step."
     yield from _compiling(plan)
-    peak = mib(round(plan.activations.peak))
-    yield f"In addition to tiers.gpu the GPU holds about {peak} of activations, loss and libraries."
-    yield from _images(plan)
-    if plan.mask_bytes:
-        yield (
-            f"Of that {mib(plan.mask_bytes)} and more are the mask that keeps documents apart, and what it masks is "
-            "computed too. model.attention flex_attention has a mask by blocks, and skips those that are masked."
-        )
-
+    yield from _gpu_memory(plan)
     yield from _lent(plan)
     if plan.in_place_bytes:
         yield (
@@ -125,6 +118,20 @@ def sentences(plan: Plan, steps: int | None, taken: str) -> Iterator[str]:
     if steps is not None:
         seconds = format_seconds(plan.forecast.seconds * steps)
         yield f"The {steps:,} steps of the run take {seconds}, in addition to its start, compiling and its saves."
+
+
+def _gpu_memory(plan: Plan) -> Iterator[str]:
+    """Yield sentences about what the GPU holds beside the budget, and whether its memory is RAM."""
+    if plan.unified_bytes is not None:
+        yield unified_memory(plan.unified_bytes, plan.budgets, plan.placement)
+    peak = mib(round(plan.activations.peak))
+    yield f"In addition to tiers.gpu the GPU holds about {peak} of activations, loss and libraries."
+    yield from _images(plan)
+    if plan.mask_bytes:
+        yield (
+            f"Of that {mib(plan.mask_bytes)} and more are the mask that keeps documents apart, and what it masks is "
+            "computed too. model.attention flex_attention has a mask by blocks, and skips those that are masked."
+        )
 
 
 def _images(plan: Plan) -> Iterator[str]:

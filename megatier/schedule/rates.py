@@ -125,12 +125,24 @@ class Rates:
     """What moved them when they were measured; None: not known. Through shared RAM they take part of the links between
     a GPU and RAM, and of RAM itself."""
 
+    unified_bytes: float | None = None
+    """Memory that is GPU memory and RAM at once, as of an integrated GPU; None: each has its own."""
     locked_bytes: float | None = None
     """RAM that can be page-locked; None: no limit is known."""
     ring_to_gpu_bytes_per_s: float | None = None
     """Rate of copies through a ring from RAM that is not page-locked; None: not known."""
     ring_to_ram_bytes_per_s: float | None = None
     """Rate of copies through a ring to RAM that is not page-locked; None: not known."""
+
+    def gpu_bytes_beside(self, ram_bytes: int) -> float | None:
+        """Return the memory of the GPU that a budget of RAM leaves: all of it, but of unified memory; None: not known.
+
+        Args:
+            ram_bytes: the budget of a host.
+        """
+        if self.unified_bytes is None or self.gpu_bytes is None:
+            return self.gpu_bytes
+        return min(self.gpu_bytes, max(0.0, self.unified_bytes - ram_bytes))
 
     def locked_shares(self, awaited_bytes: int, other_bytes: int) -> tuple[float, float]:
         """Return how much is page-locked of RAM that compute waits for, and of all other RAM.
@@ -265,6 +277,7 @@ OPTIONAL = {
     "fp8_flops_per_s",
     "gpu_bytes",
     "compute_capability",
+    "unified_bytes",
     "locked_bytes",
     "ring_to_gpu_bytes_per_s",
     "ring_to_ram_bytes_per_s",

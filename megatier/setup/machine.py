@@ -13,7 +13,14 @@ from megatier.config.values import MountBudget
 from megatier.drives.leftovers import left_bytes
 from megatier.drives.mounts import budget_bytes, rank_id
 from megatier.errors import ConfigError, mib
-from megatier.hardware import cpu_has_bf16, default_budgets, ram_total_bytes, set_cuda_defaults
+from megatier.hardware import (
+    cpu_has_bf16,
+    default_budgets,
+    gpu_memory,
+    gpus,
+    ram_total_bytes,
+    set_cuda_defaults,
+)
 from megatier.measure.probe import rates_or_assumed
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks
@@ -99,8 +106,13 @@ class Machine:
             rates: those of a host.
             budgets: bytes of each tier of a host, and of each GPU.
             world: the ranks of the run.
+
+        Raises:
+            ConfigError: unified memory has less than the budgets of GPU and RAM.
         """
         is_gpu = tiers.device != "cpu"
+        if is_gpu and rates.unified_bytes is not None:
+            check_unified(world.host_ranks * budgets.gpu, budgets.ram, round(rates.unified_bytes))
         return cls(
             device=torch.device("cuda" if is_gpu else "cpu"),
             capability=_capability_of(rates) if is_gpu else None,
@@ -208,6 +220,9 @@ def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
     Raises:
         ConfigError: more RAM is set than there is. The kernel would promise it, and end the process when it is filled.
     """
+    # CUDA is asked only on a machine that has it.
+    is_unified = device.type == "cuda" and any(gpu.is_unified for gpu in gpus())
+
     # In a container that is its limit and not the RAM of the host.
     total_bytes = ram_total_bytes()
     if tiers.ram is not None and tiers.ram > total_bytes:
@@ -223,24 +238,51 @@ def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
             f"than the {mib(total_bytes)} of RAM that this machine, or its container, has. Lower it, or leave it out."
         )
 
+    if is_unified:
+        check_unified(tiers.gpu or 0, tiers.ram or 0, total_bytes)
+
     # `default_budgets` asks CUDA what is free, which nobody needs to know if both are set.
     if tiers.gpu is not None and tiers.ram is not None:
         return tiers.gpu, tiers.ram
     machine = default_budgets(device.type)
-    return (
-        machine.gpu_bytes if tiers.gpu is None else tiers.gpu,
-        machine.ram_bytes if tiers.ram is None else tiers.ram,
-    )
+    gpu = machine.gpu_bytes if tiers.gpu is None else tiers.gpu
+    ram = machine.ram_bytes if tiers.ram is None else tiers.ram
+    if is_unified:
+        # The one that is not set gets no more than the other one leaves of both.
+        both = machine.gpu_bytes + machine.ram_bytes
+        gpu = min(gpu, max(0, both - ram)) if tiers.gpu is None else gpu
+        ram = min(ram, max(0, both - gpu)) if tiers.ram is None else ram
+    return gpu, ram
+
+
+def check_unified(gpu_bytes: int, ram_bytes: int, unified_bytes: int) -> None:
+    """Refuse budgets of GPU and RAM that are more together than the one memory which both are of.
+
+    Raises:
+        ConfigError: names the three.
+    """
+    if gpu_bytes + ram_bytes > unified_bytes:
+        raise ConfigError(
+            f"tiers.gpu is {mib(gpu_bytes)} and tiers.ram is {mib(ram_bytes)}, but GPU memory and RAM are one memory "
+            f"of {mib(unified_bytes)} here. Lower tiers.ram, or leave one of the two out."
+        )
 
 
 def limit_gpu(limit_bytes: int | None) -> None:
     """Let this process take so much GPU memory and no more; None: all of it. The driver's own part counts.
 
     Raises:
-        ConfigError: the driver and other programs hold more than that already.
+        ConfigError: the driver and other programs hold more than that already, or the GPU's memory is RAM, of which all
+            programs hold parts.
     """
+    if limit_bytes is not None and torch.cuda.get_device_properties(torch.cuda.current_device()).is_integrated:
+        raise ConfigError(
+            f"tiers.gpu_limit is {mib(limit_bytes)}, but the memory of this GPU is RAM, where nobody can tell what a "
+            "program holds of the GPU. Leave it out: tiers.gpu bounds state and slots."
+        )
+
     # torch limits only what it takes itself, so what others hold is taken off.
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    free_bytes, total_bytes = gpu_memory()
     context_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()
     share = 1.0 if limit_bytes is None else (limit_bytes - context_bytes) / total_bytes
     if share <= 0:
@@ -258,7 +300,7 @@ def free_gpu_bytes(limit_bytes: int | None) -> tuple[int, int]:
     Args:
         limit_bytes: as for `limit_gpu`.
     """
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    free_bytes, total_bytes = gpu_memory()
     most_bytes = total_bytes
     if limit_bytes is not None:
         most_bytes = min(limit_bytes, total_bytes)

@@ -16,7 +16,7 @@ from megatier.data.text_stream import TextStream
 from megatier.errors import mib
 from megatier.models.limits import max_positions
 from megatier.planner.prediction import Prediction
-from megatier.report.figures import NO_GPU, TierState
+from megatier.report.figures import NO_GPU, TierState, unified_memory
 from megatier.report.metrics import format_count
 from megatier.report.report import print_placement
 from megatier.schedule.placement import Placement
@@ -109,7 +109,13 @@ def describe(console: Console, config: RunConfig, session: Session, text: Text, 
     if placement.spilled:
         say(console, _safety(config, placement, plan.num_kept))
     generations = _in_ram_twice(placement)
-    for words in (*generations, *session.setup.work.products.described(), *_base_on_nvme(session), *remarks(config)):
+    for words in (
+        *generations,
+        *session.setup.work.products.described(),
+        *_base_on_nvme(session),
+        *_unified(session),
+        *remarks(config),
+    ):
         say(console, words)
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
         what = "sums of groups" if placement.sums_on_gpu else "gradients"
@@ -122,6 +128,13 @@ def describe(console: Console, config: RunConfig, session: Session, text: Text, 
         say(console, f"weights and gradients go between ranks by {session.ranks.way}{why}")
     if (promise := plan.promise()) is not None:
         say(console, promise)
+
+
+def _unified(session: Session) -> Iterator[str]:
+    """Yield what has to be known where GPU memory and RAM are one memory."""
+    setup = session.setup
+    if (num_bytes := setup.machine.rates.unified_bytes) is not None:
+        yield unified_memory(num_bytes, setup.budgets, session.placement)
 
 
 def describe_positions(console: Console, model: PreTrainedModel, sequence_length: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import subprocess
@@ -244,6 +245,23 @@ def test_doctor_without_gpu_leaves_kvikio_alone(monkeypatch: pytest.MonkeyPatch,
     checks = found(tmp_path)
     assert checks["kvikio"].found == "not used: no GPU"
     assert checks["nvidia-fs"].state == checks["/run/udev"].state == "ok"
+    assert "PCIe link" not in checks
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [("is_unified", "GPU memory", "RAM and GPU memory are one of"), ("is_coherent", "GPU link", "NVLink-C2C")],
+)
+@pytest.mark.usefixtures("gpu")
+def test_doctor_says_that_unified_memory_and_its_link_were_never_tried(
+    kind: str, name: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    card = dataclasses.replace(hardware.Gpu("card", 2 << 30, 1 << 30, "here"), **{kind: True})
+    monkeypatch.setattr(hardware, "gpus", lambda: (card,))
+    checks = found(tmp_path)
+    assert checks[name].state == "warn"
+    assert words in checks[name].found
+    assert "Nobody has tried megatier on such a machine" in checks[name].remedy
     assert "PCIe link" not in checks
 
 

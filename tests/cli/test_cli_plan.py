@@ -107,6 +107,28 @@ def test_plan_documents_apart_say_what_the_mask_takes_and_what_has_none(
     assert found == {"sdpa": 64 << 20, "flex_attention": 0}
 
 
+def test_plan_for_unified_memory_says_so_and_refuses_budgets_above_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = tmp_path / "gb10.json"
+    output = tmp_path / "plan.json"
+    rates = replace(read_rates(Path(H200)), gpu_bytes=64e9, unified_bytes=60e9)
+    machine.write_text(json.dumps(as_dict(rates)))
+    words = ["plan", QUICKSTART, "--machine", str(machine)]
+    assert main([*words, "--output", str(output)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"GPU memory and RAM are one memory of {mib(60_000_000_000)}: tiers.gpu and tiers.ram take 26.0 MiB" in said
+    assert "Weights in ram are there twice while they are in a GPU slot" in said
+    assert "a quarter more" not in said
+    made = json.loads(output.read_text())
+    assert made["unified_bytes"] == 60e9
+    left = 60_000_000_000 - made["budget_bytes"]["ram"] - made["lent_room"]["weight_bytes"] - CONTEXT_BYTES
+    assert made["lent_room"]["left_bytes"] == left
+
+    assert main([*words, "--tiers.gpu", "40GB", "--tiers.ram", "30GB"]) != 0
+    assert "but GPU memory and RAM are one memory of" in capsys.readouterr().err
+
+
 def test_plan_override_changes_the_plan(tmp_path: Path) -> None:
     assert (
         plan("--output", str(tmp_path / "a.json"))
@@ -178,6 +200,7 @@ def test_plan_of_a_machine_that_was_not_measured_is_that_of_train(
     assert document["assumed_rates"].keys() == {field.name for field in fields(Rates)} - {
         "gpu_bytes",
         "compute_capability",
+        "unified_bytes",
         "locked_bytes",
         "ring_to_gpu_bytes_per_s",
         "ring_to_ram_bytes_per_s",

@@ -8,7 +8,7 @@ import pytest
 from small_timelines import RATES
 
 from megatier.forecast.lanes import lanes_of
-from megatier.schedule.rates import DriveRates
+from megatier.schedule.rates import UPDATE_BYTES, DriveRates
 from megatier.tier import Way
 
 
@@ -60,3 +60,12 @@ def test_lanes_of_drives_reach_the_mixed_rate_when_an_update_reads_and_writes_at
     assert lanes["nvme_to_ram"].uses["disk"] == pytest.approx(2.6 / 4)
     assert lanes["ram_to_nvme"].uses["disk"] == pytest.approx(2.6 / 4)
     assert lanes["nvme_to_gpu"].uses["to_gpu"] == pytest.approx(0.5)
+
+
+def test_lanes_of_unified_memory_read_and_write_it_in_copies_and_updates() -> None:
+    rates = replace(RATES, to_gpu_bytes_per_s=10e9, gpu_update_parameters_per_s=1e9, memory_bytes_per_s=40e9)
+    apart, unified = lanes_of(rates), lanes_of(replace(rates, unified_bytes=1e11))
+    assert apart["ram_to_gpu"].uses["memory"] == 0.25
+    assert unified["ram_to_gpu"].uses["memory"] == 0.5
+    assert apart["update_gpu"].uses == {}
+    assert unified["update_gpu"].uses == pytest.approx({"memory": UPDATE_BYTES / 40})

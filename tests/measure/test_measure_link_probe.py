@@ -11,9 +11,11 @@ import torch
 from probe_figures import LINKS, SECONDS
 
 from megatier.compute.fp8 import FP8_FROM
+from megatier.hardware import Gpu
 from megatier.measure import link_probe
 from megatier.measure.link_probe import CopyFigures
 from megatier.measure.link_traffic import COPY_PIECES, CopyTraffic, UpdateTraffic
+from megatier.schedule.rates import UPDATE_BYTES
 
 
 def test_probe_links_on_the_cpu_measures_all() -> None:
@@ -70,9 +72,25 @@ def test_probe_links_on_the_gpu_measures_all() -> None:
 def test_layers_on_a_gpu_count_at_their_share_of_a_sustained_product() -> None:
     product, layers = 662e12, 596e12  # an H200, both for seconds: docs/log/2026-11.md
     assert product * link_probe.LAYER_EFFICIENCY["cuda"] == pytest.approx(layers, rel=0.01)
-    assert link_probe.link_notes("cuda") == (
+    assert link_probe.link_notes(Gpu("card", 2, 1)) == (
         "flops_per_s: 0.9 of a sustained bf16 product, as measured for layers of 8B shape on an H200",
     )
+
+
+@pytest.mark.parametrize(("kind", "words"), [("is_unified", "unified memory"), ("is_coherent", "NVLink-C2C")])
+def test_notes_on_links_say_if_memory_is_unified_or_the_link_is_coherent(kind: str, words: str) -> None:
+    *_, note = link_probe.link_notes(dataclasses.replace(Gpu("card", 2, 1), **{kind: True}))
+    assert words in note
+
+
+def test_memory_of_an_integrated_gpu_carries_each_copied_byte_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"update": 1.0, "to_gpu": 2.0, "to_ram": 3.0}
+    monkeypatch.setattr(link_probe, "at_once", lambda *_: rates)
+    monkeypatch.setattr(link_probe, "alone", lambda *_: 1.0)
+    with CopyTraffic(torch.device("cpu"), 1 << 20) as copies, UpdateTraffic(torch.device("cpu"), 1 << 10) as update:
+        once, twice = (link_probe._update_figures(update, copies, 1, SECONDS, ends) for ends in (1, 2))
+    assert once.shared_memory_bytes_per_s == UPDATE_BYTES + 5
+    assert twice.shared_memory_bytes_per_s == UPDATE_BYTES + 10
 
 
 def test_copies_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
