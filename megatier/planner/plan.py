@@ -276,7 +276,8 @@ def _lent_room(trial: Trial, placement: Placement) -> LentRoom | None:
     if trial.gpu_bytes is None:
         return None
     gpu_bytes = max(0, round(trial.gpu_bytes) - CONTEXT_BYTES)
-    return lent_room(trial.work.specs, placement, trial.work.policy, gpu_bytes)
+    is_unified = trial.rates.unified_bytes is not None
+    return lent_room(trial.work.specs, placement, trial.work.policy, gpu_bytes, is_unified=is_unified)
 
 
 def _state_bytes(work: Workload, placement: Placement) -> dict[tuple[Tier, Kind], int]:

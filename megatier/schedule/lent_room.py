@@ -29,7 +29,9 @@ def shard_bytes(units: Collection[UnitSpec], policy: Policy) -> int:
     return max(block_bytes(spec, Kind.WEIGHT) for spec in units) if policy.num_ranks > 1 else 0
 
 
-def lent_room(units: Collection[UnitSpec], placement: Placement, policy: Policy, gpu_bytes: int) -> LentRoom:
+def lent_room(
+    units: Collection[UnitSpec], placement: Placement, policy: Policy, gpu_bytes: int, *, is_unified: bool = False
+) -> LentRoom:
     """Count the bytes of one rank.
 
     Args:
@@ -37,11 +39,12 @@ def lent_room(units: Collection[UnitSpec], placement: Placement, policy: Policy,
         placement: homes and slots of training.
         policy: choices of the run.
         gpu_bytes: what the process has of the GPU, without the driver and libraries.
+        is_unified: whether the GPU's memory is RAM, so that state which goes there leaves no room for anything else.
     """
     # A unit that is alone has one shard, which is all of it.
     weight_bytes = sum(gathered_bytes(spec, policy) for spec in units)
-    return LentRoom(
-        weight_bytes=weight_bytes,
-        left_bytes=gpu_bytes - weight_bytes - shard_bytes(units, policy),
-        state_bytes=placement.state_bytes.get(Tier.GPU, 0),
-    )
+    state_bytes = placement.state_bytes.get(Tier.GPU, 0)
+    held_bytes = weight_bytes + shard_bytes(units, policy)
+    if is_unified:
+        held_bytes += state_bytes
+    return LentRoom(weight_bytes=weight_bytes, left_bytes=gpu_bytes - held_bytes, state_bytes=state_bytes)

@@ -53,6 +53,7 @@ class ResidentWeights:
         self._crew = session.crew
         self._store = session.store
         self._blocks = session.blocks
+        self._is_unified = session.setup.machine.rates.unified_bytes is not None
         self._in_ram = RamWeights(session)
         self._units = [unit.name for unit in session.own_units]
         self._uses: dict[str, HeldUse] = {}
@@ -76,7 +77,7 @@ class ResidentWeights:
         """
         gpu_bytes = self._free_bytes() + self._arena_bytes
         blocks = self._blocks
-        room = lent_room(blocks.units.values(), blocks.placement, blocks.policy, gpu_bytes)
+        room = lent_room(blocks.units.values(), blocks.placement, blocks.policy, gpu_bytes, is_unified=self._is_unified)
         if room.left_bytes < 0:
             raise self._short(gpu_bytes - room.left_bytes, gpu_bytes, is_lent=True)
         return room

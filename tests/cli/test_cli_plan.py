@@ -122,7 +122,8 @@ def test_plan_for_unified_memory_says_so_and_refuses_budgets_above_it(
     assert "a quarter more" not in said
     made = json.loads(output.read_text())
     assert made["unified_bytes"] == 60e9
-    left = 60_000_000_000 - made["budget_bytes"]["ram"] - made["lent_room"]["weight_bytes"] - CONTEXT_BYTES
+    room = made["lent_room"]
+    left = 60_000_000_000 - made["budget_bytes"]["ram"] - room["weight_bytes"] - room["state_bytes"] - CONTEXT_BYTES
     assert made["lent_room"]["left_bytes"] == left
 
     assert main([*words, "--tiers.gpu", "40GB", "--tiers.ram", "30GB"]) != 0
