@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
@@ -68,7 +68,7 @@ class Case:
     """Budget of RAM, in GiB."""
     nvme: int = 0
     """Budget of NVMe, in GiB."""
-    moments: str = "fp32"
+    moments: Literal["fp32", "bf16"] = "fp32"
 
 
 CASES = (

@@ -38,6 +38,7 @@ from megatier.schedule.placement import Placement, all_short, place
 from megatier.session.filling import Filling, Progress, Sources
 from megatier.session.kept_code import keep_code
 from megatier.session.rank_shards import Read, WholeMasters, reading_masters, shards_of
+from megatier.setup.kernel_trial import try_kernels
 from megatier.setup.machine import check_attention, limit_gpu
 from megatier.setup.setup import Setup, advised
 from megatier.setup.workload import COMPUTE_DTYPES, Workload
@@ -381,6 +382,7 @@ def _engine_options(setup: Setup, seed: int | None, *, any_shape: bool) -> Engin
     model = config.model
     check_attention(model.attention, machine.device)
     machine.check_products(config.numerics.products)
+    try_kernels(setup)
     compilation = Compilation(model.saved_share, work.keeps_attention, any_shape)
     return EngineOptions(
         dtype=COMPUTE_DTYPES[model.compute_dtype],

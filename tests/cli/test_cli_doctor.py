@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
 import subprocess
@@ -249,14 +248,17 @@ def test_doctor_without_gpu_leaves_kvikio_alone(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "words"),
-    [("is_unified", "GPU memory", "RAM and GPU memory are one of"), ("is_coherent", "GPU link", "NVLink-C2C")],
+    ("card", "name", "words"),
+    [
+        (hardware.Gpu("card", 2, 1, is_unified=True), "GPU memory", "RAM and GPU memory are one of"),
+        (hardware.Gpu("card", 2, 1, is_coherent=True), "GPU link", "NVLink-C2C"),
+    ],
+    ids=["unified", "coherent"],
 )
 @pytest.mark.usefixtures("gpu")
 def test_doctor_says_that_unified_memory_and_its_link_were_never_tried(
-    kind: str, name: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    card: hardware.Gpu, name: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    card = dataclasses.replace(hardware.Gpu("card", 2 << 30, 1 << 30, "here"), **{kind: True})
     monkeypatch.setattr(hardware, "gpus", lambda: (card,))
     checks = found(tmp_path)
     assert checks[name].state == "warn"

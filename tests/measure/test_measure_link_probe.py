@@ -77,9 +77,16 @@ def test_layers_on_a_gpu_count_at_their_share_of_a_sustained_product() -> None:
     )
 
 
-@pytest.mark.parametrize(("kind", "words"), [("is_unified", "unified memory"), ("is_coherent", "NVLink-C2C")])
-def test_notes_on_links_say_if_memory_is_unified_or_the_link_is_coherent(kind: str, words: str) -> None:
-    *_, note = link_probe.link_notes(dataclasses.replace(Gpu("card", 2, 1), **{kind: True}))
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [
+        (Gpu("card", 2, 1, is_unified=True), "unified memory"),
+        (Gpu("card", 2, 1, is_coherent=True), "NVLink-C2C"),
+    ],
+    ids=["unified", "coherent"],
+)
+def test_notes_on_links_say_if_memory_is_unified_or_the_link_is_coherent(gpu: Gpu, words: str) -> None:
+    *_, note = link_probe.link_notes(gpu)
     assert words in note
 
 

@@ -12,6 +12,7 @@ from megatier import hardware
 from megatier.config.schema import TiersConfig
 from megatier.errors import ConfigError
 from megatier.hardware import DefaultBudgets, Gpu
+from megatier.measure import probe
 from megatier.schedule.budgets import Budgets
 from megatier.schedule.rates import World
 from megatier.setup import machine
@@ -85,6 +86,6 @@ def test_rates_of_an_integrated_gpu_have_the_memory_that_it_shares(monkeypatch: 
     for is_unified, expected in ((True, 95.0), (False, None)):
         found = replace(card, is_unified=is_unified)
         monkeypatch.setattr(hardware, "gpus", lambda found=found: (found,))
-        rates, assumed = machine.rates_or_assumed([], "cuda")
+        rates, assumed = probe.rates_or_assumed([], "cuda")
         assert rates.unified_bytes == expected
         assert "unified_bytes" not in assumed

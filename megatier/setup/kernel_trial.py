@@ -1,0 +1,153 @@
+"""Tries on the GPU, before a run opens, what the rules of its generation expect: attention, and products in FP8.
+
+The rules come from papers and data sheets, and few GPUs were measured. A small product or attention takes a fraction of
+a second, and finds a wrong guess before anything large is allocated. Flex attention has to be compiled, which takes
+seconds, so it is not tried on GPUs where it was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from megatier.compute.fp8 import Fp8Linear
+from megatier.errors import ConfigError
+from megatier.setup.attention_rule import FLEX, HOPPER, SDPA
+from megatier.setup.setup import Setup
+from megatier.setup.workload import COMPUTE_DTYPES, head_width
+
+TOKENS = 256
+"""Tokens that are tried. Flex attention's blocks have 128."""
+ATTENTION_ERROR = 0.05
+"""The most by which attention may differ from that in fp32, as a share of its norm. In bf16 it differs by 0.003 on
+a CPU, where no tile of it is rounded."""
+FP8_ERROR = 0.2
+"""The same of products in FP8, which differ by 0.04 on a CPU."""
+
+Trial = Callable[[Sequence[nn.Parameter]], Tensor]
+"""A function of what is trained."""
+
+
+def try_kernels(setup: Setup) -> None:
+    """Try what a run computes with on its GPU. On a CPU nothing is guessed, and nothing tried.
+
+    Raises:
+        ConfigError: a kernel fails or gives wrong numbers; says which setting avoids it.
+    """
+    machine, model = setup.machine, setup.config.model
+    if machine.device.type != "cuda":
+        return
+
+    text = setup.model.config.get_text_config()
+    is_guess = model.attention == SDPA or (model.attention == FLEX and machine.capability != HOPPER)
+    if is_guess and getattr(text, "num_attention_heads", None):
+        try_attention(machine.device, model.attention, head_width(text), COMPUTE_DTYPES[model.compute_dtype])
+    if setup.work.products.fp8:
+        try_fp8(machine.device)
+
+
+def try_attention(device: torch.device, kernel: str, head_size: int, dtype: torch.dtype) -> None:
+    """Try causal attention, forward and backward.
+
+    Args:
+        device: where.
+        kernel: "sdpa" or "flex_attention", which is compiled.
+        head_size: elements of a head.
+        dtype: in which it computes.
+
+    Raises:
+        ConfigError: it fails there, or gives wrong numbers.
+    """
+
+    def with_sdpa(inputs: Sequence[nn.Parameter]) -> Tensor:
+        query, key, value = inputs
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def with_flex(inputs: Sequence[nn.Parameter]) -> Tensor:
+        query, key, value = inputs
+        mask = create_block_mask(_is_causal, None, None, TOKENS, TOKENS, device=str(device))
+        result: Tensor = torch.compile(flex_attention)(query, key, value, block_mask=mask)
+        return result
+
+    other = SDPA if kernel == FLEX else "eager"
+    what = f"Attention by {kernel} with heads of {head_size} elements in {str(dtype).removeprefix('torch.')}"
+    inputs = [_numbers((1, 2, TOKENS, head_size), dtype, seed) for seed in range(3)]
+    remedy = f"Set model.attention to {other}, or update torch and the driver."
+    _compare(with_flex if kernel == FLEX else with_sdpa, with_sdpa, inputs, device, ATTENTION_ERROR, what, remedy)
+
+
+def try_fp8(device: torch.device) -> None:
+    """Try a linear layer in FP8, forward and backward.
+
+    Raises:
+        ConfigError: it fails there, or gives wrong numbers.
+    """
+
+    def in_fp8(inputs: Sequence[nn.Parameter]) -> Tensor:
+        rows, weight = inputs
+        layer = Fp8Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
+
+        # The weight is the leaf whose gradient is compared. A layer on `meta` drew no numbers.
+        layer.weight = weight
+        result: Tensor = layer(rows)
+        return result
+
+    def in_fp32(inputs: Sequence[nn.Parameter]) -> Tensor:
+        return functional.linear(*inputs)
+
+    inputs = [_numbers((TOKENS, 128), torch.bfloat16, 0), _numbers((64, 128), torch.bfloat16, 1)]
+    remedy = "Set numerics.products to bf16, or update torch and the driver."
+    _compare(in_fp8, in_fp32, inputs, device, FP8_ERROR, "A product in FP8", remedy)
+
+
+def _is_causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+def _numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Draw numbers on the CPU, with a generator of their own: those of the run are not touched."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+
+
+def _compare(
+    tried: Trial,
+    known: Trial,
+    inputs: Sequence[Tensor],
+    device: torch.device,
+    error_max: float,
+    what: str,
+    remedy: str,
+) -> None:
+    """Compare result and gradients on a device with those in fp32 on the CPU."""
+    expected = _with_gradients(known, [tensor.float() for tensor in inputs])
+    try:
+        found = [tensor.float().cpu() for tensor in _with_gradients(tried, [each.to(device) for each in inputs])]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{what} was tried and failed on this GPU: {reason}. {remedy}") from error
+
+    for tensor, right in zip(found, expected, strict=True):
+        difference = float((tensor - right).norm() / right.norm())
+
+        # One that is no number is not at most anything.
+        if not difference <= error_max:
+            raise ConfigError(
+                f"{what} was tried and gives wrong numbers on this GPU: they differ from those in fp32 by "
+                f"{difference:.0%}. {remedy}"
+            )
+
+
+def _with_gradients(function: Trial, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the result of a function, and its gradients with respect to its inputs."""
+    leaves = [nn.Parameter(tensor) for tensor in inputs]
+    with torch.enable_grad():
+        result = function(leaves)
+        result.backward(torch.ones_like(result) / result.numel())
+    return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
