@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -18,6 +18,7 @@ from megatier.hardware import (
     default_budgets,
     gpu_memory,
     gpus,
+    ram_available_bytes,
     ram_total_bytes,
     set_cuda_defaults,
 )
@@ -86,6 +87,10 @@ class Machine:
         gpu, ram, *sizes = map(min, zip(*crew.gather_objects(own), strict=True))
         directories = [mount.directory for mount in tiers.mounts]
         rates, assumed = rates_or_assumed(directories, device.type)
+        if rates.unified_bytes is not None:
+            # CUDA would give out what other programs hold, and the kernel then ends one of them.
+            left = min(rates.unified_bytes, ram_available_bytes())
+            rates = replace(rates, unified_bytes=left)
         return cls(
             device=device,
             capability=torch.cuda.get_device_capability(device) if is_gpu else None,

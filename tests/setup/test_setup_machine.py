@@ -55,6 +55,18 @@ def test_budgets_above_unified_memory_are_refused_here() -> None:
         budgets_of(TiersConfig(gpu=81 * GIB, ram=20 * GIB), CUDA)
 
 
+@pytest.mark.usefixtures("_integrated")
+def test_unified_memory_here_is_what_other_programs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 1))
+    monkeypatch.setattr(machine, "rates_or_assumed", lambda *_: (UNIFIED, ()))
+    for available, expected in ((90, 90), (120, 100)):
+        monkeypatch.setattr(machine, "ram_available_bytes", lambda available=available: available * GIB)
+        here = Machine.here(TiersConfig())
+        assert here.rates.unified_bytes == expected * GIB
+        assert (here.budgets.gpu, here.budgets.ram) == (50 * GIB, 30 * GIB)
+
+
 def test_budgets_above_unified_memory_are_refused_elsewhere() -> None:
     for gpu, ram, world in ((81, 20, World()), (41, 20, World(2))):
         with pytest.raises(ConfigError, match="one memory of 100"):
