@@ -117,7 +117,7 @@ class Machine:
         """
         is_gpu = tiers.device != "cpu"
         if is_gpu and rates.unified_bytes is not None:
-            check_unified(world.host_ranks * budgets.gpu, budgets.ram, round(rates.unified_bytes))
+            check_unified(world.num_host_ranks * budgets.gpu, budgets.ram, round(rates.unified_bytes))
         return cls(
             device=torch.device("cuda" if is_gpu else "cpu"),
             capability=_capability_of(rates) if is_gpu else None,
