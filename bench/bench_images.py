@@ -150,7 +150,7 @@ FULL = Scale(
         "model.loss_chunk": 2048,
         "tiers.state": ("gpu", "ram"),
         "tiers.gpu": 16 * GIB,
-        "tiers.ram": 84 * GIB,
+        "tiers.ram": 98 * GIB,
         "train.moments": "bf16",
         "train.activations": "recompute",
         "train.kept_layers": 36,
