@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from megatier.optim.fp16_products import library_product, product, symmetric_product
@@ -51,7 +52,7 @@ def orthogonal(x: Tensor) -> Tensor:
     Returns:
         The same, of another norm.
     """
-    if _is_small(x.shape):
+    if _is_small(x.shape) or _is_alone_on_an_older_gpu(x):
         return _orthogonal_by_library(x)
 
     rows, columns = x.shape[-2:]
@@ -90,6 +91,11 @@ def flops(shape: Sequence[int]) -> int:
 def _is_small(shape: Sequence[int]) -> bool:
     """Return whether a matrix is alone and takes less time to multiply than to launch kernels for."""
     return len(shape) == 2 and min(shape) <= SMALL_SIDE
+
+
+def _is_alone_on_an_older_gpu(x: Tensor) -> bool:
+    """Return whether one matrix lies on a GPU before Hopper, where tiles have no hardware to load them ahead."""
+    return x.ndim == 2 and x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0)
 
 
 def _orthogonal_by_library(x: Tensor) -> Tensor:
