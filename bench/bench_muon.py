@@ -218,8 +218,8 @@ def main() -> None:
         rows.append(shape_row(*map(int, shape.split("x"))))
         print(json.dumps(rows[-1]), flush=True)
 
-    whats = ("torch", "ours", "update")
-    totals = {what: LAYERS / 1e3 * sum(row["a_layer"] * row[f"{what}_ms"] for row in rows) for what in whats}
+    names = ("torch", "ours", "update")
+    totals = {what: LAYERS / 1e3 * sum(row["a_layer"] * row[f"{what}_ms"] for row in rows) for what in names}
     print(json.dumps({"seconds_of_all_layers": totals, "taken_s": time.monotonic() - began}), flush=True)
 
     products = []
