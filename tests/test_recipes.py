@@ -109,6 +109,9 @@ def test_grpo_by_a_recipe_trains_in_lent_memory_and_writes_a_model(tmp_path: Pat
     assert len(rewards) == 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "export")
 
+    with pytest.raises(SystemExit, match=r"does not take train\.weight_decay\."):
+        main_of(recipe, str(tmp_path / "reward.py"), [*words, "--train.weight_decay=0.5"])
+
 
 def _cache_bytes(hub: str) -> int:
     """Return the bytes of keys and values of a token in bf16."""

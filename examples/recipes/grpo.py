@@ -4,11 +4,13 @@
 
 RECIPE is a file such as qwen2.5-7b-grpo-48gb.yaml, whose data.files are JSON Lines with a `prompt` each, as text or as
 messages. REWARD is a Python file with a function `reward(completions, **columns)`, which returns a number for each
-completion. A step has train.batch completions, of which train.groups are the micro-batches, and 8 are of one prompt.
+completion. A step has train.batch completions, in train.groups micro-batches; 8 are of one prompt. The learning rate
+falls as TRL's own default says. Settings that are not handed on (`TAKEN`) are refused.
 """
 
 import argparse
 import runpy
+from dataclasses import fields
 from pathlib import Path
 
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -24,20 +26,39 @@ from trl import GRPOConfig, GRPOTrainer
 
 import megatier
 from megatier.config import file as config_file
+from megatier.config.schema import RunConfig
 from megatier.integrations.trl_trainer import StreamedTrl
 
 GENERATIONS = 8
 """Completions of one prompt."""
+TAKEN = {
+    "model": {"path", "attention", "fused_loss"},
+    "data": {"files", "sequence_length"},
+    "train": {"steps", "batch", "groups", "learning_rate", "clip", "activations", "moments"},
+    "numerics": set[str](),
+    "output": {"directory"},
+}
+"""The settings that are handed on, of all sections but `tiers`, which is handed on whole."""
 
 
 class StreamedGRPO(StreamedTrl, GRPOTrainer):
     """TRL's trainer, with the step of megatier."""
 
 
+def check(run: RunConfig) -> None:
+    """Refuse what would be dropped."""
+    for section, taken in TAKEN.items():
+        given = getattr(run, section)
+        for field in fields(given):
+            if field.name not in taken and getattr(given, field.name) != field.default:
+                raise SystemExit(f"GRPO does not take {section}.{field.name}. Remove it, or write your own script.")
+
+
 def main(recipe: Path, reward: str, overrides: list[str]) -> list[float]:
     """Train, write the model, and return the mean rewards of the steps."""
     run = config_file.load(recipe, overrides)
     train, folder = run.train, run.model.path
+    check(run)
     args = GRPOConfig(
         output_dir=f"{run.output.directory}/trl",
         per_device_train_batch_size=train.batch // train.groups,

@@ -166,8 +166,8 @@ def _parser() -> argparse.ArgumentParser:
         "--search",
         action="store_true",
         help="choose the settings that make the step shortest also with --machine, or if nothing was measured here: "
-        "groups, slices, activations, saved and streamed share, kept attention, tiers.generations and tiers.gpu, "
-        "unless the file or the command line gives them",
+        "groups, slices, activations, saved and streamed share, kept and offloaded attention, tiles, "
+        "tiers.generations and tiers.gpu, unless the file or the command line gives them",
     )
     add(
         "--ranks",

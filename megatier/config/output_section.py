@@ -37,10 +37,10 @@ class OutputConfig(Section):
     hub_private_repo: bool = True
     """Make that repository private if it is new."""
     checkpoint_every: int | Literal["auto"] = "auto"
-    """Steps between checkpoints, with one more at the end; at least 0. auto: as often as takes 2 % of the run's
-    time at most, and one if the export fails; none if savepoint_every is set, or if the drive has no room for two.
-    0: only if the run is stopped by Ctrl-C or SIGTERM, is ended by steps that are not finite, or cannot export its
-    model."""
+    """Steps between checkpoints, with one more at the end; at least 0. auto: after five minutes, then each half hour,
+    or more seldom if that takes more than 2 % of the run's time; and one if the export fails; none if savepoint_every
+    is set, or if the drive has no room for two. 0: only if the run is stopped by Ctrl-C or SIGTERM, is ended by steps
+    that are not finite, or cannot export its model."""
     savepoint_every: int = 0
     """Steps between savepoints, at least 0. A savepoint leaves a generation of what spilled in place on NVMe and
     writes only the rest, so it takes less time than a checkpoint. `resume` goes on from it on the same tiers and
@@ -53,7 +53,7 @@ class OutputConfig(Section):
     trace: bool = False
     """Write a trace of transfers, compute and stalls that Perfetto can read."""
     tensorboard: bool = False
-    """Also write the figures of each step for TensorBoard. This needs the extra megatier[tensorboard]."""
+    """The same as tensorboard in report_to. This needs the extra megatier[tensorboard]."""
     report_to: tuple[str, ...] = ()
     """Trackers that get config and figures too, out of trackio, wandb, mlflow and tensorboard. Each needs the extra of
     its name, and finds server, token and offline mode in its own variables and login. One that fails is given up with a

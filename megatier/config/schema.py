@@ -66,7 +66,7 @@ class ModelConfig(Section):
     """Tokens on which the norms, the MLP and the experts of a layer work at once, at least 1: for long sequences, since
     what a layer takes then does not grow with them, but for its attention. The backward runs each tile again. Modules
     whose tokens depend on one another run whole, and a warning names them. This changes the order of sums. None: all
-    tokens at once, unless no plan fits without tiles."""
+    tokens at once, unless a plan fits or is faster with tiles alone."""
     expert_parts: int = 1
     """Units into which the experts of a layer are cut, at least 1, so that a slot need not take all of them at
     once. At 1 a layer is one unit. This changes the order of sums."""
@@ -205,13 +205,14 @@ class TrainConfig(Section):
     batch: int = 8
     """Sequences in a step, a multiple of groups * slices."""
     groups: int = 1
-    """Parts of a step, each with a forward and a backward over all units, at least 1. This changes the order of
-    sums."""
+    """Micro-batches in a step, over all ranks, at least 1: each has a forward and a backward over all units. This
+    changes the order of sums."""
     slices: int = 1
     """Parts of a group, which each unit runs one after the other with its weights in place, at least 1. This
     changes the order of sums."""
     activations: ActivationsName = "keep"
-    """What happens to activations between forward and backward. This never changes a number."""
+    """What becomes of activations until the backward: they stay on the GPU (keep), are computed again (recompute), or
+    again from inputs of layers that wait in RAM (offload). This never changes a number."""
     kept_layers: int = 0
     """Number of decoder layers, counted from the last, that keep their activations whatever train.activations says;
     at least 0."""
@@ -316,7 +317,7 @@ class TrainConfig(Section):
 @explained
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumericsConfig(Section):
-    """Choices that change bits, and what happens to numbers that are not finite."""
+    """Determinism, FP8 products, and what happens to numbers that are not finite."""
 
     NAME = "numerics"
 

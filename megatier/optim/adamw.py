@@ -68,7 +68,7 @@ def step_scalars(step: int, learning_rate: float, betas: tuple[float, float], ep
 
 
 def lion_scalars(learning_rate: float, betas: tuple[float, float]) -> OfStep:
-    """Return the same of Lion, which has no bias to correct."""
+    """Return Lion's scalars in the order of AdamW's. It has no bias to correct."""
     beta1, beta2 = betas
     # The places are those of AdamW, since one kernel runs both. Lion has no second moment, so nothing to add eps to.
     return (beta1, 1 - beta1, beta2, 1 - beta2, 0.0, learning_rate, 1.0)

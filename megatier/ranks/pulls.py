@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def hindrance(local_rank: int, local_size: int) -> str | None:
     """Return why this rank's GPU cannot read the memory of the others of its host; None if it can."""
-    # Who sets it for NCCL knows that such copies go wrong on this machine.
+    # A user who sets this for NCCL knows that copies between GPUs go wrong on this machine.
     if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         return "NCCL_P2P_DISABLE is set"
 

@@ -136,7 +136,7 @@ def _compare(
     for tensor, right in zip(found, expected, strict=True):
         difference = float((tensor - right).norm() / right.norm())
 
-        # One that is no number is not at most anything.
+        # NaN compares false, so it is refused too.
         if not difference <= error_max:
             raise ConfigError(
                 f"{what} was tried and gives wrong numbers on this GPU: they differ from those in fp32 by "

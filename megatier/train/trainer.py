@@ -101,7 +101,7 @@ def train(
     Raises:
         MegatierError: before training where possible; the message says what to change.
     """
-    # Before anything of the run is built.
+    # A tracker that is missing fails here, before minutes of planning.
     trackers = load_trackers(config.output)
     if config.output.push_to_hub is not None and os.environ.get("RANK", "0") == "0":
         check_login(console, "output.push_to_hub")

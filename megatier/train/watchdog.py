@@ -42,7 +42,7 @@ EXIT_ERROR = 2
 
 
 def _nothing() -> int:
-    """Return the pieces of work that no queue counts, where there are none."""
+    """Return 0: queues count all work."""
     return 0
 
 
