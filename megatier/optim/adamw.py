@@ -89,6 +89,7 @@ def rounding_of(schema: StateSchema, seed: int, step: int, unit: str, first: int
         unit: its name, or whatever tells apart what is updated in one step.
         first: the number in the whole unit of the planes' first element.
     """
+    # Lion and Muon have a momentum instead, which is always fp32.
     if Kind.EXP_AVG not in schema.kinds:
         return None
     width = schema.width(Kind.EXP_AVG)

@@ -50,6 +50,8 @@ def symmetric_product(
         for factor, other in added:
             total.add_(_as_fp32(other, index), alpha=factor)
         total.diagonal().add_(diagonal)
+
+        # A library may sum the two halves in different orders. So one is mirrored, as kernels on a GPU do it.
         return total.triu() + total.triu(1).mT
 
     return _one_by_one(one, left)
@@ -89,6 +91,8 @@ def library_product(left: Tensor, right: Tensor, scale: float, *, added: tuple[f
     if added is not None:
         factor, other = added
         return torch.addmm(other, left, right, beta=factor, alpha=scale)
+
+    # Matmul has no scale, and scaling its result would round twice. With beta 0 nothing of `result` is read.
     result = left.new_empty(left.shape[0], right.shape[1])
     return torch.addmm(result, left, right, beta=0, alpha=scale, out=result)
 

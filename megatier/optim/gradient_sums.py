@@ -70,6 +70,8 @@ class GradientSums:
     def norm(self) -> float:
         """Return the global norm of the measured gradients: the root of the exact sum of the partial sums."""
         of_gpu = list[Tensor]()
+
+        # Never without a tensor, since torch joins no empty list.
         of_cpu = [torch.empty(0, dtype=torch.float64, device="cpu")]
         for partials in self._sums.values():
             for partial_sums in partials:

@@ -51,6 +51,8 @@ def begin_step(grad: Tensor, momentum: Tensor, shape: tuple[int, ...], grad_scal
     scalars = grad_scale, decay, 1 - decay
     # No operation is fused with another one, so that both kernels compute the same numbers.
     options = {"num_warps": WARPS, "enable_fp_fusion": False}
+
+    # Each program has a place of its own: atomic additions come in any order, which would change bits.
     sums = torch.empty(num_matrices, num_blocks, dtype=torch.float32, device=grad.device)
     _step_momentum[grid](grad, momentum, sums, count, num_blocks, scalars, ELEMENTS_AT_ONCE, **options)
 
@@ -59,6 +61,8 @@ def begin_step(grad: Tensor, momentum: Tensor, shape: tuple[int, ...], grad_scal
 
     sides = [-(-side // SIDE) * SIDE for side in (rows, columns)]
     is_padded = sides != [rows, columns]
+
+    # The kernel never writes the padding, so that has to be zero before.
     x = (torch.zeros if is_padded else torch.empty)(*stack, *sides, dtype=torch.float16, device=grad.device)
     _normalise[grid](
         grad, momentum, factors, x, count, columns, *sides, scalars, is_padded, ELEMENTS_AT_ONCE, **options
@@ -83,6 +87,8 @@ def end_step(
     count = rows * columns
     sides = tuple(x.shape[-2:])
     grid = triton.cdiv(count, ELEMENTS_AT_ONCE), math.prod(stack)
+
+    # A bf16 weight is the upper half of a master, so its bits are taken, and not its number.
     number = torch.float32 if remainder is None else torch.uint16
     planes = weight.view(number), remainder
     is_padded = sides != (rows, columns)
@@ -134,10 +140,14 @@ def _invert_norm(
 ) -> None:
     """Add up the sums of squares of one matrix, and store the scale over its norm."""
     matrix = tl.program_id(0)
+
+    # In fp64, since a large matrix has thousands of partial sums.
     total = tl.zeros((at_once,), tl.float64)
     for start in range(0, num_blocks, at_once):
         index = start + tl.arange(0, at_once)
         total += tl.load(sums + matrix * num_blocks + index, index < num_blocks, 0).to(tl.float64)
+
+    # Both are rounded to nearest, as IEEE says: Triton's plain root and division are approximate.
     norm = tl.sqrt_rn(tl.sum(total).to(tl.float32))
     tl.store(factors + matrix, tl.div_rn(scale, tl.maximum(norm, least)))
 
@@ -162,6 +172,8 @@ def _normalise(
     inside = elements < count
     g = tl.load(grad + first + elements, inside, 0).to(tl.float32) * grad_scale
     m = tl.load(momentum + first + elements, inside, 0)
+
+    # Made again, since to hold it in fp32 would take as much memory as the momentum.
     u = _between(g, m, decay) * tl.load(factors + tl.program_id(1))
     place = _place(elements, columns, rows_of_x, columns_of_x, is_padded)
     tl.store(x + place, u.to(tl.float16), inside)
@@ -189,6 +201,7 @@ def _change_master(
 
     master = tl.load(weight + first + elements, inside, 0)
     if remainder is not None:
+        # It has a sign, since the weight was rounded to nearest and may be larger than the master.
         rest = tl.load(remainder + first + elements, inside, 0)
         low = rest.to(tl.int32).to(tl.uint32, bitcast=True)
         master = ((master.to(tl.uint32) << 16) + low).to(tl.float32, bitcast=True)
@@ -205,6 +218,7 @@ def _change_master(
 @_jit
 def _elements(count: tl.int64, block: tl.constexpr) -> tl.tuple:
     """Return the first element of a program's matrix in the planes, and the elements of its block in the matrix."""
+    # In 64 bits: a stack of experts may have more than 2**31 elements.
     first = tl.program_id(1).to(tl.int64) * count
     start = tl.program_id(0).to(tl.int64) * block
     return first, start + tl.arange(0, block)
@@ -229,5 +243,6 @@ def _place(
 @_jit
 def _between(start: tl.tensor, end: tl.tensor, share: tl.tensor) -> tl.tensor:
     """Return what lies so far on the way from one number to another, computed as torch's `lerp` does."""
+    # Each form begins at the nearer end, so that a share of 1 gives exactly the end.
     way = end - start
     return tl.where(share < 0.5, start + share * way, end - way * (1 - share))

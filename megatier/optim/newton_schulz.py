@@ -60,6 +60,8 @@ def orthogonal(x: Tensor) -> Tensor:
     for num_iterations in iterations(rows, columns):
         gram = symmetric_product(x, x, 1 / SCALE, columns=is_tall)
         factor = _product_of_polynomials(gram, num_iterations)
+
+        # Let go of before the product, beside which it would lie in vain.
         del gram
 
         # A tall matrix is the transpose of X.
@@ -78,6 +80,7 @@ def flops(shape: Sequence[int]) -> int:
     *stack, rows, columns = shape
     short, long = sorted((rows, columns))
     if _is_small(shape):
+        # A library computes both halves: X X^T and P X, and R R.
         return NUM_ITERATIONS * (4 * short * short * long + 2 * short**3)
 
     total = 0
@@ -104,6 +107,7 @@ def _orthogonal_by_library(x: Tensor) -> Tensor:
     rows, columns = x.shape
     is_tall = rows > columns
     for _ in range(NUM_ITERATIONS):
+        # Of the shorter side, since the other Gram matrix is larger and gives the same result.
         left, right = (x.mT, x) if is_tall else (x, x.mT)
         gram = library_product(left, right, 1 / SCALE)
         polynomial = library_product(gram, gram, c / SCALE, added=(b, gram))
