@@ -266,6 +266,7 @@ class PromptCompletion:
     def _messages(self, record: dict[str, Any], key: str, role: str, place: str) -> list[dict[str, Any]]:
         """Return what lies under a key as messages; a text is one of this role."""
         found = record.get(key)
+
         if isinstance(found, list):
             return Turns(turns=key, images=self.images).messages(record, place)
         return [{"role": role, "content": _text(found, key, place)}]
@@ -375,6 +376,7 @@ def _text(value: object, key: str, place: str) -> str:
 
 def _whole_characters(text: str) -> str:
     """Return a text without half surrogate pairs, which JSON can spell and UTF-8 has no bytes for."""
+    # By UTF-16, where two halves that belong together become the character that they spell.
     return text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
 
 

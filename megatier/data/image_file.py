@@ -83,6 +83,7 @@ def read_bytes(path: Path, place: str, start: int = 0, num_bytes: int | None = N
             file.seek(start)
             # One byte more shows that a whole file is too large.
             raw = file.read(BYTES_MAX + 1 if num_bytes is None else num_bytes)
+    # A path with a null byte is a ValueError.
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DataError(f"{place}: cannot read the image {shown(str(path))}: {reason}. {REMEDY}") from error

@@ -38,6 +38,7 @@ def packed(rows: Sequence[ImageRow], num_tokens: int, max_patches: int) -> list[
         num_tokens: tokens of a sequence.
         max_patches: the most patches of one.
     """
+    # This is best fit decreasing: long ones need new sequences anyway, and short ones fill what is left.
     packs: list[list[int]] = []
     room: list[tuple[int, int]] = []
     for place in sorted(range(len(rows)), key=lambda place: -rows[place].num_tokens):
@@ -48,6 +49,7 @@ def packed(rows: Sequence[ImageRow], num_tokens: int, max_patches: int) -> list[
             if row.num_tokens <= tokens and row.num_patches <= patches
         ]
         if fits:
+            # By free tokens, and by free patches among those with equally many.
             number = min(fits, key=lambda number: room[number])
         else:
             number = len(packs)
@@ -56,6 +58,8 @@ def packed(rows: Sequence[ImageRow], num_tokens: int, max_patches: int) -> list[
         tokens, patches = room[number]
         room[number] = tokens - row.num_tokens, patches - row.num_patches
         packs[number].append(place)
+
+    # Sorting by length was for packing alone, so all is in the order of the records again.
     return [tuple(rows[place] for place in sorted(pack)) for pack in sorted(packs, key=min)]
 
 

@@ -118,6 +118,8 @@ class Packer:
         if not (self._window or self._handed_on):
             return
         yield from self._end_row()
+
+        # These come first, since they have waited longest.
         pieces = list(self._handed_on)
         for tokens in self._tokenise_chats(self._window):
             pieces += _cut(tokens, self._row)
@@ -172,6 +174,7 @@ class Packer:
 
     def _look_at(self, ids: NDArray[np.int64]) -> None:
         """Note whether the tokenizer knows anything of a text."""
+        # Once a text was understood, nothing is compared any more.
         self._is_blind = self._is_blind and bool(np.isin(ids, self._empty).all())
 
 

@@ -285,6 +285,7 @@ def _write_tokens(
             writers.append(_TokenWriter(file, dtype, packer, config.is_apart))
 
         for is_for_evaluation, document in sorted_out(config, bad):
+            # False is 0 and True is 1, in the order of `FILES`.
             writer = writers[is_for_evaluation]
             num_tokens = writer.write(writer.packer.lay(document))
             progress(num_tokens)
@@ -389,6 +390,7 @@ def shuffled(position: int, count: int, key: tuple[int, ...]) -> int:
 
 def _hash(numbers: tuple[int, ...]) -> int:
     """Return 64 bits that depend on each number."""
+    # Python's own hash may change with its version, and the order of a run must not.
     packed = b"".join(number.to_bytes(8, "little") for number in numbers)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 

@@ -170,6 +170,8 @@ def read_json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         # A record on each line is no JSON as a whole. It may be told from a damaged array, or from one damaged record.
         if text.lstrip().startswith("[") or "\n" not in text.strip():
             raise DataError(f"{path}, {_no_json(error)}") from error
+
+        # Not by `splitlines`, which also cuts at characters that a text in JSON may have.
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 place = f"{path}, line {number}"
@@ -189,6 +191,7 @@ def _read_lines(path: Path, found: Format) -> Iterator[tuple[str, Any]]:
             try:
                 text = decode(line, place, offset)
             except DataError as error:
+                # Given and not raised: a generator that raises is over, and the lines that follow may be good.
                 yield place, error
                 continue
 

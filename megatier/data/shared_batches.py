@@ -41,6 +41,8 @@ class SharedBatches:
             SharedMemoryError: this is a worker, and there is no room.
         """
         batch = self._collate(rows)
+
+        # In the process of the loader itself nothing is handed over.
         if get_worker_info() is not None:
             with naming_shared_memory():
                 for tensor in _tensors(batch):

@@ -100,6 +100,7 @@ class Source:
         """
         try:
             if self.format.name in TABLES:
+                # Tables have their own library, which finds damage once it reads them.
                 os.close(open_regular(self.path))
             else:
                 check_head(self.path, self.format)

@@ -125,6 +125,7 @@ def covered(spans: NDArray[np.int64], ranges: Sequence[CharacterRange]) -> NDArr
         spans: the first character of each token, and the one after its last, int64 [tokens, 2].
         ranges: the ranges.
     """
+    # All tokens at once, since a conversation may have many thousands.
     begins, ends = spans.T
     found = np.zeros(len(spans), np.bool_)
     for start, stop in ranges:

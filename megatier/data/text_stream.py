@@ -73,6 +73,8 @@ class TextStream:
         """
         self._config = config
         self.bad = BadRecords(skips=config.skip_bad)
+
+        # Its digest, since every checkpoint has it, and a chat template may be long.
         settings = settings_of(config, tokenizer).encode()
         self._settings = hashlib.blake2b(settings, digest_size=16).hexdigest()
         self._position, commit = self._start(state, accepts_changes=accepts_changes)

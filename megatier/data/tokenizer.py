@@ -119,6 +119,7 @@ def _load(name: str) -> PreTrainedTokenizerBase:
     names = ", ".join(_check_files(folder))
     what = f"no tokenizer at {shown(name)}{f', made of {names}' if names else ''}"
     with reading(what, DataError, remedy=REMEDY):
+        # Code that comes with a tokenizer is never run.
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
         # Damage that no constructor looks at shows here, and not in the middle of the text.
