@@ -180,6 +180,8 @@ def _chosen(path: Path) -> tuple[Path, RunState]:
     state = RunState.read(read_state(checkpoint))
     output = state.config.get("output", {})
     step = state.best.step
+
+    # Whoever names a checkpoint wants that one, even if another is the best.
     if checkpoint == path or not output.get("load_best_model_at_end") or step is None or step == state.step:
         return checkpoint, state
 
@@ -216,6 +218,7 @@ def _reading(source: ExportSource, units: Sequence[Unit], *, checks: bool) -> It
         with open_masters(checkpoint, units) as masters:
             yield masters
     except DamagedCheckpointError as error:
+        # Only one that is still there can be called damaged.
         if checkpoint.exists():
             raise
         raise CheckpointError(f"{checkpoint} was removed meanwhile, by its run or by hand. Export again.") from error
@@ -277,6 +280,7 @@ def _whole_reader(units: Sequence[Unit], masters: Read | None, reader: TensorRea
         reader: the reader of the model with adapters.
     """
     if masters is None:
+        # `_config_of` names the folder as the adapter, so `open_model` has opened it.
         assert isinstance(reader, AdaptedWeights) and reader.stored is not None
         return reader.stored.read
 
@@ -294,6 +298,7 @@ def _whole_reader(units: Sequence[Unit], masters: Read | None, reader: TensorRea
 
 def _mention_later_steps(console: Console, path: Path, step: int, *, is_best: bool) -> None:
     """Say so if the run has gone on after its last checkpoint."""
+    # An export needs no report, so a damaged one does not stop it.
     steps = read_what_there_is(path / METRICS_FILE).steps
     last_step = steps[-1].step if steps else 0
     if last_step <= step:

@@ -104,6 +104,8 @@ class Loop:
             return self._outcome(partial(say, self._console))
 
         train = self._config.train
+
+        # Tokens and images are counted over all processes of the run, and no checkpoint has these counts.
         before = read_what_there_is(Path(self._config.output.directory) / METRICS_FILE)
         self._reports.tokens_seen = round(sum(step.tokens for step in before.steps))
         self._reports.images_seen = round(sum(step.images or 0 for step in before.steps))
@@ -213,6 +215,8 @@ class Loop:
         if groups := self._text.rehearsal(step - 1, self._config.train):
             with self._watchdog.watch(self._session.player):
                 self._session.engine.rehearse(groups)
+
+            # Its events must not count for the first step.
             self._session.player.take_events()
 
     def _own_events(self, step: int, began_ns: int, read_ns: int, ended_ns: int) -> list[TraceEvent]:

@@ -226,6 +226,8 @@ class Saves:
             MegatierError: it failed, unless it found no room and nobody had asked for it.
         """
         writer = self.writer
+
+        # All ranks have to see the same, since they do what follows together.
         if writer is None or not (waits or all(self._crew.gather_objects(writer.is_over()))):
             return
 

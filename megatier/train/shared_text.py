@@ -53,6 +53,7 @@ class SharedText:
                 return text.groups(step, train.batch, train.groups)
             return text.batch(step, train.batch)
 
+        # The first rank alone calls `made`, since only it has a text.
         return _cut(self._crew.from_first(made), train.groups)
 
     def rehearsal(self, step: int, train: TrainConfig) -> list[Rows]:
@@ -86,6 +87,8 @@ class SharedText:
         """
         if train.epochs is None:
             return train
+
+        # The first rank alone knows how many sequences there are.
         steps = self._crew.from_first(lambda: steps_of(self.own, train))
         fewest = min(steps, train.steps)
 
@@ -96,6 +99,8 @@ class SharedText:
                 f"train.epochs {train.epochs:g} takes {steps:,} steps, and train.steps is {train.steps:,}: the smaller "
                 f"one ends the run, after {fewest:,} steps.",
             )
+
+        # From here on steps alone say how long the run is.
         return replace(train, steps=fewest, epochs=None)
 
     @property

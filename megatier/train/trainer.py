@@ -103,6 +103,8 @@ def train(
     """
     # A tracker that is missing fails here, before minutes of planning.
     trackers = load_trackers(config.output)
+
+    # By torchrun's own variable, since no rank has joined yet.
     if config.output.push_to_hub is not None and os.environ.get("RANK", "0") == "0":
         check_login(console, "output.push_to_hub")
     make_repeatable(config)
@@ -135,6 +137,7 @@ def train(
         if run.writes:
             describe(run.console, config, session, text.own, plan)
 
+        # A drive may hang here as well, long before the first step.
         with run.watchdog.watch(session.player, lambda: session.filling.num_runs):
             run.start.fill(session, reader, run.console)
         if run.writes:
@@ -179,6 +182,8 @@ def _write_changes(run: BegunRun, config: RunConfig, origin: Origin) -> None:
     if not (run.resumes or counts_epochs):
         return
     assert run.directory.own is not None
+
+    # Before the new config replaces the one that names the old mounts.
     _remove_moved_blocks(run, config)
     write_numbers(run.directory.path / NUMBERS_FILE, config, origin)
     run.directory.own.write_config(config)
@@ -240,6 +245,8 @@ def _check_vocabulary(model: PreTrainedModel, num_tokens: int) -> None:
         ConfigError: names what to change.
     """
     size = model.config.get_text_config().vocab_size
+
+    # Fewer are usual, since models round the size of their vocabulary up.
     if num_tokens > size:
         raise ConfigError(
             f"the tokenizer has {num_tokens} tokens, the model's vocab_size is {size}. Raise model.config.vocab_size "
@@ -301,6 +308,8 @@ def _open_text(run: BegunRun, tokens: PreTrainedTokenizerBase | Processor) -> Te
     if isinstance(tokens, PreTrainedTokenizerBase) and data.streaming:
         noted = None if state is None else state.text
         stream = TextStream(data, tokens, folder, noted, accepts_changes=accepts_changes)
+
+        # Put on the stack before the stream, and so called after it: only then has its thread left out the last record.
         run.stack.callback(describe_left_out, run.console, stream)
         return run.stack.enter_context(stream)
 
