@@ -44,6 +44,8 @@ def try_kernels(setup: Setup) -> None:
 
     text = setup.model.config.get_text_config()
     is_guess = model.attention == SDPA or (model.attention == FLEX and machine.capability != HOPPER)
+
+    # Models without heads of attention, such as Mamba, have none to try.
     if is_guess and getattr(text, "num_attention_heads", None):
         try_attention(machine.device, model.attention, head_width(text), COMPUTE_DTYPES[model.compute_dtype])
     if setup.work.products.fp8:
@@ -73,6 +75,7 @@ def try_attention(device: torch.device, kernel: str, head_size: int, dtype: torc
         result: Tensor = torch.compile(flex_attention)(query, key, value, block_mask=mask)
         return result
 
+    # Eager attention is made of plain products, which every GPU has.
     other = SDPA if kernel == FLEX else "eager"
     what = f"Attention by {kernel} with heads of {head_size} elements in {str(dtype).removeprefix('torch.')}"
     inputs = [_numbers((1, 2, TOKENS, head_size), dtype, seed) for seed in range(3)]
@@ -124,12 +127,15 @@ def _compare(
     remedy: str,
 ) -> None:
     """Compare result and gradients on a device with those in fp32 on the CPU."""
+    # The same rounded numbers, so that only the kernel's own error counts.
     expected = _with_gradients(known, [tensor.float() for tensor in inputs])
     try:
         found = [tensor.float().cpu() for tensor in _with_gradients(tried, [each.to(device) for each in inputs])]
+    # It is a RuntimeError as well, and says nothing of the kernel.
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
+        # CUDA's further lines are advice for those who debug kernels.
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{what} was tried and failed on this GPU: {reason}. {remedy}") from error
 
@@ -147,6 +153,7 @@ def _compare(
 def _with_gradients(function: Trial, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the result of a function, and its gradients with respect to its inputs."""
     leaves = [nn.Parameter(tensor) for tensor in inputs]
+    # The caller may have turned gradients off.
     with torch.enable_grad():
         result = function(leaves)
         result.backward(torch.ones_like(result) / result.numel())

@@ -115,6 +115,7 @@ class Machine:
         Raises:
             ConfigError: unified memory has less than the budgets of GPU and RAM.
         """
+        # Whoever plans for a machine elsewhere means one with a GPU, unless they say cpu.
         is_gpu = tiers.device != "cpu"
         if is_gpu and rates.unified_bytes is not None:
             check_unified(world.num_host_ranks * budgets.gpu, budgets.ram, round(rates.unified_bytes))

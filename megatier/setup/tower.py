@@ -128,8 +128,10 @@ class _Trace(TorchDispatchMode):
             for unit in units:
                 if not unit.is_layer:
                     self._watch(unit, hooks)
+            # This is outside of the next one, so that to reach the decoder is no failure of the tower.
             hooks.enter_context(reading("its tower cannot be run on shapes alone", UnsupportedModelError))
             hooks.enter_context(contextlib.suppress(_DecoderReachedError))
+            # Without gradients autograd would save nothing.
             hooks.enter_context(torch.enable_grad())
             hooks.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
             hooks.enter_context(self)

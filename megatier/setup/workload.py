@@ -180,6 +180,7 @@ def attention_parts(text: Any, tokens: int, item_bytes: int) -> tuple[int, int]:
 
 def head_width(text: Any) -> int:  # noqa: ANN401 - a config of any family
     """Return the elements of a head of attention."""
+    # Some configs have the field and leave it null.
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
