@@ -119,6 +119,7 @@ def _end(
     between: RankFigures | None,
 ) -> int:
     """Keep the rates, and write what was asked for; returns the exit code."""
+    # Imported only here: the picture loads torch, for which a mistake in the command need not wait.
     from megatier.measure.probe import machine_facts, rates_of
     from megatier.report.probe_picture import draw
 

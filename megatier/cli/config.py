@@ -44,6 +44,7 @@ def run(argv: Sequence[str]) -> int:
         "--json", action="store_true", help="print settings and where they come from as one JSON document"
     )
 
+    # What the parser does not know is a setting, which the loader checks.
     options, overrides = parser.parse_known_args(argv)
     loaded, given = config_file.load_given(options.config, overrides)
     of_machine = _of_machine(loaded)
@@ -88,6 +89,7 @@ def _of_machine(config: RunConfig) -> dict[str, object]:
         found["tiers.ram"] = budgets.ram_bytes
 
     if tiers.io_threads is None and tiers.nvme:
+        # Nothing is measured here, since that would write to the drives.
         rates = cached_rates([mount.directory for mount in tiers.mounts], device)
         found["tiers.io_threads"], _ = io_threads(None, rates)
     if tiers.update_threads is None:

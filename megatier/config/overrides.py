@@ -40,6 +40,7 @@ def settings_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         if not is_nested(name):
             check_known([name])
         if not equals:
+            # Where no word is left, two dashes are refused below like a further setting.
             text = next(waiting, "--")
         if not equals and text.startswith("--"):
             raise ConfigError(f"{shown(name)} has no value. Write it as --{shown(name)} VALUE.")

@@ -63,6 +63,7 @@ class Section:
         Raises:
             ConfigError: names the first one, and what may have been meant.
         """
+        # Here, since the `__init__` that a dataclass has would raise a TypeError of Python's.
         known = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # every section is a dataclass
         for name in given:
             if name in known:
@@ -156,6 +157,7 @@ def _kept(value: Any, types: list[Any]) -> Any:  # noqa: ANN401  a setting is of
 @functools.cache
 def hints(section: type[Any]) -> dict[str, Any]:
     """Return the types of the fields of a section, by name."""
+    # Evaluating annotations takes long, and they are asked for with each value.
     found = hints_of_class(section, include_extras=True)
     return {item.name: found[item.name] for item in fields(section)}
 

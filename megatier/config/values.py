@@ -45,6 +45,8 @@ LARGEST = (2 - 2.0**-23) * 2.0**127
 """The largest number of fp32."""
 WHOLE_MAX = (1 << 63) - 1
 """The largest whole number that C and torch take."""
+
+# Not 1: moments are corrected by 1 - beta**step, which would be 0.
 _SHARE = (0.0, math.nextafter(1, 0), "from 0 to below 1")
 RANGES = {
     "eps": (LEAST, LARGEST, "above 0 in fp32"),

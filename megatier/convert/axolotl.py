@@ -107,6 +107,8 @@ def _warmup(made: Conversion, key: str) -> None:
 
 def _activations(made: Conversion, key: str) -> None:
     value = made.raw(key)
+
+    # Besides true and false Axolotl has the words offload and offload_disk.
     policy = "recompute" if value else "keep"
     if isinstance(value, str) and value.startswith("offload"):
         policy = "offload"

@@ -34,6 +34,8 @@ def _every(made: Conversion, key: str) -> int | None:
             f"{made.source}: {key} is {share}, a share of all steps, and how many there are is known only once the "
             "data are read. Set max_steps there, or a whole number of steps here."
         )
+
+    # The Trainer rounds up as well.
     return math.ceil(steps * share)
 
 
