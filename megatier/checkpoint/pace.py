@@ -39,6 +39,8 @@ class Pace:
             clock: gives seconds, counted from anywhere.
         """
         self.cost_s = cost_s
+
+        # By default not the time of day, which a host may set back.
         self._clock = clock
         self._began = clock()
         self._last: float | None = None

@@ -212,6 +212,8 @@ def _simulation(
     """
     # Each of several ranks loads a shard and gathers the others.
     kind = RankJobs if policy.num_ranks > 1 else StepJobs
+
+    # Updates are counted in parameters, so their products become as many as take equally long.
     per_flop = rates.gpu_update_parameters_per_s / rates.flops_per_s
     steps = kind(compute_seconds, units, placement, policy, per_flop)
 

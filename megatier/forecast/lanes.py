@@ -65,6 +65,7 @@ def _in_memory(rates: Rates, rate: float, traffic: float, **uses: float) -> Lane
         traffic: bytes of memory traffic for each of them.
         uses: the share of each other resource that the lane takes at its full rate.
     """
+    # Both were measured at different times, so the share may come out above 1.
     share = rate * traffic / rates.memory_bytes_per_s
     return Lane(rate, {"memory": min(1.0, share), **uses})
 
@@ -138,6 +139,7 @@ def _rank_lanes(rates: Rates, num_ranks: int) -> dict[str, Lane]:
 
     Collectives take the share `ranks_slowdown` of the GPU's processors, so compute is slower beside them.
     """
+    # `Rates.of_rank` has filled in what nobody measured.
     assert rates.gather_bytes_per_s and rates.scatter_bytes_per_s
     processors = {"processors": min(1.0, rates.ranks_slowdown or 1.0)}
     lanes = {

@@ -126,10 +126,13 @@ class BlockTraffic:
         Raises:
             ConfigError, CapacityError, TransferError: the mount cannot be used, is full, or failed.
         """
+        # Random, so that two benches of one mount do not meet.
         run_id = f"bench-{secrets.token_hex(6)}"
         self._block_bytes = block_bytes
         self._stamp_words = options.granule_bytes // 8
         self._device = block_device(directory)
+
+        # Slots for both directions, which a mixed flow uses at once.
         self._arena = Arena(2 * DEPTH * block_bytes, torch.device("cpu"), pin=pin)
         try:
             self._files = BlockFiles([MountBudget(directory, num_blocks * block_bytes)], run_id, options)

@@ -91,6 +91,8 @@ def num_conversations(setup: Setup) -> float:
     # A sequence is full of tokens, or of patches.
     by_tokens = data.sequence_length / tower.mean_tokens
     by_patches = data.max_patches / (tower.num_patches * tower.mean_share)
+
+    # One at least, since a conversation that is larger than a sequence is refused.
     return rows * max(1.0, min(by_tokens, by_patches))
 
 
