@@ -150,6 +150,8 @@ class SharedRam:
     def _put(self, number: int, run_bytes: int, runs: Sequence[torch.Tensor]) -> None:
         """Write the runs of a round to this rank's buffer, once all others have read what was in it."""
         buffer = self._stages[number % SHARED_STAGES, self._rank]
+
+        # In the first rounds nothing was in the buffer, and a wait for 0 is over at once.
         last_of_buffer = max(0, number - SHARED_STAGES)
 
         # Not `torch.cuda.stream(None)`, which looks for a GPU.

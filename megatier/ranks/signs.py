@@ -98,9 +98,11 @@ class StreamSigns:
         driver = ctypes.CDLL(CUDA_DRIVER)
         self._write = driver.cuStreamWriteValue32_v2
         self._wait = driver.cuStreamWaitValue32_v2
+        # Without types ctypes takes an address for a C int, and cuts it.
         for function in (self._write, self._wait):
             function.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
 
+        # Streams reach memory of the host only where it is page-locked.
         address = int(board.numbers.ctypes.data)
         whole = 0, board.numbers.nbytes
         self._lock = PageLock(address, [whole])
@@ -130,6 +132,7 @@ class StreamSigns:
         self._lock.close()
 
     def _call(self, function: Callable[..., int], address: int, number: int, flags: int) -> None:
+        # On the stream that moves the bytes, so that the sign comes after them.
         stream = torch.cuda.current_stream()
         code = function(stream.cuda_stream, address, number, flags)
         if code:

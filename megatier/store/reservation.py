@@ -130,6 +130,7 @@ class Reservation:
                 try:
                     arena.finish()
                 except PageLockError:
+                    # No error: bytes of RAM that is not page-locked pass through rings.
                     is_refused = True
 
             ram = self._arenas.get(Tier.RAM)
@@ -171,6 +172,7 @@ class Reservation:
                 device if tier is Tier.GPU else torch.device("cpu"),
                 pin=device.type == "cuda" and tier is Tier.RAM and not self._is_short_of_locks(end),
                 allocate=self._allocate,
+                # Both arenas are begun before either one is waited for (`allocate`).
                 finishes=False,
             )
 

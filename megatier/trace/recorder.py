@@ -289,7 +289,9 @@ class Recorder:
                 self._transfers.append(transfer)
 
     def _note_transfer(self, transfer: Transfer) -> None:
+        # It is over, so this waits for nothing, and raises its error if it failed.
         transfer.wait()
+
         start_ns, end_ns = transfer.span_ns()
         self._events.append(
             TraceEvent(
