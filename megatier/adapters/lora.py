@@ -129,6 +129,8 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
         adapter_name=ADAPTER,
         save_embedding_layers=False,
     )
+
+    # By identity, since PEFT may give a tensor any name.
     name_of = {id(tensor): name for name, tensor in stand_ins.items()}
     return {f"{PREFIX}{key}": name_of[id(tensor)] for key, tensor in stored.items()}
 

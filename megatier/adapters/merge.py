@@ -126,6 +126,7 @@ class LayerMerger:
         Raises:
             UnsupportedModelError: the model is not the one that its config describes.
         """
+        # Neither of the two ever runs, so any attention will do.
         self.plain = build_skeleton(model.config, "sdpa")
         self._trained = model
         self._model = copy.deepcopy(self.plain)

@@ -284,6 +284,7 @@ def _write_index(path: Path, shards: Mapping[str, Sequence[str]], total_bytes: i
 
 def _write_settings(folder: Path, model: PreTrainedModel, dtype: torch.dtype, tokenizer: Tokens | None) -> None:
     """Write config, generation settings and tokenizer. The cache that training switched off is on again."""
+    # A copy, since a model that is in training goes on with its own.
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.architectures = [type(model).__name__]
