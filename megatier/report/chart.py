@@ -264,6 +264,7 @@ def _pointers(lines: Sequence[Line], axes: _Axes) -> Iterator[str]:
     middles = [(one + two) / 2 for one, two in pairwise(places)]
     borders = [LEFT, *middles, RIGHT]
     for step, (left, right) in zip(shown, pairwise(borders), strict=True):
+        # SVG draws no rectangle of width 0, and then nothing would be under the pointer.
         width = max(right - left, 0.1)
         size = f'x="{left:.1f}" y="{TOP}" width="{width:.1f}" height="{BOTTOM - TOP}"'
 

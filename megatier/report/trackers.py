@@ -68,6 +68,7 @@ class Trackio:
         """Begin the run, or go on with it. Trackio knows a run by its name alone."""
         self._run = library.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            # Directories in different places may have one name.
             name=f"{run.name}-{run.run_id[:6]}",
             config=dict(run.config),
             resume="allow",
@@ -103,6 +104,7 @@ class Wandb:
             id=run.run_id,
             resume="allow",
             config=dict(run.config),
+            # Its own default is the working directory.
             dir=os.environ.get("WANDB_DIR", str(run.directory)),
             # Otherwise it would stand between the run and its console.
             settings=library.Settings(console="off", silent=True),
@@ -137,6 +139,8 @@ class Mlflow:
         before = self._client.search_runs([experiment_id], f"tags.`{PROJECT}.run_id` = '{run.run_id}'")
         if before:
             self._id = before[0].info.run_id
+
+            # The process before may have set it to killed or failed.
             self._client.update_run(self._id, status="RUNNING")
             if run.repeated:
                 self._find_last_steps()
@@ -224,6 +228,8 @@ class Sender:
         self._say = say
         self._outcome = "stopped"
         self._step = 0
+
+        # Its `put` never waits, and an interrupt in it does no harm, unlike that of `Queue`.
         self._records: SimpleQueue[tuple[int, Mapping[str, float]] | None] = SimpleQueue()
         self._ended = _native.Latch()
         self._error: BaseException | None = None
