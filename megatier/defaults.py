@@ -18,6 +18,7 @@ def usual_defaults() -> Iterator[None]:
 
     The user's own choices hold again outside. As a decorator it is around each call of a function.
     """
+    # torch has contexts for the other two, and none for this one.
     before = torch.get_default_dtype()
     with torch.device("cpu"), torch.inference_mode(mode=False):
         torch.set_default_dtype(torch.float32)

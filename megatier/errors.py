@@ -153,6 +153,7 @@ class LastCopyError(MegatierError):
     """The operation would drop the only copy of a block."""
 
 
+# As text: this module is below all others, so it does not know `tier.Tier`.
 TIERS = ("gpu", "ram", "nvme")
 """Names that a message calls a tier. Whatever else has no room, or fails, is named as it is."""
 _GONE = "The drive is gone; check that it is connected and mounted (dmesg, lsblk)."
@@ -243,6 +244,7 @@ class DamagedCheckpointError(CheckpointError):
 
     def add_remedy(self, words: str) -> None:
         """Say what else helps."""
+        # An exception has its message in its arguments alone.
         self.args = (f"{self} {words}",)
 
 
@@ -408,5 +410,6 @@ def at_least(num_bytes: int) -> str:
     """Return bytes as people read them, rounded up, so that a minimum is enough when it is typed in."""
     for unit, scale in UNITS:
         if num_bytes >= scale:
+            # Divided as whole numbers, since a float may come out a little too small.
             return f"{-(-10 * num_bytes // scale) / 10:.1f} {unit}"
     return f"{num_bytes} B"

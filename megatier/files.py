@@ -23,6 +23,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     Raises:
         OSError: the system refused, or it is no regular file.
     """
+    # Asked before it is opened as well, since opening a device may already do something.
     with contextlib.suppress(FileNotFoundError):
         _check_regular(path, path.stat(follow_symlinks=not flags & os.O_NOFOLLOW))
 
@@ -65,6 +66,7 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written. The file that was there is as it was.
     """
+    # In the same directory: a file cannot be renamed into another file system.
     partial = path.with_name(f".{path.name}.partial")
     try:
         # The bytes are on the drive before the file gets its name; else a loss of power could leave the name with an

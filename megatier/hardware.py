@@ -243,6 +243,7 @@ def cache_directory() -> Path:
     Raises:
         RuntimeError: this user has no home.
     """
+    # An empty variable counts as none, as the XDG specification says.
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatier"
 
 
@@ -317,6 +318,7 @@ def device_for(asked: str) -> str:
 
 def pcie_links() -> dict[str, PcieLink]:
     """Return the links of the GPUs by uuid, as nvidia-smi tells; none if that is missing, fails or hangs."""
+    # By nvidia-smi, which comes with the driver: torch tells nothing of links.
     fields = ",".join(f"pcie.link.{name}" for name in ("gen.current", "gen.max", "width.current", "width.max"))
     command = ["nvidia-smi", f"--query-gpu=uuid,{fields}", "--format=csv,noheader,nounits"]
     try:

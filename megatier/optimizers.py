@@ -41,6 +41,7 @@ class OptimizerKind:
 OPTIMIZERS: Mapping[str, OptimizerKind] = {
     "adamw": OptimizerKind(schemas=ADAMW),
     "muon": OptimizerKind(schemas=ADAMW, matrices=MUON, settings=("lr", "betas", "eps", "momentum")),
+    # Its momentum is fp32, whatever `train.moments` says, so there is one schema for each dtype that computes.
     "lion": OptimizerKind(schemas={(compute, "fp32"): LION[compute] for compute, _ in ADAMW}, narrows=False),
 }
 """All there are, by name."""

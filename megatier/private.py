@@ -86,6 +86,7 @@ class PrivateDirectory:
 
     def _create(self, name: str) -> int:
         """Create a file that is not there yet, for this user alone."""
+        # O_EXCL refuses whatever lies there by now, a link as well.
         flags = FILE_FLAGS | os.O_CREAT | os.O_EXCL
         return os.open(name, flags, 0o600, dir_fd=self._folder)
 
@@ -101,6 +102,7 @@ class PrivateDirectory:
     def holds(self, name: str) -> bool:
         """Return whether there is anything of this name."""
         try:
+            # A link takes the name as well, wherever it leads.
             os.stat(name, dir_fd=self._folder, follow_symlinks=False)
         except OSError:
             return False
@@ -141,6 +143,7 @@ def lock_directory(directory: Path) -> int:
         ConfigError: the parent is missing or may not be written, or the lock is no plain file.
         RunLockedError: another process holds the lock.
     """
+    # The lock is held by its own descriptor, so that of the directory is not needed any more.
     folder, lock = _opened_and_locked(directory, 0, _refuse_special)
     os.close(folder)
     return lock
