@@ -152,7 +152,8 @@ def raw_images(conversation: Conversation) -> Iterator[tuple[Path | None, bytes]
     num_bytes = 0
     for source in conversation.images:
         if isinstance(source, bytes):
-            check_size(len(source), conversation.place)
+            num_bytes += len(source)
+            check_size(num_bytes, conversation.place)
             yield None, source
             continue
 

@@ -349,7 +349,7 @@ class StepJobs(JobList):
         if not moves:
             return self._add("update_gpu", unit, amount, *after)
 
-        # Simulated as if it had so many matrices of equal size. The first one comes when all of the unit before are home.
+        # As if it had so many matrices of equal size. The first one comes when all of the unit before are home.
         there, back = moves
         home = self._carried.get(lane)
         homes = deque([home], maxlen=MATRICES_CARRIED)

@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatier.data import image_file
+from megatier.data.conversation import Conversation
 from megatier.data.image_file import BYTES_MAX, ImageBytes, decode_all, digest_of, read_bytes
+from megatier.data.image_rows import raw_images
 from megatier.errors import DataError
 
 Image = pytest.importorskip("PIL.Image")
@@ -221,6 +224,18 @@ def test_file_that_is_no_image_is_refused_before_it_is_read(kind: str, tmp_path:
         path = tmp_path / "a\0b"
     with pytest.raises(DataError, match=f"^{PLACE}: "):
         read_bytes(path, PLACE)
+
+
+@pytest.mark.parametrize("in_files", [1, 2, 0])
+def test_images_of_a_record_are_bounded_together_wherever_they_lie(
+    in_files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_file, "BYTES_MAX", 2 * len(PNG) - 1)
+    (tmp_path / "a.png").write_bytes(PNG)
+    images: list[str | bytes] = [PNG, PNG, *["a.png"] * in_files][-2:]
+    conversation = Conversation([], None, PLACE, tuple(images), tmp_path)
+    with pytest.raises(DataError, match=f"^{PLACE}: the files of its images have more than"):
+        list(raw_images(conversation))
 
 
 def test_image_that_is_another_one_now_is_refused(tmp_path: Path) -> None:
