@@ -45,7 +45,8 @@ class StopRequest:
         is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         for number in SIGNALS:
             if not (is_nohup and number is signal.SIGHUP):
-                self._before[number] = signal.signal(number, self._ask)
+                # Python gives None for a handler that was not set from Python, and does not take None back.
+                self._before[number] = signal.signal(number, self._ask) or signal.SIG_DFL
         return self
 
     def __exit__(self, *exception: object) -> None:

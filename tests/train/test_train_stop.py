@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,28 @@ def test_stop_request_left_gives_the_handlers_back() -> None:
     with StopRequest(lambda _: None):
         assert signal.getsignal(signal.SIGINT) != before[0]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_stop_request_left_gives_back_the_default_for_a_handler_of_c_and_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_handler = signal.signal
+    found = {number: signal.getsignal(number) for number in stop.SIGNALS}
+
+    def set_over_c(number: signal.Signals, handler: Any) -> Any:
+        before = set_handler(number, handler)
+        return None if number is signal.SIGINT else before
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", set_over_c)
+            with StopRequest(lambda _: None):
+                pass
+        expected = found | {signal.SIGINT: signal.SIG_DFL}
+        assert {number: signal.getsignal(number) for number in stop.SIGNALS} == expected
+    finally:
+        for number, handler in found.items():
+            set_handler(number, handler)
 
 
 def test_stop_request_outside_the_main_thread_catches_nothing() -> None:
