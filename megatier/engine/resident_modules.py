@@ -37,8 +37,8 @@ class ResidentModules:
         """
         self._nodes = nodes
         self._weights = weights
-        self._ready: list[Node] = []
-        """The nodes that are bound for a whole forward."""
+        self._ready: list[Node] | None = None
+        """The nodes that are bound for a whole forward; None: what follows was not noted to its end."""
         self._names: list[tuple[str, str]] = []
         """The module and the parameter of each place of a weight."""
         self._versions: list[int] = []
@@ -84,6 +84,8 @@ class ResidentModules:
 
     def _take(self, ready: list[Node]) -> None:
         """Note what is bound for these nodes, and where."""
+        # An interrupt may come at any line, and what it leaves is not taken for that of any nodes.
+        self._ready = None
         self._names, self._owners, self._keys, self._unbound, self._bound = [], [], [], [], []
         notes: list[tuple[Node, list[Tensor]]] = []
         for node in ready:

@@ -122,6 +122,8 @@ class ResidentWeights:
 
     def _load(self, leases: contextlib.ExitStack) -> None:
         """Lease weights at home on the GPU, and copy all others there."""
+        # An interrupt of the last `_drop` may have left weights there that are not those of now.
+        self._modules.forget()
         is_lent = self._store.loan.is_lent
         away = [unit for unit in self._units if is_lent or not self._is_at_home(unit)]
         with self._crew.together():

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import interrupted
 from streamed_loops import streamed_on, train_config
 
 import megatier
@@ -135,3 +136,53 @@ def test_module_by_itself_has_the_numbers_of_one_in_a_forward(held: Streamed) ->
     alone = embedding(ids)
     assert torch.equal(alone, inside[0])
     check_is_unbound(held)
+
+
+def bound_in_forward(streamed: Streamed) -> tuple[torch.Tensor, bool]:
+    """The logits of a forward, and whether a layer had its weights from its beginning to its end."""
+    inside: list[bool] = []
+    layer = layer_of(streamed)
+    (node,) = [node for node in streamed._engine.model.nodes if node.module is layer.mlp or node.module is layer]
+    hook = layer.register_forward_hook(lambda *_: inside.append(node.stays_bound))
+    logits = forward(streamed)
+    hook.remove()
+    return logits, inside == [True]
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_interrupt_at_any_line_while_modules_are_noted_leaves_a_forward_that_binds_all(
+    takes: bool, held: Streamed
+) -> None:
+    expected = forward(held)
+    modules = held._resident._modules
+    nodes = list(held._engine.model.nodes) if takes else []
+    with interrupted(("engine/resident_modules",)) as lines:
+        modules._take(nodes)
+    assert lines.count > 5
+    for at in range(0, lines.count, max(1, lines.count // 30)):
+        assert bound_in_forward(held)[1]
+        with pytest.raises(KeyboardInterrupt), interrupted(("engine/resident_modules",), at):
+            modules._take(nodes)
+        logits, is_bound = bound_in_forward(held)
+        assert is_bound
+        assert torch.equal(logits, expected)
+        check_is_unbound(held)
+
+
+def test_weights_that_are_held_again_after_an_interrupt_are_bound_and_not_those_of_before(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"compile": False, "fused_loss": False, "compute_dtype": "fp32"}
+    with streamed_on("ram", tmp_path, train_config("tied", groups=1), held=1.0, **options) as (_, streamed):
+        streamed.model.eval()
+        resident = streamed._resident
+        with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch, streamed.held_weights():
+            expected = [forward(streamed) for _ in range(4)][-1]
+            before = [use.bytes for use in resident._uses.values()]
+            patch.setattr(resident, "_drop", interrupt)
+        with streamed.held_weights():
+            for memory in before:
+                memory.fill_(255)
+            assert torch.equal(forward(streamed), expected)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
