@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -124,8 +125,7 @@ class Watchdog:
         while not self._closed.wait(self._look_s):
             with self._lock:
                 player = self._player
-                done = None if player is None else self._done()
-                seen = None if player is None or done is None else (done, progress(player))
+                seen = None if player is None else self._look(player)
                 if not self._patience.ends(seen, self._look_s) or player is None:
                     continue
                 self._stop(player)
@@ -135,18 +135,28 @@ class Watchdog:
                 self._exit()
             return
 
+    def _look(self, player: Player) -> object:
+        """Return a value that differs from the one before as soon as something has moved on; None: nothing has to."""
+        done = answer_of(self._done)
+        return None if done is None else (done, answer_of(partial(progress, player)))
+
     def _stop(self, player: Player) -> None:
         """Write the report, and raise the error in the training thread if that can be reached."""
         # The error is set before the signal is sent, because the handler raises it.
         self._error = StallError(self._patience.quiet_s, str(self._path))
         # Neither the terminal nor the drive can be relied on now, so each is written to on a thread of its own.
-        text = stall_report(player, self._patience.quiet_s)
-        to_terminal = partial(sys.stderr.write, text)
-        to_file = partial(self._path.write_text, text, encoding="utf-8")
-        attempt(to_terminal)
-        attempt(to_file)
+        text = self._report(player)
+        attempt(lambda: sys.stderr.write(text))
+        attempt(lambda: self._path.write_text(text, encoding="utf-8"))
         if self._trainer is not None:
             signal.pthread_kill(self._trainer, SIGNAL)
+
+    def _report(self, player: Player) -> str:
+        """Return the report, or why there is none."""
+        try:
+            return stall_report(player, self._patience.quiet_s)
+        except Exception:  # noqa: BLE001 - whatever is wrong with the report, the run has to end
+            return f"megatier: {self._error} Its report could not be made:\n{traceback.format_exc()}"
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Raise the error; Python calls this in the main thread, which trains."""
@@ -161,22 +171,35 @@ class Watchdog:
             "process ends. Its block files (megatier-<run id> on each mount of tiers.nvme) stay until `megatier "
             "resume` takes them over or `megatier clean` removes them.\n"
         )
-        attempt(sys.stdout.flush)
-        attempt(partial(sys.stderr.write, words))
+        # A process without a terminal may have None for either.
+        attempt(lambda: sys.stdout.flush())
+        attempt(lambda: sys.stderr.write(words))
         # Not `sys.exit`, which would wait for the threads that hang.
         os._exit(EXIT_ERROR)
 
 
 def attempt(write: Callable[[], object]) -> None:
-    """Write on a thread of its own, which is given up if the drive, or the reader of the pipe, hangs."""
+    """Write on a thread of its own, which is given up if the drive, or the reader of the pipe, hangs.
+
+    No error comes of it: the run has to end, even if there is no stream, no memory and no thread to write with.
+    """
 
     def run() -> None:
-        with suppress(OSError):
+        with suppress(Exception):
             write()
 
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(GRACE_S)
+    with suppress(Exception):
+        thread.start()
+        thread.join(GRACE_S)
+
+
+def answer_of(look: Callable[[], object]) -> object:
+    """Return what a look gives, or the name of its error: the watchdog goes on, and sees nothing move there."""
+    try:
+        return look()
+    except Exception as error:  # noqa: BLE001 - without the watchdog a run that hangs would hang for ever
+        return type(error).__name__
 
 
 def progress(player: Player) -> object:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from from_outside import FAULTS
@@ -19,10 +21,13 @@ from warm_python import WarmPython
 from megatier.errors import StallError
 from megatier.schedule.timeline import Access
 from megatier.tier import Phase
+from megatier.train import watchdog as watchdog_module
 from megatier.train.tally import Tally
 from megatier.train.watchdog import SIGNAL, Watchdog, progress
 
 STALL_TIMEOUT_S = 10
+HANGS_S = 20.0
+"""Seconds that a hang may take in which a watchdog ought to act."""
 
 
 # ---------------------------------------------------------------------- what it sees
@@ -71,6 +76,59 @@ def test_watch_where_nothing_moves_raises_in_the_thread_that_waits(
     assert raised.value.quiet_s >= 0.1
     assert path.read_text() == capsys.readouterr().err
     assert signal.getsignal(SIGNAL) == handler
+
+
+def refuse(*_: object, **__: object) -> Any:
+    raise RuntimeError("out of order")
+
+
+def test_watch_whose_count_or_progress_raises_still_ends_a_run_that_hangs(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for done, look in ((refuse, progress), (lambda: 1, refuse)):
+        monkeypatch.setattr(watchdog_module, "progress", look)
+        with (
+            pytest.raises(StallError),
+            Watchdog(tmp_path / "stall.txt", 0.1, 0.0) as watchdog,
+            watchdog.watch(scene.player, done),
+        ):
+            threading.Event().wait(HANGS_S)
+
+
+def test_watch_whose_count_raises_sees_queues_move(scene: Scene, tmp_path: Path) -> None:
+    watchdog = Watchdog(tmp_path / "stall.txt", 10.0, 0.0)
+    watchdog._done = refuse
+    before = watchdog._look(scene.player)
+    assert before is not None
+    assert watchdog._look(scene.player) == before
+    scene.player.gate.open_to(1)
+    assert watchdog._look(scene.player) != before
+
+
+def test_stall_whose_report_cannot_be_made_says_why_and_ends_the_run(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watchdog_module, "stall_report", refuse)
+    path = tmp_path / "stall.txt"
+    with pytest.raises(StallError), Watchdog(path, 0.1, 0.0) as watchdog, watchdog.watch(scene.player):
+        threading.Event().wait(HANGS_S)
+    assert "Its report could not be made:" in path.read_text()
+    assert "RuntimeError: out of order" in path.read_text()
+    assert path.read_text() == capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["stderr", "thread"])
+def test_stall_whose_report_cannot_be_written_ends_the_run(
+    place: str, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "stall.txt"
+    with pytest.raises(StallError), Watchdog(path, 0.1, 0.0) as watchdog, watchdog.watch(scene.player):
+        if place == "stderr":
+            monkeypatch.setattr(sys, "stderr", None)
+        else:
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+        threading.Event().wait(HANGS_S)
+    assert path.exists() == (place == "stderr")
 
 
 def test_watch_between_passes_waits_for_ever(scene: Scene, tmp_path: Path) -> None:
