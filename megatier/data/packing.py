@@ -29,6 +29,7 @@ from megatier.data.packer import FIRST, LEARNT, MARK_BITS, Packer, columns_of
 from megatier.data.records import BadRecords
 from megatier.data.text import documents, numbered_documents, read_rows
 from megatier.data.token_files import NOTE_FILE, Content, read_contents, write_note
+from megatier.data.tokenizer import vocabulary_size
 from megatier.errors import REMEDIES, DataError
 from megatier.files import create_file, open_regular
 
@@ -196,7 +197,7 @@ def tokenise(
             is in their place.
     """
     # A token's marks lie below its id, so 16 bits are enough for an id of 14.
-    is_small = len(tokenizer) <= 1 << (16 - MARK_BITS)
+    is_small = vocabulary_size(tokenizer) <= 1 << (16 - MARK_BITS)
     dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if is_small else np.uint32)
     settings = settings_of(config, tokenizer)
     try:
@@ -252,7 +253,8 @@ def num_real_tokens(batch: Mapping[str, torch.Tensor]) -> int:
 def settings_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return everything that the tokens follow from, but for the contents of files, as JSON."""
     settings = dataclasses.asdict(config)
-    settings["made_by"] = [type(tokenizer).__name__, tokenizer.name_or_path, len(tokenizer), tokenizer.eos_token_id]
+    size = vocabulary_size(tokenizer)
+    settings["made_by"] = [type(tokenizer).__name__, tokenizer.name_or_path, size, tokenizer.eos_token_id]
     settings["template"] = tokenizer.chat_template
 
     # Versions that had no such settings left nothing out either, had no such bound, and read no images.

@@ -144,6 +144,14 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [number for number in {*tokenizer.all_special_ids, tokenizer.unk_token_id} if number is not None]
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the rows that an embedding needs for a tokenizer: one more than the largest id."""
+    # Ids may have holes between them, and then there are fewer tokens than that. Two tokens that read the same are one
+    # in `get_vocab`, so the last id may be missing there.
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    return max(len(tokenizer), largest + 1)
+
+
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether nothing of a text survives: neither of all letters, nor of tokens of its own."""
     empty = set(special_tokens(tokenizer))

@@ -40,6 +40,7 @@ from megatier.data.image_packs import positions_of
 from megatier.data.packing import PackedText
 from megatier.data.processor import Processor, load_tokens
 from megatier.data.text_stream import TextStream
+from megatier.data.tokenizer import vocabulary_size
 from megatier.drives.leftovers import find_leftovers
 from megatier.errors import ConfigError, DataError, mib
 from megatier.foreign import one_version
@@ -233,24 +234,25 @@ def _open_sources(
     if run.resumes:
         changes += start.check_origin(origin, config, run.console)
 
-    _check_vocabulary(model, len(tokenizer))
+    _check_vocabulary(model, tokenizer)
     describe_positions(run.console, model, config.data.sequence_length)
     return tokens, origin, changes
 
 
-def _check_vocabulary(model: PreTrainedModel, num_tokens: int) -> None:
+def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer that has tokens which the model does not have.
 
     Raises:
         ConfigError: names what to change.
     """
+    needed = vocabulary_size(tokenizer)
     size = model.config.get_text_config().vocab_size
 
     # Fewer are usual, since models round the size of their vocabulary up.
-    if num_tokens > size:
+    if needed > size:
         raise ConfigError(
-            f"the tokenizer has {num_tokens} tokens, the model's vocab_size is {size}. Raise model.config.vocab_size "
-            "or choose the model's own tokenizer."
+            f"the tokenizer has tokens up to {needed - 1}, the model's vocab_size is {size}. Raise "
+            f"model.config.vocab_size to {needed} or choose the model's own tokenizer."
         )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megatier.config.data_section import DataConfig
 from megatier.data import packer
@@ -232,6 +234,20 @@ def test_state_covers_what_is_learnt(tmp_path: Path) -> None:
     tokens[-9] ^= 1  # the lowest mark: a token of the answer's end
     tokens.tofile(data.train.path)
     assert content_of(data.train.path).crc32 != data.state["crc32"]
+
+
+@pytest.mark.parametrize(("largest", "itemsize"), [(2**14 - 1, 2), (2**14, 4)])
+def test_build_with_few_tokens_of_large_ids_keeps_each_id(largest: int, itemsize: int, tmp_path: Path) -> None:
+    vocabulary = {"<end>": 0, "near": 1, "far": largest}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+    assert len(tokenizer) == 3
+    (tmp_path / "text.txt").write_text("far near far")
+    config = DataConfig(files=(str(tmp_path / "text.txt"),), sequence_length=4, holdout_fraction=0.0)
+    data = PackedText.build(config, tokenizer, tmp_path / "run")
+    assert data.batch(0, 1)["input_ids"].tolist() == [[largest, 1, largest, 0]]
+    assert data.train.dtype.itemsize == itemsize
 
 
 def test_held_out_documents_are_as_many_for_any_seed_and_other_ones() -> None:

@@ -16,6 +16,8 @@ import pytest
 import torch
 import yaml
 from small_commands import IMMEDIATE, MODEL, PLACES, all_records, command, leftovers, metrics
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megatier.cli import main
 from megatier.config.values import parse_bytes
@@ -52,6 +54,20 @@ def test_train_run_records_that_its_loss_could_not_be_fused(tmp_path: Path) -> N
     assert len(warned) == 1
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text(encoding="utf-8"))
     assert recorded["model"]["fused_loss"] is False
+
+
+def test_train_refuses_a_tokenizer_of_few_tokens_one_of_which_the_model_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = MODEL["vocab_size"]
+    made = Tokenizer(models.WordLevel({"<end>": 0, "a": 1, "far": size}, unk_token="<end>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = tmp_path / "tokenizer"
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(folder)
+    assert main(command(tmp_path, {"data.tokenizer": str(folder)})) == 2
+    errors = capsys.readouterr().err
+    assert f"the tokenizer has tokens up to {size}, the model's vocab_size is {size}" in errors
+    assert f"Raise model.config.vocab_size to {size + 1}" in errors
 
 
 RATES = Rates(
