@@ -299,11 +299,14 @@ class Engine:
         self._player.drain_gradients()
         self._player.drop_updates()
 
-    def evaluate(self, batches: Iterable[Batch]) -> float:
+    def evaluate(self, batches: Iterable[Batch]) -> float | None:
         """Return the mean loss per counted token, on the weights of the last whole step. Modules keep their mode.
 
         Args:
             batches: the same on all ranks, which compute them in rounds of one each.
+
+        Returns:
+            The loss; None if no token of the batches counts.
         """
         # Updates of the last step are still due: in training they would run ahead of the next forward.
         self._player.drain()
@@ -325,7 +328,9 @@ class Engine:
 
         total = math.fsum(loss for rank_losses in self._crew.gather_objects(losses) for loss in rank_losses)
         num_tokens = sum(count for _, count in counted)
-        return total / max(1, num_tokens)
+
+        # A loss of 0.0 would count as the lowest of all.
+        return total / num_tokens if num_tokens else None
 
     def evaluation(self, name: str = "evaluate") -> AbstractContextManager[None]:
         """Run one forward without gradients inside; see `evaluating`. Drain the updates that are due before."""

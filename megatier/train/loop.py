@@ -267,12 +267,9 @@ class Loop:
         # A group at a time, as in training: memory has room for so many rows.
         batches = itertools.islice(self._text.holdout(train), train.evaluate_batches)
         groups = [group for batch in batches for group in batch]
-        if not groups:
-            progress.note("no held-out text to evaluate on")
-            return
-
         began_ns = time.perf_counter_ns()
         loss: float | None = None
+        why = "there is no held-out text, or no token of it counts"
         try:
             with self._watchdog.watch(self._session.player):
                 loss = self._session.engine.evaluate(groups)
@@ -280,12 +277,13 @@ class Loop:
             # Weights are what they were. Other ranks would wait in vain for this one, so there the run ends.
             if self._session.ranks is not None:
                 raise
+            why = "memory ran out"
         if loss is None:
             # Not inside of the handler, whose error holds all that the evaluation had made.
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
             self._session.player.take_events()
-            progress.note(f"step {step}: not evaluated, since memory ran out. The run goes on.")
+            progress.note(f"step {step}: not evaluated, since {why}. The run goes on.")
             return
 
         # Nobody asks for a trace of evaluations, and their events must not count for the next step.

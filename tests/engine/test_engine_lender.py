@@ -131,7 +131,7 @@ def test_a_module_around_the_layers_has_the_same_bits_wherever_it_lies(
     for place in places:
         with opened(config_of("zaya"), tmp_path, PLACES[place], train, compute_dtype="bf16") as session:
             outcomes[place] = outcome(session, run_steps(session, train, 3))
-            assert session.engine.evaluate([padded_batch()]) > 0
+            assert (session.engine.evaluate([padded_batch()]) or 0.0) > 0
     assert set(outcomes.values()) == {outcomes["gpu"]}
 
 

@@ -184,6 +184,7 @@ def test_train_step_with_nothing_to_learn_has_no_loss_and_no_gradient(fused: boo
         assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, None)
         some = {"input_ids": ids, "labels": ids}
         assert session.engine.evaluate([batch, some, batch]) == session.engine.evaluate([some])
+        assert session.engine.evaluate([batch, batch]) is None
 
 
 def grouped_batch(rows: int = 8, tokens: int = 16) -> Batch:

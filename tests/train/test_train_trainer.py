@@ -340,6 +340,30 @@ def test_train_without_held_out_text_says_so(tmp_path: Path, capsys: pytest.Capt
     assert not any("heldout_loss" in record for record in metrics(tmp_path))
 
 
+def test_train_whose_held_out_tokens_all_are_ignored_has_no_best_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The first rows that are held out have nothing but the question, which is not learnt.
+    turns = [{"from": "human", "value": "why " * 200}, {"from": "gpt", "value": "so " * 9}]
+    (tmp_path / "chats.json").write_text(json.dumps([{"conversations": turns}] * 10))
+    info = tmp_path / "dataset_info.json"
+    info.write_text(json.dumps({"chats": {"file_name": "chats.json", "formatting": "sharegpt"}}))
+
+    settings = {
+        "data.files": f"{info}#chats",
+        "train.evaluate_every": 1,
+        "train.evaluate_batches": 1,
+        "train.early_stopping_patience": 1,
+        "output.load_best_model_at_end": True,
+    }
+    assert main(command(tmp_path, settings)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("not evaluated, since there is no held-out text, or no token of it counts") == 3
+    assert "held-out loss 0" not in said
+    assert not any("heldout_loss" in record for record in metrics(tmp_path))
+    assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == [1, 2, 3]
+
+
 def test_train_whose_evaluation_runs_out_of_memory_goes_on_and_exports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
