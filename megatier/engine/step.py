@@ -18,6 +18,7 @@ A loop that runs forward and backward by itself calls the parts of a step:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -303,31 +304,32 @@ class Engine:
         """Return the mean loss per counted token, on the weights of the last whole step. Modules keep their mode.
 
         Args:
-            batches: the same on all ranks, which compute them in rounds of one each.
+            batches: the same on all ranks, which compute them in rounds of one each. Those of a round are taken when
+                it comes, and then let go.
 
         Returns:
             The loss; None if no token of the batches counts.
         """
         # Updates of the last step are still due: in training they would run ahead of the next forward.
         self._player.drain()
-        counted = [(batch, count) for batch in batches if (count := num_counted(batch))]
+        counted = ((batch, count) for batch in batches if (count := num_counted(batch)))
         rank = self._crew.rank
-        size = self._crew.size
         losses = []
+        num_tokens = 0
 
         with self.model.in_eval_mode():
-            for first in range(0, len(counted), size):
+            while turn := list(itertools.islice(counted, self._crew.size)):
                 # A gather takes all ranks. One that has no batch in the last round runs that of another, uncounted.
-                is_own = first + rank < len(counted)
-                batch, count = counted[first + rank if is_own else first]
-                name = evaluation_name(*(batch for batch, _ in counted[first : first + size]))
+                is_own = rank < len(turn)
+                batch, count = turn[rank if is_own else 0]
+                name = evaluation_name(*(batch for batch, _ in turn))
                 with self.evaluation(name):
                     loss = on_host(self.model.loss(batch, None)).item()
                 if is_own:
                     losses.append(loss * count)
+                num_tokens += sum(count for _, count in turn)
 
         total = math.fsum(loss for rank_losses in self._crew.gather_objects(losses) for loss in rank_losses)
-        num_tokens = sum(count for _, count in counted)
 
         # A loss of 0.0 would count as the lowest of all.
         return total / num_tokens if num_tokens else None

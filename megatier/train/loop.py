@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from megatier.session.session import Session
 from megatier.trace.events import STEP, TraceEvent, account
 from megatier.train.outlet import say
 from megatier.train.saves import Record, Saves, Say
-from megatier.train.shared_text import SharedText
+from megatier.train.shared_text import Rows, SharedText
 from megatier.train.step_report import StepReports, StepTimes
 from megatier.train.stop import StopRequest
 from megatier.train.watchdog import Watchdog
@@ -80,6 +80,8 @@ class Loop:
         self._saves = saves
         self.last_step = 0
         self._is_rehearsed = False
+        self._is_reading = False
+        """Whether an evaluation waits for rows."""
         self._crew = session.crew
         self._reports = StepReports(session)
         self.traced: list[tuple[int, list[TraceEvent]]] = []
@@ -262,17 +264,13 @@ class Loop:
 
     def _evaluate(self, step: int, progress: Progress) -> None:
         """Run one evaluation on held-out text, and tell and record its loss."""
-        train = self._config.train
-
-        # A group at a time, as in training: memory has room for so many rows.
-        batches = itertools.islice(self._text.holdout(train), train.evaluate_batches)
-        groups = [group for batch in batches for group in batch]
         began_ns = time.perf_counter_ns()
         loss: float | None = None
         why = "there is no held-out text, or no token of it counts"
         try:
-            with self._watchdog.watch(self._session.player):
-                loss = self._session.engine.evaluate(groups)
+            # Nothing has to move on while rows are read: what makes pixels is in no queue.
+            with self._watchdog.watch(self._session.player, lambda: None if self._is_reading else 0):
+                loss = self._session.engine.evaluate(self._held_out())
         except torch.OutOfMemoryError:
             # Weights are what they were. Other ranks would wait in vain for this one, so there the run ends.
             if self._session.ranks is not None:
@@ -290,7 +288,8 @@ class Loop:
         ended_ns = time.perf_counter_ns()
         spent = account(self._session.player.take_events(), began_ns, ended_ns)
         seconds = (ended_ns - began_ns) / 1e9
-        best = self._saves.best = self._saves.best.after(step, loss, train.early_stopping_threshold)
+        threshold = self._config.train.early_stopping_threshold
+        best = self._saves.best = self._saves.best.after(step, loss, threshold)
         progress.note(f"step {step}: held-out loss {loss:.4f} ({format_seconds(seconds)})")
         self._record(
             {
@@ -303,6 +302,21 @@ class Loop:
                 **asdict(spent),
             }
         )
+
+    def _held_out(self) -> Iterator[Rows]:
+        """Yield the groups of an evaluation. No more than one batch is made at once, as in a step: pixels are large."""
+        train = self._config.train
+        batches = itertools.islice(self._text.holdout(train), train.evaluate_batches)
+        while True:
+            self._is_reading = True
+            batch = next(batches, None)
+            self._is_reading = False
+            if batch is None:
+                return
+
+            # A group at a time, as in training: memory has room for so many rows.
+            while batch:
+                yield batch.pop(0)
 
 
 def rate_of(step: int, train: TrainConfig) -> float:

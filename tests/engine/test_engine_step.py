@@ -187,6 +187,27 @@ def test_train_step_with_nothing_to_learn_has_no_loss_and_no_gradient(fused: boo
         assert session.engine.evaluate([batch, batch]) is None
 
 
+def test_evaluate_takes_a_batch_when_the_one_before_was_computed(tmp_path: Path) -> None:
+    run = Run(model="untied", place="gpu")
+    events = []
+
+    def batches() -> Iterator[Batch]:
+        for seed in range(3):
+            events.append("taken")
+            yield from random_groups(run.train, 160, seed)
+
+    with opened(exactness_config("untied"), tmp_path, PLACES["gpu"], run.train) as session:
+        loss = session.engine.model.loss
+
+        def noted(*arguments: Any) -> Tensor:
+            events.append("computed")
+            return loss(*arguments)
+
+        with patch.object(session.engine.model, "loss", noted):
+            session.engine.evaluate(batches())
+    assert events == ["taken", "computed"] * 3
+
+
 def grouped_batch(rows: int = 8, tokens: int = 16) -> Batch:
     """Rows that count fewer and fewer tokens, the last none."""
     ids = torch.randint(3, 160, (rows, tokens), generator=torch.Generator().manual_seed(7))

@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -21,11 +23,14 @@ from transformers import PreTrainedTokenizerFast
 
 from megatier.cli import main
 from megatier.config.values import parse_bytes
+from megatier.data.packing import PackedText
 from megatier.engine.step import Engine
 from megatier.engine.unit_model import Batch, UnitModel
 from megatier.errors import mib
 from megatier.measure import probe
+from megatier.play.player import Player
 from megatier.schedule.rates import DriveRates, Rates
+from megatier.train.watchdog import Watchdog
 
 
 def test_train_run_leaves_config_metrics_and_model_and_nothing_else(tmp_path: Path) -> None:
@@ -364,10 +369,40 @@ def test_train_whose_held_out_tokens_all_are_ignored_has_no_best_step(
     assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == [1, 2, 3]
 
 
+def test_train_evaluates_each_held_out_batch_before_it_reads_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = []
+    looks: list[Callable[[], int | None]] = []
+    holdout, evaluation, watch = PackedText.holdout, Engine.evaluation, Watchdog.watch
+
+    def read(text: PackedText, batch: int) -> Iterator[Batch]:
+        for rows in holdout(text, batch):
+            # A slow read is no hang, and a slow pass is one.
+            assert looks[-1]() is None
+            events.append("read")
+            yield rows
+
+    def run(engine: Engine, name: str = "evaluate") -> AbstractContextManager[None]:
+        assert looks[-1]() == 0
+        events.append("run")
+        return evaluation(engine, name)
+
+    def noted(watchdog: Watchdog, player: Player, done: Callable[[], int | None] = lambda: 0) -> Any:
+        looks.append(done)
+        return watch(watchdog, player, done)
+
+    monkeypatch.setattr(PackedText, "holdout", read)
+    monkeypatch.setattr(Engine, "evaluation", run)
+    monkeypatch.setattr(Watchdog, "watch", noted)
+    assert main(command(tmp_path, {"train.groups": 2, "train.evaluate_batches": 2})) == 0
+    assert events[-6:] == ["read", "run", "run"] * 2
+
+
 def test_train_whose_evaluation_runs_out_of_memory_goes_on_and_exports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def evaluate(engine: Engine, batches: list[Batch]) -> float:
+    def evaluate(engine: Engine, batches: Iterable[Batch]) -> float:
         # As in training: a group at a time, and not the whole batch.
         assert {len(batch["input_ids"]) for batch in batches} <= {1, 2}
         engine._player.drain()
