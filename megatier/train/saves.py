@@ -138,7 +138,9 @@ class Saves:
         if stops or is_due:
             self._begin(step, say)
         elif self._is_best(step, is_last):
-            # The clock takes it for one of its own.
+            # The clock takes it for one of its own. First it is told the cost of one that is still on its way: it then
+            # forgets the steps beside that.
+            self.end(say)
             if self._pace is not None:
                 self._pace.begin()
             self._begin(step, say)

@@ -220,6 +220,26 @@ def test_drive_that_fails_while_a_checkpoint_by_time_is_written_ends_the_run(
     assert "Check the drive" in capsys.readouterr().err
 
 
+def test_best_checkpoint_begins_when_the_cost_of_the_one_on_its_way_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowed: list[int] = []
+    real = Pace.end
+
+    def end(self: Pace, waited_s: float, written_s: float) -> None:
+        slowed.append(len(self._beside))
+        real(self, waited_s, written_s)
+
+    monkeypatch.setattr(Pace, "end", end)
+    monkeypatch.setattr(CheckpointWriter, "is_over", lambda _: False)
+    settings = {"train.evaluate_every": 1, "output.load_best_model_at_end": True, "output.export": False}
+    assert main(command(tmp_path, settings)) == 0
+
+    # Each evaluation is the best so far, so a checkpoint begins after each step, and the last one has none beside it.
+    assert [record["best_step"] for record in metrics(tmp_path) if "heldout_loss" in record] == [1, 2, 3]
+    assert slowed == [1, 1, 0]
+
+
 def test_promise_of_a_dear_checkpoint_waits_for_longer(tmp_path: Path) -> None:
     room = Room(tmp_path, 96 << 30, 16 << 30)
     found = SavePlan(output=OutputConfig(), room=room, num_kept=2, cost_s=90.0, is_done=False).promise()
