@@ -410,7 +410,6 @@ def _split_few(train: TokenRange, held_out: TokenRange, config: DataConfig) -> t
         wanted = max(wanted, length)
     cut = whole.num_tokens - wanted
 
-    # Of these nobody counted how many are learnt.
-    to_train = replace(whole, num_tokens=cut, num_learnt=None)
-    to_hold_out = replace(whole, start=cut, num_tokens=wanted, num_learnt=None)
-    return to_train, to_hold_out
+    # Nobody counted the documents and learnt tokens of each part.
+    part = replace(whole, num_documents=None, num_learnt=None)
+    return replace(part, num_tokens=cut), replace(part, start=cut, num_tokens=wanted)

@@ -59,7 +59,7 @@ def describe_text(console: Console, config: RunConfig, text: Text) -> None:
     words = f"{format_count(text.num_tokens)} tokens to train on"
     # Older versions tokenised texts without a count.
     if (count := text.train.num_documents) is not None:
-        things = "conversations" if config.data.chat is not None else "documents"
+        things = "conversations" if config.data.is_chat else "documents"
         words = f"{count:,} {things if count != 1 else things[:-1]}, {words}"
     learnt = text.train.num_learnt
     if learnt is not None and learnt < text.num_tokens:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from small_commands import command
+from small_commands import command, write_chats
 
 from megatier.cli import main
 from megatier.config.data_section import DataConfig
@@ -66,6 +66,21 @@ def test_run_on_conversations_says_how_many_tokens_are_learnt_and_warns_of_hundr
     assert f"20 conversations, {text.num_tokens:.2f}"[:17] in words[0]
     assert f"of which {learnt} are learnt; an epoch is" in words[0]
     assert words[1].startswith("Note that this trains on the same text")
+
+
+def test_run_on_described_conversations_calls_them_so(tmp_path: Path) -> None:
+    data = DataConfig(files=(write_chats(tmp_path),), tokenizer="bytes", sequence_length=64, holdout_fraction=0)
+    words, _ = described(tmp_path, data, TrainConfig(steps=1, batch=4))
+    assert words[0].startswith("30 conversations, ")
+
+
+def test_text_of_one_document_that_is_cut_for_evaluation_is_told_without_a_count(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 319)
+    data = DataConfig(files=(str(tmp_path / "a.txt"),), tokenizer="bytes", sequence_length=8, holdout_fraction=0.2)
+    words, text = described(tmp_path, data, TrainConfig(steps=8, batch=4))
+    assert text.held_out.num_tokens == 64
+    assert [part.num_documents for part in (text.train, text.held_out)] == [None, None]
+    assert words == ["256 tokens to train on; an epoch is 8 steps, and 8 steps are 1 epochs"]
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1.0, 10), (0.01, 1), (2.55, 26)])
