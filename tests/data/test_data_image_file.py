@@ -232,8 +232,8 @@ def test_images_of_a_record_are_bounded_together_wherever_they_lie(
 ) -> None:
     monkeypatch.setattr(image_file, "BYTES_MAX", 2 * len(PNG) - 1)
     (tmp_path / "a.png").write_bytes(PNG)
-    images: list[str | bytes] = [PNG, PNG, *["a.png"] * in_files][-2:]
-    conversation = Conversation([], None, PLACE, tuple(images), tmp_path)
+    images: tuple[str | bytes, ...] = (PNG,) * (2 - in_files) + ("a.png",) * in_files
+    conversation = Conversation([], None, PLACE, images, tmp_path)
     with pytest.raises(DataError, match=f"^{PLACE}: the files of its images have more than"):
         list(raw_images(conversation))
 

@@ -251,7 +251,7 @@ def load_on_ranks(run: RankRun, place: Place, mount: Path, folder: Path) -> tupl
         return num_bytes, own, train_steps(session, run)
 
 
-def evaluate_on_ranks(run: RankRun, place: Place, mount: Path, num_batches: int) -> tuple[list[float], int]:
+def evaluate_on_ranks(run: RankRun, place: Place, mount: Path, num_batches: int) -> tuple[list[float | None], int]:
     """Evaluate twice, before a step and after it, on batches that count fewer and fewer tokens. Call it on all ranks.
 
     Returns:
