@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +126,40 @@ def test_verify_one_placement_that_differs_fails(tmp_path: Path, monkeypatch: py
     assert not agrees
     assert "different" in report
     assert "NOT identical" in report
+
+
+def test_verify_digests_that_differ_only_behind_the_digits_shown_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = itertools.count()
+    made = SimpleNamespace(sha256=lambda: FakeDigest(f"{'a' * 60}{next(numbers):04}"))
+    monkeypatch.setattr(verify, "hashlib", made)
+    monkeypatch.setattr(verify, "PLACEMENTS", dict(list(verify.PLACEMENTS.items())[:2]))
+    agrees, report = report_of(tmp_path, is_quick=True)
+    assert not agrees
+    assert "different" in report
+    assert report.count(" aaaaaaaa ") == 2
+
+
+class FakeDigest:
+    """A digest that is what it was made with."""
+
+    def __init__(self, digits: str) -> None:
+        self.digits = digits
+
+    def update(self, _: bytes) -> None:
+        pass
+
+    def hexdigest(self) -> str:
+        return self.digits
+
+
+def test_verify_on_ranks_whose_own_run_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_add_state", lambda *_: int("odd"))
+    ranks: Any = SimpleNamespace(rank=1, size=2)
+    with pytest.raises(ValueError, match="odd"):
+        verify._verify_ranks("cpu", tmp_path, Console(quiet=True), ranks, [verify.Mode(verify.CLIP)])
+    assert list(tmp_path.iterdir()) == []
 
 
 def verify_on_ranks(
