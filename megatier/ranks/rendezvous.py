@@ -150,14 +150,17 @@ def _meet(store: Store, rank: int, size: int, is_given_up: _native.Latch) -> str
     word = secrets.token_hex(8)
     end = time.monotonic() + MEET_LIMIT_S
 
-    def come(key: str, other: int) -> str:
+    def is_late() -> bool:
+        """Wait a moment, and return whether there is no time left."""
         # Not by a `get` that waits: nothing would end it when this process is told to stop.
+        if is_given_up.wait(MEET_S):
+            raise StepAbandonedError("nobody waits for the other ranks any more")
+        return time.monotonic() > end
+
+    def come(key: str, other: int) -> str:
         while not store.check([key]):
-            if is_given_up.wait(MEET_S):
-                raise StepAbandonedError("nobody waits for the other ranks any more")
-            if time.monotonic() > end:
-                minutes = f"{MEET_LIMIT_S / 60:.0f}"
-                raise PeerError(other, "its host", f"it has not come within {minutes} minutes.")
+            if is_late():
+                raise _absent(other)
         return store.get(key).decode()
 
     if rank == 0:
@@ -174,5 +177,12 @@ def _meet(store: Store, rank: int, size: int, is_given_up: _native.Latch) -> str
         answer = f"{name} met"
         if store.check([answer]) and word in store.get(answer).decode():
             return name
-        if is_given_up.wait(MEET_S):
-            raise StepAbandonedError("nobody waits for the other ranks any more")
+        if is_late():
+            # The first rank answers when all have come. Under an old name all have, so it is the first that has not.
+            others = range(1, size)
+            raise _absent(next((other for other in others if not store.check([f"{name} {other}"])), 0))
+
+
+def _absent(rank: int) -> PeerError:
+    """Return the error of ranks for which one does not come."""
+    return PeerError(rank, "its host", f"it has not come within {MEET_LIMIT_S / 60:.0f} minutes.")
