@@ -45,7 +45,12 @@ BYTES_PER_TOKEN = 4
 
 
 class Packer:
-    """Takes documents and gives marked tokens, in pieces that lie end to end."""
+    """Takes documents and gives marked tokens, in pieces that lie end to end.
+
+    Attributes:
+        num_documents: documents that became tokens.
+        is_blind: whether no text has had any token so far that is neither special nor unknown.
+    """
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, bad: BadRecords) -> None:
         """Begin at the beginning of a row.
@@ -59,7 +64,7 @@ class Packer:
         self._tokenizer = tokenizer
         self._bad = bad
         self.num_documents = 0
-        """Documents that became tokens."""
+        self.is_blind = True
         self._row = config.sequence_length
         self._left = self._row
         """Tokens that fit in the row that was begun."""
@@ -67,8 +72,6 @@ class Packer:
         """Conversations that wait to be packed."""
         self._window_bytes = 0
         self._empty = special_tokens(tokenizer)
-        self._is_blind = True
-        """Whether no text has had any other token so far."""
         self._handed_on: list[NDArray[np.int64]] = []
         """The pieces of a window's emptiest row, which are packed with the next window."""
 
@@ -97,12 +100,22 @@ class Packer:
     def end(self) -> Iterator[NDArray[np.int64]]:
         """Yield the tokens that still wait, and the fill of a row that was begun, if documents are apart.
 
+        More documents may follow, from the beginning of a row on.
+
         Raises:
-            DataError: the tokenizer knew nothing of the texts.
+            DataError: the tokenizer knew nothing of any text so far.
         """
         yield from self._lay_window(hands_on=False)
         yield from self._end_row()
-        if self.num_documents and self._is_blind:
+        self.check()
+
+    def check(self) -> None:
+        """Refuse texts of which the tokenizer knew nothing so far.
+
+        Raises:
+            DataError: it did not.
+        """
+        if self.num_documents and self.is_blind:
             raise DataError(
                 f"the tokenizer {self._tokenizer.name_or_path} makes nothing but special and unknown tokens of the "
                 f"{self.num_documents:,} texts. {REMEDY}"
@@ -175,7 +188,7 @@ class Packer:
     def _look_at(self, ids: NDArray[np.int64]) -> None:
         """Note whether the tokenizer knows anything of a text."""
         # Once a text was understood, nothing is compared any more.
-        self._is_blind = self._is_blind and bool(np.isin(ids, self._empty).all())
+        self.is_blind = self.is_blind and bool(np.isin(ids, self._empty).all())
 
 
 def is_window(config: DataConfig, count: int, num_bytes: int | None) -> bool:

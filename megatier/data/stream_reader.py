@@ -59,12 +59,16 @@ class StreamReader:
         Raises:
             DataError: the stream has no text, or is not what it was before the position.
         """
+        # One for all windows: of a small one alone the tokenizer may know nothing. What comes before the position was
+        # judged when it was read.
+        packer = Packer(self._config, self._tokenizer, self._bad)
+        packer.is_blind = start.epoch == start.window == 0
         length = self._config.sequence_length
         parts: list[NDArray[np.int64]] = []
         left = length
 
         # Pieces of the packer, windows and epochs end anywhere in a sequence.
-        for position, pieces in self._new_pieces(start):
+        for position, pieces in self._new_pieces(start, packer):
             for tokens in pieces:
                 while len(tokens):
                     part, tokens = np.split(tokens, [left])
@@ -76,11 +80,11 @@ class StreamReader:
                         parts = []
                         left = length
 
-    def _new_pieces(self, start: Position) -> Iterator[tuple[Position, Iterator[NDArray[np.int64]]]]:
+    def _new_pieces(self, start: Position, packer: Packer) -> Iterator[tuple[Position, Iterator[NDArray[np.int64]]]]:
         """Yield the tokens of each window in pieces, without those that are used up, and the position before them."""
         is_begun = start.used > 0
         for position, documents in self._windows(start):
-            pieces = self._pack(position, documents)
+            pieces = self._pack(position, documents, packer)
 
             # Only the first window may have been begun before.
             if is_begun:
@@ -158,11 +162,12 @@ class StreamReader:
 
         return window
 
-    def _pack(self, position: Position, documents: list[str | Conversation]) -> Iterator[NDArray[np.int64]]:
+    def _pack(
+        self, position: Position, documents: list[str | Conversation], packer: Packer
+    ) -> Iterator[NDArray[np.int64]]:
         """Yield the tokens of a window, its documents shuffled; whole sequences if documents stay whole."""
         config = self._config
         count = len(documents)
-        packer = Packer(config, self._tokenizer, self._bad)
         key = (config.seed, position.epoch, position.window)
         for number in range(count):
             document = documents[shuffled(number, count, key)]
@@ -171,3 +176,4 @@ class StreamReader:
         # Texts go on in the next window. Conversations may wait to be packed, and belong to this one.
         if config.chat is not None:
             yield from packer.end()
+        packer.check()

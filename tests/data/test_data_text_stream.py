@@ -60,7 +60,12 @@ def write_rows(folder: Path, *, parquet: bool = False, count: int = COUNT) -> st
 
 @contextmanager
 def opened(
-    tmp_path: Path, state: dict[str, Any] | None = None, *, accepts_changes: bool = False, **settings: Any
+    tmp_path: Path,
+    state: dict[str, Any] | None = None,
+    *,
+    accepts_changes: bool = False,
+    template: str | None = None,
+    **settings: Any,
 ) -> Iterator[TextStream]:
     defaults: dict[str, Any] = {
         "dataset": str(tmp_path / "rows"),
@@ -73,7 +78,10 @@ def opened(
     if not (tmp_path / "rows").exists():
         write_rows(tmp_path / "rows")
     config = DataConfig(**(defaults | settings))
-    with TextStream(config, byte_tokenizer(), tmp_path / "run", state, accepts_changes=accepts_changes) as stream:
+    tokenizer = byte_tokenizer()
+    if template is not None:
+        tokenizer.chat_template = template
+    with TextStream(config, tokenizer, tmp_path / "run", state, accepts_changes=accepts_changes) as stream:
         yield stream
 
 
@@ -363,3 +371,58 @@ def test_close_ends_the_thread_at_once(tmp_path: Path) -> None:
         stream.batch(0, 1)
         assert "megatier-stream_0" in {thread.name for thread in threading.enumerate()}
     assert "megatier-stream_0" not in {thread.name for thread in threading.enumerate()}
+
+
+def write_letters(folder: Path, *letters: str) -> None:
+    """Texts and conversations of one letter each."""
+    folder.mkdir()
+    lines = []
+    for letter in letters:
+        turn = {"role": "assistant", "content": letter * 12}
+        lines.append(json.dumps({"text": letter * 12, "messages": [{"role": "user", "content": ""}, turn]}) + "\n")
+    (folder / "0.jsonl").write_text("".join(lines))
+
+
+@pytest.fixture
+def x_is_unknown(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of windows of two rows, for a tokenizer that does not know an x."""
+    monkeypatch.setattr(packer, "special_tokens", lambda _: [256, ord("x")])
+    monkeypatch.setattr(packer, "WINDOW_ROWS", 0)
+    template = (
+        "{% for turn in messages %}{% if turn.role == 'assistant' %}"
+        "{% generation %}{{ turn.content }}x{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    return {"holdout_rows": 0, "window_rows": 2, "template": template}
+
+
+@pytest.mark.filterwarnings("ignore:the chat template learns nothing")
+@pytest.mark.parametrize("chat", [None, "messages"])
+def test_stream_whose_last_window_the_tokenizer_does_not_know_goes_on_also_from_there(
+    chat: str | None, x_is_unknown: dict[str, Any], tmp_path: Path
+) -> None:
+    write_letters(tmp_path / "rows", "a", "b", "x")
+    states = []
+    with opened(tmp_path, chat=chat, **x_is_unknown) as stream:
+        found = []
+        for step in range(14):
+            found.append(ids(stream.batch(step, 1)))
+            states.append(state_of(stream))
+    assert {ord("a"), ord("x")} <= {token for row in found for token in row}
+
+    place = next(number for number, state in enumerate(states) if state["position"]["window"] == 1)
+    with opened(tmp_path, states[place], chat=chat, **x_is_unknown) as stream:
+        assert [ids(stream.batch(step, 1)) for step in range(place + 1, 14)] == found[place + 1 :]
+
+
+@pytest.mark.filterwarnings("ignore:the chat template learns nothing")
+@pytest.mark.parametrize("chat", [None, "messages"])
+def test_stream_of_which_the_tokenizer_knows_nothing_is_refused(
+    chat: str | None, x_is_unknown: dict[str, Any], tmp_path: Path
+) -> None:
+    write_letters(tmp_path / "rows", "x", "x", "x")
+    with (
+        opened(tmp_path, chat=chat, **x_is_unknown) as stream,
+        pytest.raises(DataError, match="makes nothing but special and unknown tokens of the 2 texts"),
+    ):
+        for step in range(9):
+            stream.batch(step, 1)
