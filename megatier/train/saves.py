@@ -18,7 +18,7 @@ from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDE
 from megatier.checkpoint.run_state import RunState
 from megatier.checkpoint.savepoint import drop_savepoint, save_savepoint
 from megatier.config.schema import RunConfig
-from megatier.errors import CapacityError, MegatierError, TransferError, mib
+from megatier.errors import CapacityError, MegatierError, StallError, TransferError, mib
 from megatier.report.metrics import format_seconds
 from megatier.session.session import Session
 from megatier.train.save_plan import SavePlan
@@ -187,8 +187,7 @@ class Saves:
         self.end(say)
         self.check_directory()
         began = time.perf_counter()
-        with self._watchdog.watch(self._session.player):
-            self._session.player.drain()
+        self._drain()
 
         # All updates are over after the drain, so the queue reads the state of exactly this step (`checkpoint_writer`).
         num_kept = self._num_kept if prunes else None
@@ -270,6 +269,11 @@ class Saves:
         # Only now that the checkpoint is whole, which is newer than any savepoint.
         drop_savepoint(self._session, self._savepoints)
 
+    def _drain(self) -> None:
+        """Finish the step on all ranks, or fail on all: one that fails alone would be waited for."""
+        with self._watchdog.watch(self._session.player), self._crew.together():
+            self._session.player.drain()
+
     def behind(self, step: int, say: Say) -> None:
         """Save a run that ends because too many steps were not finite, so that it may go on after them.
 
@@ -288,6 +292,8 @@ class Saves:
         """Return in words from what the run can go on, once what is on its way is whole. Nothing else is saved."""
         try:
             self.end(say)
+        except StallError:
+            raise
         except MegatierError as error:
             say(f"no checkpoint: {error}")
 
@@ -309,8 +315,7 @@ class Saves:
         self.end(say)
         self.check_directory()
         began = time.perf_counter()
-        with self._watchdog.watch(self._session.player):
-            self._session.player.drain()
+        self._drain()
         num_bytes = save_savepoint(self._session, self._savepoints, step, self._state(step))
         seconds = time.perf_counter() - began
 
@@ -357,6 +362,9 @@ class Saves:
         Returns:
             The checkpoint or savepoint of this step, from which the run goes on. None if the drive takes neither; then
             what was saved before, and the block files of an older savepoint, stay.
+
+        Raises:
+            StallError: the drive never answered.
         """
         # The loop may have saved this very step already.
         for folder in (self._folder, self._savepoints):
@@ -370,6 +378,9 @@ class Saves:
             self._begin(step, say)
             self.end(say)
             return self._last(self._folder)
+        except StallError:
+            # A drive that never answers takes no savepoint either.
+            raise
         except (MegatierError, OSError) as error:
             say(f"step {step}: no checkpoint: {error}")
 
@@ -377,6 +388,8 @@ class Saves:
             return None
         try:
             self._save_in_place(step, say)
+        except StallError:
+            raise
         except (MegatierError, OSError) as error:
             say(f"step {step}: no savepoint: {error}")
             return None

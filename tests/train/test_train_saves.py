@@ -23,8 +23,10 @@ from megatier.checkpoint.pace import Pace
 from megatier.checkpoint.room import Room
 from megatier.cli import main
 from megatier.config.output_section import OutputConfig
-from megatier.errors import ConfigError
+from megatier.errors import ConfigError, StallError
 from megatier.models import export
+from megatier.play.player import Player
+from megatier.ranks.channel import Alone
 from megatier.train import save_plan, saves
 from megatier.train.save_plan import SavePlan
 
@@ -397,6 +399,49 @@ def test_run_with_savepoints_whose_export_fails_keeps_one_and_its_block_files(
     assert main(["resume", str(run)]) == 0
     assert outcome(run) == whole
     assert not list(drive.iterdir())
+
+
+def test_run_whose_export_fails_and_whose_checkpoint_hangs_tries_no_savepoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hang(_: CheckpointWriter) -> Path:
+        raise StallError(9.0, "stall.txt")
+
+    def harm() -> None:
+        monkeypatch.setattr(CheckpointWriter, "wait", hang)
+
+    with failing_export(), after_step(5, harm):
+        assert main(command(tmp_path, {**SAVEPOINTS, "tiers.nvme": f"{tmp_path}:64MiB"})) == 2
+    found = capsys.readouterr()
+    assert str(StallError(9.0, "stall.txt")) in " ".join(found.err.split())
+    assert "no checkpoint" not in found.out
+    assert [path.name for path in (tmp_path / "run" / "savepoints").iterdir()] == ["step-00000004"]
+
+
+def test_save_that_one_rank_cannot_begin_fails_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank stands for all here: what may fail alone is inside of `together`."""
+    inside = [0]
+    drained: list[int] = []
+    real = Player.drain
+
+    @contextlib.contextmanager
+    def together(_: Alone) -> Iterator[None]:
+        inside[0] += 1
+        yield
+        inside[0] -= 1
+
+    def drain(self: Player) -> None:
+        drained.append(inside[0])
+        real(self)
+
+    monkeypatch.setattr(Alone, "together", together)
+    monkeypatch.setattr(Player, "drain", drain)
+    settings = {**SAVEPOINTS, "output.checkpoint_every": 3, "output.export": False, "train.evaluate_every": 0}
+    assert main(command(tmp_path, {**settings, "data.holdout_fraction": 0, "tiers.nvme": f"{tmp_path}:64MiB"})) == 0
+
+    # Two checkpoints and a savepoint; the others are the evaluation's at the end, and that of closing.
+    assert drained.count(1) >= 3
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
 
 
 def refuse_for_room(*_: object, **__: object) -> None:
