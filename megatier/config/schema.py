@@ -205,8 +205,7 @@ class TrainConfig(Section):
     batch: int = 8
     """Sequences in a step, a multiple of groups * slices."""
     groups: int = 1
-    """Micro-batches in a step, over all ranks, at least 1: each has a forward and a backward over all units. This
-    changes the order of sums."""
+    """Micro-batches in a step, over all ranks, at least 1. This changes the order of sums."""
     slices: int = 1
     """Parts of a group, which each unit runs one after the other with its weights in place, at least 1. This
     changes the order of sums."""
