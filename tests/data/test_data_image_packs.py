@@ -69,6 +69,16 @@ def test_conversation_in_a_pack_has_the_logits_that_it_has_alone(family: str) ->
             first += len(expected)
 
 
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_numbers_of_a_batch_have_each_a_place_of_their_own(family: str) -> None:
+    alone = conversations(family)
+    packs = [[each] for each in alone] + [alone]
+    for count in (1, len(packs)):
+        columns = joined(packs[:count], LENGTH, PAD, positions_of(plain_model(vision_config(family))))
+        for name, column in columns.items():
+            assert column.is_contiguous(), name
+
+
 def test_sequences_of_a_group_are_joined_in_order() -> None:
     model = plain_model(vision_config("qwen3_vl"))
     alone = conversations("qwen3_vl")
