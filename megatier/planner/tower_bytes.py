@@ -14,12 +14,12 @@ from megatier.data.image_chats import STEPS_AHEAD
 from megatier.models.decoder import Unit
 from megatier.planner.layer_sizes import is_of_layer
 from megatier.setup.setup import Setup
-from megatier.setup.tower import union
+from megatier.setup.tower import TowerUnit, union
 from megatier.setup.workload import without_input_gradient
 from megatier.tier import Tier
 
-GRADIENTS = 2
-"""Gradients of the largest input in the backward of a unit of the tower: those of its output and of its input."""
+WIDEST_GRADIENTS = 2
+"""Gradients as wide as the widest activation in the backward of a unit: those of the output and input of a function."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +50,18 @@ def tower_bytes(setup: Setup) -> TowerBytes:
         saved.append(found.saved if keeps else found.inputs)
 
         # Backwards come one after the other, so the largest of them counts. Its weights have a gradient meanwhile.
-        again = 0 if keeps else union([found.saved])
-        made = again + GRADIENTS * max(found.inputs.values(), default=0)
+        made = bytes_in_backward(found) - (union([found.saved]) if keeps else 0)
         weights = setup.item_bytes * unit.layout.num_trained
         in_unit = max(in_unit, round(_largest_rows(setup) * made) + weights)
     return TowerBytes(saved=round(_largest_rows(setup) * union(saved)), in_unit=in_unit)
+
+
+def bytes_in_backward(unit: TowerUnit) -> int:
+    """Return the bytes of one conversation in the backward of a unit, with all that the forward saves."""
+    # Its output, as wide as its widest input, has a gradient to the end, since it is also that of a residual.
+    of_output = max(unit.inputs.values(), default=0)
+    widest = max((*unit.saved.values(), *unit.inputs.values()), default=0)
+    return union([unit.saved]) + of_output + WIDEST_GRADIENTS * widest
 
 
 def pixel_bytes(setup: Setup) -> dict[Tier, int]:

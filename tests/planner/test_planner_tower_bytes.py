@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from image_runs import COUNTS, run_command
 from tiny_processors import families
+from tiny_vision import vision_config
+from torch import Tensor, UntypedStorage
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionBlock
 
 from megatier.cli import main
+from megatier.planner.tower_bytes import bytes_in_backward
+from megatier.setup.tower import Sizes, TowerUnit
 
 pytest.importorskip("PIL")
 
@@ -137,3 +147,61 @@ def test_plan_tells_what_images_take(tmp_path: Path, capsys: pytest.CaptureFixtu
     said = " ".join(capsys.readouterr().out.split())
     assert "are what vision towers save" in said
     assert "A step has 2.33 images" in said
+
+
+class _PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside have at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self._watch(tensor.untyped_storage())
+        self.peak = max(self.peak, sum(self._live.values()))
+        return found
+
+    def _watch(self, storage: UntypedStorage) -> None:
+        number = storage._cdata
+        if number not in self._live:
+            self._live[number] = storage.nbytes()
+            weakref.finalize(storage, self._live.pop, number, None)
+
+
+def test_plan_of_a_block_that_is_not_compiled_holds_its_peak() -> None:
+    vision = vision_config("qwen3_vl").vision_config
+
+    # So wide that what a patch takes is much more than what all of them share, and in a real tower's proportions.
+    vision.hidden_size, vision.intermediate_size, vision.num_heads = 128, 480, 2
+    vision._attn_implementation = "sdpa"
+    block = Qwen3VLVisionBlock(vision).to(torch.bfloat16)
+    grid = 4, 512
+    patches = grid[0] * grid[1]
+    given = torch.randn(patches, 128, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.arange(0, patches + 1, grid[1], dtype=torch.int32)
+    rotary = (torch.randn(patches, 64, dtype=torch.bfloat16),) * 2
+    gradient = torch.ones_like(given)
+    saved: Sizes = {}
+    own = {tensor.untyped_storage()._cdata for tensor in (*block.parameters(), *rotary)}
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with _PeakBytes() as made:
+        with saved_tensors_hooks(save, lambda tensor: tensor):
+            result = block(given, cu_seqlens=ends, position_embeddings=rotary)
+        result.backward(gradient)
+        del result
+    weights = sum(parameter.nbytes for parameter in block.parameters())
+    unit = TowerUnit(inputs={given.untyped_storage()._cdata: given.nbytes}, saved=saved)
+
+    # What came from outside is no part of what was made: the input, and the gradient of the output.
+    peak = made.peak + given.nbytes + gradient.nbytes
+    assert 1.0 <= (bytes_in_backward(unit) + weights) / peak <= 1.2
