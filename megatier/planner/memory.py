@@ -39,6 +39,7 @@ With slices, b of MLP and attention is that of one slice.
 | layer | saves |
 |---|---|
 | compiled | 1 + s (c + f + 1), that is its input, c, f and two norms' outputs; for s < 1 at most c |
+| attention with a mask of all pairs | of s also a key and value for each query head, and the mask |
 | not compiled, graph retained | also f for the activation function, and 6 b for the norms in fp32 |
 | checkpointed | 1 b, its input; 4 b if its experts are units (`INPUTS_CUT`) |
 | offloaded, or frozen with nothing trained before it | nothing |
@@ -67,7 +68,14 @@ from megatier.planner.tower_bytes import pixel_bytes, tower_bytes
 from megatier.schedule.slots import MATRICES_CARRIED
 from megatier.setup.attention_rule import FLEX
 from megatier.setup.setup import Setup
-from megatier.setup.workload import Workload, attention_parts, boundary_width, hidden_width, without_input_gradient
+from megatier.setup.workload import (
+    Workload,
+    attention_parts,
+    boundary_width,
+    head_width,
+    hidden_width,
+    without_input_gradient,
+)
 from megatier.tier import Tier
 
 CONTEXT_BYTES = 1_000_000_000
@@ -205,14 +213,30 @@ def _saved(setup: Setup, unit: Unit, sizes: LayerSizes) -> float:
     share = setup.saved_share
     if not policy.keeps_graph or not share:
         return inputs
+    of_mask = _saved_with_mask(setup) if unit.is_layer else 0.0
     if not setup.compiles:
-        return sizes.uncompiled + sizes.dropped
+        return sizes.uncompiled + of_mask + sizes.dropped
     if share == 1:
-        return max(inputs, sizes.compiled) + sizes.dropped
+        return max(inputs, sizes.compiled + of_mask) + sizes.dropped
 
     # The compiler picks whole tensors, so at a share below 1 it saves no more than c.
-    chosen = min(sizes.products, 1 + share * (sizes.compiled - 1))
+    chosen = min(sizes.products, 1 + share * (sizes.compiled + of_mask - 1))
     return max(inputs, chosen) + min(1.0, 1.5 * share) * sizes.dropped
+
+
+def _saved_with_mask(setup: Setup) -> float:
+    """Return the boundary activations that attention could save because it has a mask of all pairs of tokens.
+
+    Its kernels take no shared heads with a mask, so each query head gets a copy of its key and value. The mask is made
+    anew in each layer, in the compute dtype.
+    """
+    if not setup.config.has_mask:
+        return 0.0
+    text = setup.model.config.get_text_config()
+    num_heads: int = text.num_attention_heads
+    num_copied: int = num_heads - (getattr(text, "num_key_value_heads", None) or num_heads)
+    copies = 2 * num_copied * head_width(text)
+    return (copies + setup.config.data.sequence_length) / boundary_width(setup.model)
 
 
 def keeps_attention(setup: Setup, unit: Unit) -> bool:
