@@ -15,10 +15,10 @@ from megatier.schedule.moves import Gradient, Move, Moves
 from megatier.schedule.placement import Placement
 from megatier.schedule.policy import Policy
 from megatier.schedule.rates import UPDATE_BYTES
-from megatier.schedule.slots import ACTIVATION_SLOTS, GRAD_DEPTH, MATRICES_CARRIED, SLOTS_MIN, UPDATE_DEPTH
+from megatier.schedule.slots import ACTIVATION_SLOTS, MATRICES_CARRIED, SLOTS_MIN, UPDATE_DEPTH
 from megatier.schedule.timeline import Access, Exchange, Item, Load, Timeline, Update
 from megatier.schedule.unit_spec import UnitSpec
-from megatier.tier import Phase, Tier
+from megatier.tier import Kind, Phase, Tier
 
 ComputeSeconds = Mapping[tuple[str, Phase], float]
 """Seconds of one use of a unit by one group, by unit and phase."""
@@ -89,7 +89,7 @@ class StepJobs(JobList):
         """The last jobs that emptied a RAM slot for activations."""
         self._copied: deque[int] = deque(maxlen=SPILLING_MAX)
         """The last copies to RAM of activations that spill."""
-        self._sums: deque[int] = deque(maxlen=GRAD_DEPTH)
+        self._sums: deque[int] = deque(maxlen=placement.num_slots(Tier.RAM, Kind.GRAD))
         """The last sums that emptied a RAM slot for gradients."""
         self._carried: ByUnit = {}
         """The last job that carried matrices home, by the lane that updates: a lane carries one after the other."""
@@ -416,7 +416,9 @@ class StepJobs(JobList):
         unit = spec.name
         last = made
         if gradient.shipped:
-            slot = self._sums[0] if len(self._sums) == GRAD_DEPTH else None
+            # No slots are planned where nothing is summed in RAM.
+            is_full = bool(self._sums) and len(self._sums) == self._sums.maxlen
+            slot = self._sums[0] if is_full else None
             last = self._chain(gradient.shipped, unit, made, slot)
 
             # A GPU slot is free again when the gradient is where it waits, in RAM or on NVMe.

@@ -109,6 +109,25 @@ def test_forecast_on_a_slow_drive_is_its_bytes_over_its_mixed_rate(name: str) ->
     assert made.seconds == pytest.approx((12 + 12) * 6 * MIB / 25e6 + 2 * 6 * MIB / 30e6, rel=0.1)
 
 
+def test_forecast_of_sums_in_ram_waits_for_the_slots_that_are_planned() -> None:
+    _, placement, policy = of("groups", FAST)
+    assert placement.num_slots(Tier.RAM, Kind.GRAD) == 2
+
+    # Sums of a group take longer than its backward, so gradients wait for slots there. The next forward has time.
+    slow = replace(FAST, update_parameters_per_s=2.5e7)
+    seconds = {(unit.name, phase): 0.001 if phase is Phase.BACKWARD else 0.04 for unit in UNITS for phase in Phase}
+    found = []
+    for num_slots in (2, 4):
+        slots = []
+        for plan in placement.slots:
+            is_sum = (plan.tier, plan.kind) == (Tier.RAM, Kind.GRAD)
+            slots.append(replace(plan, num_slots=num_slots) if is_sum else plan)
+        deep = replace(placement, slots=tuple(slots))
+        found.append(forecast(accesses(policy.groups), seconds, UNITS, deep, policy, slow).seconds)
+    few, many = found
+    assert few > 1.02 * many
+
+
 def test_forecast_of_updates_in_the_backward_keeps_the_drive_busy_there() -> None:
     """Weights lie in RAM: the drive moves state under the forward alone, or under all of compute."""
     drive = DriveRates(
