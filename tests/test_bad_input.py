@@ -72,7 +72,7 @@ def tree(folder: Path) -> dict[Path, bytes]:
         ({"model.config.hiddn_size": 64}, "Did you mean hidden_size?"),
         ({"model.config.num_hidden_layers": 0}, "Layer"),
         ({"model.config.hidden_act": "none such"}, "none such"),
-        ({"model.config.vocab_size": 200}, "257 tokens"),
+        ({"model.config.vocab_size": 200}, "tokens up to 256"),
     ],
 )
 def test_train_bad_setting_is_refused(
