@@ -14,7 +14,7 @@ trap 'rm -rf "$scratch"' EXIT
 wheel=$(echo dist/*_aarch64.whl)
 
 # The interpreter of that processor, and the C libraries that it and torch ask for.
-mmdebstrap --quiet --arch=arm64 --variant=extract bookworm "$scratch/root" \
+mmdebstrap --quiet --arch=arm64 --variant=extract bookworm "$scratch/system" \
     --include=libbz2-1.0,libc6,libexpat1,libffi8,libgomp1,liblzma5,libsqlite3-0,libssl3,libstdc++6,libuuid1,python3.11,zlib1g
 
 # pip would ask for what packages need on this processor. Of torch the newest without CUDA.
@@ -24,7 +24,7 @@ python3 -m venv "$scratch/build"
     --python-platform aarch64-manylinux_2_28 --python-version 3.11 \
     "$wheel" 'torch==2.10.*' 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.7' 'google-crc32c>=1.5'
 
-python_of_qemu() { PYTHONPATH="$scratch/site" qemu-aarch64-static -L "$scratch/root" "$scratch/root/usr/bin/python3.11" "$@"; }
+python_of_qemu() { PYTHONPATH="$scratch/site" qemu-aarch64-static -L "$scratch/system" "$scratch/system/usr/bin/python3.11" "$@"; }
 
 # Away from the repository, whose megatier would be found first. Tests that start a process are left out: this system
 # knows no way to run one.

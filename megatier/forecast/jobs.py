@@ -416,9 +416,8 @@ class StepJobs(JobList):
         unit = spec.name
         last = made
         if gradient.shipped:
-            # No slots are planned where nothing is summed in RAM.
-            is_full = bool(self._sums) and len(self._sums) == self._sums.maxlen
-            slot = self._sums[0] if is_full else None
+            # No slots are planned, and none is taken, where nothing is summed in RAM.
+            slot = self._sums[0] if self._sums and len(self._sums) == self._sums.maxlen else None
             last = self._chain(gradient.shipped, unit, made, slot)
 
             # A GPU slot is free again when the gradient is where it waits, in RAM or on NVMe.
