@@ -182,9 +182,10 @@ def test_slow_disk_makes_stalls_whose_cause_is_named(
     events = run.player.take_events()
     stalls = [event for event in events if event.lane == "stall"]
     assert {event.name for event in stalls} <= {unit.name for unit in UNITS}
-    seconds = stall_seconds(events)
-    assert max(seconds, key=lambda cause: seconds[cause]) == "nvme_to_ram"
-    assert 0.03 < seconds["nvme_to_ram"] < (time.perf_counter_ns() - started) / 1e9
+
+    # Nothing is compared with waits of other causes: on a busy machine a queue's thread may come late to a free slot.
+    waited_s = stall_seconds(events)["nvme_to_ram"]
+    assert 0.03 < waited_s < (time.perf_counter_ns() - started) / 1e9
     reads = [event for event in events if event.lane == "nvme_to_ram"]
     assert sum(event.num_bytes for event in reads) == sum(4 * unit.num_elements for unit in UNITS)
     assert all(event.seconds > 0.025 for event in reads)
