@@ -62,7 +62,7 @@ def test_train_checkpoint_on_a_drive_that_fills_up_ends_the_run_which_goes_on_on
     found = json.loads(done.stdout)
     before, after = found["before"], found["after"]
     assert (before["code"], before["checkpoints"]) == (2, CHECKPOINTS[:1])
-    assert re.fullmatch(refusal(drive / "run", errno.ENOSPC, "Free space"), before["errors"]), before["errors"]
+    assert re.fullmatch(refusal(tmp_path / "run", errno.ENOSPC, "Free space"), before["errors"]), before["errors"]
     assert (after["code"], after["errors"], after["checkpoints"]) == (0, "", CHECKPOINTS[1:])
     assert found["outcome"] == whole
 

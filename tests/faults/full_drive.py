@@ -1,7 +1,8 @@
 """A run whose drive is full while it writes its second checkpoint, and that goes on once there is room.
 
-Usage: full_drive.py FOLDER DRIVE. The drive becomes a small file system, for the run directory alone. Writes JSON: the
-exit code, message and checkpoints of the run before and after, and its outcome.
+Usage: full_drive.py FOLDER DRIVE. The drive becomes a small file system, for the run's checkpoints alone: a step that
+ends meanwhile finds room for its record. Writes JSON: the exit code, message and checkpoints of the run before and
+after, and its outcome.
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ def run(words: list[str], checkpoints: Path) -> dict[str, Any]:
 
 
 def both(folder: Path, drive: Path) -> dict[str, Any]:
+    """The run on a drive that is full for a while, and the one that goes on from it."""
     begin, finish, begun = CheckpointWriter._begin, CheckpointWriter._finish, list[int]()
 
     def begin_and_fill(self: CheckpointWriter) -> None:
+        if not begun:
+            self._folder.symlink_to(drive)
         begin(self)
         begun.append(self.step)
         if len(begun) == 2:  # that there is room was seen already
@@ -55,10 +59,9 @@ def both(folder: Path, drive: Path) -> dict[str, Any]:
 
     CheckpointWriter._begin = begin_and_fill  # type: ignore[method-assign]
     CheckpointWriter._finish = finish_and_free  # type: ignore[method-assign]
-    words = command(folder, {**EVERY_TWO, "output.directory": str(drive / "run")})
-    before = run(words, drive / "run" / "checkpoints")
-    after = run(["resume", str(drive / "run")], drive / "run" / "checkpoints")
-    return {"before": before, "after": after, "outcome": outcome(drive / "run")}
+    before = run(command(folder, EVERY_TWO), drive)
+    after = run(["resume", str(folder / "run")], drive)
+    return {"before": before, "after": after, "outcome": outcome(folder / "run")}
 
 
 if __name__ == "__main__":
