@@ -32,7 +32,7 @@ from rows import RATE, ROWS, Run, changed, config_of, skeleton
 
 from megatier.compute.compile_clock import CLOCK
 from megatier.hardware import set_cuda_defaults
-from megatier.rest import REST
+from megatier.host_wait import HOST_WAIT
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.setup.setup import Setup
@@ -57,7 +57,7 @@ def run(session: Session, shapes: list[tuple[int, int]], vocabulary: int) -> Ite
     generator = torch.Generator().manual_seed(1)
     for step, (rows, length) in enumerate(shapes, start=1):
         ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
-        REST.restart()
+        HOST_WAIT.restart()
         began = time.perf_counter()
         result = session.engine.train_step(step, RATE, [{"input_ids": ids, "labels": ids}])
         seconds = time.perf_counter() - began
@@ -65,7 +65,7 @@ def run(session: Session, shapes: list[tuple[int, int]], vocabulary: int) -> Ite
             "rows": rows,
             "length": length,
             "seconds": seconds,
-            "host_busy_seconds": seconds - REST.ns / 1e9,
+            "host_busy_seconds": seconds - HOST_WAIT.ns / 1e9,
             "loss": result.loss,
             "norm": result.grad_norm,
             "reserved_bytes": torch.cuda.memory_reserved() if torch.cuda.is_available() else 0,

@@ -37,7 +37,7 @@ from megatier.checkpoint.savepoint import Savepoint, drop_savepoint, save_savepo
 from megatier.config.output_section import OutputConfig
 from megatier.config.schema import OF_LOOP, ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
 from megatier.session.session import Session
@@ -85,32 +85,32 @@ def open_session(options: argparse.Namespace, homes: str, ranks: Ranks | None) -
     return session
 
 
-def seconds_of(crew: Ranks | Alone, work: Callable[[], object]) -> float:
+def seconds_of(all_ranks: Ranks | SingleRank, work: Callable[[], object]) -> float:
     """Return the seconds from when all ranks are ready until the work is done on all of them."""
-    crew.gather_objects(None)
+    all_ranks.all_gather_object(None)
     began = time.perf_counter()
     work()
-    crew.gather_objects(None)
+    all_ranks.all_gather_object(None)
     return time.perf_counter() - began
 
 
 def timed_round(session: Session, run: Path, step: int) -> dict[str, float]:
     """Seconds of saving and restoring in both ways. Which of them comes first changes from round to round."""
-    crew = session.ranks or Alone()
+    all_ranks = session.ranks or SingleRank()
     found: dict[str, float] = {}
 
     def checkpoint() -> None:
         folder = run / "a" / CHECKPOINT_FOLDER
         path = folder / f"step-{step:08d}"
-        found["checkpoint_s"] = seconds_of(crew, lambda: CheckpointWriter(session, folder, step, RUN, 1).wait())
-        found["restore_checkpoint_s"] = seconds_of(crew, lambda: restore(session, path))
+        found["checkpoint_s"] = seconds_of(all_ranks, lambda: CheckpointWriter(session, folder, step, RUN, 1).wait())
+        found["restore_checkpoint_s"] = seconds_of(all_ranks, lambda: restore(session, path))
 
     def savepoint() -> None:
         folder = run / "b" / SAVEPOINT_FOLDER
-        found["savepoint_s"] = seconds_of(crew, lambda: save_savepoint(session, folder, step, RUN))
+        found["savepoint_s"] = seconds_of(all_ranks, lambda: save_savepoint(session, folder, step, RUN))
         made = Savepoint.last(folder.parent)
         assert made is not None
-        found["restore_savepoint_s"] = seconds_of(crew, lambda: made.restore(session))
+        found["restore_savepoint_s"] = seconds_of(all_ranks, lambda: made.restore(session))
 
     for work in (checkpoint, savepoint) if step % 2 else (savepoint, checkpoint):
         work()
@@ -119,9 +119,9 @@ def timed_round(session: Session, run: Path, step: int) -> dict[str, float]:
 
 def measure(options: argparse.Namespace, homes: str, ranks: Ranks | None) -> dict[str, Any]:
     """Return what the rounds of one home took, with their medians; all ranks call it."""
-    crew = ranks or Alone()
+    all_ranks = ranks or SingleRank()
     run = options.directory / "run"
-    if crew.rank == 0:
+    if all_ranks.rank == 0:
         for name in ("a", "b"):  # a run would have the newer one alone
             (run / name).mkdir(parents=True)
 
@@ -129,10 +129,10 @@ def measure(options: argparse.Namespace, homes: str, ranks: Ranks | None) -> dic
         rounds = [timed_round(session, run, 1 + number) for number in range(options.rounds)]
         own = {str(tier): size for tier, size in session.placement.state_bytes.items() if tier is not Tier.GPU}
         drop_savepoint(session, run / "b" / SAVEPOINT_FOLDER)
-        state = crew.gather_objects(own)
+        state = all_ranks.all_gather_object(own)
         size = checkpoint_bytes(session.whole_units)
 
-    crew.from_first(lambda: shutil.rmtree(run))
+    all_ranks.broadcast(lambda: shutil.rmtree(run))
     medians = {key: median(each[key] for each in rounds) for key in rounds[0]}
     # One process has no ranks to tell apart.
     return {"state_bytes": own if ranks is None else state, "checkpoint_bytes": size, "rounds": rounds, **medians}

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatier.rest import REST
+from megatier.host_wait import HOST_WAIT
 
 
 def on_host(tensor: Tensor) -> Tensor:
     """Return a tensor in RAM once the current stream has made it. Other copies from its GPU go on meanwhile."""
     if tensor.is_cuda:
-        with REST:
+        with HOST_WAIT:
             torch.cuda.current_stream(tensor.device).synchronize()
     return tensor.cpu()

@@ -100,8 +100,8 @@ RING_BYTES = 192 << 20
 """The page-locked pieces of all of them, through which bytes of RAM pass that is not page-locked."""
 
 
-class Way(StrEnum):
-    """The way on which weights and gradients move between ranks."""
+class Transport(StrEnum):
+    """What moves weights and gradients between ranks."""
 
     COPIES = "copy engines"
     """Copies from the memory of other GPUs."""

@@ -24,7 +24,7 @@ POINTERS = {
     "engine/bound_module.py": 1,  # a key
     "guards/held_parts.py": 1,  # whether one tensor lies in another
     "optim/gradient_sums.py": 2,  # whether two tensors begin alike
-    "ranks/pulls.py": 2,  # how far one tensor lies in another
+    "ranks/peer_copies.py": 2,  # how far one tensor lies in another
     "ranks/shared_ram.py": 1,  # page-locking, which takes bytes whatever they are
     "store/arena.py": 1,  # page-locking, and the drive probes' own arithmetic
     "store/tier_queues.py": 1,  # where a copy is cut
@@ -93,7 +93,7 @@ OF_THE_SYSTEM = {
     "hardware.py": 1,
     "measure/block_device.py": 1,
     "measure/probe.py": 1,
-    "ranks/peers.py": 1,
+    "ranks/peer_monitor.py": 1,
 }
 """Files that say what the machine is, and places to write to."""
 DRAWN = {"BAR", "LEFT", "PLOT", "ROW", "TOP", "WIDTH"}
@@ -212,7 +212,8 @@ def test_streams_events_and_threads_are_named_where_bytes_move_and_by_what_watch
     queues = {"store/stream_clock.py", "store/queue.py", "store/tier_queues.py", "store/ring.py"}
     # Bytes go to shared RAM and from there at once, so a collective has a stream besides that of its queue. Two queues
     # share one for the matrices that they carry.
-    others = {"play/matrix_carrier.py", "ranks/shared_ram.py", "workers.py", "train/watchdog.py", "ranks/peers.py"}
+    others = {"play/matrix_carrier.py", "ranks/shared_ram.py", "workers.py", "train/watchdog.py"}
+    others.add("ranks/peer_monitor.py")
     others.add("finalizer.py")  # a collection of cycles may come in any thread, and some cannot close an object
     others.add("session/hub_weights.py")  # whoever takes weights does so on streams or threads of its own
     others.add("report/trackers.py")  # a server may take for ever, and whoever waits for it must be able to leave

@@ -52,7 +52,7 @@ from megatier.durable import becoming, sync_tree
 from megatier.errors import ConfigError
 from megatier.models.decoder import Unit
 from megatier.play.generations import Generation
-from megatier.ranks.channel import Alone, Channel
+from megatier.ranks.channel import Channel, SingleRank
 from megatier.session.session import Session
 from megatier.store.transfer import Transfer
 from megatier.workers import Workers
@@ -96,8 +96,8 @@ class CheckpointWriter:
         self.step = step
         self.num_bytes = checkpoint_bytes(session.whole_units)
         self.seconds = 0.0
-        self._crew: Channel | Alone = Alone() if session.ranks is None else session.ranks.beside
-        self._leads = self._crew.rank == 0
+        self._all_ranks: Channel | SingleRank = SingleRank() if session.ranks is None else session.ranks.beside
+        self._leads = self._all_ranks.rank == 0
         self._session = session
         # The process may go to another directory while it is written.
         folder = self._folder = folder.absolute()
@@ -142,14 +142,14 @@ class CheckpointWriter:
 
     def _begin(self) -> None:
         """Make the hidden folder, on the first rank, and allocate buffers and threads."""
-        with self._crew.together():
+        with self._all_ranks.failing_together():
             if self._leads:
                 self._make_folder()
 
-        with self._crew.together():
+        with self._all_ranks.failing_together():
             if not self._partial.is_dir():
                 raise ConfigError(
-                    f"rank {self._crew.rank} does not see {self._partial}, which the first rank has made. Name an "
+                    f"rank {self._all_ranks.rank} does not see {self._partial}, which the first rank has made. Name an "
                     "output.directory on a file system that all hosts share."
                 )
             self._open_writers()
@@ -178,7 +178,7 @@ class CheckpointWriter:
         # A chunk of each parameter that lies in several units may wait for its rest, which comes with the next unit. On
         # several ranks the next unit may begin another such chunk before that, and the ends of the shard's trained and
         # frozen elements wait for those of other ranks.
-        num_open = num_shared if self._crew.size == 1 else 2 * num_shared + 2
+        num_open = num_shared if self._all_ranks.size == 1 else 2 * num_shared + 2
         num_staged = max(NUM_STAGED, num_open + 1)
 
         # The queue remembers its last item, which must not keep the writers and their buffers alive.
@@ -187,7 +187,7 @@ class CheckpointWriter:
         buffers = Buffers(self._session, min(RUN_ELEMENTS, longest))
         self._opened.callback(buffers.close)
 
-        owners = ChunkOwners(whole_units, self._crew.rank, self._crew.size)
+        owners = ChunkOwners(whole_units, self._all_ranks.rank, self._all_ranks.size)
         for name in groups_of(whole_units):
             files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_WRITING_THREADS, num_staged))
             self._writers.append(PlaneWriter(self._session, files, self._partial, name, buffers, owners))
@@ -200,12 +200,12 @@ class CheckpointWriter:
     def _write_unit(self, unit: Unit, generation: Generation) -> None:
         """Copy a unit's masters and moments into chunks, each in a thread of its own."""
         # Each region ends on all ranks, or fails on all. One that failed alone would leave the others in the exchange.
-        with self._crew.together():
+        with self._all_ranks.failing_together():
             self._workers.map(lambda writer: writer.write(unit, generation), self._writers)
 
-        with self._crew.talking():
-            received = [writer.exchange(unit, self._crew) for writer in self._writers]
-        with self._crew.together():
+        with self._all_ranks.ending_run_on_error():
+            received = [writer.exchange(unit, self._all_ranks) for writer in self._writers]
+        with self._all_ranks.failing_together():
             for writer, values in zip(self._writers, received, strict=True):
                 writer.take(unit, values)
 
@@ -213,17 +213,17 @@ class CheckpointWriter:
         """Make the checkpoint whole, or leave nothing of it. The first rank does so when all ranks have written."""
         # The rename lies inside the outer region, so that all ranks fail if it does. The inner region lets all ranks
         # stop before the rename if one of them has failed.
-        with self._crew.together(), self._becoming():
-            with self._crew.together():
+        with self._all_ranks.failing_together(), self._becoming():
+            with self._all_ranks.failing_together():
                 chunks = self._end_writing(last)
 
-            written = self._crew.gather_objects(chunks)
+            written = self._all_ranks.all_gather_object(chunks)
             if self._leads:
                 checksums = _joined(written)
                 _write_metadata(self._partial, self._session.whole_units, self.step, self._state, checksums)
 
         # Only now: until this one is whole, the run may need an older one.
-        with self._crew.together():
+        with self._all_ranks.failing_together():
             if self._leads and self._num_kept is not None:
                 prune(self._folder, self._num_kept, self._best_step)
         self.seconds = time.perf_counter() - self._began

@@ -26,7 +26,7 @@ from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.optim.masters import join_master, plane_dtype, widen
 from megatier.play.generations import Generation
-from megatier.ranks.channel import Alone, Channel
+from megatier.ranks.channel import Channel, SingleRank
 from megatier.session.session import Session
 from megatier.state import MASTERS
 from megatier.store.arena import Arena
@@ -188,12 +188,12 @@ class PlaneWriter:
             self._arrays[name] = ArrayWriter(self.files, self._folder / name, grid)
         return self._arrays[name]
 
-    def exchange(self, unit: Unit, channel: Channel | Alone) -> Tensor:
+    def exchange(self, unit: Unit, channel: Channel | SingleRank) -> Tensor:
         """Send other ranks what they write of a unit, and return what they have for this one. All ranks call it."""
         # Every rank counts both sides by itself, from the layout that all have, so no sizes are sent.
         given = self._owners.sent(unit.name, self._name)
         taken = self._owners.received(unit.name, self._name)
-        received = channel.exchange(self._sent, sizes_of(given), sizes_of(taken))
+        received = channel.all_to_all_floats(self._sent, sizes_of(given), sizes_of(taken))
         self._sent = torch.empty(0, dtype=torch.float32, device="cpu")
         return received
 

@@ -70,8 +70,8 @@ def restore(
             )
 
     # Metadata that does not fit is refused on all ranks while each has its whole state.
-    crew = session.crew
-    with crew.together():
+    all_ranks = session.all_ranks
+    with all_ranks.failing_together():
         arrays = open_arrays(path, arrays_of(session.own_units))
 
         if weights_only:
@@ -79,7 +79,7 @@ def restore(
 
     # If something breaks off in here, also on another rank, the state is torn until it is loaded again. `loading` is
     # outermost, so that it sees the error of another rank, which `together` raises here.
-    with session.player.loading(), crew.together():
+    with session.player.loading(), all_ranks.failing_together():
         _fill(session, arrays, progress, (MASTERS,) if weights_only else ARRAYS)
         take_rest()
 

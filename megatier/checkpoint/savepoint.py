@@ -55,7 +55,7 @@ from megatier.errors import (
     TransferError,
 )
 from megatier.play.generations import Generation
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.session.session import Session
 
@@ -136,9 +136,9 @@ class Savepoint:
         """
         # A part is the raw blocks of one shard, which is of no use to another number of ranks. On other hosts the
         # block files of a rank would lie on drives that it does not see.
-        crew = ranks or Alone()
+        all_ranks = ranks or SingleRank()
         made = f"ranks: {len(self.parts)}, hosts: {self.hosts}"
-        found = f"ranks: {crew.size}, hosts: {_num_hosts(crew)}"
+        found = f"ranks: {all_ranks.size}, hosts: {_num_hosts(all_ranks)}"
         if made != found:
             reason = f"it is of other processes ({made}; now {found}). Start as many as there were."
             raise SavepointError(str(self.path), reason, self.before)
@@ -153,12 +153,12 @@ class Savepoint:
         Raises:
             SavepointError: blocks would lie elsewhere than they lay, or a file is missing.
         """
-        crew = session.crew
-        part = self.parts[crew.rank]
+        all_ranks = session.all_ranks
+        part = self.parts[all_ranks.rank]
 
         # The manifest says only what to compare with. Where bytes are read and written follows from this run's
         # placement.
-        with crew.together():
+        with all_ranks.failing_together():
             if not _fits(part, session):
                 changes = "; ".join(self.state.changes_of_blocks(config)) or "by other settings, or rates of the drives"
                 reason = f"its blocks lay elsewhere ({changes}). Give it what it had."
@@ -173,8 +173,8 @@ class Savepoint:
         Raises:
             SavepointError: something is damaged, or a drive failed.
         """
-        crew = session.crew
-        part = self.parts[crew.rank]
+        all_ranks = session.all_ranks
+        part = self.parts[all_ranks.rank]
         blocks = session.blocks
 
         # Set before anything is read, because the blocks' keys depend on it; kept, so that no update overwrites it.
@@ -182,7 +182,7 @@ class Savepoint:
             blocks.generations.valid[unit] = Generation(nvme=place)
         blocks.generations.keep()
 
-        with session.player.loading(), crew.together(), _refusing(self.path, self.before):
+        with session.player.loading(), all_ranks.failing_together(), _refusing(self.path, self.before):
             read_blocks(session, self.path.resolve() / part.folder, part.manifest)
             verify_spilled(session)
 
@@ -191,7 +191,7 @@ class Savepoint:
             for unit in session.placement.spilled:
                 blocks.share_frozen(unit)
 
-        crew.from_first(lambda: prune(self.path.parent, 1))
+        all_ranks.broadcast(lambda: prune(self.path.parent, 1))
 
 
 def _fits(part: RankPart, session: Session) -> bool:
@@ -229,26 +229,26 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
 
     # Only now: until the new one is whole, the run may have to go on from the generation that the one before keeps.
     session.blocks.generations.keep()
-    session.crew.from_first(lambda: prune(folder, 1))
+    session.all_ranks.broadcast(lambda: prune(folder, 1))
     return num_bytes
 
 
 def _write(session: Session, target: Path, step: int, state: Mapping[str, Any]) -> int:
     """Write a savepoint whole, or leave nothing of it. The first rank gives it its name when all have written."""
-    crew = session.crew
+    all_ranks = session.all_ranks
     partial = target.with_name(f".{target.name}{WRITING}")
     # The regions lie inside each other as in `CheckpointWriter._finish`, and for the same reasons.
-    named = becoming(partial, target, "a savepoint") if crew.rank == 0 else contextlib.nullcontext()
-    with crew.together(), named:
-        crew.from_first(lambda: _make_folder(partial))
-        with crew.together():
+    named = becoming(partial, target, "a savepoint") if all_ranks.rank == 0 else contextlib.nullcontext()
+    with all_ranks.failing_together(), named:
+        all_ranks.broadcast(lambda: _make_folder(partial))
+        with all_ranks.failing_together():
             num_bytes, part = _write_part(session, partial, step)
 
-        written = crew.gather_objects((num_bytes, part))
-        with crew.together():
-            if crew.rank == 0:
+        written = all_ranks.all_gather_object((num_bytes, part))
+        with all_ranks.failing_together():
+            if all_ranks.rank == 0:
                 parts = [part for _, part in written]
-                _write_manifest(partial / MANIFEST_FILE, state, _num_hosts(crew), parts)
+                _write_manifest(partial / MANIFEST_FILE, state, _num_hosts(all_ranks), parts)
 
             # Before the folder gets its name: a savepoint whose block files go with the process would be lost.
             _keep_files(session, True)
@@ -264,13 +264,13 @@ def _make_folder(partial: Path) -> None:
 
 def _write_part(session: Session, partial: Path, step: int) -> tuple[int, dict[str, Any]]:
     """Write what this rank has of a savepoint, and return the bytes, and the part as the manifest has it."""
-    crew = session.crew
-    folder = partial / _folder_of(crew.rank)
+    all_ranks = session.all_ranks
+    folder = partial / _folder_of(all_ranks.rank)
     folder.mkdir(mode=0o700)
     num_bytes, checksums = write_blocks(session, folder)
 
     # The first rank synchronises its host's files when it gives the folder its name.
-    if crew.rank != 0:
+    if all_ranks.rank != 0:
         sync_tree(folder)
     valid = session.blocks.generations.valid
     generations = {unit: valid[unit].nvme for unit in session.placement.spilled}
@@ -284,11 +284,11 @@ def _free_files(session: Session, folder: Path, error: BaseException) -> None:
     They stay as they are if the ranks cannot agree on that. One that fell away may have been the first, after it gave
     the savepoint its name; one that an interrupt ends leaves the others in the midst of it.
     """
-    crew = session.crew
-    if crew.size > 1 and not isinstance(error, Exception):
+    all_ranks = session.all_ranks
+    if all_ranks.size > 1 and not isinstance(error, Exception):
         return
     with contextlib.suppress(OSError, PeerError):
-        if not crew.from_first(lambda: bool(checkpoints(folder))):
+        if not all_ranks.broadcast(lambda: bool(checkpoints(folder))):
             _keep_files(session, False)
 
 
@@ -299,7 +299,7 @@ def drop_savepoint(session: Session, folder: Path) -> None:
         TransferError: it cannot be removed.
     """
     # In this order: files that go with the run while there is a savepoint would leave one that nobody can go on from.
-    session.crew.from_first(lambda: remove_savepoints(folder))
+    session.all_ranks.broadcast(lambda: remove_savepoints(folder))
     session.blocks.generations.release()
     _keep_files(session, False)
 
@@ -326,9 +326,9 @@ def check_savepoint_room(session: Session, folder: Path) -> None:
         CapacityError: there is less room.
     """
     # The one before is removed only when the next one is whole, so a run without any needs room for two.
-    crew = session.crew
+    all_ranks = session.all_ranks
     num_savepoints = 1 if checkpoints(folder) else 2
-    needed = num_savepoints * crew.size * resident_bytes(session)
+    needed = num_savepoints * all_ranks.size * resident_bytes(session)
     free = free_bytes(folder.parent)
     if needed > free:
         remedy = "Free space there, set output.savepoint_every to 0, or name another output.directory."
@@ -352,8 +352,8 @@ def _refusing(path: Path, before: str) -> Iterator[None]:
         raise SavepointError(str(path), str(error), before) from error
 
 
-def _num_hosts(crew: Ranks | Alone) -> int:
-    return crew.size // crew.local_size
+def _num_hosts(all_ranks: Ranks | SingleRank) -> int:
+    return all_ranks.size // all_ranks.local_size
 
 
 def _folder_of(rank: int) -> str:

@@ -48,18 +48,18 @@ def run(argv: Sequence[str]) -> int:
 
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.measure import rank_probe
-    from megatier.ranks.channel import Alone
+    from megatier.ranks.channel import SingleRank
     from megatier.ranks.rendezvous import joined
     from megatier.setup.machine import choose_device
 
     device = choose_device(options.device, "--device").type
     with joined(device) as ranks:
         # A process alone is its own first rank, so that what follows has one way for both.
-        crew = ranks or Alone()
-        console = Console(quiet=options.json or crew.rank > 0)
+        all_ranks = ranks or SingleRank()
+        console = Console(quiet=options.json or all_ranks.rank > 0)
 
         # The first rank measures the host, and keeps all figures. The others wait meanwhile.
-        host = crew.from_first(lambda: _measured(options, mounts, sustained, threads, device, console))
+        host = all_ranks.broadcast(lambda: _measured(options, mounts, sustained, threads, device, console))
         between = None
         if ranks is not None:
             with console.status("measuring links between ranks"):
@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
             _print_ranks(console, between)
         # If the first rank cannot write its files, all ranks end with its error, and torchrun sees no rank that went
         # well.
-        return crew.from_first(lambda: _end(options, device, console, *host, between))
+        return all_ranks.broadcast(lambda: _end(options, device, console, *host, between))
 
 
 def _measured(

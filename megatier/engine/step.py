@@ -39,7 +39,7 @@ from megatier.errors import GpuMemoryError, NonFiniteError, UnsupportedModelErro
 from megatier.guards.no_gradient import FirstNorms
 from megatier.models.decoder import check_rows_are_apart
 from megatier.optim.optimizer import RunOptimizer
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.readback import on_host
 from megatier.tier import Leg
@@ -69,14 +69,16 @@ class StepResult:
 class Engine:
     """Runs the steps of a model whose weights come unit by unit, with its optimizer."""
 
-    def __init__(self, model: UnitModel, player: UnitPlayer, optimizer: RunOptimizer, crew: Ranks | Alone) -> None:
+    def __init__(
+        self, model: UnitModel, player: UnitPlayer, optimizer: RunOptimizer, all_ranks: Ranks | SingleRank
+    ) -> None:
         """Begin before the first step.
 
         Args:
             model: the model, whose nodes are installed.
             player: plays the timeline; brings weights and takes gradients.
             optimizer: measures gradients, clips, and holds the scalars of the step.
-            crew: the ranks that compute the groups of a step, or the process that computes all of them.
+            all_ranks: the ranks that compute the groups of a step, or the process that computes all of them.
         """
         self.options = model.options
         """Numeric choices and policies."""
@@ -86,8 +88,8 @@ class Engine:
         """Collects the gradients of the open step, and knows how far its backwards are."""
         self._player = player
         self._optimizer = optimizer
-        self._crew = crew
-        self._trials = Trials(model, player, crew)
+        self._all_ranks = all_ranks
+        self._trials = Trials(model, player, all_ranks)
         self._step = 0
         """The step that was begun last."""
         self._clocked = 0.0
@@ -143,7 +145,7 @@ class Engine:
         divisor = max(1, total) if len(groups) > 1 or not total else None
 
         # Batches go up before the loads, which are long: copies run in the order in which they were enqueued.
-        own = self._crew.groups_of(len(groups))
+        own = self._all_ranks.own_groups(len(groups))
         batches = [self.model.on_device(groups[index]) for index in own]
         self.begin_step(step, rate, [number for number, batch in enumerate(batches) if is_text(batch)])
         losses = []
@@ -156,7 +158,7 @@ class Engine:
         own_losses = [on_host(loss).item() for loss in losses]
         own_seconds = self._player.own_seconds()
         with self._player.waiting("ranks"):
-            of_ranks = self._crew.gather_objects((own_losses, own_seconds))
+            of_ranks = self._all_ranks.all_gather_object((own_losses, own_seconds))
 
         # Sums are exact and rounded once, so the order of the losses does not matter.
         step_loss = math.fsum(loss for rank_losses, _ in of_ranks for loss in rank_losses)
@@ -177,7 +179,7 @@ class Engine:
         """
         assert self._optimizer.hyper.deferred, "updates that do not wait cannot be dropped"
         self.model.skeleton.train()
-        own = self._crew.groups_of(len(groups))
+        own = self._all_ranks.own_groups(len(groups))
         batches = [self.model.on_device(groups[index]) for index in own]
         self.begin_step(1, 0.0)
         for number, batch in enumerate(batches):
@@ -253,7 +255,7 @@ class Engine:
         Raises:
             NonFiniteError: one of them is not, once more in a row than may be left out.
         """
-        if self._crew.rank == 0:
+        if self._all_ranks.rank == 0:
             self._first_norms.add(norm)
         coefficient = 0.0
         skipped = None
@@ -313,12 +315,12 @@ class Engine:
         # Updates of the last step are still due: in training they would run ahead of the next forward.
         self._player.drain()
         counted = ((batch, count) for batch in batches if (count := num_counted(batch)))
-        rank = self._crew.rank
+        rank = self._all_ranks.rank
         losses = []
         num_tokens = 0
 
         with self.model.in_eval_mode():
-            while turn := list(itertools.islice(counted, self._crew.size)):
+            while turn := list(itertools.islice(counted, self._all_ranks.size)):
                 # A gather takes all ranks. One that has no batch in the last round runs that of another, uncounted.
                 is_own = rank < len(turn)
                 batch, count = turn[rank if is_own else 0]
@@ -329,7 +331,7 @@ class Engine:
                     losses.append(loss * count)
                 num_tokens += sum(count for _, count in turn)
 
-        total = math.fsum(loss for rank_losses in self._crew.gather_objects(losses) for loss in rank_losses)
+        total = math.fsum(loss for rank_losses in self._all_ranks.all_gather_object(losses) for loss in rank_losses)
 
         # A loss of 0.0 would count as the lowest of all.
         return total / num_tokens if num_tokens else None
@@ -365,7 +367,7 @@ class Engine:
         """Seed the random numbers of a group. Those of the same group are the same, whichever rank computes it."""
         if self.options.seed is None:
             return
-        number = self._crew.groups_of(self.options.groups)[group]
+        number = self._all_ranks.own_groups(self.options.groups)[group]
         seed_generators(group_seed(self.options.seed, self._step, number), self.options.device)
 
     def _skip(self, step: int, loss: float, norm: float, batch: Batch | None) -> str:

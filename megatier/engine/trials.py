@@ -17,24 +17,24 @@ from megatier.engine.unit_model import Batch, UnitModel
 from megatier.guards.documents import check_documents
 from megatier.guards.token_rows import few_tokens
 from megatier.models.decoder import check_rows_are_apart
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 
 
 class Trials:
     """Trial forwards of one model. All ranks make them."""
 
-    def __init__(self, model: UnitModel, player: UnitPlayer, crew: Ranks | Alone) -> None:
+    def __init__(self, model: UnitModel, player: UnitPlayer, all_ranks: Ranks | SingleRank) -> None:
         """Begin before anything is known.
 
         Args:
             model: the model.
             player: plays the passes of the forwards.
-            crew: the ranks that compute the groups of a step, or the process that computes all of them.
+            all_ranks: the ranks that compute the groups of a step, or the process that computes all of them.
         """
         self._model = model
         self._player = player
-        self._crew = crew
+        self._all_ranks = all_ranks
         self._options = model.options
         self._knows_documents = False
         """Whether it is known that the model keeps the documents of a row apart."""
@@ -98,7 +98,7 @@ class Trials:
 
         # The check draws tokens. The step that follows has the random numbers of a run without it.
         own_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with self._crew.talking(), self._model.in_eval_mode(), own_rng:
+        with self._all_ranks.ending_run_on_error(), self._model.in_eval_mode(), own_rng:
             check_documents(run, batch["input_ids"][0], vocab_size, skeleton)
         self._knows_documents = True
 
@@ -111,7 +111,7 @@ class Trials:
         """
         if self._model.knows_tiles:
             return
-        trying = self._model.trying_tiles(self._crew)
+        trying = self._model.trying_tiles(self._all_ranks)
         pass_of_trial = evaluating(self._model, self._player, name)
-        with self._crew.talking(), self._model.in_eval_mode(), trying, pass_of_trial:
+        with self._all_ranks.ending_run_on_error(), self._model.in_eval_mode(), trying, pass_of_trial:
             run()

@@ -39,7 +39,7 @@ from megatier.models.products import set_products
 from megatier.optim.masters import weight_dtype
 from megatier.optim.optimizer import RunOptimizer
 from megatier.patch import patched
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 
 Batch = Mapping[str, Tensor]
@@ -56,7 +56,7 @@ class UnitModel:
         player: UnitPlayer,
         optimizer: RunOptimizer,
         options: EngineOptions,
-        crew: Ranks | Alone,
+        all_ranks: Ranks | SingleRank,
     ) -> None:
         """Install nodes on every module that uses a unit. Buffers move to the device, in the dtype they compute in.
 
@@ -68,7 +68,7 @@ class UnitModel:
             player: brings weights and takes gradients.
             optimizer: measures gradients.
             options: numeric choices and policies.
-            crew: the ranks that compute the groups of a step, or the process that computes all of them.
+            all_ranks: the ranks that compute the groups of a step, or the process that computes all of them.
         """
         self.skeleton = skeleton
         """The Hugging Face model."""
@@ -82,8 +82,8 @@ class UnitModel:
                 {unit.name: unit.layout.trained for unit in units if unit.layout.num_trained},
                 player.grad_sink,
                 optimizer,
-                groups=options.groups // crew.size,
-                is_shared=crew.size > 1,
+                groups=options.groups // all_ranks.size,
+                is_shared=all_ranks.size > 1,
             ),
             dtypes={unit.name: weight_dtype(unit.layout.schema) for unit in units},
             device=options.device,
@@ -314,13 +314,13 @@ class UnitModel:
         self._check_tiles()
 
     @contextmanager
-    def trying_tiles(self, crew: Ranks | Alone) -> Iterator[None]:
+    def trying_tiles(self, all_ranks: Ranks | SingleRank) -> Iterator[None]:
         """Surround one forward without gradients, in which each module finds out whether it can run in tiles of tokens.
 
         Those that cannot run whole from then on, and a warning names them.
 
         Args:
-            crew: all ranks, each of which comes here with a batch of its own.
+            all_ranks: all ranks, each of which comes here with a batch of its own.
         """
         undecided = [tiled for _, _, tiled in self._may_be_tiled() if tiled.decision is None]
         for tiled in undecided:
@@ -329,7 +329,7 @@ class UnitModel:
 
         # Ranks have tried with other tokens, and have to compute alike. The first one has those with which a single
         # process would have tried.
-        decided = crew.from_first(lambda: [tiled.decision for tiled in undecided])
+        decided = all_ranks.broadcast(lambda: [tiled.decision for tiled in undecided])
         for tiled, decision in zip(undecided, decided, strict=True):
             if decision is not None:
                 tiled.decide(decision)

@@ -18,7 +18,7 @@ from megatier.schedule.placement import Placement
 from megatier.schedule.policy import Policy
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import block_bytes
-from megatier.schedule.timeline import Access, Timeline, build, scatters_of
+from megatier.schedule.timeline import Access, Timeline, build, reduce_scatters_of
 from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Kind, Tier
 
@@ -222,7 +222,7 @@ def _simulation(
     if policy.deferred:
         due = placement.grad_homes.keys() - set(placement.speculative)
 
-    scatters = scatters_of(accesses, units, policy)
+    scatters = reduce_scatters_of(accesses, units, policy)
     first = build(accesses, placement, scatters=scatters)
     later = build(
         accesses,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatier.forecast.simulate import Lane
 from megatier.schedule.rates import UPDATE_BYTES, UPDATE_READ_BYTES, UPDATE_WRITTEN_BYTES, Rates
-from megatier.tier import Way
+from megatier.tier import Transport
 
 MOVE_TRAFFIC = 2
 """Bytes of memory traffic for each byte that a drive reads or writes: the drive moves it, and its checksum reads it."""
@@ -147,7 +147,7 @@ def _rank_lanes(rates: Rates, num_ranks: int) -> dict[str, Lane]:
         "gather": Lane(rates.gather_bytes_per_s, processors),
         "scatter": Lane(rates.scatter_bytes_per_s, processors),
     }
-    if rates.ranks_way is not Way.RAM:
+    if rates.ranks_way is not Transport.RAM:
         return lanes
 
     # Bytes of the rank itself go to RAM for each byte that comes from there: its shard, which all others read, or a

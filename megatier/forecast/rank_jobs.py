@@ -14,7 +14,7 @@ from megatier.forecast.jobs import ComputeSeconds, StepJobs
 from megatier.schedule.placement import Placement
 from megatier.schedule.policy import Policy
 from megatier.schedule.slots import SLOTS_MIN
-from megatier.schedule.timeline import Item, Load, Scatter
+from megatier.schedule.timeline import Item, Load, ReduceScatter
 from megatier.schedule.unit_spec import UnitSpec
 
 
@@ -46,7 +46,7 @@ class RankJobs(StepJobs):
 
     def _add_item(self, item: Item) -> None:
         """Add the jobs of an item."""
-        if isinstance(item, Scatter):
+        if isinstance(item, ReduceScatter):
             self._scatter(item)
         else:
             super()._add_item(item)
@@ -86,7 +86,7 @@ class RankJobs(StepJobs):
         """Leave the gradient to the queue `ranks`."""
         self._made[spec.name, group] = made
 
-    def _scatter(self, scatter: Scatter) -> None:
+    def _scatter(self, scatter: ReduceScatter) -> None:
         """Send a group's gradient to the owners of its shards, and add what came to the sum of this rank's shard."""
         unit = scatter.unit
         spec = self._units[unit]
@@ -96,7 +96,7 @@ class RankJobs(StepJobs):
             shipped = self._grads[unit]
             fetched = self._chain(gradient.fetched, unit, shipped, self._last)
 
-        (move,) = self._moves.scatter(scatter)
+        (move,) = self._moves.reduce_scatter(scatter)
         made = self._made.pop((unit, scatter.group))
         scattered = self._add("scatter", unit, move.num_bytes, self._last, made)
         self._scatters.append(scattered)

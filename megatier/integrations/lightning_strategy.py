@@ -233,7 +233,7 @@ class MegatierStrategy(SingleDeviceStrategy):
             super().model_to_device()
 
     def teardown(self) -> None:
-        """Tear down as Lightning does; the streamed model stays where it is."""
+        """Consistency down as Lightning does; the streamed model stays where it is."""
         with self._without_model():
             super().teardown()
 

@@ -71,8 +71,8 @@ class StreamedGeneration(StreamedSteps):
         loan = self._session.store.loan
         try:
             self._is_lending = True
-            loan.lend(self._crew.together())
-            self._crew.lend_memory()
+            loan.lend(self._all_ranks.failing_together())
+            self._all_ranks.lend_memory()
             yield
         finally:
             self._is_lending = False

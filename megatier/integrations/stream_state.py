@@ -87,7 +87,7 @@ class StreamedState(ABC):
         self._session = session
         self._held = hold_in_generation(session, config.tiers.gpu_limit)
         self._kept = {"optimizer": config.train.optimizer, "moments": config.train.moments}
-        self._crew = session.crew
+        self._all_ranks = session.all_ranks
         self._is_from_folder = is_from_folder
         self._begins_adapters = has_new_adapters
         self.model = session.model
@@ -180,8 +180,7 @@ class StreamedState(ABC):
     def all_of(self, value: T) -> list[T]:
         """Return the objects of all ranks in their order, such as losses to add up. Any object will do."""
         self._meet("all_of()")
-        # In a tuple, since ranks whose object is None would be left out.
-        return [each for (each,) in self._crew.gather_objects((value,))]
+        return self._all_ranks.all_gather_object(value)
 
     def read(self, name: str) -> Tensor:
         """Return the fp32 master of a parameter after all steps so far, as a copy on the CPU. All ranks get it.
@@ -214,10 +213,10 @@ class StreamedState(ABC):
         places = places_of(self._session.whole_units)
 
         # Checked before the first copy: a process that runs out of RAM half way is killed, and says nothing.
-        with self._crew.together():
+        with self._all_ranks.failing_together():
             num_elements = sum(tensor.num_elements for parts in places.values() for _, tensor in parts)
             # In fp32, for each rank of this host.
-            needed = 4 * num_elements * self._crew.local_size
+            needed = 4 * num_elements * self._all_ranks.local_size
             free = ram_available_bytes()
             if needed > free:
                 raise CapacityError(
@@ -273,7 +272,7 @@ class StreamedState(ABC):
         self._settle("An export", "export()")
         session = self._session
         written = session.engine.options.dtype if dtype is None else COMPUTE_DTYPES[dtype]
-        with self._crew.together(), session.reading_masters() as read:
+        with self._all_ranks.failing_together(), session.reading_masters() as read:
             # The first rank alone has what reads: the others send it their shards inside.
             if read is not None:
                 export(
@@ -302,7 +301,7 @@ class StreamedState(ABC):
         path = Path(folder)
 
         # By the first rank, before any of them writes there.
-        self._crew.from_first(lambda: _make_ready(path))
+        self._all_ranks.broadcast(lambda: _make_ready(path))
         tiles = self._session.engine.model.tiles
         state = {
             # By this key `restore` tells such a checkpoint from one of `megatier train`.
@@ -327,7 +326,7 @@ class StreamedState(ABC):
         Raises:
             CheckpointError: see `restore`.
         """
-        return self._crew.from_first(lambda: SavedStream.find(Path(folder)).groups)
+        return self._all_ranks.broadcast(lambda: SavedStream.find(Path(folder)).groups)
 
     def restore(self, folder: StrPath) -> None:
         """Take the state of the last checkpoint of a folder, bit by bit. The tiers may be others than those it is from.
@@ -384,7 +383,7 @@ class StreamedState(ABC):
                 warnings.warn(remark, stacklevel=5)  # the line that called `restore` or `restore_weights`
             return saved
 
-        return self._crew.from_first(find)
+        return self._all_ranks.broadcast(find)
 
     @property
     def _compiled(self) -> str:
@@ -419,12 +418,13 @@ class StreamedState(ABC):
             StreamedModelError: another rank has come to another call.
         """
         # A rank that makes another call meets the others here as well, so that all of them name it, and none hangs.
-        told = self._crew.gather_objects((call, dropped))
+        told = self._all_ranks.all_gather_object((call, dropped))
         for rank, (other, _) in enumerate(told):
             if other != call:
                 raise StreamedModelError(
-                    f"rank {self._crew.rank} has come to {call}, and rank {rank} to {other}. All ranks of a streamed "
-                    "model make the same calls in the same order: read, save and export outside of `if rank == 0`."
+                    f"rank {self._all_ranks.rank} has come to {call}, and rank {rank} to {other}. All ranks of a "
+                    "streamed model make the same calls in the same order: read, save and export outside of "
+                    "`if rank == 0`."
                 )
         return [(rank, cause) for rank, (_, cause) in enumerate(told) if cause]
 

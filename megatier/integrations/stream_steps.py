@@ -42,8 +42,8 @@ class StreamedSteps(StreamedState):
         train = session.setup.config.train
         super().__init__(session, is_from_folder=is_from_folder, has_new_adapters=has_new_adapters)
         self._engine = session.engine
-        self.rank = self._crew.rank
-        self.num_ranks = self._crew.size
+        self.rank = self._all_ranks.rank
+        self.num_ranks = self._all_ranks.size
         self.accumulation_steps = train.groups // self.num_ranks
         self.clip = train.clip
 
@@ -113,7 +113,7 @@ class StreamedSteps(StreamedState):
         # The step is over for this object before the engine ends it: its number counts also if the engine raises
         # because too many steps were left out, and a second `optimizer.step` must not end the same step again. An
         # interrupt in here would leave a step that counts and of which no weight knows.
-        with self._session.store.tear.call:
+        with self._session.store.consistency.call:
             self.steps = step
             losses = self._step.losses
             self._step = OpenStep()

@@ -37,7 +37,7 @@ from megatier.guards.unbound_weights import mark_streamed
 from megatier.integrations.stream_generation import StreamedGeneration
 from megatier.integrations.stream_optimizer import StreamedOptimizer
 from megatier.integrations.stream_steps import FORWARD
-from megatier.ranks.peers import cause_of
+from megatier.ranks.peer_monitor import cause_of
 from megatier.session.session import Session
 
 

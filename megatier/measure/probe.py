@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatier import hardware
 from megatier.measure.data_sheets import PCIE_4, DataSheet, data_sheet_of
 from megatier.schedule.rates import OF_RANKS, UPDATE_BYTES, DriveRates, Rates
-from megatier.tier import Way
+from megatier.tier import Transport
 
 if TYPE_CHECKING:
     from megatier.measure.drive_probe import DriveFigures
@@ -180,7 +180,7 @@ def cached_rates(directories: Sequence[Path], device: str, path: Path | None = N
         named = [dataclasses.replace(drive, directory=str(d)) for drive, d in zip(drives, directories, strict=True)]
         links = entry["links"]
         way = links.get("ranks_way")
-        return Rates(drives=_shared(named, facts), **links | {"ranks_way": None if way is None else Way(way)})
+        return Rates(drives=_shared(named, facts), **links | {"ranks_way": None if way is None else Transport(way)})
 
     return None
 

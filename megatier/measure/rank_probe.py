@@ -25,7 +25,7 @@ from megatier.schedule.rates import Rates
 from megatier.store.queue import Queue
 from megatier.store.stream_clock import StreamClock
 from megatier.store.transfer import Transfer
-from megatier.tier import PAGE_BYTES, Way
+from megatier.tier import PAGE_BYTES, Transport
 
 LAYER_BYTES = {"cuda": 436_000_000, "cpu": 32_000_000}
 """Bytes that a gather or scatter is about. On a GPU they are those of a layer of an 8B model in bf16."""
@@ -53,7 +53,7 @@ class RankFigures:
     """Products that a rank does during collectives, as a share of those that it does alone."""
     collective_share: float
     """Collectives during products, as a share of those that go on alone."""
-    way: Way
+    way: Transport
     """What moved the bytes."""
     why: str = ""
     """Why nothing better did."""
@@ -98,15 +98,15 @@ def probe_ranks(ranks: Ranks, device: str, *, seconds: float) -> RankFigures:
         seconds: the time of each measurement.
     """
     figures = _probe_way(ranks, device, seconds)
-    if figures.way is not Way.RAM or device == "cpu":
+    if figures.way is not Transport.RAM or device == "cpu":
         return figures
 
     # Kernels take multiprocessors from the products beside them, so that the faster way may lose a step more.
-    by_kernels = _probe_way(ranks, device, seconds, Way.KERNELS)
+    by_kernels = _probe_way(ranks, device, seconds, Transport.KERNELS)
     return min(figures, by_kernels, key=lambda way: way.lost_seconds)
 
 
-def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = None) -> RankFigures:
+def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Transport | None = None) -> RankFigures:
     """Measure one way of bytes between ranks: the best that there is, or one that is preferred to shared RAM."""
     # In whole pages, as shards lie in slots.
     own_bytes = max(1, LAYER_BYTES[device] // ranks.size // PAGE_BYTES) * PAGE_BYTES
@@ -121,8 +121,8 @@ def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = 
         ranks.share_ram(buffer)
     own, whole = memory[:own_bytes], memory[own_bytes:]
     received = torch.empty_like(whole)
-    gather = partial(ranks.gather, whole, own)
-    scatter = partial(ranks.scatter, received, whole)
+    gather = partial(ranks.all_gather, whole, own)
+    scatter = partial(ranks.all_to_all, received, whole)
 
     clock = StreamClock() if device == "cuda" else None
     with closing(Queue("ranks", clock)) as queue:
@@ -133,7 +133,7 @@ def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = 
 
         # All ranks begin together, since a collective waits for the last of them.
         count = max(1, round(seconds / (gather_s + scatter_s)))
-        ranks.gather_objects(None)
+        ranks.all_gather_object(None)
         moves = _submit(queue, [gather, scatter] * count)
         # Until the last collective has ended, so that all products have one beside them.
         beside_per_s = repeats_per_s(product, device, moves[-1].done)
@@ -143,7 +143,7 @@ def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = 
     shares = [beside_per_s / alone_per_s, count * (gather_s + scatter_s) / beside_s]
 
     # A step waits for its slowest rank, so the least of all ranks counts.
-    compute, collective = (min(of_ranks) for of_ranks in zip(*ranks.gather_objects(shares), strict=True))
+    compute, collective = (min(of_ranks) for of_ranks in zip(*ranks.all_gather_object(shares), strict=True))
     return RankFigures(
         ranks=ranks.size,
         hosts=ranks.size // ranks.local_size,
@@ -152,8 +152,8 @@ def _probe_way(ranks: Ranks, device: str, seconds: float, prefers: Way | None = 
         scatter_seconds=scatter_s,
         compute_share=compute,
         collective_share=collective,
-        way=ranks.way,
-        why=ranks.why,
+        way=ranks.transport,
+        why=ranks.transport_reason,
     )
 
 
@@ -162,7 +162,7 @@ def _seconds_each(ranks: Ranks, queue: Queue, work: Callable[[], None], seconds:
 
     def longest_s(count: int) -> float:
         moves = _submit(queue, [work] * count)
-        return max(ranks.gather_objects(_span_s(moves)))
+        return max(ranks.all_gather_object(_span_s(moves)))
 
     warm_ups = _submit(queue, [work] * WARM_UPS)
     _span_s(warm_ups)

@@ -85,7 +85,7 @@ class GradientSums:
             of_cpu.append(on_host(torch.cat(of_gpu)))
         sums = torch.cat(of_cpu)
         if self._ranks is not None:
-            sums = self._ranks.concatenated(sums)
+            sums = self._ranks.all_gather_tensor(sums)
 
         # The order is that of units and ranks, which an exact sum does not depend on.
         count = sums.numel()
@@ -105,7 +105,7 @@ class GradientSums:
             if name is not None:
                 own.append((index, name))
                 break
-        by_rank = [own] if self._ranks is None else self._ranks.gather_objects(own)
+        by_rank = [own] if self._ranks is None else self._ranks.all_gather_object(own)
 
         # Shards of one unit follow each other in the order of the ranks, so of equal units the lower rank's counts.
         firsts = [(index, rank, name) for rank, found in enumerate(by_rank) for index, name in found]

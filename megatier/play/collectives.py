@@ -31,7 +31,7 @@ from megatier.play.optimizer_protocol import Optimizer
 from megatier.play.passes import Pass
 from megatier.play.unit_blocks import UnitBlocks, gathered_key, group_grad_key, received_key
 from megatier.ranks.ranks import Ranks
-from megatier.schedule.timeline import Load, Scatter
+from megatier.schedule.timeline import Load, ReduceScatter
 from megatier.store.lease import Lease
 from megatier.store.queue import Queue
 from megatier.store.transfer import Transfer, compute_point
@@ -45,7 +45,7 @@ FP32_BYTES = 4
 class Handover:
     """A group's gradient of a unit, on its way from compute to the queue `ranks`."""
 
-    def __init__(self, planned: Scatter) -> None:
+    def __init__(self, planned: ReduceScatter) -> None:
         """Begin before compute has made it."""
         self.planned = planned
         """The scatter that takes it."""
@@ -143,7 +143,7 @@ class Collectives:
         if played.trains:
             self._units_with_grads.clear()
 
-    def submit(self, planned: Load | Scatter, own: Sequence[Transfer] = ()) -> Transfer:
+    def submit(self, planned: Load | ReduceScatter, own: Sequence[Transfer] = ()) -> Transfer:
         """Append a planned collective to the queue.
 
         Args:
@@ -173,7 +173,7 @@ class Collectives:
     def drop_left_out(self) -> None:
         """Forget the gradients of units that every rank has left out of the step: they are not updated."""
         with self._recorder.waiting("ranks"):
-            units_by_rank = self._ranks.gather_objects(self._units_with_grads)
+            units_by_rank = self._ranks.all_gather_object(self._units_with_grads)
         units_of_any = set[str]().union(*units_by_rank)
         self._gradients.final &= units_of_any
 
@@ -188,7 +188,7 @@ class Collectives:
         missing = played.left_out - handed_over
         num_over = len(played.accesses)
         for item in played.timeline.items:
-            if not isinstance(item, Scatter) or item.after_access >= num_over:
+            if not isinstance(item, ReduceScatter) or item.after_access >= num_over:
                 continue
             if (item.unit, item.group) in missing:
                 self._take_buffer(item.unit, item.width).zero_()
@@ -212,7 +212,7 @@ class Collectives:
     def release_all(self) -> None:
         """Give back the buffers of a backward that was left half-way, and drop what was not scattered."""
         while self._buffers:
-            with self._store.tear.change:
+            with self._store.consistency.change:
                 # An interrupt between these two would leave a lease that nobody ends, so it tears the state.
                 _, (lease, _) = self._buffers.popitem()
                 lease.release()
@@ -270,7 +270,7 @@ class Collectives:
                 last_scatter.wait_on_stream()
 
             # An interrupt between the lease and its entry would leave a lease that nobody gives back.
-            with self._store.tear.call:
+            with self._store.consistency.call:
                 lease = self._store.lease(group_grad_key(unit), Tier.GPU, fresh=True, wait=True)
                 self._buffers[unit] = lease, width
         num_bytes = self._grad_bytes(unit, width)
@@ -278,13 +278,13 @@ class Collectives:
 
     def _hand_over(self, unit: str, group: int) -> None:
         """Give the queue a gradient that is made."""
-        with self._store.tear.change:
+        with self._store.consistency.change:
             lease, width = self._buffers.pop(unit)
             lease.release()
         made = compute_point(self._store.clock, unit)
 
         last_access = len(self._pass.accesses) - 1
-        scatter = Scatter(unit=unit, group=group, after_access=last_access, width=width)
+        scatter = ReduceScatter(unit=unit, group=group, after_access=last_access, width=width)
         self._pass.scatters.append(scatter)
         if self._pass.timeline is None:
             self._check_order(f"scatter {unit} {group} {width}")
@@ -316,7 +316,7 @@ class Collectives:
             TimelineError: another rank does something else.
         """
         with self._recorder.waiting("ranks"):
-            by_rank = self._ranks.gather_objects(what)
+            by_rank = self._ranks.all_gather_object(what)
         for rank, other in enumerate(by_rank):
             if other != what:
                 raise TimelineError(
@@ -382,7 +382,7 @@ class Collectives:
             for start, stop in self._blocks.gathered_spans(unit):
                 gathered = whole.bytes[num_ranks * start : num_ranks * stop]
                 shard = own.bytes[start:stop]
-                self._ranks.gather(gathered, shard)
+                self._ranks.all_gather(gathered, shard)
 
     def _scatter(self, handover: Handover) -> None:
         """Send a group's gradient to the owners of its shards, and add what comes of this rank's shard to its sum."""
@@ -399,7 +399,7 @@ class Collectives:
                 with self._store.lease(received_key(unit), Tier.GPU, fresh=True, wait=True) as received:
                     shards = received.bytes[:num_bytes]
                     with self._store.lease(group_grad_key(unit), Tier.GPU) as made:
-                        self._ranks.scatter(shards, made.bytes[:num_bytes])
+                        self._ranks.all_to_all(shards, made.bytes[:num_bytes])
 
                     # At once, so that compute can make the next gradient while the shards are added up.
                     self._store.evict(group_grad_key(unit), Tier.GPU)
@@ -412,7 +412,7 @@ class Collectives:
                 self._store.evict(group_grad_key(unit), Tier.GPU)
             raise
 
-    def _add(self, scatter: Scatter, received: torch.Tensor, spare: torch.Tensor) -> None:
+    def _add(self, scatter: ReduceScatter, received: torch.Tensor, spare: torch.Tensor) -> None:
         """Add what came from all ranks to the sum of this rank's shard."""
         unit = scatter.unit
         gradients = self._gradients

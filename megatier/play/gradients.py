@@ -66,7 +66,7 @@ class UnitGradients:
                 fetch.wait_for_end()
 
             # An interrupt between the lease and its entry would leave a lease that nobody gives back.
-            with store.tear.call:
+            with store.consistency.call:
                 lease = store.lease(grad_key(unit), Tier.GPU, fresh=fresh, wait=True)
                 self._buffers[unit] = lease
         return lease.bytes
@@ -88,7 +88,7 @@ class UnitGradients:
             self.final.add(unit)
 
         # The lease ends before the gradient is sent: sending evicts the GPU slot, and a lease forbids that.
-        with self._blocks.store.tear.change:
+        with self._blocks.store.consistency.change:
             self._buffers.pop(unit).release()
 
         # This gradient takes the place of the last group's, which has to be added up before.
@@ -126,7 +126,7 @@ class UnitGradients:
     def release_all(self) -> None:
         """Give back the buffers of a backward that was left half-way."""
         while self._buffers:
-            with self._blocks.store.tear.change:
+            with self._blocks.store.consistency.change:
                 _, lease = self._buffers.popitem()
                 lease.release()
 

@@ -16,7 +16,7 @@ from itertools import product
 from megatier.errors import TimelineError
 from megatier.schedule.order import passed_over
 from megatier.schedule.placement import Placement
-from megatier.schedule.timeline import Access, Load, Scatter, Timeline, Update, build, rest
+from megatier.schedule.timeline import Access, Load, ReduceScatter, Timeline, Update, build, rest
 from megatier.store.transfer import Transfer
 from megatier.tier import Leg
 
@@ -57,7 +57,7 @@ class Pass:
         """The pass has begun, and neither ended nor been cancelled."""
         self.accesses: list[Access] = []
         """The uses of units so far, in order."""
-        self.scatters: list[Scatter] = []
+        self.scatters: list[ReduceScatter] = []
         """The gradients that compute has handed over so far, in order, if ranks scatter them."""
         self.loads: dict[int, Transfer] = {}
         """The loads that were submitted, by the index of the access that needs them."""
@@ -153,7 +153,7 @@ class _Course:
 
     accesses: tuple[Access, ...]
     """Its order."""
-    scatters: tuple[Scatter, ...]
+    scatters: tuple[ReduceScatter, ...]
     """The gradients that it hands over, in order, if ranks scatter them."""
     timelines: dict[tuple[Set[str], Set[str], Set[tuple[str, int]]], Timeline] = field(default_factory=dict)
     """Its timelines so far, the last one last, by the units that they update, those whose state is ahead, and those

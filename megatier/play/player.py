@@ -53,7 +53,7 @@ from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Moves
 from megatier.schedule.placement import Placement
 from megatier.schedule.policy import Policy
-from megatier.schedule.timeline import Access, Exchange, Item, Load, Scatter, Timeline, Update, drain_items
+from megatier.schedule.timeline import Access, Exchange, Item, Load, ReduceScatter, Timeline, Update, drain_items
 from megatier.schedule.unit_spec import UnitSpec
 from megatier.store.queue import Queue
 from megatier.store.store import TieredStore
@@ -224,7 +224,7 @@ class Player:
         self._pass.is_open = True
 
         # An interrupt in here leaves some of the updates submitted and others not, and nothing says which.
-        with self._store.tear.change:
+        with self._store.consistency.change:
             if self._pass.trains:
                 self._own_gradients.begin()
                 self.updates.begin()
@@ -249,7 +249,7 @@ class Player:
                         update = Update(unit=item.unit)
                         self.updates.submit(update, gradients, load)
                     self.weights.gather(item, load)
-                case Scatter():
+                case ReduceScatter():
                     assert self._collectives is not None, "one rank alone scatters nothing"
                     self._collectives.submit(item)
                 case Exchange():
@@ -275,7 +275,7 @@ class Player:
                 loaded = self._moves.load(access.unit)
                 self._demand.add(loaded)
             for scatter in self._pass.scatters:
-                scattered = self._moves.scatter(scatter)
+                scattered = self._moves.reduce_scatter(scatter)
                 self._demand.add(scattered)
 
         # The queue `ranks` makes gradients final, so it has to be through with this pass.
@@ -296,7 +296,7 @@ class Player:
             self._collectives.abandon()
 
         # The waits below might never end then; `reset` does without them.
-        if self._store.tear.is_torn:
+        if self._store.consistency.is_torn:
             return
 
         # Leases of a forward or backward that failed go back before anything is waited for: a queue may need their
@@ -315,7 +315,7 @@ class Player:
 
         # In the immediate mode some units may be a step ahead of the others by now, and nothing takes that back.
         if self._pass.trains and self.updates.is_partial:
-            self._store.tear.is_torn = True
+            self._store.consistency.is_torn = True
 
         # Only now does no queue use the gradients: no update and no sum of this step will take them any more.
         self.grad_sink.drop()
@@ -330,7 +330,7 @@ class Player:
     @property
     def can_sit_out(self) -> bool:
         """Whether `sit_out` is possible: not while the order is recorded, nor once the pass has ended."""
-        return self._pass.is_open and self._pass.timeline is not None and not self._store.tear.is_torn
+        return self._pass.is_open and self._pass.timeline is not None and not self._store.consistency.is_torn
 
     def sit_out(self, group: int) -> None:
         """Leave out what is left of a training pass, up to the end of a group, as one of several ranks.
@@ -347,21 +347,21 @@ class Player:
     def _leave_open_pass(self) -> None:
         """Cancel a pass that an interrupt left before anybody could. Refuse to touch one of a parent's process."""
         self._store.check_process()
-        self._store.tear.check()
+        self._store.consistency.check()
         if self._pass.is_open:
             self.cancel()
-            self._store.tear.check()
+            self._store.consistency.check()
 
     def reset(self) -> None:
         """Wait for all that moves after something broke off, and forget it. All state has to be overwritten then."""
         # First of all the state is torn: then a thread that waits for a slot fails once it is woken, instead of waiting
         # again for a slot that perhaps nobody knows of.
-        self._store.tear.is_torn = True
+        self._store.consistency.is_torn = True
         self.gate.abandon()
         if self._collectives is not None:
             self._collectives.abandon()
         self.updates.speculation.abandon()
-        with self._store.tear.change:
+        with self._store.consistency.change:
             for queue in (*self._own_queues, self.reader.queue):
                 self._store.wake()
                 queue.settle()
@@ -381,12 +381,12 @@ class Player:
 
         Whatever ends it early leaves torn state. So what can be refused is refused before.
         """
-        tear = self._store.tear
-        if tear.is_torn or tear.is_overwritten:
+        consistency = self._store.consistency
+        if consistency.is_torn or consistency.is_overwritten:
             self.reset()
         else:
             self.drain()
-        with tear.overwriting():
+        with consistency.overwriting():
             yield
             self.updates.drain()
 
@@ -399,13 +399,13 @@ class Player:
             clipped: the gradients are to be scaled, so speculative updates are void.
         """
         # The two belong together: with one alone, a unit would be updated twice, or not at all.
-        with self._store.tear.change:
+        with self._store.consistency.change:
             self.updates.speculation.decide(clipped=clipped)
             self._updates_due = frozenset(self._own_gradients.final)
 
     def drop_updates(self) -> None:
         """Never apply the gradients of the step: no update is due, and speculative ones are void, as if clipped."""
-        with self._store.tear.change:
+        with self._store.consistency.change:
             self.updates.speculation.decide(clipped=True)
 
     def drain(self) -> None:
@@ -423,7 +423,7 @@ class Player:
             items = drain_items(ordered, self._placement, self.updates.ahead)
 
             # As in `begin`: some of the updates are no whole step.
-            with self._store.tear.change:
+            with self._store.consistency.change:
                 self._submit(items)
                 self._updates_due = frozenset()
         self.updates.drain()

@@ -165,7 +165,7 @@ class Speculation:
         # A checkpoint may still read the generation that is written now.
         follows = generations.readers(unit, new)
 
-        with self._store.tear.change:
+        with self._store.consistency.change:
             attempt.units[unit] = new
             if not self._blocks.is_cut(unit):
                 (whole,) = chunks
@@ -181,7 +181,7 @@ class Speculation:
     def decide(self, *, clipped: bool) -> None:
         """Confirm the updates of the pass when the norm is known, or make them void.
 
-        Call it inside a region of the store's tear, since an interrupt would leave some units in one generation and
+        Call it inside a region of `TieredStore.consistency`: an interrupt would leave some units in one generation and
         the rest in the other.
 
         Args:
@@ -206,7 +206,7 @@ class Speculation:
     def abandon(self) -> None:
         """Make an attempt that was not decided void. Its chunks that have not begun are left out."""
         if (attempt := self._attempt) is not None:
-            with self._store.tear.change:
+            with self._store.consistency.change:
                 # Under the lock, so that each byte counts once: from here on the queue adds to `void_bytes` itself.
                 with self._lock:
                     attempt.is_void = True

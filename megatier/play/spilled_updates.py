@@ -125,7 +125,7 @@ class SpilledUpdates:
         requires: Sequence[Transfer],
         follows: Sequence[Transfer],
     ) -> Transfer:
-        """Append the update of a unit to the queue. Call it inside a region of the store's tear.
+        """Append the update of a unit to the queue. Call it inside a region of `TieredStore.consistency`.
 
         Args:
             update: the unit, and the load to feed.

@@ -207,17 +207,17 @@ class UnitBlocks:
             homes[kind] = self.placement.homes[unit, kind]
 
         store = self.store
-        tear = store.tear
+        consistency = store.consistency
 
         # An interrupt between a lease and its entry on the stack leaves one that nobody gives back: the region notes
         # it. One that comes while the caller works finds all leases on the stack, so it tears nothing.
-        with tear.call, contextlib.ExitStack() as stack:
+        with consistency.call, contextlib.ExitStack() as stack:
             planes = {}
             for kind in kinds:
                 is_fresh = kind in fresh
                 lease = store.lease(keys[kind], tier, spans[kind], fresh=is_fresh, wait=True)
                 planes[kind] = stack.enter_context(lease).bytes
-            with tear.waiting():
+            with consistency.waiting():
                 yield StateRun(
                     store=store,
                     homes=homes,

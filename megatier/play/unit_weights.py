@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from megatier.host_wait import HOST_WAIT
 from megatier.play.collectives import Collectives
 from megatier.play.gate import Gate
 from megatier.play.gradients import UnitGradients
@@ -23,7 +24,6 @@ from megatier.play.offload import Offload
 from megatier.play.passes import Orders, Pass
 from megatier.play.unit_blocks import UnitBlocks
 from megatier.play.updates import Updates
-from megatier.rest import REST
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Moves
 from megatier.schedule.slots import SLOTS_MIN
@@ -139,7 +139,7 @@ class UnitWeights:
 
         # An interrupt in here would leave a load that nobody waits for.
         played.sums_ahead = self._moves.sums_ahead(played.timeline)
-        with self._store.tear.change:
+        with self._store.consistency.change:
             for load in played.timeline.items:
                 assert isinstance(load, Load), "nothing else is left of a pass of one rank"
                 self._demand.add(self._moves.of(load))
@@ -174,7 +174,7 @@ class UnitWeights:
         left = Instant(self.clock)
 
         # An interrupt between the two would leave a lease that is given back twice.
-        with self._store.tear.change:
+        with self._store.consistency.change:
             use.lease.release()
             self._held.remove(use.lease)
 
@@ -234,7 +234,7 @@ class UnitWeights:
             self._wait(transfer, causes)
 
         # An interrupt between the lease and its entry would leave a lease that nobody gives back.
-        with self._store.tear.call:
+        with self._store.consistency.call:
             lease = self._store.lease(key, Tier.GPU)
             self._held.append(lease)
 
@@ -268,7 +268,7 @@ class UnitWeights:
             return [self._collectives.gather(unit)]
 
         began = time.monotonic()
-        with REST:
+        with HOST_WAIT:
             transfers = self._store.prefetch(key, Tier.GPU, wait=True)
 
         # Slots may have to become free first. A vote stands for a slice of time.
@@ -279,7 +279,7 @@ class UnitWeights:
 
     def _wait(self, transfer: Transfer, causes: Counter[str]) -> None:
         """Order compute behind a transfer, and count per time slice which queue it waited for."""
-        with REST:
+        with HOST_WAIT:
             self._recorder.wait_until_started(transfer, causes)
 
             # With CUDA its copy may still run. Compute is enqueued behind it, and the host goes on.
@@ -385,7 +385,7 @@ class UnitWeights:
     def release_all(self) -> None:
         """Give back the weights of a forward or backward that was left half-way."""
         while self._held:
-            with self._store.tear.change:
+            with self._store.consistency.change:
                 self._held.pop().release()
 
     def evict(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 
+from megatier.consistency import Consistency
 from megatier.planes import Work
 from megatier.store.transfer import FAILURES
-from megatier.tear import Tear
 
 
 class UpdateUnderWay:
@@ -16,17 +16,17 @@ class UpdateUnderWay:
     The queue `update` goes on to the next unit meanwhile, so that the native threads never run dry.
     """
 
-    def __init__(self, work: Work, leases: contextlib.ExitStack, tear: Tear) -> None:
+    def __init__(self, work: Work, leases: contextlib.ExitStack, consistency: Consistency) -> None:
         """Take over the work and its leases.
 
         Args:
             work: what the native threads do.
             leases: marks the state dirty and gives back what the work holds, when it is closed.
-            tear: the store's.
+            consistency: the store's.
         """
         self._work = work
         self._leases = leases
-        self._tear = tear
+        self._consistency = consistency
         self._lock = threading.Lock()
         self._error: Exception | None = None
         """The error of ending the leases, for everyone who waits."""
@@ -39,7 +39,7 @@ class UpdateUnderWay:
         # interrupt may stop half-way. All others wait at the lock until that is done, and get the same error.
         with self._lock:
             try:
-                with self._tear.call:
+                with self._consistency.call:
                     self._leases.close()
             except FAILURES as error:
                 self._error = error

@@ -114,11 +114,11 @@ class Updates:
                 that is due has to run.
         """
         requires = [] if gradient is None else [gradient]
-        with self._store.tear.change:
+        with self._store.consistency.change:
             self._submit(update, requires, load)
 
     def _submit(self, update: Update, requires: list[Transfer], load: Transfer | None) -> None:
-        """Append an update to its queue, inside a region of the store's tear."""
+        """Append an update to its queue, inside a region of `TieredStore.consistency`."""
         # An interrupt half-way would leave a unit whose new generation holds, and that nobody updates.
         unit = update.unit
         old, new = self._blocks.generations.advance(unit)
@@ -151,7 +151,7 @@ class Updates:
     def submit_sum(self, unit: str, group: int) -> None:
         """Add a group's gradient, which is in RAM or on its way there, to those before it."""
         work = partial(self._accumulate, unit, group)
-        with self._store.tear.change:
+        with self._store.consistency.change:
             self.speculation.drop(unit)
             self._last_queue = "update"
             self._last[unit] = self._in_ram.submit(unit, 0, work)
@@ -159,7 +159,7 @@ class Updates:
     def submit_fetch(self, unit: str) -> None:
         """Bring the sum of the groups before to the GPU, for this group's gradient to be added."""
         work = partial(self._fetch, unit)
-        with self._store.tear.change:
+        with self._store.consistency.change:
             self._fetched[unit] = self._in_ram.submit(unit, 0, work)
 
     def take_fetch(self, unit: str) -> Transfer | None:
@@ -217,7 +217,7 @@ class Updates:
             # Another queue may be at an update that it began before.
             self.wait_for_end()
             updated = [unit for unit in self._blocks.units if unit in self._updated]
-            self._store.tear.is_torn |= bool(updated)
+            self._store.consistency.is_torn |= bool(updated)
             steps = _described(updated, len(self._placement.grad_homes))
             raise NonFiniteError(f"{error}. {steps}", updated) from error
 
@@ -364,7 +364,7 @@ class Updates:
 
             # The thread that waits for the update ends the leases.
             taken_over = leases.pop_all()
-            return UpdateUnderWay(work, taken_over, self._store.tear)
+            return UpdateUnderWay(work, taken_over, self._store.consistency)
 
     def _accumulate(self, unit: str, group: int) -> None:
         """Add a group's gradient to the sum of those before."""

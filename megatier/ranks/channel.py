@@ -1,6 +1,7 @@
-"""Passes Python objects and small tensors between the ranks of a run.
+"""Collectives for Python objects and small tensors between the ranks of a run, by a process group of gloo.
 
-A process that is alone has `Alone` instead, which is asked the same and answers at once.
+A process that trains alone has a `SingleRank` instead. It has the same methods, so callers need not ask which one they
+have. One thread of each rank uses a channel at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from megatier.errors import MegatierError
-from megatier.ranks.peers import TICK_S, Peers
+from megatier.ranks.peer_monitor import TICK_S, PeerMonitor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -25,12 +26,9 @@ TICK = timedelta(seconds=TICK_S)
 
 
 class Channel:
-    """A channel between the ranks, by a process group that one thread of each rank uses at a time.
+    """A channel between the ranks. Every rank has to call the same methods in the same order."""
 
-    Every rank has to call the same, in the same order.
-    """
-
-    def __init__(self, rank: int, size: int, group: ProcessGroup, peers: Peers) -> None:
+    def __init__(self, rank: int, size: int, group: ProcessGroup, peers: PeerMonitor) -> None:
         """Note the place of this process among the ranks.
 
         Args:
@@ -46,46 +44,44 @@ class Channel:
         self._group = group
         self._peers = peers
 
-    def gather_objects(self, record: T | None) -> list[T]:
-        """Return the records of all ranks, in the order of the ranks, without those that are None.
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return the objects of all ranks, in the order of the ranks.
 
         Raises:
-            PeerError: a rank has failed; so do all that call this.
+            PeerError: a rank has failed. Then this raises on every rank that calls it.
         """
-        pickled = bytearray(pickle.dumps(record))
+        pickled = bytearray(pickle.dumps(value))
         own = torch.frombuffer(pickled, dtype=torch.uint8)
         own_size = torch.tensor([own.numel()], dtype=torch.int64, device="cpu")
-        sizes = self._collect(own_size).tolist()
+        sizes = self._all_gather(own_size).tolist()
 
         # A collective takes tensors of one size.
         padding = max(sizes) - own.numel()
         padded = torch.nn.functional.pad(own, (0, padding))
-        rows = self._collect(padded).view(self.size, -1)
+        rows = self._all_gather(padded).view(self.size, -1)
 
-        records: list[T] = []
+        values: list[T] = []
         for row, size in zip(rows, sizes, strict=True):
             content = row[:size].numpy().tobytes()
-            of_rank: T | None = pickle.loads(content)
-            if of_rank is not None:
-                records.append(of_rank)
-        return records
+            values.append(pickle.loads(content))
+        return values
 
     def any(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank."""
-        return any(self.gather_objects(flag))
+        return any(self.all_gather_object(flag))
 
-    def _collect(self, own: torch.Tensor) -> torch.Tensor:
-        """Return small tensors of one size, end to end in the order of the ranks."""
-        # A rank that has left a collective must begin no other: gloo takes its bytes for those of the one before, and
-        # ends the processes that find them too long.
+    def _all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, which have one size, end to end in the order of the ranks."""
+        # A rank that has left a collective early must begin no other. Gloo would take its bytes for those of the
+        # earlier one, and it ends processes that receive more bytes than they expect.
         self._peers.check()
         whole = own.new_empty(self.size * own.numel())
-        work = gather_into(whole, own, group=self._group, async_op=True)
+        work = all_gather_into(whole, own, group=self._group, async_op=True)
         self.finish(work, self._peers.check)
         return whole
 
-    def from_first(self, make: Callable[[], T]) -> T:
-        """Return the object that the first rank makes, or raise its error. The others do not make any."""
+    def broadcast(self, make: Callable[[], T]) -> T:
+        """Call `make` on rank 0 alone, and return its result, or raise its error, on all ranks."""
         # An error is told like a result: the others wait for one of the two. In a tuple, since None may be a result.
         made: tuple[T] | Exception | None = None
         if self.rank == 0:
@@ -94,17 +90,17 @@ class Channel:
             except Exception as error:  # noqa: BLE001 - raised below, when the others know of it
                 made = self._told(error)
 
-        told: list[tuple[T] | Exception] = self.gather_objects(made)
-        result = told[0]
+        result = self.all_gather_object(made)[0]
         if isinstance(result, Exception):
             raise result
+        assert result is not None
         return result[0]
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Surround what all ranks do: if it fails on one, it fails on all, with the error of the first that failed.
+    def failing_together(self) -> Iterator[None]:
+        """Run the block on all ranks. If it fails on one, all raise the error of the lowest rank that failed.
 
-        Nothing inside may wait for a rank that has failed there.
+        Code in the block must not wait for another rank, which may have failed there.
         """
         error: Exception | None = None
         try:
@@ -112,47 +108,50 @@ class Channel:
         except Exception as found:  # noqa: BLE001 - raised below, when the others know of it
             error = found
 
-        # Also those that did not fail come here, or the others would wait for them.
+        # Ranks that did not fail come here too, because the others wait for their answer.
         told = None if error is None else self._told(error)
-        errors = self.gather_objects(told)
+        errors = [each for each in self.all_gather_object(told) if each is not None]
         if errors:
             raise errors[0] from error
 
     @contextlib.contextmanager
-    def talking(self) -> Iterator[None]:
-        """Surround a wait of ranks for each other: an error of one ends the run on all."""
+    def ending_run_on_error(self) -> Iterator[None]:
+        """Run a block in which ranks wait for each other. An error of one ends the run on all."""
         try:
             yield
         except Exception as error:
-            # Told at once: the others may be waiting for what this rank will not say any more.
+            # The others learn of it at once, because they may be waiting for this rank in the block.
             self._peers.fail(error)
             raise
 
     def _told(self, error: Exception) -> Exception:
-        """Return an error as other ranks raise it. Of one that is not ours they get the words."""
-        # Errors of megatier and of the system can be pickled, and mean the same anywhere. Of others nobody knows.
+        """Return the error that other ranks raise for an error of this one."""
+        # Errors of megatier and of the system can be pickled, and mean the same on any rank. Of all other errors only
+        # the text is sent.
         if isinstance(error, MegatierError | OSError):
             return error
         return MegatierError(f"rank {self.rank} failed: {error!r}")
 
-    def exchange(self, sent: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
-        """Give every rank some numbers, and return those that all ranks have for this one, in the order of the ranks.
+    def all_to_all_floats(
+        self, sent: torch.Tensor, input_splits: Sequence[int], output_splits: Sequence[int]
+    ) -> torch.Tensor:
+        """Send numbers to every rank, and return those that all ranks send to this one, in the order of the ranks.
 
         Args:
-            sent: fp32 [sum of given], on the CPU: what each rank is given, in their order.
-            given: how many numbers each rank is given.
-            taken: how many each rank has for this one.
+            sent: fp32 [sum of input_splits], on the CPU: the numbers for each rank, in the order of the ranks.
+            input_splits: how many numbers go to each rank.
+            output_splits: how many numbers come from each rank.
         """
         import torch.distributed as dist
 
-        # For the reason that `_collect` has.
+        # A rank that has left a collective begins no other; see `_all_gather`.
         self._peers.check()
-        received = torch.empty(sum(taken), dtype=torch.float32, device="cpu")
+        received = torch.empty(sum(output_splits), dtype=torch.float32, device="cpu")
         work = dist.all_to_all_single(
             received,
             sent,
-            list(taken),
-            list(given),
+            list(output_splits),
+            list(input_splits),
             group=self._group,
             async_op=True,
         )
@@ -160,10 +159,10 @@ class Channel:
         return received
 
     def finish(self, work: Work | None, check: Callable[[float], None]) -> None:
-        """Wait until a collective of gloo has ended; NCCL's are ordered by the stream.
+        """Wait until a collective of gloo has ended. None stands for one of NCCL, which the stream orders.
 
         Raises:
-            PeerError: it will not end, or did not end well.
+            PeerError: it failed, or another rank has failed.
         """
         if work is None:
             return
@@ -183,52 +182,54 @@ class Channel:
             raise self._peers.explain(error) from error
 
 
-class Alone:
-    """A process without others, which is asked the same and answers at once."""
+class SingleRank:
+    """A process that trains alone. It has the methods of `Ranks` that callers of both use."""
 
     rank = 0
     size = 1
     local_size = 1
 
-    def gather_objects(self, record: T) -> list[T]:
-        """Return the only record."""
-        return [record]
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return the object of this process."""
+        return [value]
 
     def any(self, flag: bool) -> bool:
-        """Return the only flag."""
+        """Return the flag of this process."""
         return flag
 
-    def from_first(self, make: Callable[[], T]) -> T:
-        """Return the object that this process makes."""
+    def broadcast(self, make: Callable[[], T]) -> T:
+        """Return the result of `make`."""
         return make()
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Do what is inside, which fails for this process alone."""
+    def failing_together(self) -> Iterator[None]:
+        """Run the block."""
         yield
 
     @contextlib.contextmanager
-    def talking(self) -> Iterator[None]:
-        """Do what is inside, with nobody to wait for."""
+    def ending_run_on_error(self) -> Iterator[None]:
+        """Run the block."""
         yield
 
-    def exchange(self, sent: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
-        """Return the bytes that this process has for itself."""
+    def all_to_all_floats(
+        self, sent: torch.Tensor, input_splits: Sequence[int], output_splits: Sequence[int]
+    ) -> torch.Tensor:
+        """Return what this process sends to itself."""
         return sent
 
     def lend_memory(self) -> None:
-        """Let go of nothing: there is no other GPU."""
+        """Do nothing, because no other GPU reads this one's memory."""
 
-    def groups_of(self, groups: int) -> range:
-        """Return all groups of a step."""
-        return range(groups)
+    def own_groups(self, num_groups: int) -> range:
+        """Return the numbers of all groups of a step."""
+        return range(num_groups)
 
 
-def gather_into(whole: torch.Tensor, own: torch.Tensor, *, group: ProcessGroup, async_op: bool) -> Work | None:
-    """Begin to bring the tensors of all ranks together."""
+def all_gather_into(whole: torch.Tensor, own: torch.Tensor, *, group: ProcessGroup, async_op: bool) -> Work | None:
+    """Begin torch's all-gather of equal shards into `whole`."""
     import torch.distributed as dist
 
-    # torch 2.13 has a new name for it, and warns of the old one.
+    # torch 2.13 has a new name for it, and warns about the old one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: Work | None = gather(whole, own, group=group, async_op=async_op)
     return work

@@ -1,15 +1,15 @@
-"""Ranks: the processes of one run, each with a GPU of its own, and what they tell and send each other.
+"""The ranks of a run: processes with a GPU each that train one model, and their collectives.
 
-Weights and gradients go as bytes, unchanged: `gather` and `scatter`, in an order that is the same on all ranks.
-Everything small goes as Python objects: `gather_objects`. What a checkpoint needs of other ranks goes by a channel of
-its own, `beside`. All three have process groups of their own, so none waits for another. This file, `channel`, `pulls`
-and `rendezvous` alone import `torch.distributed`, and one process alone never does.
+Weights and gradients move as bytes by `all_gather` and `all_to_all`, in the same order on all ranks. Small things move
+as Python objects by `all_gather_object` and `broadcast`. Checkpoints have a channel of their own, `beside`. Each of the
+three has a process group of its own, so that none waits for another.
 
-Bytes go the first of these ways that all ranks have: copies between GPUs (`pulls`); RAM that the ranks of a host share
-(`shared_ram`); NCCL's kernels, or gloo on CPUs. `Ranks.way` says which it is.
+`Ranks.transport` says how bytes move. It is the first of these that all ranks have: copies between GPUs
+(`peer_copies`), RAM that the ranks of a host share (`shared_ram`), NCCL's kernels, or gloo on CPUs.
 
-Threads: one thread at a time gathers and scatters (the queue `ranks`), and the queue `checkpoint` uses its channel. The
-thread that trains calls everything else; in a pass that is recorded, it is the thread that computes.
+Threads: the queue `ranks` alone calls `all_gather` and `all_to_all`, and the queue `checkpoint` alone uses `beside`.
+The training thread calls everything else. In a pass that is recorded it is the thread that computes. A process that
+trains alone never imports `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatier.errors import ConfigError, MegatierError, PeerError, StepAbandonedError
-from megatier.ranks.carrier import RankCarrier
-from megatier.ranks.channel import Channel, gather_into
-from megatier.ranks.peers import Peers
-from megatier.ranks.pulls import Pulls, allocate, change_limit, hindrance, open_pulls
-from megatier.ranks.shared_ram import open_shared_ram, unshared
-from megatier.tier import Way
+from megatier.ranks.channel import Channel, all_gather_into
+from megatier.ranks.collective_backend import CollectiveBackend
+from megatier.ranks.peer_copies import PeerCopies, allocate, change_limit, open_peer_copies, why_no_peer_access
+from megatier.ranks.peer_monitor import PeerMonitor
+from megatier.ranks.shared_ram import open_shared_ram, why_not_shared
+from megatier.tier import Transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Watch = Callable[[Callable[[], None]], Peers]
+Watch = Callable[[Callable[[], None]], PeerMonitor]
 """Begins to watch the other ranks; takes what ends the collectives under way when one of them fails."""
 
 
@@ -67,11 +67,11 @@ class Ranks(Channel):
         self._is_given_up = False
         self._abort_once = threading.Lock()
         """Taken, and never released, by the thread that aborts the group of NCCL."""
-        self._carrier: RankCarrier | None = None
+        self._backend: CollectiveBackend | None = None
         """What moves weights and gradients; None: the process group does."""
-        self.way = Way.KERNELS if self._is_nccl else Way.GLOO
+        self.transport = Transport.KERNELS if self._is_nccl else Transport.GLOO
         """What moves weights and gradients between ranks."""
-        self.why = ""
+        self.transport_reason = ""
         """Why nothing better does; empty if there is nothing to say."""
         self.shared_bytes = 0
         """Bytes of the GPU memory that other GPUs may read. torch's pool does not count them."""
@@ -87,7 +87,7 @@ class Ranks(Channel):
 
     # ------------------------------------------------------------------ data
 
-    def allocate_gpu_tier(self, num_bytes: int, buffer_bytes: int, *, prefers: Way | None = None) -> torch.Tensor:
+    def allocate_gpu_tier(self, num_bytes: int, buffer_bytes: int, *, prefers: Transport | None = None) -> torch.Tensor:
         """Allocate the GPU tier, so that the other GPUs of the host can read it by copy engines, if they can at all.
 
         Every rank has to call it, for as many bytes. What is gathered and scattered from now on has to lie in it.
@@ -104,9 +104,9 @@ class Ranks(Channel):
             torch.OutOfMemoryError: the GPU has no room.
         """
         self.drop_memory()
-        reason = self._first_of(self._apart() or hindrance(self.local_rank, self.local_size))
+        reason = self._first_of(self._apart() or why_no_peer_access(self.local_rank, self.local_size))
         if reason is None:
-            with self.together():  # one that has no room must not leave the others waiting in what follows
+            with self.failing_together():  # one that has no room must not leave the others waiting in what follows
                 memory = allocate(num_bytes)
             self.shared_bytes = num_bytes
             reason = self._pull_from(memory)
@@ -117,7 +117,7 @@ class Ranks(Channel):
             self.share_ram(buffer_bytes, prefers=prefers, why=reason)
         return memory
 
-    def share_ram(self, buffer_bytes: int, *, prefers: Way | None = None, why: str = "") -> None:
+    def share_ram(self, buffer_bytes: int, *, prefers: Transport | None = None, why: str = "") -> None:
         """Let weights and gradients go through RAM that the ranks of the host share, if they can share any.
 
         Every rank has to call it.
@@ -127,9 +127,9 @@ class Ranks(Channel):
             prefers: the way that was faster where it was measured; None: nobody did.
             why: why they do not go between GPUs.
         """
-        self.way = Way.KERNELS if self._is_nccl else Way.GLOO
-        reason = self._apart() or unshared(is_on_gpu=self._is_nccl)
-        if prefers is self.way:
+        self.transport = Transport.KERNELS if self._is_nccl else Transport.GLOO
+        reason = self._apart() or why_not_shared(is_on_gpu=self._is_nccl)
+        if prefers is self.transport:
             verb = "were" if self._is_nccl else "was"
             reason = f"{prefers} {verb} measured to be faster than shared RAM"
 
@@ -137,10 +137,10 @@ class Ranks(Channel):
         reason = self._first_of(reason)
         if reason is None:
             device = "cuda" if self._is_nccl else "cpu"
-            least_bytes = min(self.gather_objects(buffer_bytes))
+            least_bytes = min(self.all_gather_object(buffer_bytes))
             try:
-                self._carrier = open_shared_ram(self, least_bytes, self._check_data, device=device)
-                self.way = Way.RAM
+                self._backend = open_shared_ram(self, least_bytes, self._check_data, device=device)
+                self.transport = Transport.RAM
             except PeerError:
                 raise
             except (MegatierError, OSError, RuntimeError) as error:
@@ -148,14 +148,14 @@ class Ranks(Channel):
 
         # Copies between GPUs may have failed for the same reason.
         reasons = [each for each in (why, reason) if each]
-        self.why = "; ".join(dict.fromkeys(reasons))
+        self.transport_reason = "; ".join(dict.fromkeys(reasons))
 
     def _pull_from(self, memory: torch.Tensor) -> str | None:
         """Share this rank's memory with the other GPUs; returns why that cannot be."""
-        pulls: Pulls | None = None
+        peer_copies: PeerCopies | None = None
         try:
-            pulls = open_pulls(self, self._group, memory, self._check_data)
-            reason = None if pulls.work() else "a trial of copies between GPUs failed"
+            peer_copies = open_peer_copies(self, self._group, memory, self._check_data)
+            reason = None if peer_copies.work() else "a trial of copies between GPUs failed"
         except PeerError:
             raise
         except (MegatierError, OSError, RuntimeError) as error:
@@ -165,13 +165,13 @@ class Ranks(Channel):
         # One rank that cannot pull is enough: the others would wait for its numbers.
         reason = self._first_of(reason)
         if reason is None:
-            self._carrier = pulls
-            self.way = Way.COPIES
-            self.why = ""
-        elif pulls is not None:
-            pulls.release()
+            self._backend = peer_copies
+            self.transport = Transport.COPIES
+            self.transport_reason = ""
+        elif peer_copies is not None:
+            peer_copies.release()
             torch.cuda.synchronize()
-            pulls.close()
+            peer_copies.close()
         return reason
 
     def _apart(self) -> str | None:
@@ -183,7 +183,7 @@ class Ranks(Channel):
 
     def _first_of(self, reason: str | None) -> str | None:
         """Return the first reason of all ranks; None if none has any."""
-        return next(iter(self.gather_objects(reason)), None)
+        return next((each for each in self.all_gather_object(reason) if each is not None), None)
 
     def lend_memory(self) -> None:
         """Let go of the memory of the other GPUs, if this rank reads it: all ranks lend theirs, and nobody reads any.
@@ -198,12 +198,12 @@ class Ranks(Channel):
         """Let go of the memory, which nobody reads any more."""
         self.shared_bytes = 0
         # First nobody finds it any more: the thread that watches the other ranks may come to `_stop` at any time.
-        carrier = self._carrier
-        self._carrier = None
-        if carrier is not None:
-            carrier.close()
+        backend = self._backend
+        self._backend = None
+        if backend is not None:
+            backend.close()
 
-    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Bring the shards of all ranks together, in the order of the ranks.
 
         Args:
@@ -212,16 +212,16 @@ class Ranks(Channel):
         """
         assert whole.numel() == self.size * own.numel()
         self._check_data()
-        if self._carrier is not None:
-            self._carrier.gather(whole, own)
+        if self._backend is not None:
+            self._backend.all_gather(whole, own)
         else:
-            work = gather_into(whole, own, group=self._data, async_op=not self._is_nccl)
+            work = all_gather_into(whole, own, group=self._data, async_op=not self._is_nccl)
             self.finish(work, self._check_data)
 
         received_bytes = whole.numel() - own.numel()
         self.moved_bytes["ranks"] += received_bytes
 
-    def scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Give every rank its shard of this rank's bytes, and take this rank's shard of the bytes of all.
 
         Args:
@@ -232,8 +232,8 @@ class Ranks(Channel):
 
         assert received.numel() == sent.numel()
         self._check_data()
-        if self._carrier is not None:
-            self._carrier.scatter(received, sent)
+        if self._backend is not None:
+            self._backend.all_to_all(received, sent)
         else:
             work = dist.all_to_all_single(received, sent, group=self._data, async_op=not self._is_nccl)
             self.finish(work, self._check_data)
@@ -247,16 +247,16 @@ class Ranks(Channel):
 
     def _stop(self) -> None:
         """End what is under way on a GPU. A thread that waits for gloo looks by itself."""
-        carrier = self._carrier
-        if carrier is not None:
-            carrier.release()
+        backend = self._backend
+        if backend is not None:
+            backend.release()
         # The thread that trains and the one that watches the others both come here, again and again. A group is aborted
         # once.
         elif self._is_nccl and self._abort_once.acquire(blocking=False):
             self._data.abort()
 
     def _check_data(self, waited_s: float = 0.0) -> None:
-        """Refuse to gather or scatter, or to wait for it, if it will not end; see `Peers.check`.
+        """Refuse to gather or scatter, or to wait for it, if it will not end; see `PeerMonitor.check`.
 
         Raises:
             PeerError: a rank has failed.
@@ -268,20 +268,20 @@ class Ranks(Channel):
 
     # ------------------------------------------------------------------ the thread that trains
 
-    def concatenated(self, values: torch.Tensor) -> torch.Tensor:
+    def all_gather_tensor(self, values: torch.Tensor) -> torch.Tensor:
         """Return the flat tensors of all ranks, end to end in the order of the ranks. They may differ in length."""
         # By the CPU, where the host needs them anyway to add them exactly.
-        return torch.cat(self.gather_objects(values.cpu()))
+        return torch.cat(self.all_gather_object(values.cpu()))
 
-    def groups_of(self, groups: int) -> range:
+    def own_groups(self, num_groups: int) -> range:
         """Return the groups of a step that this rank computes: in round j, rank r has group j * size + r.
 
         Raises:
             ConfigError: the ranks cannot share them equally.
         """
         # By turns, so that ranks scatter groups that follow each other at one time: sums depend on their order.
-        check_groups(groups, self.size)
-        return range(self.rank, groups, self.size)
+        check_groups(num_groups, self.size)
+        return range(self.rank, num_groups, self.size)
 
     # ------------------------------------------------------------------ the end
 

@@ -14,12 +14,12 @@ import torch
 
 from megatier import _native
 from megatier.errors import PeerError, StepAbandonedError
-from megatier.ranks.peers import Member, Peers, Store, comes_of_peers
+from megatier.ranks.peer_monitor import Member, PeerMonitor, Store, comes_of_peers
 from megatier.ranks.ranks import Ranks
 from megatier.workers import Workers
 
 TIMEOUT = timedelta(days=1)
-"""How long a collective waits for a late rank. A rank that hangs is found by other means, and sooner (`peers`)."""
+"""How long a collective waits for a late rank. `PeerMonitor` finds a rank that hangs much sooner."""
 STORE_TIMEOUT = timedelta(minutes=1)
 """How long the first look of a rank waits for the first sign of life of all others."""
 MEET_S = 0.01
@@ -132,7 +132,7 @@ def _join_all(device: str, is_given_up: _native.Latch, *, is_guest: bool) -> Ran
     port = int(os.environ["MASTER_PORT"])
     connection = TCPStore(host, port, timeout=STORE_TIMEOUT)
     own_store = PrefixStore(f"megatier {run}", connection)
-    watched = partial(Peers, own_store, rank, members, groups)
+    watched = partial(PeerMonitor, own_store, rank, members, groups)
     return Ranks(rank, size, local_rank, local_size, groups, watched)
 
 

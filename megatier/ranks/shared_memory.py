@@ -42,10 +42,10 @@ def share_memory(channel: Channel, num_bytes: int) -> mmap.mmap:
         return os.getpid(), file
 
     try:
-        process, number = channel.from_first(make)
+        process, number = channel.broadcast(make)
 
         # If one rank cannot open it, none goes on: the others would wait for that one.
-        with channel.together():
+        with channel.failing_together():
             if not made:
                 file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
                 made.append(file)

@@ -31,11 +31,11 @@ import torch
 
 from megatier.errors import MegatierError
 from megatier.page_lock import LOCKED_BYTES, PageLock
-from megatier.ranks.board import Board, Check, Sign
-from megatier.ranks.carrier import TRIAL_BYTES, brings_right_bytes
 from megatier.ranks.channel import Channel
+from megatier.ranks.collective_backend import TRIAL_BYTES, brings_right_bytes
 from megatier.ranks.shared_memory import share_memory
-from megatier.ranks.signs import HostSigns, Signs, StreamSigns
+from megatier.ranks.signal_pad import Check, Signal, SignalPad
+from megatier.ranks.signals import HostSignals, Signals, StreamSignals
 from megatier.tier import SHARED_STAGES, cut_at_addresses, round_up
 
 ALIGNMENT_BYTES = 256
@@ -47,19 +47,19 @@ ORDERED = ("x86_64", "AMD64")
 class SharedRam:
     """The way of one rank to the others of its host and back, through RAM that they share."""
 
-    def __init__(self, rank: int, stages: torch.Tensor, signs: Signs, lock: PageLock | None = None) -> None:
+    def __init__(self, rank: int, stages: torch.Tensor, signals: Signals, lock: PageLock | None = None) -> None:
         """Take the memory that all ranks have mapped.
 
         Args:
             rank: this rank.
             stages: uint8 [SHARED_STAGES, size, n]: a buffer for each stage and rank.
-            signs: the numbers.
+            signals: the numbers.
             lock: if bytes come from a GPU and go to it, what page-locks `stages` until `close`.
         """
         self._rank = rank
         self._size = stages.shape[1]
         self._stages = stages
-        self._signs = signs
+        self._signals = signals
         self._collective = 0
         """The number of the last gather or scatter."""
         self._round = 0
@@ -73,13 +73,13 @@ class SharedRam:
         # Each rank begins with the one after it, so not all read from the same buffer at the same time.
         self._others = [(rank + distance) % self._size for distance in range(1, self._size)]
 
-    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """See `RankCarrier`."""
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        """See `CollectiveBackend`."""
         shards = whole.view(self._size, -1)
         self._move(shards, own, [own])
 
-    def scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """See `RankCarrier`."""
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """See `CollectiveBackend`."""
         taken = received.view(self._size, -1)
         given = sent.view(self._size, -1)
 
@@ -98,13 +98,13 @@ class SharedRam:
             raise MegatierError("a trial of copies through shared RAM failed")
 
     def release(self) -> None:
-        """See `RankCarrier`."""
-        self._signs.release()
+        """See `CollectiveBackend`."""
+        self._signals.release()
 
     def close(self) -> None:
-        """See `RankCarrier`."""
+        """See `CollectiveBackend`."""
         self._reads.clear()
-        self._signs.close()
+        self._signals.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -118,7 +118,7 @@ class SharedRam:
         """
         # Streams then wait for ranks that are late by no more than a copy.
         self._collective += 1
-        self._signs.meet(self._collective, 0)
+        self._signals.meet(self._collective, 0)
         target[self._rank].copy_(own, non_blocking=True)
 
         # A buffer holds a run for each tensor that is sent.
@@ -158,7 +158,7 @@ class SharedRam:
         stream = contextlib.nullcontext() if self._writes is None else torch.cuda.stream(self._writes)
         with stream:
             for peer in self._others:
-                self._signs.wait(peer, Sign.DONE, last_of_buffer)
+                self._signals.wait(peer, Signal.DONE, last_of_buffer)
 
             for place, run in enumerate(runs):
                 is_for_others = len(runs) == 1 or place != self._rank
@@ -168,7 +168,7 @@ class SharedRam:
                     buffer[first:stop].copy_(run, non_blocking=True)
 
             for peer in self._others:
-                self._signs.write(peer, Sign.READY, number)
+                self._signals.write(peer, Signal.READY, number)
 
     def _take(self, number: int, first: int, target: torch.Tensor) -> None:
         """Read the run of a round of each other rank, from byte `first` of its buffer on."""
@@ -181,9 +181,9 @@ class SharedRam:
         buffers = self._stages[number % SHARED_STAGES]
         end = first + target.shape[1]
         for peer in self._others:
-            self._signs.wait(peer, Sign.READY, number)
+            self._signals.wait(peer, Signal.READY, number)
             target[peer].copy_(buffers[peer, first:end], non_blocking=True)
-            self._signs.write(peer, Sign.DONE, number)
+            self._signals.write(peer, Signal.DONE, number)
 
         if self._writes is not None:
             event = torch.cuda.Event()
@@ -191,7 +191,7 @@ class SharedRam:
             self._reads.append(event)
 
 
-def unshared(*, is_on_gpu: bool) -> str | None:
+def why_not_shared(*, is_on_gpu: bool) -> str | None:
     """Return why ranks of this host cannot share RAM; None if they can, as far as is known before it was tried."""
     processor = platform.machine()
     if not is_on_gpu and processor not in ORDERED:
@@ -205,7 +205,7 @@ def open_shared_ram(channel: Channel, buffer_bytes: int, check: Check, *, device
     Args:
         channel: by which the ranks find each other.
         buffer_bytes: the size of a buffer, the same for all ranks: whole pages.
-        check: raises if a rank has failed; see `Peers.check`.
+        check: raises if a rank has failed; see `PeerMonitor.check`.
         device: "cuda" or "cpu", from which bytes come and to which they go.
 
     Raises:
@@ -213,30 +213,30 @@ def open_shared_ram(channel: Channel, buffer_bytes: int, check: Check, *, device
         PeerError: a rank has failed.
     """
     size = channel.size
-    board_bytes = round_up(Board.num_bytes(size))
-    memory = share_memory(channel, board_bytes + SHARED_STAGES * size * buffer_bytes)
-    board = Board(memory, channel.rank, size)
-    stages = _stages(memory, board_bytes, size)
+    pad_bytes = round_up(SignalPad.num_bytes(size))
+    memory = share_memory(channel, pad_bytes + SHARED_STAGES * size * buffer_bytes)
+    pad = SignalPad(memory, channel.rank, size)
+    stages = _stages(memory, pad_bytes, size)
     if device == "cpu":
-        return SharedRam(channel.rank, stages, HostSigns(board, check))
+        return SharedRam(channel.rank, stages, HostSignals(pad, check))
 
     with contextlib.ExitStack() as opened:
-        with channel.together():
-            signs = StreamSigns(board, check)
-            opened.callback(signs.close)
+        with channel.failing_together():
+            signals = StreamSignals(pad, check)
+            opened.callback(signals.close)
 
             # Counted from the first buffer: buffers are powers of two, so none of them, and no copy, crosses the end of
             # a piece.
             lock = PageLock(stages.data_ptr(), cut_at_addresses(0, stages.nbytes, LOCKED_BYTES))
             opened.callback(lock.close)
-            shared = SharedRam(channel.rank, stages, signs, lock)
+            shared = SharedRam(channel.rank, stages, signals, lock)
 
         # Only here it is known that no rank failed. Where one did, the pages of the others may not stay locked: CUDA
         # would refuse to lock what is mapped next at their addresses.
         opened.pop_all()
 
     try:
-        with channel.together():
+        with channel.failing_together():
             shared.try_out(device)
     except (MegatierError, OSError, RuntimeError):
         # Streams may still wait for a number that will not come, and nothing may be unmapped under them.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatier.schedule.placement import Placement
 from megatier.schedule.policy import Policy
 from megatier.schedule.sizes import block_bytes, final_grad_bytes, grad_bytes, trained_bytes
-from megatier.schedule.timeline import Exchange, Item, Load, Scatter, Timeline, Update
+from megatier.schedule.timeline import Exchange, Item, Load, ReduceScatter, Timeline, Update
 from megatier.schedule.unit_spec import UnitSpec
 from megatier.tier import Kind, Tier, round_up
 
@@ -81,8 +81,8 @@ class Moves:
                 return self.update(item.unit)
             case Update():
                 return (*self.update(item.unit), *self.feed(item.unit), *self.load_frozen(item.unit))
-            case Scatter():
-                return self.scatter(item)
+            case ReduceScatter():
+                return self.reduce_scatter(item)
             case Exchange():
                 moves: list[Move] = []
 
@@ -161,7 +161,7 @@ class Moves:
                 ahead.add(index)
         return frozenset(ahead)
 
-    def scatter(self, scatter: Scatter) -> tuple[Move, ...]:
+    def reduce_scatter(self, scatter: ReduceScatter) -> tuple[Move, ...]:
         """Return the moves by which a rank receives the others' gradients of its shard, of one group each."""
         # Sizes of units are those of a shard.
         shard_bytes = self._units[scatter.unit].num_trained * scatter.width

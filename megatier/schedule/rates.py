@@ -15,7 +15,7 @@ from typing import Any
 
 from megatier.config.values import parse_bytes, read_yaml
 from megatier.errors import ConfigError
-from megatier.tier import RING_BYTES, Way
+from megatier.tier import RING_BYTES, Transport
 
 UPDATE_READ_BYTES = 14
 """Bytes that AdamW reads of one parameter with bf16 compute and fp32 moments: its state and its gradient."""
@@ -121,7 +121,7 @@ class Rates:
     ranks_slowdown: float | None = None
     """Seconds that compute loses for each second of gathers and scatters beside it, at most 1; None: not known. It is
     about 0.2 if copy engines move the bytes, and about 1 if kernels do."""
-    ranks_way: Way | None = None
+    ranks_way: Transport | None = None
     """What moved them when they were measured; None: not known. Through shared RAM they take part of the links between
     a GPU and RAM, and of RAM itself."""
 
@@ -352,9 +352,9 @@ def _value(path: Path, name: str, value: Any) -> object:  # noqa: ANN401 - whate
     if value is None and name in OPTIONAL:
         return None
     if name == "ranks_way":
-        if value not in tuple(Way):
-            raise ConfigError(f"{path}: ranks_way is {value!r}; it is one of {', '.join(Way)}.")
-        return Way(value)
+        if value not in tuple(Transport):
+            raise ConfigError(f"{path}: ranks_way is {value!r}; it is one of {', '.join(Transport)}.")
+        return Transport(value)
 
     figure = _figure(value)
 

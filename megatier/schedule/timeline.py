@@ -68,7 +68,7 @@ class Update(Timing):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scatter(Timing):
+class ReduceScatter(Timing):
     """A group's gradient of a unit, whose shards go to the ranks that own them, after the access that makes it."""
 
     unit: str
@@ -88,7 +88,7 @@ class Exchange(Timing):
     """Units whose state comes, each as soon as its old bytes are home."""
 
 
-Item = Load | Update | Scatter | Exchange
+Item = Load | Update | ReduceScatter | Exchange
 """Something that a queue does in a pass."""
 
 
@@ -128,7 +128,7 @@ def build(
     *,
     due: Collection[str] = (),
     ahead: Collection[str] = (),
-    scatters: Sequence[Scatter] = (),
+    scatters: Sequence[ReduceScatter] = (),
     absent: Set[tuple[str, int]] = frozenset(),
     trains: bool = True,
 ) -> Timeline:
@@ -303,7 +303,9 @@ def _with_exchanges(
     return tuple(all_items)
 
 
-def scatters_of(accesses: Sequence[Access], units: Iterable[UnitSpec], policy: Policy) -> tuple[Scatter, ...]:
+def reduce_scatters_of(
+    accesses: Sequence[Access], units: Iterable[UnitSpec], policy: Policy
+) -> tuple[ReduceScatter, ...]:
     """Return the gradients that ranks scatter in a pass, as a run would record them; none if a rank is alone."""
     if policy.num_ranks == 1:
         return ()
@@ -319,7 +321,7 @@ def scatters_of(accesses: Sequence[Access], units: Iterable[UnitSpec], policy: P
         # A sum of uses or slices has fp32 on its way, and so has what a fused head makes in the forward.
         num_summands = num_uses[unit, group] * policy.slices
         is_fp32 = num_summands > 1 or accesses[index].phase is Phase.FORWARD
-        scatter = Scatter(
+        scatter = ReduceScatter(
             unit=unit,
             group=group,
             after_access=index,

@@ -28,7 +28,7 @@ class RamWeights:
         self._device = session.engine.options.device
         self._store = session.store
         self._blocks = session.blocks
-        self._crew = session.crew
+        self._all_ranks = session.all_ranks
         self._ranks = session.ranks
 
     @property
@@ -53,7 +53,7 @@ class RamWeights:
             for elements, _ in self._blocks.runs(unit)
         )
         # Others may be waiting for what this rank cannot read.
-        with self._crew.talking():
+        with self._all_ranks.ending_run_on_error():
             shard = torch.empty(self.shard_bytes, dtype=torch.uint8, device=self._device)
             for unit, target in targets.items():
                 if self._ranks is None:
@@ -63,7 +63,7 @@ class RamWeights:
                 self._copy_unit(unit, own, read)
                 # As `Collectives` does: the trained elements of all ranks come before the frozen ones.
                 for start, stop in self._blocks.gathered_spans(unit):
-                    self._ranks.gather(target[self._ranks.size * start : self._ranks.size * stop], own[start:stop])
+                    self._ranks.all_gather(target[self._ranks.size * start : self._ranks.size * stop], own[start:stop])
             self._wait()
 
     def _copy_unit(self, unit: str, target: Tensor, read: deque[tuple[str, tuple[int, int]]]) -> None:

@@ -47,7 +47,7 @@ class WholeMasters:
     def read(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a whole unit's masters, flat, on the CPU. The first rank calls it."""
         # The question goes to all ranks, which answer it in `serve`. So all of them are in the same collective.
-        return self.share(*self._ranks.from_first(lambda: (unit.name, start, stop)))
+        return self.share(*self._ranks.broadcast(lambda: (unit.name, start, stop)))
 
     def share(self, unit: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a unit's masters to every rank. All of them call it alike."""
@@ -59,19 +59,19 @@ class WholeMasters:
 
     def end(self) -> None:
         """Let the other ranks go on."""
-        self._ranks.from_first(lambda: None)
+        self._ranks.broadcast(lambda: None)
 
     def serve(self) -> None:
         """Answer the first rank until it has all that it wants."""
         # Only the first rank makes the question. The function is not called here, and says the type alone.
-        while (asked := self._ranks.from_first(lambda: ("", 0, 0))) is not None:
+        while (asked := self._ranks.broadcast(lambda: ("", 0, 0))) is not None:
             # For this rank's part in the collective alone: the first rank puts the pieces together.
             self._pieces(*asked)
 
     def _pieces(self, unit: str, start: int, stop: int) -> list[Piece]:
         """Return all ranks' runs of the elements asked for, each with its first element in the whole unit."""
-        with self._ranks.talking():
-            of_ranks = self._ranks.gather_objects(self._own_pieces(unit, start, stop))
+        with self._ranks.ending_run_on_error():
+            of_ranks = self._ranks.all_gather_object(self._own_pieces(unit, start, stop))
             return list(chain.from_iterable(of_ranks))
 
     def _own_pieces(self, unit: str, start: int, stop: int) -> list[Piece]:

@@ -50,7 +50,7 @@ class ResidentWeights:
         self._device = session.engine.options.device
         self._limit_bytes = limit_bytes
         self._player = session.player
-        self._crew = session.crew
+        self._all_ranks = session.all_ranks
         self._store = session.store
         self._blocks = session.blocks
         self._is_unified = session.setup.machine.rates.unified_bytes is not None
@@ -126,12 +126,12 @@ class ResidentWeights:
         self._modules.forget()
         is_lent = self._store.loan.is_lent
         away = [unit for unit in self._units if is_lent or not self._is_at_home(unit)]
-        with self._crew.together():
+        with self._all_ranks.failing_together():
             self._reserve(away)
         for unit in self._units:
             if unit not in away:
                 # An interrupt between a lease and its entry on the stack would leave one that nobody gives back.
-                with self._store.tear.call:
+                with self._store.consistency.call:
                     lease = self._store.lease(self._blocks.compute_key(unit), Tier.GPU)
                     leases.enter_context(lease)
                 self._uses[unit] = HeldUse(lease.bytes)
@@ -189,7 +189,7 @@ class ResidentWeights:
 
     def _is_at_home(self, unit: str) -> bool:
         """Return whether a unit's weights are at home on the GPU, and not a shard of them alone."""
-        return self._crew.size == 1 and self._blocks.placement.homes[unit, Kind.WEIGHT] is Tier.GPU
+        return self._all_ranks.size == 1 and self._blocks.placement.homes[unit, Kind.WEIGHT] is Tier.GPU
 
     def _free_bytes(self) -> int:
         """Return the bytes of the GPU's memory that nobody has taken."""

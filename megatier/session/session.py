@@ -31,7 +31,7 @@ from megatier.optim.rules import Hyperparameters
 from megatier.owner import Owner
 from megatier.play.player import Player
 from megatier.play.unit_blocks import block_key
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.budgets import Budgets, shared_buffer_bytes
 from megatier.schedule.placement import Placement, all_short, place
@@ -57,7 +57,7 @@ class Session:
         own_units: the units, in module order, with the layout of what this process has of them: all, or a rank's shard.
         whole_units: the same units with the layout of all ranks' shards together.
         ranks: the ranks that share the state; None: this process has all of it.
-        crew: the same, or a process that is alone, which is asked the same.
+        all_ranks: the same, or a process that is alone, which is asked the same.
         engine: runs steps and evaluations.
         store: holds all blocks of the run.
         placement: their homes, and the slots.
@@ -104,7 +104,7 @@ class Session:
         self.setup = setup
         self.model = setup.model
         self.ranks = ranks
-        self.crew = ranks or Alone()
+        self.all_ranks = ranks or SingleRank()
         work = setup.work
         self.whole_units = work.units
         self.own_units = work.units if ranks is None else shards_of(work.units, ranks)
@@ -139,9 +139,9 @@ class Session:
             self.why_copied = work.in_place.why_not
 
             # The model installs the nodes in the skeleton's modules.
-            model = UnitModel(self.model, work.units, self.player, self.optimizer, options, self.crew)
+            model = UnitModel(self.model, work.units, self.player, self.optimizer, options, self.all_ranks)
             opened.callback(model.close)
-            self.engine = Engine(model, self.player, self.optimizer, self.crew)
+            self.engine = Engine(model, self.player, self.optimizer, self.all_ranks)
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
@@ -256,7 +256,7 @@ class Session:
             progress: is called after each unit, in this thread.
         """
         # Some planes would be new and others old after an interrupt in here.
-        with self.store.tear.change:
+        with self.store.consistency.change:
             self.filling.fill_arrays(self.own_units, sources, threads, progress)
 
     def read_master(self, unit: Unit, start: int, stop: int) -> Tensor:
@@ -325,7 +325,7 @@ def _open_store(
     nvme = [f"{mount.directory}:{(mount.num_bytes or 0) // local_size}" for mount in machine.mounts]
     if ranks is not None:
         # Each rank has a directory of its own on every mount, which `leftovers` knows by this form of name.
-        run_id = rank_id(ranks.from_first(lambda: run_id or secrets.token_hex(6)), ranks.rank)
+        run_id = rank_id(ranks.broadcast(lambda: run_id or secrets.token_hex(6)), ranks.rank)
     if machine.device.type == "cuda":
         limit_gpu(setup.config.tiers.gpu_limit)
 
@@ -355,7 +355,7 @@ def _open_store(
     opened.enter_context(store)
     budgets = replace(own, nvme=store.usage(Tier.NVME)["budget"])
     if ranks is not None:
-        budgets = Budgets.least(ranks.gather_objects(budgets))
+        budgets = Budgets.least(ranks.all_gather_object(budgets))
     return store, budgets
 
 

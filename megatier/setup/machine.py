@@ -23,7 +23,7 @@ from megatier.hardware import (
     set_cuda_defaults,
 )
 from megatier.measure.probe import rates_or_assumed
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.budgets import Budgets
 from megatier.schedule.rates import ALONE, Rates, World
@@ -77,14 +77,14 @@ class Machine:
             device = torch.device("cuda", ranks.local_rank)
 
         # Homes and slots follow from the budgets, and have to be the same on all ranks.
-        crew = ranks or Alone()
-        with crew.together():
+        all_ranks = ranks or SingleRank()
+        with all_ranks.failing_together():
             ids = _ids_of_host(run_id, ranks)
             own = (
                 *budgets_of(tiers, device),
                 *(budget_bytes(mount, left_bytes(mount.directory, ids)) for mount in tiers.mounts),
             )
-        gpu, ram, *sizes = map(min, zip(*crew.gather_objects(own), strict=True))
+        gpu, ram, *sizes = map(min, zip(*all_ranks.all_gather_object(own), strict=True))
         directories = [mount.directory for mount in tiers.mounts]
         rates, assumed = rates_or_assumed(directories, device.type)
         if rates.unified_bytes is not None:

@@ -29,6 +29,7 @@ import torch
 
 from megatier import _native
 from megatier.address import fill_bytes
+from megatier.consistency import Consistency
 from megatier.errors import CapacityError, DirtyBlockError, LeaseHeldError, StepAbandonedError
 from megatier.owner import Owner
 from megatier.store.arena import Slot, SlotPool
@@ -36,7 +37,6 @@ from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, overlap
 from megatier.store.tier_queues import TierQueues
 from megatier.store.transfer import Transfer
-from megatier.tear import Tear
 from megatier.tier import Tier
 
 POISON = 0xFF
@@ -53,7 +53,7 @@ class Copies:
         self._slotted: dict[Copy, None] = {}
         """The copies in slots. The one that was not used for longest comes first."""
         self._lock = threading.Lock()
-        self.tear = Tear()
+        self.consistency = Consistency()
         """Tells whether something broke off a change of the copies."""
         self.owner = Owner("this store")
         """The process whose copies they are."""
@@ -199,7 +199,7 @@ class Copies:
                     transfer.wait()
                     return
 
-        if self.tear.is_torn:  # perhaps nobody knows any more who has the slots
+        if self.consistency.is_torn:  # perhaps nobody knows any more who has the slots
             raise StepAbandonedError("something broke off while slots were taken or given back; see TornStateError")
 
         # The second way is anything that somebody does with the lock held, and all of that calls `wake`. No wake is
@@ -212,7 +212,7 @@ class Copies:
         """Wait without the lock, so that other threads go on."""
         # Looked up before: in here an interrupt could come while it is still held, and taking it again would hang.
         lock = self.lock
-        with self.tear.waiting():
+        with self.consistency.waiting():
             try:
                 # The release is inside, so that the lock is taken again even if an interrupt comes right after it.
                 lock.release()

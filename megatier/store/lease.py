@@ -43,7 +43,7 @@ class Lease:
         if not self._leases.copies.owner.is_here:
             return
 
-        with self._leases.copies.tear.change:
+        with self._leases.copies.consistency.change:
             self._is_held = False
 
             # If the store was reset since, it has forgotten this lease, and the slot may belong to another copy by now.
@@ -66,7 +66,7 @@ class Leases:
 
     def take(self, key: str, tier: Tier, span: Span | None, *, fresh: bool, wait: bool) -> Lease:
         """Lease bytes of a block in a tier; see `TieredStore.lease`."""
-        with self.copies.tear.call:
+        with self.copies.consistency.call:
             with self.copies.lock:
                 block, span = self._blocks.span(key, span)
                 copy = self.copies.copy_for(block, tier, span, wait=wait)
@@ -85,7 +85,7 @@ class Leases:
 
             # The wait is long, so it comes without the lock. The lease is counted already: nobody takes the slot.
             try:
-                with self.copies.tear.waiting():
+                with self.copies.consistency.waiting():
                     for transfer in (*earlier_users, *arriving):
                         transfer.wait_before_use(tier, raises=transfer in arriving)
             except BaseException:
@@ -107,7 +107,7 @@ class Leases:
         On the gpu, compute that is enqueued by now still uses the bytes. So its present point is noted as a user of the
         copy, and whatever overwrites the bytes comes after that.
         """
-        with self.copies.lock, self.copies.tear.call:
+        with self.copies.lock, self.copies.consistency.call:
             if copy.tier is Tier.GPU:
                 key = copy.block.spec.key
                 for point in self._queues.point(key):

@@ -60,7 +60,7 @@ class Loan:
         """
         with agreed or contextlib.nullcontext():
             self._settle()
-            with self._copies.lock, self._copies.tear.call:
+            with self._copies.lock, self._copies.consistency.call:
                 self._copies.empty(Tier.GPU)
             places = self._homes()
             self._reserve(places)

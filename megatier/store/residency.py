@@ -47,7 +47,7 @@ Three more fields concern the copy as a whole:
   Then the next look for a slot, or `TieredStore.settle`, evicts it for good. Meanwhile nobody gets the copy: whoever
   wants its bytes waits. If a write fails, the copy is the only place that has the bytes, so it is usable again.
 
-If something broke off a change of the store (`tear`), nothing of this holds for any copy until `Copies.forget`.
+If something broke off a change of the store (`consistency`), nothing of this holds for any copy until `Copies.forget`.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class TieredStore(ClosedWhenDropped):
         self.loan = Loan(self._blocks, self._copies, self._reservation, self._queues)
         """Lends the memory of the gpu tier while nothing moves."""
         self.check_process = self._copies.owner.check  # refuses a forked child; every method but `close` does
-        self.tear = self._copies.tear
+        self.consistency = self._copies.consistency
         """Tells whether a change of the copies broke off. Its regions lie inside the lock, except that of `lease`."""
         self._sealing = Sealing()
         self.staging: Staging | None = None
@@ -201,7 +201,7 @@ class TieredStore(ClosedWhenDropped):
             DirtyBlockError: the gpu has newer bytes; write them back first.
         """
         self.seal()
-        with self._copies.lock, self.tear.call:
+        with self._copies.lock, self.consistency.call:
             block, span = self._blocks.span(key, span)
             copy = self._copies.copy_for(block, tier, span, wait=wait)
             # Nobody has a right to these bytes yet, so they give way if others need the slot.
@@ -236,7 +236,7 @@ class TieredStore(ClosedWhenDropped):
             BlockNotFoundError: the bytes are not there.
             LeaseHeldError: such a copy is leased.
         """
-        with self._copies.lock, self.tear.call:
+        with self._copies.lock, self.consistency.call:
             block, span = self._blocks.span(key, span)
             copy = block.find(tier, span)
             others = [other for other in block.copies if other.tier is not tier and other.slot is not None]
@@ -257,7 +257,7 @@ class TieredStore(ClosedWhenDropped):
             BlockNotFoundError: the bytes are not there.
             CapacityError: no slot for the step in between, and not `wait`.
         """
-        with self._copies.lock, self.tear.call:
+        with self._copies.lock, self.consistency.call:
             block, span = self._blocks.span(key, span)
             copy = block.find(tier, span)
             return self._write_backs.begin(copy, span, wait=wait)
@@ -274,7 +274,7 @@ class TieredStore(ClosedWhenDropped):
             TransferError: its write-back failed. It is still there, and dirty.
             LastCopyError: it is the home copy.
         """
-        with self._copies.lock, self.tear.call:
+        with self._copies.lock, self.consistency.call:
             block, span = self._blocks.span(key, span)
             if block.spec.home is tier:
                 raise LastCopyError(f"block {key} is at home on {tier}; it cannot be evicted.")
@@ -284,7 +284,7 @@ class TieredStore(ClosedWhenDropped):
 
     def discard(self, key: str, tier: Tier) -> None:
         """Drop all copies of a block in slots of a tier, as `evict` does, but dirty ones too."""
-        with self._copies.lock, self.tear.call:
+        with self._copies.lock, self.consistency.call:
             for copy in self._blocks.find(key).on(tier):
                 if copy.slot is not None:
                     self._copies.discard(copy)
@@ -300,7 +300,7 @@ class TieredStore(ClosedWhenDropped):
         The caller overwrites all blocks then. Leases from before end without effect. Threads that wait for slots fail.
         """
         # The state is torn before the wake, so that a thread that waits for a slot fails, and takes none.
-        self.tear.is_torn = True
+        self.consistency.is_torn = True
         self.wake()
         for queue in self.queues:
             queue.settle()
@@ -309,7 +309,7 @@ class TieredStore(ClosedWhenDropped):
         with self._copies.lock:
             self._leases.forget()
             self._copies.forget(self._blocks.by_key.values())
-        self.tear.is_torn = False
+        self.consistency.is_torn = False
 
     def settle(self, key: str) -> None:
         """Wait for the write-backs of a block. The bytes that they wrote are clean from then on.
@@ -324,7 +324,7 @@ class TieredStore(ClosedWhenDropped):
         # Moves may take long, so this waits without the lock, and then asks the copies anew which bytes are home.
         for transfer in write_backs:
             transfer.wait()
-        with self._copies.lock, self.tear.call:
+        with self._copies.lock, self.consistency.call:
             for copy in list(block.copies):
                 copy.settle()
                 if copy.is_leaving:
@@ -332,22 +332,22 @@ class TieredStore(ClosedWhenDropped):
 
     def push(self, key: str, tensor: torch.Tensor, start: int = 0) -> Transfer:
         """Start moving a contiguous tensor from the gpu device to a block in ram or on NVMe; see `Outside.push`."""
-        with self._copies.lock, self.tear.call:
+        with self._copies.lock, self.consistency.call:
             return self._outside.push(key, tensor, start)
 
     def pull(self, key: str, tensor: torch.Tensor, start: int = 0) -> Transfer:
         """Start moving what `push` took back into a contiguous tensor on the gpu device; see `Outside.pull`."""
-        with self._copies.lock, self.tear.call:
+        with self._copies.lock, self.consistency.call:
             return self._outside.pull(key, tensor, start)
 
     def carry(self, key: str, target: torch.Tensor, source: torch.Tensor, *, to_gpu: bool) -> Transfer:
         """Start copying state between RAM and the caller's own memory on the gpu device; see `TierQueues.carry`."""
-        with self._copies.lock, self.tear.call:
+        with self._copies.lock, self.consistency.call:
             return self._queues.carry(key, target, source, to_gpu=to_gpu)
 
     def copy_out(self, key: str, span: Span, target: torch.Tensor) -> Transfer:
         """Start copying bytes from home, on the gpu or on NVMe, to RAM outside of the store; see `Outside.copy_out`."""
-        with self._copies.lock, self.tear.call:
+        with self._copies.lock, self.consistency.call:
             block, span = self._blocks.span(key, span)
             return self._outside.copy_out(block, span, target)
 

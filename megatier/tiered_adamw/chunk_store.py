@@ -90,7 +90,7 @@ class ChunkStore:
 
             # What the caller raises meets a chunk that is only read, so that nothing is half done then.
             lent = tiers.lease(chunk.key, Tier.RAM, wait=True)
-            with tiers.tear.call, lent as lease, tiers.tear.waiting():
+            with tiers.consistency.call, lent as lease, tiers.consistency.waiting():
                 yield chunk, lease.bytes
             self._leave(chunk, Tier.RAM)
 

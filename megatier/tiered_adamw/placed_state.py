@@ -84,7 +84,7 @@ class PlacedState:
     @property
     def is_torn(self) -> bool:
         """Whether something broke off while a chunk was taken or given back."""
-        return self.store.tiers.tear.is_torn
+        return self.store.tiers.consistency.is_torn
 
     def mend(self) -> None:
         """Begin anew after something broke off: end the threads, take back all slots, and start other threads.
@@ -340,7 +340,7 @@ def _finish(store: ChunkStore, chunk: StateChunk, lease: Lease, batches: Iterabl
             batch.wait()
 
     # After an interrupt inside the store nobody knows whose its slots are: `load_state_dict` takes all of them back.
-    if not store.tiers.tear.is_torn:
+    if not store.tiers.consistency.is_torn:
         store.give_back(chunk, lease)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatier.rest import REST
+from megatier.host_wait import HOST_WAIT
 from megatier.schedule.timeline import Access
 from megatier.store.stream_clock import Instant, StreamClock
 from megatier.store.transfer import Transfer
@@ -112,7 +112,7 @@ class Recorder:
         causes: Counter[str] = Counter()
         asked = Instant(self._clock)
         try:
-            with REST:
+            with HOST_WAIT:
                 yield causes
         finally:
             self.pause(main_cause(causes) or cause, asked, Instant(self._clock))

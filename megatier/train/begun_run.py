@@ -12,7 +12,7 @@ from rich.console import Console
 from megatier.checkpoint.run_directory import STALL_FILE
 from megatier.config.schema import RunConfig
 from megatier.planner.prediction import Prediction
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.setup.setup import Setup
 from megatier.train.outlet import console_of
@@ -60,8 +60,8 @@ class BegunRun:
 
         # Locked before `Start` looks for saved steps there, which another run could write or remove.
         directory = SharedDirectory(stack, setup.config, ranks, resumes=resumes)
-        crew = ranks or Alone()
-        start = crew.from_first(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
+        all_ranks = ranks or SingleRank()
+        start = all_ranks.broadcast(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
         return cls(
             stack=stack,
             setup=setup,

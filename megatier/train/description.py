@@ -124,8 +124,8 @@ def describe(console: Console, config: RunConfig, session: Session, text: Text, 
         say(console, NO_GPU)
     print_placement(console, tier_states(session), placement.num_ranks)
     if session.ranks is not None:
-        why = f" ({session.ranks.why})" if session.ranks.why else ""
-        say(console, f"weights and gradients go between ranks by {session.ranks.way}{why}")
+        why = f" ({session.ranks.transport_reason})" if session.ranks.transport_reason else ""
+        say(console, f"weights and gradients go between ranks by {session.ranks.transport}{why}")
     if (promise := plan.promise()) is not None:
         say(console, promise)
 

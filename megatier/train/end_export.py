@@ -57,14 +57,14 @@ def export_end(
         best = step_path(directory / CHECKPOINT_FOLDER, saves.best_step)
         say(console, f"the best model is that of step {saves.best_step}, with the held-out loss {saves.best.loss:.4f}")
     dtype = config.output.export_dtype
-    crew = session.crew
+    all_ranks = session.all_ranks
 
     # What fails from here on is noted and not raised at once, because the state has to be saved first.
     error: Exception | None = None
     done = Tally()
     with saves.watching(done):
         try:
-            with crew.together():
+            with all_ranks.failing_together():
                 session.player.drain()
             saves.check_directory()
         except StallError:
@@ -75,7 +75,7 @@ def export_end(
             error = _write_end(console, session, best, folder, tokenizer, dtype, done)
 
     # The first rank has written, and all of them save what it could not write.
-    if (reason := crew.from_first(lambda: None if error is None else str(error))) is not None:
+    if (reason := all_ranks.broadcast(lambda: None if error is None else str(error))) is not None:
         saved = saves.keep_end(step, partial(say, console))
         raise ExportError(reason, step, _way_on(directory, saved)) from error
 

@@ -18,12 +18,12 @@ from megatier.checkpoint.run_directory import METRICS_FILE
 from megatier.checkpoint.run_state import RunState
 from megatier.config.schema import RunConfig, TrainConfig
 from megatier.errors import GpuMemoryError, NonFiniteError
+from megatier.host_wait import HOST_WAIT
 from megatier.optim.learning_rate import learning_rate
 from megatier.planner.prediction import Prediction
 from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_seconds
 from megatier.report.report import Progress
-from megatier.rest import REST
 from megatier.session.session import Session
 from megatier.trace.events import STEP, TraceEvent, account
 from megatier.train.outlet import say
@@ -82,7 +82,7 @@ class Loop:
         self._is_rehearsed = False
         self._is_reading = False
         """Whether an evaluation waits for rows."""
-        self._crew = session.crew
+        self._all_ranks = session.all_ranks
         self._reports = StepReports(session)
         self.traced: list[tuple[int, list[TraceEvent]]] = []
 
@@ -136,7 +136,7 @@ class Loop:
                 # Asked once: a signal may come between two looks, and saving and breaking have to agree. So have all
                 # ranks, any of which may have been told to stop.
                 is_last = self._is_over()
-                stops = self._crew.any(stop.is_asked) and not is_last
+                stops = self._all_ranks.any(stop.is_asked) and not is_last
                 self._saves.after(step, progress.note, is_last=is_last, stops=stops)
                 if stops or is_last:
                     break
@@ -185,7 +185,7 @@ class Loop:
         read_ns = time.perf_counter_ns()
 
         # What the host waits for from here on is no work of its own (`StepTimes.host_busy_seconds`).
-        REST.restart()
+        HOST_WAIT.restart()
         with self._watchdog.watch(session.player):
             result = session.engine.train_step(step, rate, groups)
 
@@ -234,7 +234,7 @@ class Loop:
 
         # The other ranks are given their rows by the first one. Without a stream or images that one reads tokens from a
         # file, which counts as work of the host.
-        cause = "ranks" if self._crew.rank else ""
+        cause = "ranks" if self._all_ranks.rank else ""
         if self._config.data.streaming or self._config.data.images:
             cause = "data"
         if cause:

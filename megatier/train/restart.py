@@ -8,7 +8,7 @@ from pathlib import Path
 from megatier.checkpoint.run_directory import CONFIG_FILE
 from megatier.config.file import from_dict, given_in, load_saved, to_dict
 from megatier.config.schema import RunConfig
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 
 
@@ -31,14 +31,14 @@ def run_before_restart(
     Raises:
         ConfigError: the stored config cannot be read.
     """
-    crew = ranks or Alone()
+    all_ranks = ranks or SingleRank()
 
     # Each host's torchrun counts for itself, and one that came later has seen no failure.
     num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if not crew.any(num_restarts > 0):
+    if not all_ranks.any(num_restarts > 0):
         return None
     path = Path(config.output.directory) / CONFIG_FILE
-    stored = crew.from_first(lambda: to_dict(load_saved(path)) if path.is_file() else None)
+    stored = all_ranks.broadcast(lambda: to_dict(load_saved(path)) if path.is_file() else None)
     if stored is None:
         return None
 

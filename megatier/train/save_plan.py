@@ -49,10 +49,10 @@ class SavePlan:
             UnsupportedModelError: the model cannot be exported.
         """
         room = Room.of(output, session.model, session.whole_units)
-        crew = session.crew
+        all_ranks = session.all_ranks
 
         # All ranks write into one directory, so one of them looks at its drive, and all have its error.
-        num_kept = crew.from_first(lambda: _checked_count(output, session, room, is_done=is_done))
+        num_kept = all_ranks.broadcast(lambda: _checked_count(output, session, room, is_done=is_done))
         cost_s = expected_cost(session, expected)
         return cls(
             output=output,
@@ -100,7 +100,7 @@ def expected_cost(session: Session, expected: Forecast | None) -> float:
         expected: the planned step, if the machine was measured.
     """
     # The ranks of a host share its drives.
-    local_size = session.crew.local_size
+    local_size = session.all_ranks.local_size
     num_bytes = checkpoint_bytes(session.whole_units)
     spilled = local_size * session.placement.state_bytes.get(Tier.NVME, 0)
     rates = session.setup.machine.measured_rates

@@ -67,7 +67,7 @@ class Saves:
         """
         self._config = config
         self._session = session
-        self._crew = session.crew
+        self._all_ranks = session.all_ranks
         self._text = text
         self._watchdog = watchdog
         self._record = record
@@ -79,7 +79,7 @@ class Saves:
         self._num_kept = plan.num_kept or config.output.keep_checkpoints
         self._device = session.engine.options.device
         directory = self._directory = Path(config.output.directory)
-        self._identity = self._crew.from_first(lambda: _identity(directory))
+        self._identity = self._all_ranks.broadcast(lambda: _identity(directory))
         self._folder = directory / CHECKPOINT_FOLDER
         self._savepoints = directory / SAVEPOINT_FOLDER
         self._has_updated = False
@@ -162,8 +162,8 @@ class Saves:
 
         # Not before an export: if it goes well a checkpoint is needless, and if it fails one is written then.
         if is_last:
-            return self._crew.from_first(pace.is_long) and not self._config.output.export
-        return self.writer is None and self._crew.from_first(pace.is_due)
+            return self._all_ranks.broadcast(pace.is_long) and not self._config.output.export
+        return self.writer is None and self._all_ranks.broadcast(pace.is_due)
 
     def check_directory(self) -> None:
         """Refuse to save where the run directory is another one now, as under a mount that is gone.
@@ -173,7 +173,7 @@ class Saves:
         Raises:
             TransferError: it is.
         """
-        self._crew.from_first(self._check_directory)
+        self._all_ranks.broadcast(self._check_directory)
 
     def _check_directory(self) -> None:
         if _identity(self._directory) != self._identity:
@@ -206,7 +206,7 @@ class Saves:
         assert self._pace is not None
         self.end(say)
         self._pace.begin()
-        if not self._crew.from_first(lambda: self._room.takes_another(self._num_kept)):
+        if not self._all_ranks.broadcast(lambda: self._room.takes_another(self._num_kept)):
             free = mib(self._room.free_bytes)
             size = mib(self._room.checkpoint_bytes)
             say(f"step {step}: no checkpoint: {self._folder} takes {size} and has {free} free; tried again later")
@@ -229,7 +229,7 @@ class Saves:
         writer = self.writer
 
         # All ranks have to see the same, since they do what follows together.
-        if writer is None or not (waits or all(self._crew.gather_objects(writer.is_over()))):
+        if writer is None or not (waits or all(self._all_ranks.all_gather_object(writer.is_over()))):
             return
 
         # No longer on its way whatever comes of it, so that an error is told once.
@@ -271,7 +271,7 @@ class Saves:
 
     def _drain(self) -> None:
         """Finish the step on all ranks, or fail on all: one that fails alone would be waited for."""
-        with self._watchdog.watch(self._session.player), self._crew.together():
+        with self._watchdog.watch(self._session.player), self._all_ranks.failing_together():
             self._session.player.drain()
 
     def behind(self, step: int, say: Say) -> None:
@@ -286,7 +286,7 @@ class Saves:
             self._begin(step, say, prunes=False)
             self.end(say)
         if twin is not None and step_of(twin) != self.best_step:
-            self._crew.from_first(lambda: remove(twin))
+            self._all_ranks.broadcast(lambda: remove(twin))
 
     def way_on(self, say: Say) -> str:
         """Return in words from what the run can go on, once what is on its way is whole. Nothing else is saved."""
@@ -374,7 +374,7 @@ class Saves:
 
         # Without room all checkpoints but the last one go first, as they would go when this one is whole.
         try:
-            self._crew.from_first(self._make_room)
+            self._all_ranks.broadcast(self._make_room)
             self._begin(step, say)
             self.end(say)
             return self._last(self._folder)
@@ -402,7 +402,7 @@ class Saves:
 
     def _last(self, folder: Path) -> Path | None:
         """Return the newest whole checkpoint or savepoint in a folder."""
-        return self._crew.from_first(lambda: last_checkpoint(folder))
+        return self._all_ranks.broadcast(lambda: last_checkpoint(folder))
 
     def _state(self, step: int) -> dict[str, Any]:
         """Return everything that is saved besides arrays."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatier.checkpoint.run_directory import RUN_ID_FILE, RunDirectory
 from megatier.config.schema import RunConfig
 from megatier.errors import ConfigError
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 
 
@@ -24,17 +24,17 @@ class SharedDirectory:
 
     def __init__(self, opened: ExitStack, config: RunConfig, ranks: Ranks | None, *, resumes: bool) -> None:
         """Open it on the first rank, until the stack closes; see `RunDirectory`."""
-        crew = ranks or Alone()
+        all_ranks = ranks or SingleRank()
         self.path = Path(config.output.directory)
 
         # One lock on one host: the others would be refused by it.
-        own = opened.enter_context(RunDirectory(config, resumes=resumes)) if crew.rank == 0 else None
+        own = opened.enter_context(RunDirectory(config, resumes=resumes)) if all_ranks.rank == 0 else None
         self.own = own
 
         # The others read there only once it is locked.
-        self.run_id = crew.from_first(lambda: "" if own is None else own.run_id)
-        with crew.together():
-            self._check_is_shared(crew.rank)
+        self.run_id = all_ranks.broadcast(lambda: "" if own is None else own.run_id)
+        with all_ranks.failing_together():
+            self._check_is_shared(all_ranks.rank)
 
     def _check_is_shared(self, rank: int) -> None:
         """Refuse a rank that sees another directory, since all of them write checkpoints there.

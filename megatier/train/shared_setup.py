@@ -7,7 +7,7 @@ from rich.console import Console
 from megatier.config.schema import RunConfig
 from megatier.models.weights import WeightReader
 from megatier.planner.prediction import Prediction
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.setup.attention_choice import with_kernel
 from megatier.setup.machine import Machine
@@ -40,13 +40,13 @@ def setup_of(
         config = config.changed({"train.groups": ranks.size})
 
     # The kernel of attention depends on how long sequences are.
-    crew = ranks or Alone()
+    all_ranks = ranks or SingleRank()
     model_config = model_config_of(config.model)
 
     def fitted() -> tuple[RunConfig, str]:
         return with_kernel(fit_positions(config, given, model_config), model_config, machine)
 
-    chosen, why_not_flex = crew.from_first(fitted)
+    chosen, why_not_flex = all_ranks.broadcast(fitted)
     if why_not_flex:
         say(console_of(ranks, console), WITHOUT_FLEX.format(chosen.model.attention, why_not_flex))
 
@@ -54,5 +54,5 @@ def setup_of(
     model, reader = open_model(chosen, model_config)
     setup = settled(Setup.of(chosen, model, machine))
     setup = with_budgets_kept(setup)
-    planned, expected = crew.from_first(lambda: plan_choices(setup, given, console))
+    planned, expected = all_ranks.broadcast(lambda: plan_choices(setup, given, console))
     return setup.with_config(planned), reader, expected

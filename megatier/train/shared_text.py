@@ -18,7 +18,7 @@ from megatier.data.image_chats import ImageChats
 from megatier.data.packer import groups_of
 from megatier.data.packing import PackedText
 from megatier.data.text_stream import TextStream
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.train.outlet import say
 
@@ -41,7 +41,7 @@ class SharedText:
 
     def __init__(self, ranks: Ranks | None, text: Text | None) -> None:
         """Take the text, on the first rank."""
-        self._crew = ranks or Alone()
+        self._all_ranks = ranks or SingleRank()
         self._text = text
 
     def groups(self, step: int, train: TrainConfig) -> list[Rows]:
@@ -54,7 +54,7 @@ class SharedText:
             return text.batch(step, train.batch)
 
         # The first rank alone calls `made`, since only it has a text.
-        return _cut(self._crew.from_first(made), train.groups)
+        return _cut(self._all_ranks.broadcast(made), train.groups)
 
     def rehearsal(self, step: int, train: TrainConfig) -> list[Rows]:
         """Return groups for `Engine.rehearse` before a step, counted from 0; none if it needs no rehearsal."""
@@ -63,7 +63,7 @@ class SharedText:
             text = self.own
             return text.rehearsal(step, train.batch, train.groups) if isinstance(text, ImageChats) else []
 
-        return self._crew.from_first(made)
+        return self._all_ranks.broadcast(made)
 
     def holdout(self, train: TrainConfig) -> Iterator[list[Rows]]:
         """Yield held-out batches in order, each in its groups."""
@@ -74,7 +74,7 @@ class SharedText:
         elif self._text is not None:
             batches = self._text.holdout(train.batch)
         while True:
-            rows = self._crew.from_first(lambda: next(batches, None))
+            rows = self._all_ranks.broadcast(lambda: next(batches, None))
             if rows is None:
                 return
             yield _cut(rows, train.groups)
@@ -89,7 +89,7 @@ class SharedText:
             return train
 
         # The first rank alone knows how many sequences there are.
-        steps = self._crew.from_first(lambda: steps_of(self.own, train))
+        steps = self._all_ranks.broadcast(lambda: steps_of(self.own, train))
         fewest = min(steps, train.steps)
 
         # Steps that nobody gave stand for as many as there may be, and are no news.
@@ -106,7 +106,7 @@ class SharedText:
     @property
     def state(self) -> dict[str, Any]:
         """The note of this text, and of the position in it, that a checkpoint has."""
-        return self._crew.from_first(lambda: self.own.state)
+        return self._all_ranks.broadcast(lambda: self.own.state)
 
     @property
     def own(self) -> Text:

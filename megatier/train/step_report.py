@@ -17,10 +17,10 @@ from megatier.data.packing import num_real_tokens
 from megatier.engine.step import StepResult
 from megatier.errors import mib
 from megatier.forecast.forecast import Forecast
+from megatier.host_wait import HOST_WAIT
 from megatier.report.figures import QueueBytes, SlowestRank, StepReport
 from megatier.report.metrics import format_seconds
 from megatier.report.report import print_moves
-from megatier.rest import REST
 from megatier.session.process import memory_bytes
 from megatier.session.session import Session
 from megatier.tier import QUEUES
@@ -68,7 +68,7 @@ class StepTimes:
     @property
     def host_busy_seconds(self) -> float:
         """The time in which the host worked, from the text to the end, but for its waits (`rest`)."""
-        return (self.ended_ns - self.read_ns - REST.ns) / 1e9
+        return (self.ended_ns - self.read_ns - HOST_WAIT.ns) / 1e9
 
 
 class StepReports:
@@ -82,9 +82,9 @@ class StepReports:
         """
         self._reads_images = session.setup.config.data.images
         self._session = session
-        self._crew = session.crew
+        self._all_ranks = session.all_ranks
         self._device = session.engine.options.device
-        self._hosts = self._crew.gather_objects(platform.node())
+        self._hosts = self._all_ranks.all_gather_object(platform.node())
         self.tokens_seen = 0
         """Tokens of all steps so far, those of earlier processes included."""
         self.images_seen = 0
@@ -181,7 +181,7 @@ class StepReports:
 
         # The table has this rank's bytes. Of the others only what differs is told.
         odd = [row.queue for row in rows if row.moved_bytes != row.demanded_bytes]
-        for rank, queues in enumerate(self._crew.gather_objects(odd)):
+        for rank, queues in enumerate(self._all_ranks.all_gather_object(odd)):
             if rank and queues:
                 words = ", ".join(queues)
                 say(console, f"rank {rank} on {self._hosts[rank]} moved other bytes than demanded: {words}")
@@ -215,7 +215,7 @@ class StepReports:
             "moved_bytes": dict(self._moved_bytes()),
         }
         own_memory = memory_bytes(self._device, self._session.ranks)
-        of_ranks = self._crew.gather_objects((own_memory, own_lanes))
+        of_ranks = self._all_ranks.all_gather_object((own_memory, own_lanes))
         # The process with the most memory decides whether a run fits.
         most_memory = {name: max(memory[name] for memory, _ in of_ranks) for name in own_memory}
 

@@ -44,7 +44,7 @@ from megatier.data.tokenizer import vocabulary_size
 from megatier.drives.leftovers import find_leftovers
 from megatier.errors import ConfigError, DataError, mib
 from megatier.foreign import one_version
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
 from megatier.report.metrics import MetricsLog, format_count
@@ -163,11 +163,11 @@ def train(
 def _machine(config: RunConfig, device: torch.device, ranks: Ranks | None, *, resumes: bool) -> Machine:
     """Return the machine that runs. Block files of this run that a kill has left count as free there."""
     # The run takes their place. All ranks have to agree on it, and the first one alone reads the directory.
-    crew = ranks or Alone()
+    all_ranks = ranks or SingleRank()
     directory = Path(config.output.directory)
     left_id = None
     if resumes:
-        left_id = crew.from_first(lambda: noted_id(directory))
+        left_id = all_ranks.broadcast(lambda: noted_id(directory))
     return Machine.here(config.tiers, device, ranks, left_id)
 
 

@@ -191,7 +191,7 @@ def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks, 
         for name, placement in RANK_PLACEMENTS.items():
             digest, moved = _run(device, directory, placement, Activations.KEEP, mode, groups=ranks.size, ranks=ranks)
             # Every rank compares, so a GPU that computes other bits than the others is found.
-            is_equal = all(ranks.gather_objects(digest == expected))
+            is_equal = all(ranks.all_gather_object(digest == expected))
             agree &= is_equal
             table.add_row(name, str(ranks.size), *_words(mode), megabytes(moved), digest[:DIGITS], _verdict(is_equal))
 
@@ -317,13 +317,13 @@ def _check_placement(session: Session, state: tuple[str, ...], *, streams: bool)
 
 def _add_state(digest: hashlib._Hash, session: Session) -> None:
     """Add all weights and moments to a digest, whichever rank has them."""
-    crew = session.crew
+    all_ranks = session.all_ranks
     for whole, unit in zip(session.whole_units, session.own_units, strict=True):
         # Ranks pad their shards to equal size, and deal out matrices, so parameters come by their names.
         tensors = sorted(whole.layout.tensors, key=lambda tensor: tensor.name)
         for kind in unit.layout.schema.kinds:
             own = session.read_plane(unit, kind, 0, unit.layout.num_elements)
-            plane = torch.cat(crew.gather_objects(own))
+            plane = torch.cat(all_ranks.all_gather_object(own))
             for tensor in tensors:
                 # As bytes, since numpy has no bf16.
                 elements = plane[tensor.start : tensor.stop]

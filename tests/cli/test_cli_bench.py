@@ -21,7 +21,7 @@ from megatier.drives.blockfile import FileBatch
 from megatier.measure import drive_probe, link_probe, rank_probe
 from megatier.measure.probe import cached_rates
 from megatier.schedule.rates import Rates, World, as_dict, read_rates
-from megatier.tier import Way
+from megatier.tier import Transport
 
 QUICK = ["--seconds", "0.01", "--size", "4MiB", "--threads", "1", "--device", "cpu"]
 
@@ -86,7 +86,7 @@ def test_bench_on_ranks_measures_their_links_and_plans_use_them(
     assert rates.assumed(World(2, 1)) == ()
     assert rates.assumed(World(2, 2)) == ("network_bytes_per_s",)
     assert 0 < (rates.ranks_slowdown or 0) <= 1
-    assert rates.ranks_way is Way.RAM
+    assert rates.ranks_way is Transport.RAM
     report = json.loads((tmp_path / "1.json").read_text())
     assert (report["ranks"]["ranks"], report["ranks"]["hosts"], report["ranks"]["layer_bytes"]) == (2, 1, 1 << 20)
     assert rates.gather_bytes_per_s == (1 << 19) / report["ranks"]["gather_seconds"]
@@ -120,7 +120,7 @@ def test_rank_figures_say_what_compute_loses() -> None:
         scatter_seconds=2.0,
         compute_share=0.5,
         collective_share=0.8,
-        way=Way.KERNELS,
+        way=Transport.KERNELS,
     )
     assert figures.lost_seconds == pytest.approx(0.625 * 3)
     assert figures.slowdown == pytest.approx(0.625)

@@ -31,7 +31,7 @@ from megatier.errors import SharedMemoryError
 from megatier.integrations.transformers_trainer import MegatierTrainer
 from megatier.models.model_class import auto_class
 from megatier.ranks.shared_memory import share_memory
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 
 LENGTH = int(sys.argv[2])
 model = auto_class(config := tiny_config("llama")).from_config(config)
@@ -60,7 +60,7 @@ with megatier.stream(model, tiers={"device": "cpu", "ram": "1GiB"}) as streamed:
             print("found:", "whole")
 
 # What ranks of a host share is a file without a name, which lies in no folder.
-print("found:", len(share_memory(Alone(), 2 << 20)))
+print("found:", len(share_memory(SingleRank(), 2 << 20)))
 """
 
 

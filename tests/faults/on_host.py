@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from megatier.cli import main
-from megatier.ranks import peers
+from megatier.ranks import peer_monitor
 
 NEW_NETWORK = 0x40000000
 NEW_NAMES = 0x04000000
@@ -35,15 +35,15 @@ def move_to(namespace: str, host: str) -> None:
 
 def tell_apart(host: str) -> None:
     """Have this process be of another machine than those of other hosts, whose ends the system would tell."""
-    here = peers.Member.here()
-    peers.Member.here = lambda: replace(here, host=host, machine=f"{here.machine} {host}")  # type: ignore[method-assign]
+    here = peer_monitor.Member.here()
+    peer_monitor.Member.here = lambda: replace(here, host=host, machine=f"{here.machine} {host}")  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     move_to(*sys.argv[1:3])
     tell_apart(sys.argv[2])
-    peers.SILENT_LOOKS = int(sys.argv[3])
+    peer_monitor.SILENT_LOOKS = int(sys.argv[3])
     if place := os.environ.get("KILLED_IN"):
         sys.path.insert(0, str(Path(__file__).parent))
         importlib.import_module("killed_rank").inject(place)

@@ -24,9 +24,9 @@ from tiny_runs import Place
 
 from megatier.checkpoint.plane_writer import PlaneWriter
 from megatier.play.unit_weights import UnitWeights
-from megatier.ranks import peers
+from megatier.ranks import peer_monitor
 from megatier.ranks.ranks import Ranks
-from megatier.tier import Phase, Way
+from megatier.tier import Phase, Transport
 
 PLACES: dict[str, tuple[Any, str, Phase | None]] = {
     "forward": (UnitWeights, "enter", Phase.FORWARD),
@@ -72,7 +72,7 @@ def inject(folder: Path, kind: str, place: str) -> None:
 
 def main(folder: Path, kind: str, place: str, way: str = "") -> None:
     rank = int(os.environ["RANK"])
-    peers.SILENT_LOOKS = 4
+    peer_monitor.SILENT_LOOKS = 4
     if rank == 1:
         inject(folder, kind, place)
 
@@ -85,7 +85,7 @@ def main(folder: Path, kind: str, place: str, way: str = "") -> None:
         else:
             run = RankRun(model="plain", steps=6)
             if way:
-                run = replace(run, model="flash", device="cuda", way=Way(way))
+                run = replace(run, model="flash", device="cuda", way=Transport(way))
             train_on_ranks(run, Place(tiers=("nvme",)), mount)
     except Exception as found:
         error = found

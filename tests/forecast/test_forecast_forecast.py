@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from small_timelines import planned_scatters
+from small_timelines import planned_reduce_scatters
 
 from megatier.forecast.forecast import Forecast, floor, forecast
 from megatier.forecast.jobs import HOST_SECONDS
@@ -16,10 +16,10 @@ from megatier.schedule.moves import Moves, by_queue
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.policy import Policy
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.schedule.timeline import Access, Load, Scatter, build, scatters_of
+from megatier.schedule.timeline import Access, Load, ReduceScatter, build, reduce_scatters_of
 from megatier.schedule.unit_spec import UnitSpec
 from megatier.state import ADAMW, ADAMW_BF16, MUON
-from megatier.tier import Kind, Phase, Tier, Way
+from megatier.tier import Kind, Phase, Tier, Transport
 
 MIB = 1 << 20
 UNITS = tuple(UnitSpec(name=f"unit{i}", num_elements=MIB) for i in range(6))
@@ -77,7 +77,7 @@ def of(place_name: str, rates: Rates) -> tuple[Forecast, Placement, Policy]:
 def test_forecast_moves_the_bytes_that_the_timeline_demands(name: str) -> None:
     made, placement, policy = of(name, FAST)
     order = accesses(policy.groups)
-    scatters = scatters_of(order, UNITS, policy)
+    scatters = reduce_scatters_of(order, UNITS, policy)
     units = {unit.name: unit for unit in UNITS}
     at_once = units if not policy.deferred else placement.speculative
     due = units.keys() - set(at_once)
@@ -316,7 +316,7 @@ def test_forecast_of_ranks_that_share_ram_lets_loads_wait_for_gathers() -> None:
     placement = place(UNITS, budgets, policy)
     apart, shared = (
         forecast(accesses(2), SECONDS, UNITS, placement, policy, replace(linked, ranks_way=way))
-        for way in (Way.KERNELS, Way.RAM)
+        for way in (Transport.KERNELS, Transport.RAM)
     )
     assert shared.moved_bytes == apart.moved_bytes
     assert shared.seconds > 1.2 * apart.seconds
@@ -326,13 +326,17 @@ def test_forecast_of_ranks_that_share_ram_lets_loads_wait_for_gathers() -> None:
 def test_forecast_of_ranks_works_on_collectives_in_their_order(name: str) -> None:
     made, placement, policy = of(name, SLOW["ranks"])
     order = accesses(policy.groups)
-    timeline = build(order, placement, scatters=scatters_of(order, UNITS, policy))
+    timeline = build(order, placement, scatters=reduce_scatters_of(order, UNITS, policy))
     moves = Moves({unit.name: unit for unit in UNITS}, placement, policy)
     spans = [span for span in made.spans if span.lane == "ranks"]
-    assert [span.name for span in spans] == [item.unit for item in timeline.items if isinstance(item, Load | Scatter)]
+    assert [span.name for span in spans] == [
+        item.unit for item in timeline.items if isinstance(item, Load | ReduceScatter)
+    ]
     assert all(before.end <= after.start + 1e-9 for before, after in pairwise(spans))
-    assert len(planned_scatters(timeline)) == 6 * policy.groups
-    received = sum(move.num_bytes for scatter in planned_scatters(timeline) for move in moves.scatter(scatter))
+    assert len(planned_reduce_scatters(timeline)) == 6 * policy.groups
+    received = sum(
+        move.num_bytes for scatter in planned_reduce_scatters(timeline) for move in moves.reduce_scatter(scatter)
+    )
     assert received == 6 * policy.groups * (policy.num_ranks - 1) * 2 * MIB
 
 

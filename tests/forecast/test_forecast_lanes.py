@@ -9,7 +9,7 @@ from small_timelines import RATES
 
 from megatier.forecast.lanes import lanes_of
 from megatier.schedule.rates import UPDATE_BYTES, DriveRates
-from megatier.tier import Way
+from megatier.tier import Transport
 
 
 def test_lanes_of_ranks_that_share_ram_take_the_links_of_a_gpu_and_ram() -> None:
@@ -22,14 +22,14 @@ def test_lanes_of_ranks_that_share_ram_take_the_links_of_a_gpu_and_ram() -> None
         to_ram_bytes_per_s=5e9,
         memory_bytes_per_s=40e9,
         ranks_slowdown=0.2,
-        ranks_way=Way.RAM,
+        ranks_way=Transport.RAM,
     )
     lanes = lanes_of(rates, num_ranks=3)
     assert lanes["gather"].rate == 8e9
     assert lanes["gather"].uses == pytest.approx({"memory": 0.3, "processors": 0.2, "to_gpu": 0.8, "to_ram": 0.8})
     assert lanes["scatter"].rate == 5e9  # no more than its link carries
     assert lanes["scatter"].uses == pytest.approx({"memory": 0.25, "processors": 0.2, "to_gpu": 0.5, "to_ram": 1.0})
-    for way in (None, Way.COPIES, Way.KERNELS):
+    for way in (None, Transport.COPIES, Transport.KERNELS):
         assert lanes_of(replace(rates, ranks_way=way), num_ranks=3)["gather"].uses == {"processors": 0.2}
 
 

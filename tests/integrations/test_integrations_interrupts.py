@@ -191,7 +191,7 @@ def test_restore_that_fails_half_way_tears_the_state_and_mends_none(
         streamed.save(tmp_path / "saved")
         saved = streamed.state_dict()
         step(streamed, 2)
-        streamed._session.store.tear.is_torn = was_torn
+        streamed._session.store.consistency.is_torn = was_torn
         # Threads fill, and this one ends what they have filled of each unit.
         share, left = streamed._session.filling._share, iter((1, 1, 0))
 
@@ -217,7 +217,7 @@ def test_restore_interrupted_at_any_line_leaves_what_was_or_is_said(
     """Lines of a restore of whole state, and of one that mends, are tried at random."""
     with streamed_on(place, tmp_path) as streamed:
         histories = Histories(streamed, tmp_path / "saved")
-        tear = streamed._session.store.tear
+        consistency = streamed._session.store.consistency
         with interrupted(PLACES_OF_RESTORE) as lines:
             streamed.restore(tmp_path / "saved")
         told = []
@@ -225,7 +225,7 @@ def test_restore_interrupted_at_any_line_leaves_what_was_or_is_said(
             if streamed.steps == 2:
                 step(streamed, 3)
                 streamed.state_dict()
-            tear.is_torn = is_torn
+            consistency.is_torn = is_torn
             with contextlib.suppress(KeyboardInterrupt), interrupted(PLACES_OF_RESTORE, at):
                 streamed.restore(tmp_path / "saved")
             try:

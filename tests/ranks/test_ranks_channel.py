@@ -18,7 +18,7 @@ NO_ROOM = CapacityError("a checkpoint", 7, 5, "Free space.")
 def fail(channel: Channel, errors: dict[int, Exception]) -> object:
     """What a rank raises if some of them fail: its kind, its words and its fields."""
     try:
-        with channel.together():
+        with channel.failing_together():
             if channel.rank in errors:
                 raise errors[channel.rank]
     except MegatierError as error:
@@ -47,9 +47,9 @@ def refuse() -> int:
 def ask_first() -> tuple[int, str]:
     with joined("cpu") as ranks:
         assert ranks is not None
-        made = ranks.from_first(lambda: 10 + ranks.rank)
+        made = ranks.broadcast(lambda: 10 + ranks.rank)
         try:
-            ranks.from_first(refuse)
+            ranks.broadcast(refuse)
         except CapacityError as error:
             return made, str(error)
         return made, ""
@@ -59,28 +59,30 @@ def test_first_gives_all_ranks_what_the_first_made_or_its_error() -> None:
     assert POOL.run(ask_first, 2) == [(10, str(NO_ROOM))] * 2
 
 
-def exchange(table: list[list[int]]) -> list[float]:
+def all_to_all_floats(table: list[list[int]]) -> list[float]:
     """The numbers that come, where rank r sends table[r][other] times its own number."""
     with joined("cpu") as ranks:
         assert ranks is not None
         given = table[ranks.rank]
         sent = torch.full((sum(given),), float(ranks.rank))
-        return ranks.beside.exchange(sent, given, [row[ranks.rank] for row in table]).tolist()
+        return ranks.beside.all_to_all_floats(sent, given, [row[ranks.rank] for row in table]).tolist()
 
 
 def test_exchange_of_pieces_of_different_sizes_brings_each_to_its_rank() -> None:
     table = [[0, 3, 0], [0, 0, 2], [1, 1, 0]]
-    assert POOL.run(exchange, 3, table) == [[2.0], [0.0, 0.0, 0.0, 2.0], [1.0, 1.0]]
-    assert POOL.run(exchange, 2, [[0, 0], [0, 0]]) == [[], []]
+    assert POOL.run(all_to_all_floats, 3, table) == [[2.0], [0.0, 0.0, 0.0, 2.0], [1.0, 1.0]]
+    assert POOL.run(all_to_all_floats, 2, [[0, 0], [0, 0]]) == [[], []]
 
 
 def talk() -> tuple[list[str], list[bool], list[float], list[int]]:
     with joined("cpu") as ranks:
         assert ranks is not None
-        records = ranks.gather_objects("a" * (1 + 1000 * ranks.rank) if ranks.rank != 1 else None)
+        records = ranks.all_gather_object("a" * (1 + 1000 * ranks.rank) if ranks.rank != 1 else None)
         flags = [ranks.any(False), ranks.any(ranks.rank == 2), ranks.any(True)]
-        total = ranks.concatenated(torch.full((ranks.rank,), float(ranks.rank)))
-        return [record[:2] + str(len(record)) for record in records], flags, total.tolist(), list(ranks.groups_of(6))
+        total = ranks.all_gather_tensor(torch.full((ranks.rank,), float(ranks.rank)))
+        texts = [record[:2] + str(len(record)) for record in records if record is not None]
+        assert [record is None for record in records] == [rank == 1 for rank in range(ranks.size)]
+        return texts, flags, total.tolist(), list(ranks.own_groups(6))
 
 
 def test_records_flags_totals_and_groups_come_in_the_order_of_the_ranks() -> None:

@@ -232,9 +232,9 @@ def save_with(what: str, mount: Path, folder: Path) -> list[Any]:
                 except MegatierError as error:
                     seen.append((type(error), getattr(error, "errno", None)))
             session.reader.is_closed = False
-            session.ranks.gather_objects(step)
+            session.ranks.all_gather_object(step)
             seen.append(sorted(path.name for path in folder.iterdir()))
-            session.ranks.gather_objects(step)
+            session.ranks.all_gather_object(step)
         return seen
 
 

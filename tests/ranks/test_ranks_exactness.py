@@ -24,7 +24,7 @@ from rank_runs import (
 )
 from tiny_runs import KIB, MIB, Place, exactness_config, plain_model
 
-from megatier.tier import Way
+from megatier.tier import Transport
 
 SIZES = (2, 4)
 PLACES = {
@@ -60,7 +60,7 @@ def check(run: RankRun, place: str, size: int, mount: Path) -> list[RankOutcome]
     reference = alone(replace(run, way=None), mount.parent)
     outcomes: list[RankOutcome] = POOL.run(train_on_ranks, size, run, ALL_PLACES[place], mount)
     for outcome in outcomes:
-        assert outcome.way is (run.way or (Way.COPIES if run.device == "cuda" else Way.RAM))
+        assert outcome.way is (run.way or (Transport.COPIES if run.device == "cuda" else Transport.RAM))
         assert repr(outcome.losses) == repr(reference.losses)  # NaN is not equal to itself
         assert repr(outcome.norms) == repr(reference.norms)
         assert outcome.skipped == reference.skipped
@@ -207,16 +207,19 @@ def test_units_in_a_row_that_one_rank_leaves_out_hold_nobody_up(tmp_path: Path) 
 
 @pytest.mark.parametrize(("place", "size"), [("gpu, ram, nvme", 2), ("ram, streamed", 4)])
 def test_ranks_that_go_by_gloo_have_the_bits_of_one_process(place: str, size: int, tmp_path: Path) -> None:
-    check(RankRun(way=Way.GLOO), place, size, tmp_path)
+    check(RankRun(way=Transport.GLOO), place, size, tmp_path)
 
 
-OTHER_WAYS = [("gpu, ram", Way.KERNELS), *((place, Way.RAM) for place in ("gpu, ram", "ram, streamed", "nvme twice"))]
+OTHER_WAYS = [
+    ("gpu, ram", Transport.KERNELS),
+    *((place, Transport.RAM) for place in ("gpu, ram", "ram, streamed", "nvme twice")),
+]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(("place", "way"), [(place, Way.COPIES) for place in PLACES] + OTHER_WAYS)
-def test_ranks_on_two_gpus_have_the_bits_of_one(place: str, way: Way, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "way"), [(place, Transport.COPIES) for place in PLACES] + OTHER_WAYS)
+def test_ranks_on_two_gpus_have_the_bits_of_one(place: str, way: Transport, tmp_path: Path) -> None:
     check(RankRun(device="cuda", groups=2, model="flash", way=way), place, 2, tmp_path)
 
 

@@ -20,7 +20,7 @@ from from_outside import FAULTS
 from small_commands import command, metrics
 from warm_python import MEGATIER, Process, WarmPython
 
-from megatier.tier import Way
+from megatier.tier import Transport
 
 START_S = 120.0
 PLACES = ("forward", "backward", "gather", "scatter")
@@ -106,10 +106,10 @@ def test_rank_that_is_stopped_ends_the_others_once_it_was_silent_for_long(
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("way", [Way.COPIES, Way.RAM, Way.KERNELS])
+@pytest.mark.parametrize("way", [Transport.COPIES, Transport.RAM, Transport.KERNELS])
 @pytest.mark.parametrize("kind", ["error", "SIGKILL"])
 def test_rank_that_fails_on_a_gpu_ends_all_ranks(
-    kind: str, way: Way, place: str, tmp_path: Path, python: WarmPython
+    kind: str, way: Transport, place: str, tmp_path: Path, python: WarmPython
 ) -> None:
     other, failed = endings(python, tmp_path, kind, place, way)
     check_other(other, f"odd in {place}" if kind == "error" else "its process ended without a word")

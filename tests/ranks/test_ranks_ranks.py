@@ -14,13 +14,13 @@ import torch.distributed as dist
 from rank_pool import POOL
 
 from megatier.errors import ConfigError
-from megatier.ranks import pulls as pulls_module
+from megatier.ranks import peer_copies as pulls_module
 from megatier.ranks import ranks as rank_module
-from megatier.ranks.board import Board
-from megatier.ranks.pulls import Pulls
+from megatier.ranks.peer_copies import PeerCopies
 from megatier.ranks.ranks import Ranks, check_groups
 from megatier.ranks.rendezvous import joined
-from megatier.tier import Way
+from megatier.ranks.signal_pad import SignalPad
+from megatier.tier import Transport
 
 
 def move_bytes() -> tuple[list[int], list[int], int]:
@@ -29,9 +29,9 @@ def move_bytes() -> tuple[list[int], list[int], int]:
         assert ranks is not None
         own = torch.tensor([10 * ranks.rank, 10 * ranks.rank + 1], dtype=torch.uint8)
         whole = torch.empty(2 * ranks.size, dtype=torch.uint8)
-        ranks.gather(whole, own)
+        ranks.all_gather(whole, own)
         received = torch.empty(ranks.size, dtype=torch.uint8)
-        ranks.scatter(received, torch.arange(ranks.size, dtype=torch.uint8) + 10 * ranks.rank)
+        ranks.all_to_all(received, torch.arange(ranks.size, dtype=torch.uint8) + 10 * ranks.rank)
         return whole.tolist(), received.tolist(), ranks.moved_bytes["ranks"]
 
 
@@ -77,10 +77,10 @@ def test_gather_has_all_shards_and_scatter_gives_each_rank_its_pieces() -> None:
 
 
 class FakeSigns:
-    """Signs of a GPU that can be had on some ranks."""
+    """Signals of a GPU that can be had on some ranks."""
 
-    def __init__(self, board: Board, check: object) -> None:
-        if board.rank == 1 and os.environ["REFUSED"] == "signs":
+    def __init__(self, pad: SignalPad, check: object) -> None:
+        if pad.rank == 1 and os.environ["REFUSED"] == "signals":
             raise OSError("no driver")
 
     def release(self) -> None:
@@ -101,7 +101,7 @@ def share_memory(refused: str) -> tuple[str, str, int]:
     """What moves bytes if one step of sharing memory is refused, why, and the size of the memory."""
 
     def open_ram(*_: object, **__: object) -> FakeRam:
-        if refused == "signs" and ranks is not None:
+        if refused == "signals" and ranks is not None:
             raise OSError("none to share")
         return FakeRam()
 
@@ -113,47 +113,47 @@ def share_memory(refused: str) -> tuple[str, str, int]:
     with joined("cpu") as ranks, pytest.MonkeyPatch.context() as patch:
         assert ranks is not None
         patch.setenv("REFUSED", refused)
-        patch.setattr(rank_module, "hindrance", lambda *_: None)
+        patch.setattr(rank_module, "why_no_peer_access", lambda *_: None)
         patch.setattr(rank_module, "allocate", lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8))
-        patch.setattr(pulls_module, "StreamSigns", FakeSigns)
+        patch.setattr(pulls_module, "StreamSignals", FakeSigns)
         patch.setattr(pulls_module, "views", views)
-        patch.setattr(Pulls, "work", lambda _: refused != "trial" or ranks.rank == 0)
+        patch.setattr(PeerCopies, "work", lambda _: refused != "trial" or ranks.rank == 0)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr(rank_module, "open_shared_ram", open_ram)
         patch.setattr(ranks, "_is_nccl", True)
-        memory = ranks.allocate_gpu_tier(100, 4096, prefers=Way.KERNELS if refused == "views" else None)
+        memory = ranks.allocate_gpu_tier(100, 4096, prefers=Transport.KERNELS if refused == "views" else None)
         assert ranks.shared_bytes == memory.numel()
-        way = ranks.way
+        way = ranks.transport
 
         # Memory that is lent is nobody's, and is shared again by the way that it had.
         limits: list[int] = []
         patch.setattr(rank_module, "change_limit", limits.append)
         ranks.lend_memory()
         ranks.lend_memory()
-        assert (ranks.shared_bytes, ranks._carrier, limits) == (0, None, [100])
-        memory = ranks.allocate_gpu_tier(100, 4096, prefers=Way.KERNELS if refused == "views" else None)
-        assert (ranks.way, ranks.shared_bytes) == (way, 100)
+        assert (ranks.shared_bytes, ranks._backend, limits) == (0, None, [100])
+        memory = ranks.allocate_gpu_tier(100, 4096, prefers=Transport.KERNELS if refused == "views" else None)
+        assert (ranks.transport, ranks.shared_bytes) == (way, 100)
         ranks.drop_memory()
         assert ranks.shared_bytes == 0
         patch.undo()
-        return ranks.way, ranks.why, memory.numel()
+        return ranks.transport, ranks.transport_reason, memory.numel()
 
 
 @pytest.mark.parametrize(
     ("refused", "way", "why"),
     [
-        ("nothing", Way.COPIES, ""),
-        ("trial", Way.RAM, "a trial of copies between GPUs failed"),
-        ("signs", Way.KERNELS, "no driver; none to share"),
+        ("nothing", Transport.COPIES, ""),
+        ("trial", Transport.RAM, "a trial of copies between GPUs failed"),
+        ("signals", Transport.KERNELS, "no driver; none to share"),
         (
             "views",
-            Way.KERNELS,
+            Transport.KERNELS,
             "pidfd_getfd: Operation not permitted; NCCL's kernels were measured to be faster than shared RAM",
         ),
     ],
 )
 def test_memory_that_cannot_be_shared_on_one_rank_is_read_by_the_next_way_on_all(
-    refused: str, way: Way, why: str
+    refused: str, way: Transport, why: str
 ) -> None:
     assert POOL.run(share_memory, 2, refused) == [(way, why, 100)] * 2
 
@@ -183,5 +183,5 @@ def test_groups_that_ranks_cannot_share_equally_are_refused_with_the_numbers_tha
 
 
 def test_groups_are_dealt_to_ranks_by_turns() -> None:
-    crew: list[Any] = [SimpleNamespace(rank=rank, size=3) for rank in range(3)]
-    assert [list(Ranks.groups_of(ranks, 6)) for ranks in crew] == [[0, 3], [1, 4], [2, 5]]
+    all_ranks: list[Any] = [SimpleNamespace(rank=rank, size=3) for rank in range(3)]
+    assert [list(Ranks.own_groups(ranks, 6)) for ranks in all_ranks] == [[0, 3], [1, 4], [2, 5]]

@@ -30,9 +30,9 @@ def share(num_bytes: int) -> tuple[bytes, bytes, list[str], int]:
         others = mapped()
         memory = share_memory(ranks, num_bytes)
         before = memory[-ranks.size :]
-        ranks.gather_objects(0)
+        ranks.all_gather_object(0)
         memory[num_bytes - 1 - ranks.rank] = 7 + ranks.rank
-        ranks.gather_objects(0)
+        ranks.all_gather_object(0)
         named = [path.name for path in Path("/dev/shm").iterdir() if "megatier" in path.name]
         (entry,) = mapped() - others
         mode = stat.S_IMODE((Path("/proc/self/map_files") / entry).stat().st_mode) if os.geteuid() == 0 else 0o600

@@ -14,12 +14,12 @@ from rank_pool import POOL
 
 from megatier.errors import PeerError, StepAbandonedError
 from megatier.ranks import shared_ram
-from megatier.ranks.board import NUMBER_RANGE
 from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
-from megatier.ranks.shared_ram import SharedRam, open_shared_ram, unshared
-from megatier.ranks.signs import HostSigns
-from megatier.tier import PAGE_BYTES, SHARED_STAGES, Way
+from megatier.ranks.shared_ram import SharedRam, open_shared_ram, why_not_shared
+from megatier.ranks.signal_pad import NUMBER_RANGE
+from megatier.ranks.signals import HostSignals
+from megatier.tier import PAGE_BYTES, SHARED_STAGES, Transport
 
 ROUNDS = 12
 SIZES = (64, PAGE_BYTES, PAGE_BYTES + 64, 5 * PAGE_BYTES + 192)
@@ -33,24 +33,24 @@ def content(rank: int, number: int, num_bytes: int) -> torch.Tensor:
 
 def move(ranks: Ranks, number: int, size: int) -> bool:
     """Gather or scatter, and write over what was sent; whether the right bytes came."""
-    is_gather = number % 2 == 0
-    source = content(ranks.rank, number, size if is_gather else size * ranks.size)
+    is_all_gather = number % 2 == 0
+    source = content(ranks.rank, number, size if is_all_gather else size * ranks.size)
     target = torch.empty(size * ranks.size, dtype=torch.uint8)
-    (ranks.gather if is_gather else ranks.scatter)(target, source)
+    (ranks.all_gather if is_all_gather else ranks.all_to_all)(target, source)
     source.fill_(255)
 
-    start = 0 if is_gather else size * ranks.rank
+    start = 0 if is_all_gather else size * ranks.rank
     expected = [content(rank, number, start + size)[start:] for rank in range(ranks.size)]
     return torch.equal(target, torch.cat(expected))
 
 
 def count_from(ranks: Ranks, first: int) -> None:
     """Let the numbers of rounds and collectives of all ranks go on from this one."""
-    carrier = ranks._carrier
-    assert isinstance(carrier, SharedRam) and isinstance(carrier._signs, HostSigns)
-    carrier._round = carrier._collective = first
-    carrier._signs._board.numbers[ranks.rank] = first % NUMBER_RANGE
-    ranks.gather_objects(0)
+    backend = ranks._backend
+    assert isinstance(backend, SharedRam) and isinstance(backend._signals, HostSignals)
+    backend._round = backend._collective = first
+    backend._signals._pad.numbers[ranks.rank] = first % NUMBER_RANGE
+    ranks.all_gather_object(0)
 
 
 def move_in_turn(first: int = 0) -> tuple[str, list[bool], int]:
@@ -65,7 +65,7 @@ def move_in_turn(first: int = 0) -> tuple[str, list[bool], int]:
             time.sleep(chance.choice((0, 0, 0.002)))
             right.append(move(ranks, number, SIZES[number % len(SIZES)]))
         ranks.drop_memory()
-        return f"{ranks.way}{ranks.why}", right, ranks.moved_bytes["ranks"]
+        return f"{ranks.transport}{ranks.transport_reason}", right, ranks.moved_bytes["ranks"]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -130,8 +130,8 @@ def share_ram(case: str) -> tuple[str, str, list[bool]]:
             ranks.local_size = 1
         if case == "order" and ranks.rank == 1:
             patch.setattr("megatier.ranks.shared_ram.platform.machine", lambda: "aarch64")
-        ranks.share_ram(PAGE_BYTES, prefers=Way.GLOO if case == "preferred" else None)
-        return ranks.way, ranks.why, [move(ranks, number, 64) for number in range(2)]
+        ranks.share_ram(PAGE_BYTES, prefers=Transport.GLOO if case == "preferred" else None)
+        return ranks.transport, ranks.transport_reason, [move(ranks, number, 64) for number in range(2)]
 
 
 def _refuse(*_: object) -> None:
@@ -153,7 +153,7 @@ def test_ranks_that_do_not_share_ram_say_why_and_use_gloo(case: str, why: str) -
 
 def test_gpus_share_ram_whatever_the_processor_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatier.ranks.shared_ram.platform.machine", lambda: "aarch64")
-    assert unshared(is_on_gpu=True) is None
+    assert why_not_shared(is_on_gpu=True) is None
 
 
 class FakeStream:
@@ -207,13 +207,13 @@ def move_by_streams(refused: str) -> tuple[str, list[bool], int, list[str]]:
         patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "Event", events)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
-        patch.setattr(shared_ram, "StreamSigns", HostSigns)
+        patch.setattr(shared_ram, "StreamSignals", HostSignals)
         refuses_lock = refused == "lock" and ranks.rank == 1
         patch.setattr(shared_ram, "PageLock", (lambda *_: _refuse()) if refuses_lock else partial(FakeLock, locks))
         patch.setattr(shared_ram, "LOCKED_BYTES", 2 * PAGE_BYTES)
         patch.setattr(SharedRam, "try_out", lambda *_: None if right else _refuse())
         try:
-            ranks._carrier = open_shared_ram(ranks, PAGE_BYTES, lambda _: None, device="cuda")
+            ranks._backend = open_shared_ram(ranks, PAGE_BYTES, lambda _: None, device="cuda")
         except OSError as error:
             return str(error), [], 0, locks
         found = [move(ranks, number, SIZES[number % len(SIZES)]) for number in range(ROUNDS)]
@@ -253,21 +253,21 @@ def move_between_gpus(buffer_bytes: int) -> tuple[str, list[bool]]:
         found = []
         for number in range(ROUNDS):
             size = 16 * SIZES[number % len(SIZES)]
-            is_gather = number % 2 == 0
-            source = memory[: size if is_gather else size * ranks.size]
+            is_all_gather = number % 2 == 0
+            source = memory[: size if is_all_gather else size * ranks.size]
             source.copy_(content(ranks.rank, number, len(source)))
             target = torch.empty(size * ranks.size, dtype=torch.uint8, device="cuda")
-            (ranks.gather if is_gather else ranks.scatter)(target, source)
+            (ranks.all_gather if is_all_gather else ranks.all_to_all)(target, source)
             source.fill_(255)
-            start = 0 if is_gather else size * ranks.rank
+            start = 0 if is_all_gather else size * ranks.rank
             expected = [content(rank, number, start + size)[start:] for rank in range(ranks.size)]
             found.append(torch.equal(target.cpu(), torch.cat(expected)))
         ranks.drop_memory()
-        return ranks.way, found
+        return ranks.transport, found
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("buffer_bytes", [PAGE_BYTES, 1 << 20])
 def test_gpus_bring_each_other_right_bytes_through_shared_ram(buffer_bytes: int) -> None:
-    assert POOL.run(move_between_gpus, 2, buffer_bytes) == [(Way.RAM, [True] * ROUNDS)] * 2
+    assert POOL.run(move_between_gpus, 2, buffer_bytes) == [(Transport.RAM, [True] * ROUNDS)] * 2

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import pytest
-from small_timelines import planned_loads, planned_scatters, planned_updates
+from small_timelines import planned_loads, planned_reduce_scatters, planned_updates
 
 from megatier.schedule.placement import Placement
 from megatier.schedule.slots import SLOTS_MIN, SlotPlan
-from megatier.schedule.timeline import Access, Exchange, Load, Scatter, Timeline, Update, build
+from megatier.schedule.timeline import Access, Exchange, Load, ReduceScatter, Timeline, Update, build
 from megatier.tier import STATE_KINDS, Kind, Phase, Tier
 
 SIZE = 2048
@@ -29,7 +29,7 @@ class Pass:
     """A pass that ranks share."""
 
     accesses: tuple[Access, ...]
-    scatters: tuple[Scatter, ...]
+    scatters: tuple[ReduceScatter, ...]
     placement: Placement
 
     def timeline(self, updated: Set[str] = frozenset()) -> Timeline:
@@ -76,7 +76,7 @@ def some_pass(rng: random.Random, ranks: int) -> Pass:
 
     last_uses = {(access.unit, access.group): index for index, access in enumerate(accesses)}
     scatters = [
-        Scatter(unit=access.unit, group=access.group, after_access=index, width=2)
+        ReduceScatter(unit=access.unit, group=access.group, after_access=index, width=2)
         for index, access in enumerate(accesses)
         if access.unit in trained and last_uses[access.unit, access.group] == index
     ]
@@ -91,13 +91,13 @@ class World:
     ranks: int
     begun: Counter[int] = field(default_factory=Counter)
     """How many ranks have come to each collective, by its number."""
-    what: dict[int, Load | Scatter] = field(default_factory=dict)
+    what: dict[int, Load | ReduceScatter] = field(default_factory=dict)
     """What each collective is: the same on all ranks."""
 
 
-def collectives(timeline: Timeline) -> list[Load | Scatter]:
+def collectives(timeline: Timeline) -> list[Load | ReduceScatter]:
     """Loads and scatters in their order."""
-    return [item for item in timeline.items if isinstance(item, Load | Scatter)]
+    return [item for item in timeline.items if isinstance(item, Load | ReduceScatter)]
 
 
 class Rank:
@@ -200,7 +200,7 @@ class Rank:
                 self.scattered.add(named)
                 yield from self.add(planned.unit)
 
-    def meet(self, number: int, planned: Load | Scatter) -> Lane:
+    def meet(self, number: int, planned: Load | ReduceScatter) -> Lane:
         assert self.world.what.setdefault(number, planned) == planned, "ranks have different orders"
         self.world.begun[number] += 1
         yield lambda: self.world.begun[number] == self.world.ranks
@@ -213,7 +213,9 @@ class Rank:
             self.leaving.append(unit)
 
     def copies(self) -> Lane:
-        shipped = [s for s in planned_scatters(self.timeline) if self.placement.grad_homes[s.unit] is not Tier.GPU]
+        shipped = [
+            s for s in planned_reduce_scatters(self.timeline) if self.placement.grad_homes[s.unit] is not Tier.GPU
+        ]
         for _ in shipped:
             yield lambda: bool(self.leaving)
             self.leaving.pop(0)
@@ -239,7 +241,7 @@ class Rank:
                 yield from self.hand_over(scatter)
             self.used = index + 1
 
-    def hand_over(self, scatter: Scatter) -> Lane:
+    def hand_over(self, scatter: ReduceScatter) -> Lane:
         """Make a gradient, or zeros for a unit that is left out, when its block and a slot for it are free."""
         named = scatter.unit, scatter.group
         before = [(scatter.unit, group) for group in range(scatter.group)]
@@ -290,7 +292,7 @@ def test_items_wait_only_for_what_stands_before_them() -> None:
         for _ in range(500):
             played = some_pass(rng, ranks)
             items = played.timeline().items
-            assert [item for item in items if isinstance(item, Scatter)] == list(played.scatters)
+            assert [item for item in items if isinstance(item, ReduceScatter)] == list(played.scatters)
             serving = [item for item in items if isinstance(item, Load | Update)]
             assert [item.access for item in serving] == sorted(item.access for item in serving)
             for place, item in enumerate(items):
@@ -331,6 +333,6 @@ def test_order_of_collectives_does_not_depend_on_which_updates_are_due() -> None
         assert plain(idle) == plain(every)
 
 
-def plain(timeline: Timeline) -> list[Load | Scatter]:
+def plain(timeline: Timeline) -> list[Load | ReduceScatter]:
     """Loads and scatters in their order, whether a load updates or not."""
     return [replace(item, updates=False) if isinstance(item, Load) else item for item in collectives(timeline)]

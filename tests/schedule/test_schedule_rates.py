@@ -10,7 +10,7 @@ import pytest
 
 from megatier.errors import ConfigError
 from megatier.schedule.rates import ALONE, ASSUMED, DriveRates, Rates, World, as_dict, read_rates
-from megatier.tier import RING_BYTES, Way
+from megatier.tier import RING_BYTES, Transport
 
 RATES = Rates(
     drives=(
@@ -150,9 +150,9 @@ def test_rates_over_hosts_are_those_of_the_slower_of_links_and_network() -> None
 
 
 def test_rates_name_the_way_of_bytes_between_ranks_of_one_host(tmp_path: Path) -> None:
-    shared = replace(LINKED, ranks_way=Way.RAM)
+    shared = replace(LINKED, ranks_way=Transport.RAM)
     assert read_rates(written(tmp_path, json.dumps(as_dict(shared)))) == shared
-    assert shared.of_rank(World(2)).ranks_way is Way.RAM
+    assert shared.of_rank(World(2)).ranks_way is Transport.RAM
     assert shared.of_rank(World(4, 2)).ranks_way is None
     with pytest.raises(ConfigError, match=r"ranks_way is 'pigeons'; it is one of copy engines, shared RAM, NCCL"):
         read_rates(changed(tmp_path, ranks_way="pigeons"))

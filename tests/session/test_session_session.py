@@ -119,7 +119,7 @@ def test_load_that_is_broken_off_tears_the_state(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             session.load(Initialiser(session.model, 7), interrupt)
         with pytest.raises(TornStateError):
-            session.store.tear.check()
+            session.store.consistency.check()
 
 
 def test_read_master_part_is_that_part_of_the_whole(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_lease_fresh_that_is_interrupted_in_its_wait_leaves_no_bytes_that_count_
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("megatier.store.transfer.Transfer.wait_before_use", interrupt)
         store.lease("a", Tier.RAM, fresh=True)
-    assert not store.tear.is_torn
+    assert not store.consistency.is_torn
     assert Tier.RAM not in store.residency("a")
     may_end.set()
     assert torch.equal(read(store, "a", Tier.RAM), pattern(3, NUM_BYTES))

@@ -39,7 +39,7 @@ from megatier.schedule.budgets import host_ram
 from megatier.schedule.policy import Policy
 from megatier.session.session import Session
 from megatier.setup.setup import Setup
-from megatier.tier import Kind, Phase, Tier, Way
+from megatier.tier import Kind, Phase, Tier, Transport
 
 KINDS = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM)
 
@@ -67,7 +67,7 @@ class RankRun:
     optimizer: Literal["adamw", "muon", "lion"] = "adamw"
     products: Literal["bf16", "fp8"] = "bf16"
     device: Literal["cpu", "cuda"] = "cpu"
-    way: Way | None = None
+    way: Transport | None = None
     """What moves bytes between ranks; None: the best that there is."""
     images: tuple[str, ...] = ()
     """For each step, which groups have images: a letter for each, "i" if it has. The model has a vision tower then."""
@@ -126,7 +126,7 @@ class RankOutcome:
     """Units whose state passes through the GPU."""
     moved: dict[str, int]
     demanded: dict[str, int]
-    way: Way | None
+    way: Transport | None
     """What moved weights and gradients between ranks."""
     runs: dict[Kind, dict[str, list[tuple[int, Any]]]] = field(default_factory=dict)
     """By kind and parameter: runs of fp32 elements, each with its first element."""
@@ -153,7 +153,7 @@ def session_on_ranks(run: RankRun, place: Place, mount: Path) -> Iterator[Sessio
     if run.adapters:
         add_adapters(skeleton, LoraConfig(rank=run.adapters, dropout=run.dropout), "base")
     freeze(skeleton, run.frozen)
-    os.environ["NCCL_P2P_DISABLE"] = "0" if run.way in (None, Way.COPIES) else "1"
+    os.environ["NCCL_P2P_DISABLE"] = "0" if run.way in (None, Transport.COPIES) else "1"
     torch.set_num_threads(1)
     with (
         joined(run.device) as ranks,
@@ -163,9 +163,9 @@ def session_on_ranks(run: RankRun, place: Place, mount: Path) -> Iterator[Sessio
         yield session
 
 
-def no_ram_for(way: Way | None) -> contextlib.AbstractContextManager[object]:
+def no_ram_for(way: Transport | None) -> contextlib.AbstractContextManager[object]:
     """Let ranks have no RAM to share, if they are to go another way."""
-    if way not in (Way.KERNELS, Way.GLOO):
+    if way not in (Transport.KERNELS, Transport.GLOO):
         return contextlib.nullcontext()
     return unittest.mock.patch.object(ranks_module, "open_shared_ram", side_effect=OSError("none here"))
 
@@ -225,7 +225,7 @@ def train_steps(session: Session, run: RankRun) -> RankOutcome:
         streamed=session.placement.streamed,
         moved={name: size for name, size in moved.items() if size},
         demanded={name: size for name, size in session.player.demanded.items() if size},
-        way=None if session.ranks is None else session.ranks.way,
+        way=None if session.ranks is None else session.ranks.transport,
         runs={kind: _runs(session, kind) for kind in KINDS},
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatier.schedule.placement import Placement
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.slots import SlotPlan
-from megatier.schedule.timeline import Access, Load, Scatter, Timeline, Update
+from megatier.schedule.timeline import Access, Load, ReduceScatter, Timeline, Update
 from megatier.tier import STATE_KINDS, Kind, Phase, Tier
 
 RATES = Rates(
@@ -55,6 +55,6 @@ def planned_updates(timeline: Timeline) -> list[Update]:
     return [item for item in timeline.items if isinstance(item, Update)]
 
 
-def planned_scatters(timeline: Timeline) -> list[Scatter]:
+def planned_reduce_scatters(timeline: Timeline) -> list[ReduceScatter]:
     """The scatters."""
-    return [item for item in timeline.items if isinstance(item, Scatter)]
+    return [item for item in timeline.items if isinstance(item, ReduceScatter)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatier.errors import TransferError
-from megatier.rest import REST
+from megatier.host_wait import HOST_WAIT
 from megatier.schedule.timeline import Access
 from megatier.store.stream_clock import Instant
 from megatier.store.tier_queues import TierQueues
@@ -115,10 +115,10 @@ def test_take_leaves_a_transfer_under_way_to_the_next_call() -> None:
 
 def test_host_does_not_work_while_it_waits() -> None:
     recorder = Recorder()
-    REST.restart()
+    HOST_WAIT.restart()
     with recorder.waiting("ram_to_gpu"):
         time.sleep(0.02)
-    assert REST.ns >= 0.02 * 1e9
+    assert HOST_WAIT.ns >= 0.02 * 1e9
 
 
 def test_wait_from_which_the_thread_was_woken_late_has_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:

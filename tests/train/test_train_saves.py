@@ -26,7 +26,7 @@ from megatier.config.output_section import OutputConfig
 from megatier.errors import ConfigError, StallError
 from megatier.models import export
 from megatier.play.player import Player
-from megatier.ranks.channel import Alone
+from megatier.ranks.channel import SingleRank
 from megatier.train import save_plan, saves
 from megatier.train.save_plan import SavePlan
 
@@ -425,7 +425,7 @@ def test_save_that_one_rank_cannot_begin_fails_on_all_ranks(tmp_path: Path, monk
     real = Player.drain
 
     @contextlib.contextmanager
-    def together(_: Alone) -> Iterator[None]:
+    def failing_together(_: SingleRank) -> Iterator[None]:
         inside[0] += 1
         yield
         inside[0] -= 1
@@ -434,7 +434,7 @@ def test_save_that_one_rank_cannot_begin_fails_on_all_ranks(tmp_path: Path, monk
         drained.append(inside[0])
         real(self)
 
-    monkeypatch.setattr(Alone, "together", together)
+    monkeypatch.setattr(SingleRank, "failing_together", failing_together)
     monkeypatch.setattr(Player, "drain", drain)
     settings = {**SAVEPOINTS, "output.checkpoint_every": 3, "output.export": False, "train.evaluate_every": 0}
     assert main(command(tmp_path, {**settings, "data.holdout_fraction": 0, "tiers.nvme": f"{tmp_path}:64MiB"})) == 0

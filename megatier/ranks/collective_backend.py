@@ -12,10 +12,10 @@ TRIAL_S = 10.0
 """How long a trial may take. It takes less than a millisecond."""
 
 
-class RankCarrier(Protocol):
+class CollectiveBackend(Protocol):
     """The protocol of whatever moves weights and gradients between ranks in place of torch's collectives."""
 
-    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Bring the shards of all ranks together, in the order of the ranks.
 
         Args:
@@ -23,7 +23,7 @@ class RankCarrier(Protocol):
             own: uint8 [n], this rank's shard.
         """
 
-    def scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Give every rank its shard of this rank's bytes, and take this rank's shard of the bytes of all.
 
         Args:
@@ -32,19 +32,19 @@ class RankCarrier(Protocol):
         """
 
     def release(self) -> None:
-        """Let everybody go on who waits for another rank; see `Signs`. What they read is worth nothing then."""
+        """Let everybody go on who waits for another rank; see `Signals`. What they read is worth nothing then."""
 
     def close(self) -> None:
         """Give back what it holds. Nothing moves any more."""
 
 
-def brings_right_bytes(carrier: RankCarrier, own: torch.Tensor, rank: int, size: int) -> bool:
+def brings_right_bytes(backend: CollectiveBackend, own: torch.Tensor, rank: int, size: int) -> bool:
     """Gather a few bytes on GPUs, and return whether they are right, and come in time.
 
     Some hosts let a GPU read another one's memory, and give it other bytes.
 
     Args:
-        carrier: what gathers.
+        backend: what gathers.
         own: uint8 [TRIAL_BYTES] that others can read, overwritten.
         rank: this rank.
         size: the number of ranks.
@@ -54,7 +54,7 @@ def brings_right_bytes(carrier: RankCarrier, own: torch.Tensor, rank: int, size:
     whole = torch.zeros(size * TRIAL_BYTES, dtype=torch.uint8, device=own.device)
     torch.cuda.synchronize()
 
-    carrier.gather(whole, own)
+    backend.all_gather(whole, own)
 
     # A stream that waits for a number which never comes would hold up `synchronize` for ever.
     deadline = time.monotonic() + TRIAL_S

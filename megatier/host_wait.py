@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 
 
-class Rest:
+class HostWait:
     """Counts the time inside of it, as a context. Contexts may be nested.
 
     Threads: one computes at a time: with CUDA autograd's own thread in the backward, for which the other one waits.
@@ -41,5 +41,5 @@ class Rest:
             self.ns += time.perf_counter_ns() - self._began_ns
 
 
-REST = Rest()
+HOST_WAIT = HostWait()
 """That of this process."""

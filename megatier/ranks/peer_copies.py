@@ -8,12 +8,12 @@ collective is then a few copies, and two numbers that say when they may begin an
 2. It waits for the same of each other rank, and copies what it needs from there.
 3. It writes the number as `done` for that rank, and goes on when all others have done so: its own bytes may change.
 
-The numbers lie in RAM that the ranks share (`board`). Hosts wait for each other before each collective, because each
+The numbers lie in RAM that the ranks share (`pad`). Hosts wait for each other before each collective, because each
 has to tell where its bytes lie.
 
 The way to move bytes is that of PyTorch's symmetric memory and of NCCL's collectives by copy engines (`ce_coll.cc`).
 
-Threads: one thread at a time pulls. `release` may be called from any thread.
+Threads: one thread at a time peer_copies. `release` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatier.errors import MegatierError
-from megatier.ranks.board import Board, Check, Sign
-from megatier.ranks.carrier import TRIAL_BYTES, brings_right_bytes
 from megatier.ranks.channel import Channel
+from megatier.ranks.collective_backend import TRIAL_BYTES, brings_right_bytes
 from megatier.ranks.shared_memory import share_memory
-from megatier.ranks.signs import Signs, StreamSigns
+from megatier.ranks.signal_pad import Check, Signal, SignalPad
+from megatier.ranks.signals import Signals, StreamSignals
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def hindrance(local_rank: int, local_size: int) -> str | None:
+def why_no_peer_access(local_rank: int, local_size: int) -> str | None:
     """Return why this rank's GPU cannot read the memory of the others of its host; None if it can."""
     # A user who sets this for NCCL knows that copies between GPUs go wrong on this machine.
     if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
@@ -76,28 +76,28 @@ def change_limit(num_bytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, limit + num_bytes / total_bytes)))
 
 
-def open_pulls(channel: Channel, group: ProcessGroup, memory: torch.Tensor, check: Check) -> Pulls:
+def open_peer_copies(channel: Channel, group: ProcessGroup, memory: torch.Tensor, check: Check) -> PeerCopies:
     """Share this rank's memory with the others of its host. Every rank has to call it.
 
     Args:
         channel: by which the ranks find each other.
         group: of gloo, which that channel uses.
         memory: as `allocate` has given it.
-        check: raises if a rank has failed; see `Peers.check`.
+        check: raises if a rank has failed; see `PeerMonitor.check`.
 
     Raises:
         OSError, MegatierError, RuntimeError: the system, CUDA or torch refused it.
         PeerError: a rank has failed.
     """
-    shared = share_memory(channel, Board.num_bytes(channel.size))
-    signs: StreamSigns | None = None
+    shared = share_memory(channel, SignalPad.num_bytes(channel.size))
+    signals: StreamSignals | None = None
     try:
-        with channel.together():
-            signs = StreamSigns(Board(shared, channel.rank, channel.size), check)
-        return Pulls(channel.rank, views(memory, group), signs)
+        with channel.failing_together():
+            signals = StreamSignals(SignalPad(shared, channel.rank, channel.size), check)
+        return PeerCopies(channel.rank, views(memory, group), signals)
     except (MegatierError, OSError, RuntimeError):
-        if signs is not None:
-            signs.close()
+        if signals is not None:
+            signals.close()
         raise
 
 
@@ -111,38 +111,38 @@ def views(memory: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
         seen = shared.get_buffer(rank, memory.shape, memory.dtype)
         memories.append(seen)
 
-    # A rank's own memory is the tensor that `allocate` gave, by whose addresses `Pulls` counts.
+    # A rank's own memory is the tensor that `allocate` gave, by whose addresses `PeerCopies` counts.
     memories[shared.rank] = memory
     return memories
 
 
-class Pulls:
+class PeerCopies:
     """The reads of one rank from the memory of the others."""
 
-    def __init__(self, rank: int, memories: Sequence[torch.Tensor], signs: Signs) -> None:
+    def __init__(self, rank: int, memories: Sequence[torch.Tensor], signals: Signals) -> None:
         """Take the memory that all ranks have shared.
 
         Args:
             rank: this rank.
             memories: the memory of each rank as this one sees it, uint8. What others read from this rank lies in its
                 own.
-            signs: the numbers.
+            signals: the numbers.
         """
         self._rank = rank
         self._memories = memories
-        self._signs = signs
+        self._signals = signals
         self._number = 0
 
         # Each rank begins with the one after it, so no two read from the same one at the same time.
         size = len(memories)
         self._others = [(rank + distance) % size for distance in range(1, size)]
 
-    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """See `RankCarrier`. `own` lies in the shared memory of this rank."""
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        """See `CollectiveBackend`. `own` lies in the shared memory of this rank."""
         self._pull(whole, own, 0)
 
-    def scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """See `RankCarrier`. `sent` lies in the shared memory of this rank."""
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """See `CollectiveBackend`. `sent` lies in the shared memory of this rank."""
         shard_bytes = received.numel() // len(self._memories)
         self._pull(received, sent, self._rank * shard_bytes)
 
@@ -158,12 +158,12 @@ class Pulls:
         return True
 
     def release(self) -> None:
-        """See `RankCarrier`."""
-        self._signs.release()
+        """See `CollectiveBackend`."""
+        self._signals.release()
 
     def close(self) -> None:
-        """See `RankCarrier`."""
-        self._signs.close()
+        """See `CollectiveBackend`."""
+        self._signals.close()
 
     def _pull(self, target: torch.Tensor, source: torch.Tensor, start: int) -> None:
         """Fill shard r of the target from the source of rank r, from byte `start` of the source on."""
@@ -174,9 +174,9 @@ class Pulls:
         # The slot that a block has may differ from rank to rank, since slots are given back at different times.
         self._number += 1
         number = self._number
-        offsets = self._signs.meet(number, offset)
+        offsets = self._signals.meet(number, offset)
         for peer in self._others:
-            self._signs.write(peer, Sign.READY, number)
+            self._signals.write(peer, Signal.READY, number)
 
         shards = target.view(len(self._memories), -1)
         shard_bytes = shards.shape[1]
@@ -184,12 +184,12 @@ class Pulls:
         shards[self._rank].copy_(own, non_blocking=True)
 
         for peer in self._others:
-            self._signs.wait(peer, Sign.READY, number)
+            self._signals.wait(peer, Signal.READY, number)
             first = offsets[peer] + start
             theirs = self._memories[peer][first : first + shard_bytes]
             shards[peer].copy_(theirs, non_blocking=True)
-            self._signs.write(peer, Sign.DONE, number)
+            self._signals.write(peer, Signal.DONE, number)
 
         # The caller's next write to the source is in stream order, so it comes after the reads of all others.
         for peer in self._others:
-            self._signs.wait(peer, Sign.DONE, number)
+            self._signals.wait(peer, Signal.DONE, number)

@@ -1,9 +1,9 @@
-"""Numbers by which the ranks of a host say when bytes are there, in memory that they share.
+"""The signal pad of a host: numbers in shared memory by which its ranks say when bytes may be read or overwritten.
 
-The code that moves bytes between ranks (`pulls`, `shared_ram`) writes a collective's number as `ready` for each rank
-that may take them, and waits for its `done` before they change (`signs`).
+`peer_copies` and `shared_ram` use it by `signals`. A rank that offers bytes writes the collective's number as `ready`
+for each reader. Before it overwrites them it waits until each reader has written the same number as `done`.
 
-Threads: one thread at a time moves bytes. `release` may be called from any thread.
+Threads: one thread at a time moves bytes. Any thread may call `release`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import IntEnum
 import numpy as np
 
 from megatier import _native
-from megatier.ranks.peers import TICK_S
+from megatier.ranks.peer_monitor import TICK_S
 
 NUMBER_BYTES = 4
 OFFSET_BYTES = 8
@@ -24,7 +24,7 @@ NUMBERS = 2 ** (63 - OFFSET_BITS)
 """Numbers of collectives begin again after so many, where they stand above an offset."""
 PAUSE_MIN_S = 20e-6
 PAUSE_MAX_S = 1e-3
-"""How long a host looks away from the board while it waits for another. Each look takes the interpreter's lock."""
+"""How long a host looks away from the pad while it waits for another. Each look takes the interpreter's lock."""
 NUMBER_RANGE = 2**32
 """Numbers of rounds begin again after so many. A fast host gets there within weeks."""
 HALF_RANGE = 2**31
@@ -32,21 +32,21 @@ HALF_RANGE = 2**31
 RELEASE_LEAD = 2**30
 """How far ahead of a number that is waited for a release writes: no round gets there, and it is still the greater."""
 Check = Callable[[float], None]
-"""Raises if a rank has failed; see `Peers.check`."""
+"""Raises if a rank has failed; see `PeerMonitor.check`."""
 
 
-class Sign(IntEnum):
+class Signal(IntEnum):
     """The meaning of a number about a collective."""
 
     READY = 0
     DONE = 1
 
 
-class Board:
+class SignalPad:
     """The numbers that the ranks of a host show each other, at the start of memory that they share."""
 
     def __init__(self, memory: mmap.mmap | bytearray, rank: int, size: int) -> None:
-        """Find the board in memory that is zero at first.
+        """Find the pad in memory that is zero at first.
 
         Args:
             memory: what all ranks have mapped, at least `num_bytes` of it.
@@ -57,10 +57,10 @@ class Board:
         """This rank."""
         self._size = size
 
-        count = size * len(Sign) * size
+        count = size * len(Signal) * size
         numbers = np.frombuffer(memory, dtype=np.uint32, count=count)
-        self.numbers = numbers.reshape(size, len(Sign), size)
-        """All numbers that ranks write, modulo NUMBER_RANGE: uint32 [reader, sign, writer]."""
+        self.numbers = numbers.reshape(size, len(Signal), size)
+        """All numbers that ranks write, modulo NUMBER_RANGE: uint32 [reader, signal, writer]."""
         self.awaited = 0
         """The number that this rank waited for last."""
         self.is_released = False
@@ -72,22 +72,22 @@ class Board:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Return the bytes of the board of so many ranks."""
-        return size * (len(Sign) * size * NUMBER_BYTES + 2 * OFFSET_BYTES)
+        """Return the bytes of the pad of so many ranks."""
+        return size * (len(Signal) * size * NUMBER_BYTES + 2 * OFFSET_BYTES)
 
-    def place(self, reader: int, sign: Sign, writer: int) -> int:
+    def place(self, reader: int, signal: Signal, writer: int) -> int:
         """Return the address of a number."""
         # As `numbers` lies in memory. A driver takes an address, and no array.
-        index = (reader * len(Sign) + sign) * self._size + writer
+        index = (reader * len(Signal) + signal) * self._size + writer
         return int(self.numbers.ctypes.data) + index * NUMBER_BYTES
 
-    def write(self, reader: int, sign: Sign, number: int) -> None:
+    def write(self, reader: int, signal: Signal, number: int) -> None:
         """Write a number for another rank."""
-        self.numbers[reader, sign, self.rank] = number % NUMBER_RANGE
+        self.numbers[reader, signal, self.rank] = number % NUMBER_RANGE
 
-    def has_come(self, writer: int, sign: Sign, number: int) -> bool:
+    def has_come(self, writer: int, signal: Signal, number: int) -> bool:
         """Return whether another rank has written this number for this one, or a greater one."""
-        lead = int(self.numbers[self.rank, sign, writer]) - number
+        lead = int(self.numbers[self.rank, signal, writer]) - number
         return lead % NUMBER_RANGE < HALF_RANGE
 
     def meet(self, number: int, offset: int, check: Check) -> list[int]:
@@ -98,7 +98,7 @@ class Board:
         Args:
             number: of the collective, one more than that of the last.
             offset: of this rank's bytes.
-            check: raises if a rank has failed; see `Peers.check`.
+            check: raises if a rank has failed; see `PeerMonitor.check`.
         """
         # One store of 8 bytes: no rank sees the number without the offset.
         short_number = number % NUMBERS

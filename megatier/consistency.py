@@ -17,7 +17,7 @@ HARMLESS = "_megatier_finds_nothing_half_done"
 """The attribute that marks an error that was raised in a wait."""
 
 
-class Tear:
+class Consistency:
     """Knows whether a change was broken off. A store and everything that works with it share one.
 
     Regions may lie inside each other.
@@ -80,9 +80,9 @@ class Tear:
 class Region:
     """Statements of which all are done, or none, or the tear tells. Any thread may enter it, any number of times."""
 
-    def __init__(self, tear: Tear, *, refuses: bool) -> None:
+    def __init__(self, consistency: Consistency, *, refuses: bool) -> None:
         """Belong to a tear, which alone makes regions."""
-        self._tear = tear
+        self._consistency = consistency
         self._refuses = refuses
 
     def __enter__(self) -> None:
@@ -92,5 +92,5 @@ class Region:
         """
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._tear.tears(error, refuses=self._refuses):
-            self._tear.is_torn = True
+        if error is not None and self._consistency.tears(error, refuses=self._refuses):
+            self._consistency.is_torn = True

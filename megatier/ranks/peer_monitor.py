@@ -95,7 +95,7 @@ class _Waited(threading.local):
     """The time that it has waited since."""
 
 
-class Peers:
+class PeerMonitor:
     """The other ranks of a run, as this one watches them. `end` stops that."""
 
     def __init__(

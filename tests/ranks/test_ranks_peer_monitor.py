@@ -14,8 +14,8 @@ import pytest
 
 from megatier import _native
 from megatier.errors import DataError, PeerError
-from megatier.ranks import peers
-from megatier.ranks.peers import DIED, NO_STORE, SILENT, Member, Peers, cause_of, comes_of_peers
+from megatier.ranks import peer_monitor
+from megatier.ranks.peer_monitor import DIED, NO_STORE, SILENT, Member, PeerMonitor, cause_of, comes_of_peers
 
 SOON_S = 20.0
 AWAY = Member("far", "another machine", 1)
@@ -53,21 +53,21 @@ class Shelf:
 
 @pytest.fixture
 def shelf(monkeypatch: pytest.MonkeyPatch) -> Shelf:
-    monkeypatch.setattr(peers, "LOOK_S", 0.005)
-    monkeypatch.setattr(peers, "SILENT_LOOKS", 1 << 30)
+    monkeypatch.setattr(peer_monitor, "LOOK_S", 0.005)
+    monkeypatch.setattr(peer_monitor, "SILENT_LOOKS", 1 << 30)
     return Shelf()
 
 
-Watch = Callable[..., Peers]
+Watch = Callable[..., PeerMonitor]
 
 
 @pytest.fixture
 def watch(shelf: Shelf) -> Iterator[Watch]:
     """Starts to watch as one of several ranks, which run in this process if nothing else is said."""
-    started: list[Peers] = []
+    started: list[PeerMonitor] = []
 
-    def start(rank: int, *members: Member, stop: Callable[[], None] = lambda: None) -> Peers:
-        started.append(Peers(shelf, rank, members or [Member.here()] * 3, None, stop))
+    def start(rank: int, *members: Member, stop: Callable[[], None] = lambda: None) -> PeerMonitor:
+        started.append(PeerMonitor(shelf, rank, members or [Member.here()] * 3, None, stop))
         return started[-1]
 
     yield start
@@ -131,11 +131,11 @@ def test_rank_that_ends_without_a_word_is_named(watch: Watch) -> None:
 def test_rank_of_another_machine_that_falls_silent_is_named(
     watch: Watch, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "SILENT_LOOKS", 20)
+    monkeypatch.setattr(peer_monitor, "SILENT_LOOKS", 20)
     shelf.set("heartbeat 1", "7")
     began = time.monotonic()
     assert fields(eventually(watch(0, Member.here(), AWAY).failed)) == (1, "far", SILENT)
-    assert time.monotonic() - began >= 20 * peers.LOOK_S
+    assert time.monotonic() - began >= 20 * peer_monitor.LOOK_S
 
 
 def test_rank_whose_connection_broke_is_named_sooner(watch: Watch, shelf: Shelf) -> None:
@@ -146,16 +146,16 @@ def test_rank_whose_connection_broke_is_named_sooner(watch: Watch, shelf: Shelf)
 def test_broken_connection_of_ranks_that_live_names_the_rank_that_saw_it(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "ANSWER_S", 0.2)
-    monkeypatch.setattr(peers, "BROKEN_LOOKS", 1 << 30)
+    monkeypatch.setattr(peer_monitor, "ANSWER_S", 0.2)
+    monkeypatch.setattr(peer_monitor, "BROKEN_LOOKS", 1 << 30)
     watchers = watch(0), watch(1), watch(2)
     cause = "its connection to another rank broke: Connection reset."
     assert fields(watchers[1].explain(RuntimeError("Connection reset"))) == (1, Member.here().host, cause)
 
 
 def test_rank_that_has_left_may_be_silent(watch: Watch, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "SILENT_LOOKS", 2)
-    shelf.set("heartbeat 1", peers.LEFT)
+    monkeypatch.setattr(peer_monitor, "SILENT_LOOKS", 2)
+    shelf.set("heartbeat 1", peer_monitor.LEFT)
     watcher = watch(0, Member.here(), AWAY)
     eventually(lambda: int(shelf.get("heartbeat 0")) > 10 or None)
     watcher.check()
@@ -174,24 +174,24 @@ def test_store_that_is_gone_is_named_unless_this_rank_is_leaving(watch: Watch, s
 def test_store_that_never_answers_is_named_by_who_waits(
     watch: Watch, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "SILENT_LOOKS", 60)
+    monkeypatch.setattr(peer_monitor, "SILENT_LOOKS", 60)
     watcher = watch(0)
     shelf.answers = _native.Latch()
     deadline = time.monotonic() + SOON_S
     with pytest.raises(PeerError, match="no longer answers"):
         while time.monotonic() < deadline:
-            watcher.check(peers.TICK_S)
+            watcher.check(peer_monitor.TICK_S)
     shelf.answers.set()
 
 
 def test_store_that_is_slow_is_not_given_up_sooner_because_several_threads_wait(
     watch: Watch, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "SILENT_LOOKS", 600)
+    monkeypatch.setattr(peer_monitor, "SILENT_LOOKS", 600)
     watcher = watch(0)
     shelf.answers = _native.Latch()
-    time.sleep(50 * peers.LOOK_S)
-    limit_s = peers.SILENT_LOOKS * peers.LOOK_S
+    time.sleep(50 * peer_monitor.LOOK_S)
+    limit_s = peer_monitor.SILENT_LOOKS * peer_monitor.LOOK_S
     with ThreadPoolExecutor(3) as threads:
         together = Barrier(3)
 

@@ -1,4 +1,4 @@
-"""Pulls: what ranks read from each other's memory, in the right order, and how a wait for a rank that failed ends."""
+"""Copies from other GPUs' memory: what ranks read, in which order, and how a wait for a failed rank ends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 import torch
 from rank_pool import POOL
 
-from megatier.ranks.board import Board, Sign
-from megatier.ranks.pulls import Pulls
+from megatier.ranks.peer_copies import PeerCopies
 from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
 from megatier.ranks.shared_memory import share_memory
-from megatier.ranks.signs import HostSigns
+from megatier.ranks.signal_pad import Signal, SignalPad
+from megatier.ranks.signals import HostSignals
 from megatier.workers import Workers
 
 MEMORY_BYTES = 4096
@@ -26,23 +26,23 @@ SIZE = 3
 ROUNDS = 40
 
 
-class CountingSigns(HostSigns):
-    """Signs of the host that say whether a wait has begun."""
+class CountingSignals(HostSignals):
+    """Signals of the host that say whether a wait has begun."""
 
     waits = 0
 
-    def wait(self, peer: int, sign: Sign, number: int) -> None:
+    def wait(self, peer: int, signal: Signal, number: int) -> None:
         self.waits += 1
-        super().wait(peer, sign, number)
+        super().wait(peer, signal, number)
 
 
-def opened(ranks: Ranks, folder: Path) -> tuple[Pulls, torch.Tensor, CountingSigns]:
-    """The pulls of this rank by memory of the host, which all ranks map; its own memory, and its signs."""
+def opened(ranks: Ranks, folder: Path) -> tuple[PeerCopies, torch.Tensor, CountingSignals]:
+    """The peer_copies of this rank by memory of the host, which all ranks map; its own memory, and its signals."""
     names = [str(folder / f"memory {rank}") for rank in range(ranks.size)]
     memories = [torch.from_file(name, shared=True, size=MEMORY_BYTES, dtype=torch.uint8) for name in names]
-    board = Board(share_memory(ranks, Board.num_bytes(ranks.size)), ranks.rank, ranks.size)
-    signs = CountingSigns(board, lambda _: None)
-    return Pulls(ranks.rank, memories, signs), memories[ranks.rank], signs
+    pad = SignalPad(share_memory(ranks, SignalPad.num_bytes(ranks.size)), ranks.rank, ranks.size)
+    signals = CountingSignals(pad, lambda _: None)
+    return PeerCopies(ranks.rank, memories, signals), memories[ranks.rank], signals
 
 
 def content(rank: int, number: int, num_bytes: int) -> torch.Tensor:
@@ -55,11 +55,11 @@ def pull_in_turn(folder: Path) -> int:
     wrong = 0
     with joined("cpu") as ranks:
         assert ranks is not None
-        pulls, memory, _ = opened(ranks, folder)
+        peer_copies, memory, _ = opened(ranks, folder)
         chance = random.Random(ranks.rank)
         for number in range(ROUNDS):
-            is_gather = number % 2 == 0
-            size = 96 if is_gather else 96 * ranks.size
+            is_all_gather = number % 2 == 0
+            size = 96 if is_all_gather else 96 * ranks.size
             first = chance.randrange(MEMORY_BYTES - size)
             time.sleep(chance.choice((0, 0, 0.002)))
 
@@ -67,10 +67,10 @@ def pull_in_turn(folder: Path) -> int:
             source = memory[first : first + size]
             source.copy_(content(ranks.rank, number, size))
             target = torch.empty(96 * ranks.size, dtype=torch.uint8)
-            (pulls.gather if is_gather else pulls.scatter)(target, source)
+            (peer_copies.all_gather if is_all_gather else peer_copies.all_to_all)(target, source)
             memory.fill_(255)
 
-            start = 0 if is_gather else 96 * ranks.rank
+            start = 0 if is_all_gather else 96 * ranks.rank
             expected = [content(rank, number, size)[start : start + 96] for rank in range(ranks.size)]
             wrong += not torch.equal(target, torch.cat(expected))
     return wrong
@@ -84,22 +84,22 @@ def wait_for_nobody(folder: Path) -> bool:
     """Wait for a rank that never comes, and end it by a release; return whether the wait had begun before."""
     with joined("cpu") as ranks:
         assert ranks is not None
-        _, memory, signs = opened(ranks, folder)
+        _, memory, signals = opened(ranks, folder)
         if ranks.rank:
             return True
 
-        pulls = Pulls(0, [memory] * ranks.size, signs)
-        with closing(Workers(1, "release")) as workers, unittest.mock.patch.object(signs, "meet", lambda *_: [0, 0]):
-            workers.submit(partial(release_later, pulls, signs))
-            pulls.gather(torch.empty(64 * ranks.size, dtype=torch.uint8), memory[:64])
-        return signs.waits > 0
+        peer_copies = PeerCopies(0, [memory] * ranks.size, signals)
+        with closing(Workers(1, "release")) as workers, unittest.mock.patch.object(signals, "meet", lambda *_: [0, 0]):
+            workers.submit(partial(release_later, peer_copies, signals))
+            peer_copies.all_gather(torch.empty(64 * ranks.size, dtype=torch.uint8), memory[:64])
+        return signals.waits > 0
 
 
-def release_later(pulls: Pulls, signs: CountingSigns) -> None:
+def release_later(peer_copies: PeerCopies, signals: CountingSignals) -> None:
     """Release the waits once one of them has begun."""
-    while not signs.waits:
+    while not signals.waits:
         time.sleep(0.001)
-    pulls.release()
+    peer_copies.release()
 
 
 def test_release_ends_waits_for_a_rank_that_does_not_come(tmp_path: Path) -> None:
@@ -108,6 +108,6 @@ def test_release_ends_waits_for_a_rank_that_does_not_come(tmp_path: Path) -> Non
 
 def test_source_outside_of_the_shared_memory_is_refused() -> None:
     memory = torch.zeros(64, dtype=torch.uint8)
-    pulls = Pulls(0, [memory], HostSigns(Board(bytearray(256), 0, 1), lambda _: None))
+    peer_copies = PeerCopies(0, [memory], HostSignals(SignalPad(bytearray(256), 0, 1), lambda _: None))
     with pytest.raises(AssertionError, match="others cannot see"):
-        pulls.gather(torch.empty(8, dtype=torch.uint8), torch.empty(8, dtype=torch.uint8))
+        peer_copies.all_gather(torch.empty(8, dtype=torch.uint8), torch.empty(8, dtype=torch.uint8))

@@ -1,7 +1,7 @@
-"""Signs: numbers on the board of a host that a rank writes for others, and waits for.
+"""Signals: numbers on the pad of a host that a rank writes for others, and waits for.
 
-CUDA streams write and wait without a kernel (`StreamSigns`), so no host waits for a GPU. On CPUs the hosts do so
-themselves (`HostSigns`). A wait for a rank that has failed is ended by a plain store of the host.
+CUDA streams write and wait without a kernel (`StreamSignals`), so no host waits for a GPU. On CPUs the hosts do so
+themselves (`HostSignals`). A wait for a rank that has failed is ended by a plain store of the host.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from megatier.errors import MegatierError
 from megatier.hardware import CUDA_DRIVER
 from megatier.page_lock import PageLock
-from megatier.ranks.board import NUMBER_RANGE, Board, Check, Sign
+from megatier.ranks.signal_pad import NUMBER_RANGE, Check, Signal, SignalPad
 
 GREATER_OR_EQUAL = 0
 """What a stream waits for, to the driver: CU_STREAM_WAIT_VALUE_GEQ, which compares numbers that begin again."""
 
 
-class Signs(Protocol):
+class Signals(Protocol):
     """Numbers that a rank writes for other ranks, and waits for, when its current stream gets there."""
 
-    def write(self, peer: int, sign: Sign, number: int) -> None:
+    def write(self, peer: int, signal: Signal, number: int) -> None:
         """Write a number for another rank, which finds all that was written before."""
 
-    def wait(self, peer: int, sign: Sign, number: int) -> None:
+    def wait(self, peer: int, signal: Signal, number: int) -> None:
         """Wait until another rank has written this number for this one, or a greater one."""
 
     def meet(self, number: int, offset: int) -> list[int]:
@@ -40,58 +40,58 @@ class Signs(Protocol):
         """Give back what they hold. No stream waits any more."""
 
 
-class HostSigns:
-    """Signs that the host writes and waits for, on a CPU whose stores others see in their order."""
+class HostSignals:
+    """Signals that the host writes and waits for, on a CPU whose stores others see in their order."""
 
-    def __init__(self, board: Board, check: Check) -> None:
-        """Take the board of the host, and what raises if a rank has failed."""
-        self._board = board
+    def __init__(self, pad: SignalPad, check: Check) -> None:
+        """Take the pad of the host, and what raises if a rank has failed."""
+        self._pad = pad
         self._check = check
 
-    def write(self, peer: int, sign: Sign, number: int) -> None:
-        """See `Signs`."""
-        self._board.write(peer, sign, number)
+    def write(self, peer: int, signal: Signal, number: int) -> None:
+        """See `Signals`."""
+        self._pad.write(peer, signal, number)
 
-    def wait(self, peer: int, sign: Sign, number: int) -> None:
-        """See `Signs`.
+    def wait(self, peer: int, signal: Signal, number: int) -> None:
+        """See `Signals`.
 
         Raises:
             PeerError: a rank has failed.
         """
-        self._board.awaited = number
-        self._board.wait(lambda: self._board.has_come(peer, sign, number), self._check)
+        self._pad.awaited = number
+        self._pad.wait(lambda: self._pad.has_come(peer, signal, number), self._check)
 
         # A wait that was ended has brought nothing.
-        if self._board.is_released:
+        if self._pad.is_released:
             self._check(0.0)
 
     def meet(self, number: int, offset: int) -> list[int]:
-        """See `Signs`."""
-        return self._board.meet(number, offset, self._check)
+        """See `Signals`."""
+        return self._pad.meet(number, offset, self._check)
 
     def release(self) -> None:
-        """See `Signs`."""
-        self._board.release()
+        """See `Signals`."""
+        self._pad.release()
 
     def close(self) -> None:
-        """See `Signs`."""
+        """See `Signals`."""
 
 
-class StreamSigns:
-    """Signs that CUDA streams write and wait for."""
+class StreamSignals:
+    """Signals that CUDA streams write and wait for."""
 
-    def __init__(self, board: Board, check: Check) -> None:
-        """Page-lock the board for the GPU.
+    def __init__(self, pad: SignalPad, check: Check) -> None:
+        """Page-lock the pad for the GPU.
 
         Args:
-            board: of the host.
-            check: raises if a rank has failed; see `Peers.check`.
+            pad: of the host.
+            check: raises if a rank has failed; see `PeerMonitor.check`.
 
         Raises:
             OSError: there is no CUDA driver.
             MegatierError: CUDA refused.
         """
-        self._board = board
+        self._pad = pad
         self._check = check
 
         # torch has no call for these two. A signal of its symmetric memory is a kernel, which nobody can end.
@@ -103,36 +103,36 @@ class StreamSigns:
             function.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
 
         # Streams reach memory of the host only where it is page-locked.
-        address = int(board.numbers.ctypes.data)
-        whole = 0, board.numbers.nbytes
+        address = int(pad.numbers.ctypes.data)
+        whole = 0, pad.numbers.nbytes
         self._lock = PageLock(address, [whole])
 
-    def write(self, peer: int, sign: Sign, number: int) -> None:
-        """See `Signs`."""
+    def write(self, peer: int, signal: Signal, number: int) -> None:
+        """See `Signals`."""
         # The driver puts a memory barrier before it: other GPUs see all that the stream has written so far.
-        address = self._board.place(peer, sign, self._board.rank)
+        address = self._pad.place(peer, signal, self._pad.rank)
         self._call(self._write, address, number % NUMBER_RANGE, 0)
 
-    def wait(self, peer: int, sign: Sign, number: int) -> None:
-        """See `Signs`."""
-        self._board.awaited = number
-        address = self._board.place(self._board.rank, sign, peer)
+    def wait(self, peer: int, signal: Signal, number: int) -> None:
+        """See `Signals`."""
+        self._pad.awaited = number
+        address = self._pad.place(self._pad.rank, signal, peer)
         self._call(self._wait, address, number % NUMBER_RANGE, GREATER_OR_EQUAL)
 
     def meet(self, number: int, offset: int) -> list[int]:
-        """See `Signs`."""
-        return self._board.meet(number, offset, self._check)
+        """See `Signals`."""
+        return self._pad.meet(number, offset, self._check)
 
     def release(self) -> None:
-        """See `Signs`."""
-        self._board.release()
+        """See `Signals`."""
+        self._pad.release()
 
     def close(self) -> None:
-        """See `Signs`."""
+        """See `Signals`."""
         self._lock.close()
 
     def _call(self, function: Callable[..., int], address: int, number: int, flags: int) -> None:
-        # On the stream that moves the bytes, so that the sign comes after them.
+        # On the stream that moves the bytes, so that the signal comes after them.
         stream = torch.cuda.current_stream()
         code = function(stream.cuda_stream, address, number, flags)
         if code:
