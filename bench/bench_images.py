@@ -55,7 +55,7 @@ from megatier.hardware import set_cuda_defaults
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import make_plan
 from megatier.schedule.budgets import Budgets
-from megatier.schedule.rates import read_rates
+from megatier.schedule.rates_file import read_rates
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.setup.machine import Machine

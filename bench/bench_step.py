@@ -60,7 +60,8 @@ from megatier.ranks.ranks import Ranks
 from megatier.ranks.rendezvous import joined
 from megatier.report.picture import draw, lane_uses
 from megatier.schedule.budgets import Budgets
-from megatier.schedule.rates import World, read_rates
+from megatier.schedule.rates_file import read_rates
+from megatier.schedule.world import World
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.setup.attention_choice import with_kernel

@@ -19,7 +19,7 @@ from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainCon
 from megatier.planner.plan import Plan, make_plan
 from megatier.planner.search import search
 from megatier.schedule.budgets import Budgets
-from megatier.schedule.rates import read_rates
+from megatier.schedule.rates_file import read_rates
 from megatier.setup.attention_choice import with_kernel
 from megatier.setup.machine import Machine
 from megatier.setup.setup import Setup

@@ -18,7 +18,10 @@ from megatier.errors import PlanError
 from megatier.planner.plan import make_plan
 from megatier.planner.search import Choice, search
 from megatier.schedule.budgets import Budgets
-from megatier.schedule.rates import DriveRates, Rates, World, read_rates
+from megatier.schedule.drive_rates import DriveRates
+from megatier.schedule.rates import Rates
+from megatier.schedule.rates_file import read_rates
+from megatier.schedule.world import World
 from megatier.setup.machine import Machine
 from megatier.setup.setup import Setup
 from megatier.setup.skeleton import skeleton_of

@@ -26,7 +26,7 @@ from megatier.hardware import cores_usable
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import make_plan
 from megatier.schedule.budgets import Budgets
-from megatier.schedule.rates import read_rates
+from megatier.schedule.rates_file import read_rates
 
 NUM_ELEMENTS = 1 << 25
 GRANULE_BYTES = 4096

@@ -133,6 +133,7 @@ def test_the_bytes_journey_is_marked_once_per_hop() -> None:
         "megatier.schedule.unit_spec",
         "megatier.schedule.timeline",
         "megatier.schedule.rates",
+        "megatier.schedule.rates_file",
         "megatier.forecast.simulate",
         "megatier.forecast.forecast",
         "megatier.config.schema",

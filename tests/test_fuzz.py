@@ -39,7 +39,7 @@ from megatier.errors import MegatierError
 from megatier.models.safetensors_format import read_header, write_header
 from megatier.report.metrics import MetricsLog
 from megatier.report.report_page import build
-from megatier.schedule.rates import as_dict, read_rates
+from megatier.schedule.rates_file import as_dict, read_rates
 
 SEED = 20261121
 SECONDS = 10

@@ -21,7 +21,8 @@ from megatier.cli.output import json_text, print_json, write_text
 from megatier.config.values import MountBudget, parse_bytes, parse_mount
 from megatier.errors import ConfigError, mib
 from megatier.report.report import figure_table
-from megatier.schedule.rates import Rates, as_dict
+from megatier.schedule.rates import Rates
+from megatier.schedule.rates_file import as_dict
 from megatier.train.outlet import say
 
 if TYPE_CHECKING:

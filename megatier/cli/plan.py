@@ -24,7 +24,9 @@ from megatier.measure.probe import io_threads
 from megatier.report.figures import NO_GPU
 from megatier.report.plan_text import links_assumption, rates_assumption, sentences, tables
 from megatier.schedule.budgets import Budgets
-from megatier.schedule.rates import ASSUMED, Rates, World, as_dict, read_rates
+from megatier.schedule.rates import ASSUMED, Rates
+from megatier.schedule.rates_file import as_dict, read_rates
+from megatier.schedule.world import World
 from megatier.session.paths import check_paths
 from megatier.train.outlet import say
 

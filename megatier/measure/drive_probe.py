@@ -23,7 +23,7 @@ from megatier.measure.drive_traffic import (
     BlockTraffic,
     Flow,
 )
-from megatier.schedule.rates import DriveRates
+from megatier.schedule.drive_rates import DriveRates
 from megatier.tier import PAGE_BYTES
 
 BLOCKS_MIN = 16

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatier import hardware
 from megatier.measure.data_sheets import PCIE_4, DataSheet, data_sheet_of
-from megatier.schedule.rates import OF_RANKS, UPDATE_BYTES, DriveRates, Rates
+from megatier.schedule.drive_rates import DriveRates
+from megatier.schedule.rates import RANK_RATES, UPDATE_BYTES, Rates
 from megatier.tier import Transport
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def cache_rates(rates: Rates, device: str, path: Path | None = None) -> Path:
     kept = [entry["links"] for entry in entries if entry["machine"] == machine]
 
     # Links between ranks are measured by a command of their own, so one that measures without ranks keeps them.
-    for name in OF_RANKS:
+    for name in RANK_RATES:
         links[name] = links[name] or next((each[name] for each in kept if each.get(name)), None)
     entry = {
         "machine": machine,

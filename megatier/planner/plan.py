@@ -22,12 +22,13 @@ from megatier.planner.shortage import with_ways
 from megatier.planner.tower_bytes import TowerBytes, num_conversations, pixel_bytes, tower_bytes
 from megatier.planner.trial import Trial, with_parts
 from megatier.schedule.budgets import Budgets
+from megatier.schedule.drive_rates import DriveRates
 from megatier.schedule.lent_room import LentRoom, lent_room
 from megatier.schedule.moves import Moves, by_queue
 from megatier.schedule.placement import Placement, all_short, place
-from megatier.schedule.rates import DriveRates, World
 from megatier.schedule.sizes import block_bytes, home_bytes
 from megatier.schedule.timeline import Access
+from megatier.schedule.world import World
 from megatier.setup.setup import Setup
 from megatier.setup.workload import Workload
 from megatier.tier import Kind, Tier

@@ -21,8 +21,9 @@ from megatier.planner.memory import ActivationBytes, activation_bytes
 from megatier.planner.unit_seconds import unit_seconds
 from megatier.schedule.budgets import Budgets
 from megatier.schedule.placement import Placement, place
-from megatier.schedule.rates import Rates, World
+from megatier.schedule.rates import Rates
 from megatier.schedule.timeline import Access
+from megatier.schedule.world import World
 from megatier.setup.setup import Setup, advised
 from megatier.setup.workload import Workload
 from megatier.tier import Phase, Tier

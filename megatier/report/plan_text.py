@@ -12,7 +12,8 @@ from megatier.errors import mib
 from megatier.report.figures import unified_memory
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
 from megatier.report.report import figure_table
-from megatier.schedule.rates import ASSUMED, Rates, World
+from megatier.schedule.rates import ASSUMED, Rates
+from megatier.schedule.world import World
 from megatier.tier import STATE_KINDS, Tier
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 from typing import Self
 
 from megatier.schedule.policy import Policy
-from megatier.schedule.rates import World
+from megatier.schedule.world import World
 from megatier.tier import SHARED_STAGES
 
 SHARED_BUFFER_SHARE = 256

@@ -26,7 +26,8 @@ from megatier.measure.probe import rates_or_assumed
 from megatier.ranks.channel import SingleRank
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.budgets import Budgets
-from megatier.schedule.rates import ALONE, Rates, World
+from megatier.schedule.rates import Rates
+from megatier.schedule.world import ONE_PROCESS, World
 from megatier.setup.attention_rule import HOPPER, Capability
 
 
@@ -48,7 +49,7 @@ class Machine:
     """Those of a host."""
     assumed: tuple[str, ...] = ()
     """The names of rates that nobody measured."""
-    world: World = ALONE
+    world: World = ONE_PROCESS
     """The ranks of the run."""
 
     @classmethod
@@ -99,11 +100,11 @@ class Machine:
             mounts=tuple(map(MountBudget, directories, sizes)),
             rates=rates.with_locked(tiers.locked),
             assumed=assumed,
-            world=ALONE if ranks is None else World(ranks.size, ranks.size // ranks.local_size),
+            world=ONE_PROCESS if ranks is None else World(ranks.size, ranks.size // ranks.local_size),
         )
 
     @classmethod
-    def elsewhere(cls, tiers: TiersConfig, rates: Rates, budgets: Budgets, world: World = ALONE) -> Self:
+    def elsewhere(cls, tiers: TiersConfig, rates: Rates, budgets: Budgets, world: World = ONE_PROCESS) -> Self:
         """Describe another machine, which nobody can look at. Unless its rates name its GPU, it has one of Hopper's.
 
         Args:

@@ -20,8 +20,8 @@ from megatier.models.dtypes import with_schemas
 from megatier.models.products import Products, products_of
 from megatier.optim.muon import matrices_of
 from megatier.schedule.policy import Policy
-from megatier.schedule.rates import ALONE, World
 from megatier.schedule.unit_spec import UnitSpec
+from megatier.schedule.world import ONE_PROCESS, World
 from megatier.tier import Activations, Tier, round_up
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -65,7 +65,7 @@ class Workload:
         return sum(tensor.num_elements for unit in self.units for tensor in unit.layout.trained.tensors)
 
     @classmethod
-    def of(cls, config: RunConfig, model: PreTrainedModel, units: tuple[Unit, ...], world: World = ALONE) -> Self:
+    def of(cls, config: RunConfig, model: PreTrainedModel, units: tuple[Unit, ...], world: World = ONE_PROCESS) -> Self:
         """Make the workload of a skeleton.
 
         Args:

@@ -11,7 +11,8 @@ from bench_step import measure
 from peers.shapes import SHAPES, ExpertsShape
 from rows import ROWS
 
-from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.drive_rates import DriveRates
+from megatier.schedule.rates import Rates
 from megatier.setup import machine
 
 MIB = 1 << 20

@@ -20,7 +20,9 @@ from megatier.cli import bench, main
 from megatier.drives.blockfile import FileBatch
 from megatier.measure import drive_probe, link_probe, rank_probe
 from megatier.measure.probe import cached_rates
-from megatier.schedule.rates import Rates, World, as_dict, read_rates
+from megatier.schedule.rates import Rates
+from megatier.schedule.rates_file import as_dict, read_rates
+from megatier.schedule.world import World
 from megatier.tier import Transport
 
 QUICK = ["--seconds", "0.01", "--size", "4MiB", "--threads", "1", "--device", "cpu"]

@@ -17,7 +17,8 @@ from megatier.config import text as config_text
 from megatier.config.schema import SECTIONS
 from megatier.config.values import parse_bytes
 from megatier.measure.probe import cache_rates
-from megatier.schedule.rates import DriveRates, read_rates
+from megatier.schedule.drive_rates import DriveRates
+from megatier.schedule.rates_file import read_rates
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"

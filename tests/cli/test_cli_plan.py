@@ -16,7 +16,9 @@ from megatier.config import file as config_file
 from megatier.errors import mib
 from megatier.measure.probe import cache_rates
 from megatier.planner.memory import CONTEXT_BYTES
-from megatier.schedule.rates import ASSUMED, OF_RANKS, DriveRates, Rates, as_dict, read_rates
+from megatier.schedule.drive_rates import DriveRates
+from megatier.schedule.rates import ASSUMED, RANK_RATES, Rates
+from megatier.schedule.rates_file import as_dict, read_rates
 from megatier.setup.machine import Machine
 from megatier.train.shared_setup import setup_of
 
@@ -206,7 +208,7 @@ def test_plan_of_a_machine_that_was_not_measured_is_that_of_train(
         "ring_to_gpu_bytes_per_s",
         "ring_to_ram_bytes_per_s",
         "fp8_flops_per_s",
-        *OF_RANKS,
+        *RANK_RATES,
     }
     assert document["assumed_rates"]["drives"][0]["mixed_bytes_per_s"] == 2e9
     assert document["seconds"] > 0

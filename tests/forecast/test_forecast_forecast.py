@@ -12,10 +12,11 @@ from small_timelines import planned_reduce_scatters
 from megatier.forecast.forecast import Forecast, floor, forecast
 from megatier.forecast.jobs import HOST_SECONDS
 from megatier.schedule.budgets import Budgets
+from megatier.schedule.drive_rates import DriveRates
 from megatier.schedule.moves import Moves, by_queue
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.policy import Policy
-from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.rates import Rates
 from megatier.schedule.timeline import Access, Load, ReduceScatter, build, reduce_scatters_of
 from megatier.schedule.unit_spec import UnitSpec
 from megatier.state import ADAMW, ADAMW_BF16, MUON

@@ -8,7 +8,8 @@ import pytest
 from small_timelines import RATES
 
 from megatier.forecast.lanes import lanes_of
-from megatier.schedule.rates import UPDATE_BYTES, DriveRates
+from megatier.schedule.drive_rates import DriveRates
+from megatier.schedule.rates import UPDATE_BYTES
 from megatier.tier import Transport
 
 

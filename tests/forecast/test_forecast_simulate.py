@@ -16,12 +16,12 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
     return [(round(start, 9), round(end, 9)) for start, end in simulation.simulate(jobs, lanes)]
 
 
-ALONE = {"copy": Lane(10.0), "work": Lane(2.0)}
+ONE_PROCESS = {"copy": Lane(10.0), "work": Lane(2.0)}
 
 
 def test_simulate_one_lane_runs_in_order() -> None:
     jobs = [Job(lane="copy", name="a", amount=20), Job(lane="copy", name="b", amount=5)]
-    assert simulate(jobs, ALONE) == [(0, 2), (2, 2.5)]
+    assert simulate(jobs, ONE_PROCESS) == [(0, 2), (2, 2.5)]
 
 
 def test_simulate_job_after_others_begins_when_the_last_ends() -> None:
@@ -30,7 +30,7 @@ def test_simulate_job_after_others_begins_when_the_last_ends() -> None:
         Job(lane="work", name="b", amount=10),
         Job(lane="copy", name="c", amount=10, after=(0, 1)),
     ]
-    assert simulate(jobs, ALONE)[2] == (5, 6)
+    assert simulate(jobs, ONE_PROCESS)[2] == (5, 6)
 
 
 def test_simulate_job_of_no_amount_ends_at_once_and_lets_others_begin() -> None:
@@ -39,7 +39,7 @@ def test_simulate_job_of_no_amount_ends_at_once_and_lets_others_begin() -> None:
         Job(lane="work", name="b", amount=0, after=(0,)),
         Job(lane="copy", name="c", amount=10, after=(1,)),
     ]
-    assert simulate(jobs, ALONE) == [(0, 0), (0, 0), (0, 1)]
+    assert simulate(jobs, ONE_PROCESS) == [(0, 0), (0, 0), (0, 1)]
 
 
 def test_simulate_lane_waits_for_its_first_job_even_if_the_next_could_begin() -> None:
@@ -48,7 +48,7 @@ def test_simulate_lane_waits_for_its_first_job_even_if_the_next_could_begin() ->
         Job(lane="copy", name="b", amount=10, after=(0,)),
         Job(lane="copy", name="c", amount=10),
     ]
-    assert simulate(jobs, ALONE)[1:] == [(2, 3), (3, 4)]
+    assert simulate(jobs, ONE_PROCESS)[1:] == [(2, 3), (3, 4)]
 
 
 def test_simulate_two_lanes_on_a_full_resource_share_it() -> None:
@@ -75,12 +75,12 @@ def test_simulate_lane_with_its_own_limit_leaves_the_rest_to_others() -> None:
 
 
 def test_simulate_no_jobs_takes_no_time() -> None:
-    assert simulate([], ALONE) == []
+    assert simulate([], ONE_PROCESS) == []
 
 
 def test_simulate_job_that_waits_for_a_later_one_of_its_lane_is_refused() -> None:
     with pytest.raises(AssertionError, match="waits for a later one of its lane"):
-        simulate([Job(lane="copy", name="a", amount=1, after=(1,)), Job(lane="copy", name="b", amount=1)], ALONE)
+        simulate([Job(lane="copy", name="a", amount=1, after=(1,)), Job(lane="copy", name="b", amount=1)], ONE_PROCESS)
 
 
 def test_least_seconds_of_jobs_that_wait_for_each_other_are_the_longest_chain() -> None:
@@ -90,7 +90,7 @@ def test_least_seconds_of_jobs_that_wait_for_each_other_are_the_longest_chain() 
         Job(lane="copy", name="c", amount=10, after=(0, 1)),
         Job(lane="work", name="d", amount=2, after=(2,)),
     ]
-    assert least_seconds(jobs, ALONE, "work") == 7
+    assert least_seconds(jobs, ONE_PROCESS, "work") == 7
 
 
 def test_least_seconds_count_what_a_full_resource_must_carry_and_nothing_that_may_be_left() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatier.measure.data_sheets import DATA_SHEETS, data_sheet_of
-from megatier.schedule.rates import UPDATE_BYTES, read_rates
+from megatier.schedule.rates import UPDATE_BYTES
+from megatier.schedule.rates_file import read_rates
 
 MACHINES = Path(__file__).parents[2] / "examples/machines"
 NAMES = {

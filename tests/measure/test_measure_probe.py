@@ -16,7 +16,9 @@ from megatier.drives.blockfile import IoOptions
 from megatier.hardware import Gpu
 from megatier.measure import probe
 from megatier.measure.data_sheets import data_sheet_of
-from megatier.schedule.rates import UPDATE_BYTES, WAVERING, DriveRates, Rates
+from megatier.schedule.drive_rates import DriveRates
+from megatier.schedule.rates import UPDATE_BYTES, Rates
+from megatier.schedule.rates_file import MIXED_RANGE
 
 RATES = Rates(
     drives=(),
@@ -102,7 +104,7 @@ def test_cached_threads_first_writes_and_wavering_are_kept_and_shared_on_one_fil
         assert sum(one.mixed_low_bytes_per_s or 0 for one in found.drives) == 4.5
         assert sum(one.mixed_high_bytes_per_s or 0 for one in found.drives) == 6.5
     entries = json.loads(path.read_text())
-    for name in ("io_threads", "first_write_bytes_per_s", *WAVERING):  # written before they were measured
+    for name in ("io_threads", "first_write_bytes_per_s", *MIXED_RANGE):  # written before they were measured
         del entries[0]["drives"][0]["rates"][name]
     path.write_text(json.dumps(entries))
     assert probe.cached_rates([tmp_path], "cpu", path) == with_drives(tmp_path)

@@ -36,8 +36,11 @@ from megatier.planner.plan import Plan, checkpoint_seconds, make_plan, pause_sec
 from megatier.planner.trial import Trial
 from megatier.planner.unit_seconds import ROUNDED_BYTES
 from megatier.schedule.budgets import Budgets, host_ram
+from megatier.schedule.drive_rates import DriveRates
 from megatier.schedule.policy import Policy
-from megatier.schedule.rates import UPDATE_BYTES, DriveRates, Rates, World, read_rates
+from megatier.schedule.rates import UPDATE_BYTES, Rates
+from megatier.schedule.rates_file import read_rates
+from megatier.schedule.world import World
 from megatier.setup.attention_rule import efficiency
 from megatier.setup.skeleton import skeleton_of
 from megatier.tier import Kind, Phase, Tier

@@ -18,7 +18,8 @@ from megatier.measure.probe import cache_rates
 from megatier.planner.prediction import MEASURED_STEPS, Correction, Prediction, measured_rate
 from megatier.planner.search import Choice
 from megatier.planner.trial import Trial
-from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.drive_rates import DriveRates
+from megatier.schedule.rates import Rates
 from megatier.setup.skeleton import skeleton_of
 from megatier.trace.events import TraceEvent
 

@@ -19,7 +19,9 @@ from megatier.planner import trial as trials
 from megatier.planner.search import MARGIN, WORTH, search
 from megatier.planner.trial import Trial
 from megatier.schedule.budgets import Budgets
-from megatier.schedule.rates import DriveRates, Rates, World
+from megatier.schedule.drive_rates import DriveRates
+from megatier.schedule.rates import Rates
+from megatier.schedule.world import World
 from megatier.setup import setup as setups
 from megatier.setup.skeleton import skeleton_of
 

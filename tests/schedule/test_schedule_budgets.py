@@ -8,7 +8,7 @@ import pytest
 
 from megatier.schedule.budgets import Budgets, host_ram, shared_buffer_bytes
 from megatier.schedule.policy import Policy
-from megatier.schedule.rates import World
+from megatier.schedule.world import World
 from megatier.tier import SHARED_STAGES
 
 MIB = 1 << 20

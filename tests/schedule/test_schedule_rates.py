@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatier.errors import ConfigError
-from megatier.schedule.rates import ALONE, ASSUMED, DriveRates, Rates, World, as_dict, read_rates
+from megatier.schedule.drive_rates import DriveRates
+from megatier.schedule.rates import ASSUMED, Rates
+from megatier.schedule.rates_file import as_dict, read_rates
+from megatier.schedule.world import ONE_PROCESS, World
 from megatier.tier import RING_BYTES, Transport
 
 RATES = Rates(
@@ -124,7 +127,7 @@ LINKED = replace(
 
 
 def test_rates_of_a_rank_are_its_gpu_and_its_part_of_the_host(tmp_path: Path) -> None:
-    assert LINKED.of_rank(ALONE) is LINKED
+    assert LINKED.of_rank(ONE_PROCESS) is LINKED
     assert read_rates(written(tmp_path, json.dumps(as_dict(LINKED)))) == LINKED
     of_two = LINKED.of_rank(World(2))
     assert of_two.drives == tuple(drive.times(0.5) for drive in RATES.drives)
@@ -159,7 +162,7 @@ def test_rates_name_the_way_of_bytes_between_ranks_of_one_host(tmp_path: Path) -
 
 
 def test_rates_of_links_that_are_not_known_are_assumed_by_name() -> None:
-    assert RATES.assumed(ALONE) == ()
+    assert RATES.assumed(ONE_PROCESS) == ()
     assert RATES.assumed(World(2)) == ("gather_bytes_per_s", "scatter_bytes_per_s", "ranks_slowdown")
     assert RATES.assumed(World(4, 2)) == tuple(ASSUMED)
     assert LINKED.assumed(World(4, 2)) == ()

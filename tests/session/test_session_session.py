@@ -36,7 +36,8 @@ from megatier.measure import probe
 from megatier.models import laws
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.initialiser import Initialiser
-from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.drive_rates import DriveRates
+from megatier.schedule.rates import Rates
 from megatier.session.session import Session
 from megatier.setup.setup import Setup
 from megatier.tier import Activations, Kind

@@ -23,7 +23,7 @@ from megatier.config.schema import OF_LOOP, ModelConfig, TiersConfig
 from megatier.drives import mounts
 from megatier.measure import probe
 from megatier.models import decoder, expert_units
-from megatier.schedule.rates import DriveRates
+from megatier.schedule.drive_rates import DriveRates
 from megatier.setup import attention_choice, machine, setup, skeleton
 from megatier.setup.workload import Workload
 

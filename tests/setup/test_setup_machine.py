@@ -14,7 +14,7 @@ from megatier.errors import ConfigError
 from megatier.hardware import DefaultBudgets, Gpu
 from megatier.measure import probe
 from megatier.schedule.budgets import Budgets
-from megatier.schedule.rates import World
+from megatier.schedule.world import World
 from megatier.setup import machine
 from megatier.setup.machine import Machine, budgets_of, limit_gpu
 

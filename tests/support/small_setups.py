@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from megatier.config.output_section import OutputConfig
 from megatier.config.schema import OF_LOOP, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.schedule.budgets import Budgets
-from megatier.schedule.rates import ALONE, Rates, World
+from megatier.schedule.rates import Rates
+from megatier.schedule.world import ONE_PROCESS, World
 from megatier.setup.machine import Machine
 from megatier.setup.setup import Setup
 from megatier.setup.skeleton import skeleton_of
@@ -48,7 +49,7 @@ def elsewhere(
     budgets: Budgets = NOTHING,
     *,
     compiles: bool = True,
-    world: World = ALONE,
+    world: World = ONE_PROCESS,
     model: PreTrainedModel | None = None,
 ) -> Setup:
     """A run on a machine with these rates and budgets of a host; without a skeleton it is made of the config."""

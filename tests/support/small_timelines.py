@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from megatier.schedule.drive_rates import DriveRates
 from megatier.schedule.placement import Placement
-from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.rates import Rates
 from megatier.schedule.slots import SlotPlan
 from megatier.schedule.timeline import Access, Load, ReduceScatter, Timeline, Update
 from megatier.tier import STATE_KINDS, Kind, Phase, Tier

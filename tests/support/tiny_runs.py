@@ -39,8 +39,8 @@ from megatier.models.weights import WeightReader
 from megatier.schedule import placement
 from megatier.schedule.budgets import Budgets
 from megatier.schedule.policy import Policy
-from megatier.schedule.rates import World
 from megatier.schedule.unit_spec import UnitSpec
+from megatier.schedule.world import World
 from megatier.session.session import Session
 from megatier.setup.setup import Setup
 from megatier.setup.workload import Workload

@@ -19,7 +19,8 @@ from small_setups import ROUND
 from megatier.measure import probe
 from megatier.planner.search import Choice, search
 from megatier.schedule.budgets import Budgets
-from megatier.schedule.rates import Rates, World
+from megatier.schedule.rates import Rates
+from megatier.schedule.world import World
 from megatier.setup import machine
 from megatier.setup.setup import Setup
 from megatier.train import choices

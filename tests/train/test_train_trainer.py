@@ -29,7 +29,8 @@ from megatier.engine.unit_model import Batch, UnitModel
 from megatier.errors import mib
 from megatier.measure import probe
 from megatier.play.player import Player
-from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.drive_rates import DriveRates
+from megatier.schedule.rates import Rates
 from megatier.train.watchdog import Watchdog
 
 
